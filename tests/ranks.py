@@ -1,0 +1,98 @@
+"""Real ranks for tests: processes forked from one server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+# Read when the server imports torch: two threads in each of four ranks would fight for two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["train.loop", "torch._dynamo", "sklearn.datasets"])
+TIMEOUT = 120
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Ranks:
+    """`python -m train WORDS` on several ranks of this machine, with torchrun's variables."""
+
+    def __init__(
+        self, world_size: int, words: list[str], logs: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        self.processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **(env or {}),
+            }
+            process = FORKSERVER.Process(
+                target=_run_rank, args=(words, place, self.log(rank), str(Path.cwd()))
+            )
+            process.start()
+            self.processes.append(process)
+
+    def log(self, rank: int) -> Path:
+        """Where this rank's output goes."""
+        return self.logs / f"rank-{rank}.log"
+
+    def output(self) -> str:
+        """The output of all ranks."""
+        return "".join(self.log(rank).read_text() for rank in range(len(self.processes)))
+
+    def wait(self) -> list[int | None]:
+        """The exit codes, minus the signal for a rank that was killed; ends what hangs."""
+        deadline = time.monotonic() + TIMEOUT
+        for process in self.processes:
+            process.join(max(0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        """End every rank at once, as a power cut would."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def train(world_size: int, words: list[str], logs: Path) -> str:
+    """Train to the end; return the output of all ranks.
+
+    Raises:
+        AssertionError: a rank did not end with 0.
+    """
+    ranks = Ranks(world_size, words, logs)
+    codes = ranks.wait()
+    assert codes == [0] * world_size, f"exit codes {codes}\n{ranks.output()}"
+    return ranks.output()
+
+
+def _run_rank(words: list[str], env: Mapping[str, str], log: Path, cwd: str) -> None:
+    from train.__main__ import main
+
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.exit(main(words))

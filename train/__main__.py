@@ -1,0 +1,181 @@
+"""`python -m train [recipe or file] [key=value …]`: what happens, in order.
+
+Exit codes: 0 done, 2 the request was refused, 75 stopped in order (start it again to continue),
+anything else failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from train import config as schema
+from train.config import Config, ConfigError
+from train.run import RunDir, Verdict, default_name, write_atomic
+
+if TYPE_CHECKING:
+    from train.loop import Trainer
+    from train.run import State
+    from train.stop import StopSignals
+    from train.world import World
+
+EXIT_CODES = {"done": 0, "requeue": os.EX_TEMPFAIL, "stopped": os.EX_TEMPFAIL, "failed": 1}
+USAGE = """\
+Usage: python -m train [recipe or file.yaml] [key=value ...]
+       torchrun --nproc_per_node=4 -m train [recipe or file.yaml] [key=value ...]
+
+  --help          this text
+  --print-config  the complete configuration, as YAML
+  --print-schema  the JSON schema of the configuration, for editors
+
+Recipes: {recipes} (default: digits)
+
+Keys, with default, type and meaning:
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the command line asks; return the exit code."""
+    if "--help" in words or "-h" in words:
+        print(_help())
+        return 0
+    if "--print-schema" in words:
+        print(schema.schema(), end="")
+        return 0
+    try:
+        recipe, config = schema.parse([word for word in words if word != "--print-config"])
+    except ConfigError as error:
+        return _refuse(error, everywhere=True)
+    if "--print-config" in words:
+        print(config.to_yaml(), end="")
+        return 0
+    return _run(recipe, config)
+
+
+def _run(recipe: str, config: Config) -> int:
+    # Only now torch: a mistake in the words is answered before it is imported.
+    from train.stop import StopSignals
+    from train.world import World
+
+    with StopSignals() as stop:
+        try:
+            world = World.join(config.device)
+        except ConfigError as error:
+            return _refuse(error)
+        try:
+            code = EXIT_CODES[_train(recipe, config, world, stop)]
+        except ConfigError as error:
+            code = _refuse(error, everywhere=True)
+        world.leave()
+        return code
+
+
+def _train(recipe: str, config: Config, world: World, stop: StopSignals) -> State:
+    started = time.perf_counter()
+    name = world.broadcast_text(config.run.name or default_name(recipe))
+    config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    run_dir = RunDir(config.run.root, name)
+    _open(run_dir, config, world)
+    trainer = _prepare(config, world, run_dir, stop)
+    trainer.resume()
+    try:
+        state = trainer.run()
+    except Exception as error:
+        if world.is_main:
+            reason = f"{type(error).__name__}: {error}"
+            run_dir.record("failed", step=trainer.step, reason=reason)
+            run_dir.conclude(Verdict("failed", trainer.step, reason))
+        raise
+    if world.is_main:
+        _conclude(trainer, state, time.perf_counter() - started)
+    return state
+
+
+def _open(run_dir: RunDir, config: Config, world: World) -> None:
+    """Make or continue the run directory, and say where it is."""
+    problem = ""
+    if world.is_main:
+        try:
+            run_dir.create()
+            run_dir.forget_verdict()
+            write_atomic(run_dir.config, config.to_yaml())
+            run_dir.record("started", world_size=world.world_size, launcher=world.place.launcher)
+        except OSError as error:
+            problem = f"{run_dir.path}: the run directory cannot be written: {error.strerror}"
+        ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+        print(
+            f"rollcall: {ranks} ({world.place.launcher}), {world.device.type}, "
+            f"{config.parallel.strategy}; run directory {run_dir.path}",
+            flush=True,
+        )
+    world.raise_together(problem)
+
+
+def _prepare(config: Config, world: World, run_dir: RunDir, stop: StopSignals) -> Trainer:
+    """Data, order, model, strategy, optimizer: the parts of a run, in the order they need."""
+    from train import data, models, optim, parallel
+    from train.data.order import Order, training_batches
+    from train.loop import Trainer, per_sample_loss
+    from train.randomness import set_seed
+
+    source = data.load(config.data, world)
+    batch = config.data.global_batch
+    total = config.train.steps * batch if config.train.steps else 0
+    total = total or round(config.train.epochs * source.train_size)
+    order = Order(source.train_size, total, batch, config.seed)
+    set_seed(config.seed, "model")
+    model = models.build(config.model, source)
+    strategy = parallel.build(config, world, per_sample_loss)
+    example = next(training_batches(source, order, strategy.rows(batch), range(order.steps)))
+    strategy.place(model, example)
+    optimizer = optim.build(config.optim, strategy.parameters())
+    return Trainer(config, world, run_dir, source, order, strategy, optimizer, stop)
+
+
+def _conclude(trainer: Trainer, state: State, seconds: float) -> None:
+    """Write the verdict and show the summary."""
+    run_dir = trainer.run_dir
+    asked = trainer.stop.received
+    reason = {
+        "done": f"{trainer.order.steps} steps trained",
+        "stopped": "a person asked to stop",
+        "requeue": f"asked to stop by {asked.name if asked else 'a signal on another rank'}",
+    }[state]
+    run_dir.record("finished", step=trainer.step, state=state)
+    run_dir.conclude(Verdict(state, trainer.step, reason))
+    rows = {"result": f"{state}: {reason}", "step": f"{trainer.step} of {trainer.order.steps}"}
+    if trainer.result:
+        rows["validation accuracy"] = f"{trainer.result.accuracy:.2%}"
+        rows["validation loss"] = f"{trainer.result.loss:.4f}"
+    if trainer.metrics:
+        rows["speed"] = f"{trainer.metrics.mean_rate:,.0f} samples/s"
+        rows["time"] = f"{seconds:.1f} s"
+        rows["run directory"] = str(run_dir.path)
+        if state != "done":
+            rows["to continue"] = f"the same command with run.name={run_dir.name}"
+        trainer.metrics.summary(rows)
+
+
+def _refuse(error: ConfigError, everywhere: bool = False) -> int:
+    """Explain a refusal; one that every rank meets is told by rank 0 alone."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")
+    if rank == "0" or not everywhere:
+        for line in str(error).splitlines():
+            print(f"rollcall: error: {line}", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    lines = [USAGE.format(recipes=", ".join(schema.recipes()))]
+    for name, kind, default, meaning in schema.describe():
+        shown = "null" if default is None else default
+        lines.append(f"  {name}={shown}  ({kind})\n      {meaning}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""Where does a run keep things? The run directory: plain files, each with one writer. No torch.
+
+A file is either whole or absent: it is written beside its place, brought to disk and renamed.
+Line files (metrics.jsonl, events.jsonl) only grow; a line cut by a crash is left out on reading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["done", "requeue", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt ended: what a launcher or a person must do next follows from `state`.
+
+    `done`: nothing is left to do. `requeue`: asked to stop by the scheduler, start it again.
+    `stopped`: a person asked it to stop. `failed`: see `reason`.
+    """
+
+    state: State
+    step: int
+    reason: str
+
+
+class RunDir:
+    """The directory of one run and the places in it."""
+
+    def __init__(self, root: str | Path, name: str) -> None:
+        self.name = name
+        self.path = Path(root).absolute() / name
+
+    @property
+    def config(self) -> Path:
+        """What was asked, resolved and complete."""
+        return self.path / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        """The snapshot of the code that every attempt runs."""
+        return self.path / "code"
+
+    @property
+    def job(self) -> Path:
+        """What was submitted: script, argv, versions, attempts."""
+        return self.path / "job"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per logged step, written by rank 0."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """What happened: one line each, written by rank 0."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory per saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def verdict(self) -> Path:
+        """How the newest attempt ended."""
+        return self.path / "verdict.json"
+
+    def log(self, attempt: int, node: int, rank: int) -> Path:
+        """The output of one rank in one attempt."""
+        return self.path / "logs" / f"attempt-{attempt}" / f"node-{node}" / f"rank-{rank}.log"
+
+    def create(self) -> None:
+        """Make the directory, for this user alone.
+
+        Raises:
+            OSError: the place cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Append one event with the time of day, in seconds since 1970."""
+        append_line(self.events, {"time": time.time(), "event": event, **fields})
+
+    def conclude(self, verdict: Verdict) -> None:
+        """Write the verdict of this attempt."""
+        write_atomic(self.verdict, json.dumps(asdict(verdict)) + "\n")
+
+    def read_verdict(self) -> Verdict | None:
+        """The verdict of the newest attempt that came to one."""
+        try:
+            return Verdict(**json.loads(self.verdict.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def forget_verdict(self) -> None:
+        """Take the last attempt's verdict away: a new attempt has begun."""
+        self.verdict.unlink(missing_ok=True)
+
+
+def default_name(recipe: str) -> str:
+    """The name of a run that was given none: the recipe, and the Slurm job or the time.
+
+    A restarted attempt must find its run again: a requeued job keeps its id, and the ranks that
+    torchrun starts again have the same parent as before.
+    """
+    if "SLURM_STEP_ID" in os.environ:
+        return f"{recipe}-{os.environ['SLURM_JOB_ID']}"
+    begin = time.time()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        import psutil  # launch imports this module often and needs no psutil
+
+        begin = psutil.Process(os.getppid()).create_time()
+    return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(begin))}"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a small file so that it is whole or absent, also after a power cut."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to disk; a rename is durable only after that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append_line(path: Path, fields: dict[str, Any]) -> None:
+    """Append one JSON object as a line, in one write."""
+    with path.open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a line file; a last line that a crash cut off is left out."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
