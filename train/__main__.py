@@ -79,15 +79,17 @@ def _train(recipe: str, config: Config, world: World, stop: StopSignals) -> Stat
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     run_dir = RunDir(config.run.root, name)
     _open(run_dir, config, world)
-    trainer = _prepare(config, world, run_dir, stop)
-    trainer.resume()
+    trainer: Trainer | None = None
     try:
+        trainer = _prepare(config, world, run_dir, stop)
+        trainer.resume()
         state = trainer.run()
     except Exception as error:
         if world.is_main:
+            step = trainer.step if trainer else 0
             reason = f"{type(error).__name__}: {error}"
-            run_dir.record("failed", step=trainer.step, reason=reason)
-            run_dir.conclude(Verdict("failed", trainer.step, reason))
+            run_dir.record("failed", step=step, reason=reason)
+            run_dir.conclude(Verdict("failed", step, reason))
         raise
     if world.is_main:
         _conclude(trainer, state, time.perf_counter() - started)

@@ -122,13 +122,21 @@ def default_name(recipe: str) -> str:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a small file so that it is whole or absent, also after a power cut."""
+    """Write a small file so that it is whole or absent, also after a power cut.
+
+    Raises:
+        OSError: it could not be written; what was there before is untouched.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
@@ -142,16 +150,22 @@ def sync_directory(path: Path) -> None:
 
 
 def append_line(path: Path, fields: dict[str, Any]) -> None:
-    """Append one JSON object as a line, in one write."""
-    with path.open("a") as file:
-        file.write(json.dumps(fields) + "\n")
+    """Append one JSON object as a line of its own, also after a line that a crash cut off."""
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(fields).encode() + b"\n")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a line file; a last line that a crash cut off is left out."""
+    """The objects of a line file; a line that a crash cut off is left out."""
     if not path.exists():
         return
     with path.open() as file:
         for line in file:
-            if line.endswith("\n"):
+            try:
                 yield json.loads(line)
+            except json.JSONDecodeError:
+                continue

@@ -187,7 +187,7 @@ class World:
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """The source rank's text, on every rank (as bytes: nothing from a peer is unpickled)."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
         size = torch.tensor([len(data)])
         dist.broadcast(size, source)
         if self.rank != source:
