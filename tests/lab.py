@@ -1,0 +1,111 @@
+"""A Slurm cluster of several hosts on this machine, as the tests use it: slurm/lab as Python."""
+
+import atexit
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+COMMANDS = Path(__file__).parents[1] / "slurm" / "lab"
+CANNOT = 3  # the exit code of `up` where the machine or the user lacks something
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+
+class Lab:
+    """A running lab. Its hosts are `login` and the nodes `n1`, `n2`, ..."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def argv(self, host: str, *command: str) -> list[str]:
+        """The command line that runs `command` in `host`, for subprocess.Popen."""
+        return [str(COMMANDS / "exec"), "--name", self.name, host, *command]
+
+    def exec(
+        self,
+        host: str,
+        *command: str,
+        timeout: float = 60,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `command` in `host`; `env` comes on top of this process's environment.
+
+        Raises subprocess.TimeoutExpired after `timeout` seconds.
+        """
+        return subprocess.run(
+            self.argv(host, *command),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | dict(env or {}),
+            cwd=cwd,
+            check=False,
+        )
+
+    def output(self, host: str, *command: str, timeout: float = 60) -> str:
+        """What `command` prints in `host`. Fails the test unless it exits with 0."""
+        result = self.exec(host, *command, timeout=timeout)
+        assert result.returncode == 0, f"{host}: {command} -> {result.returncode}: {result.stderr}"
+        return result.stdout.strip()
+
+    def job(self, job_id: str, field: str) -> str:
+        """One field of `scontrol show job`, such as JobState or Restarts."""
+        fields = self.output("login", "scontrol", "--oneliner", "show", "job", job_id).split()
+        return dict(item.split("=", 1) for item in fields if "=" in item)[field]
+
+    def wait_job(self, job_id: str, timeout: float = 60) -> str:
+        """Wait until the job has ended, requeues included, and return its state."""
+
+        def state() -> str:
+            return self.job(job_id, "JobState")
+
+        wait_until(lambda: state() in ENDED, timeout, lambda: f"job {job_id} is {state()}")
+        return state()
+
+
+def wait_until(condition: Callable[[], bool], timeout: float, complaint: Callable[[], str]) -> None:
+    """Poll until `condition` holds. Raises TimeoutError with the complaint after `timeout` s."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {timeout} s {complaint()}")
+        time.sleep(0.1)
+
+
+@contextmanager
+def running_lab(name: str, *options: str) -> Iterator[Lab]:
+    """Bring a lab up with `options` of slurm/lab/up, and take it down in any case.
+
+    Skips the test where the machine or the user lacks something: in CI that is a failure.
+    """
+
+    def take_down() -> subprocess.CompletedProcess[str]:
+        return run_command("down", "--name", name)
+
+    atexit.register(take_down)  # for a pytest that ends without tearing its fixtures down
+    try:
+        up = run_command("up", "--name", name, *options)
+        if up.returncode == CANNOT and os.environ.get("CI") != "true":
+            pytest.skip(f"{up.stderr.strip()}\nThen: sudo ./env/run pytest tests/slurm")
+        assert up.returncode == 0, up.stderr
+        yield Lab(name)
+        assert take_down().returncode == 0
+    finally:
+        take_down()
+        atexit.unregister(take_down)
+
+
+def run_command(command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the lab's own commands: up, down, status."""
+    return subprocess.run(
+        [str(COMMANDS / command), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
