@@ -6,11 +6,12 @@ anything else failed.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from train import config as schema
 from train.config import Config, ConfigError
@@ -179,5 +180,16 @@ def _help() -> str:
     return "\n".join(lines)
 
 
+def _exit(code: int) -> NoReturn:
+    # A thread of gloo outlives the process group and may drop its last tensor while the interpreter
+    # closes, which aborts the process (seen with torch 2.15): so do not close it. Ranks that were
+    # forked by multiprocessing end in the same way by themselves.
+    if multiprocessing.parent_process() is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _exit(main(sys.argv[1:]))

@@ -130,6 +130,7 @@ class Trainer:
             state = self._settle(pending)
             pending = self._propose(loss)
             if state != "done":
+                self._record("signalled", step=self.step, state=state)
                 self._settle(pending)
                 return state
             self._save_or_evaluate_if_due()

@@ -158,6 +158,8 @@ class World:
             ConfigError: the environment or the device cannot work, or the ranks did not meet.
         """
         place = find_place(os.environ)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, hosts.usable_cpus() // place.local_world_size))
         world = cls(place, pick_device(device, place, os.environ))
         _warn_of_idle_nodes(place)
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"

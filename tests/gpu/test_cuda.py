@@ -1,0 +1,36 @@
+"""What only a GPU can show. Run with `./env/run pytest tests/gpu` where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import train
+
+from train.run import RunDir, read_lines
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="torch sees no GPU; on a machine with one: ./env/run pytest tests/gpu",
+)
+
+
+def losses(root: Path, name: str, *words: str) -> list[float]:
+    train(1, ["digits", "log.every=1", f"run.root={root}", f"run.name={name}", *words], root / name)
+    return [line["loss"] for line in read_lines(RunDir(root, name).metrics)]
+
+
+def test_nccl_trains_as_the_cpu_does(tmp_path: Path) -> None:
+    words = ("train.steps=20", "data.micro_batch=24")
+    on_gpu = losses(tmp_path, "gpu", "device=cuda", *words)
+    on_cpu = losses(tmp_path, "cpu", "device=cpu", *words)
+    # The two add in other orders, and twenty AdamW updates spread that.
+    assert on_gpu == pytest.approx(on_cpu, rel=1e-3)
+
+
+def test_resume_on_a_gpu(tmp_path: Path) -> None:
+    words = ("device=cuda", "optim.schedule=constant")
+    whole = losses(tmp_path, "whole", "train.steps=20", *words)
+    losses(tmp_path, "parts", "train.steps=10", *words)
+    assert losses(tmp_path, "parts", "train.steps=20", *words) == pytest.approx(whole, rel=1e-5)
