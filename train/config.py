@@ -257,23 +257,11 @@ def _assign(values: dict[str, Any], word: str) -> None:
 
 def _build(values: dict[str, Any], source: str) -> Config:
     try:
-        config = Config.model_validate(_numbers(values))
+        config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item, source) for item in error.errors())) from None
     _check_combinations(config)
     return config
-
-
-def _numbers(value: Any) -> Any:
-    # YAML 1.1 reads 1e-3 (no dot) as text; to a person it is a number.
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, str) and "e" in value.lower() and value[:1] in "+-.0123456789":
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _explain(item: Any, source: str) -> str:

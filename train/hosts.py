@@ -7,12 +7,11 @@ interface it reaches the *others*.
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
 import itertools
 import os
 import re
 import socket
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,8 +76,7 @@ def route(peer: str) -> Route:
 
 def port(key: str) -> int:
     """A port from 20000 to 29999 that depends on `key` alone, so that jobs seldom meet in one."""
-    digest = hashlib.sha256(key.encode()).digest()
-    return FIRST_PORT + int.from_bytes(digest[:8], "big") % PORTS
+    return FIRST_PORT + zlib.crc32(key.encode()) % PORTS
 
 
 def _split(nodelist: str) -> Iterator[str]:
@@ -117,6 +115,8 @@ def _resolve(peer: str) -> str:
             f"it must stand in DNS or in /etc/hosts of every node"
         ) from None
     addresses = sorted((str(entry[4][0]) for entry in found), key=lambda text: ":" in text)
+    import ipaddress
+
     for address in addresses:
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             return address
@@ -127,7 +127,7 @@ def _resolve(peer: str) -> str:
 
 
 def _interface(address: str) -> str:
-    import psutil  # here, because it costs 20 ms and most callers only expand a node list
+    import psutil
 
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):

@@ -1,0 +1,1 @@
+"""The login node's half of rollcall: check, render, submit, follow. It never imports torch."""

@@ -1,0 +1,32 @@
+"""`python -m launch COMMAND …`: one file per command, each with a `main(argv)`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "submit": "start a run on Slurm, or on this machine",
+    "supervise": "run one node's part of a run (what a job starts on every node)",
+    "startup": "measure how long it takes from the command to the first step",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command that the first word names; return its exit code."""
+    if argv and argv[0] in COMMANDS:
+        code: int = importlib.import_module(f"launch.{argv[0]}").main(argv[1:])
+        return code
+    listing = "\n".join(f"  {name:<10} {meaning}" for name, meaning in COMMANDS.items())
+    usage = f"Usage: python -m launch COMMAND [--help] ...\n\n{listing}"
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage)
+        return 0
+    if argv:
+        print(f"launch: error: there is no command '{argv[0]}'", file=sys.stderr)
+    print(usage, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""How does a job start? Through submitit: sbatch on a cluster, a controller process on one machine.
+
+submitit usually pickles a function and runs it; here it submits a command that is ours, so that no
+pickle is ever written or read.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import submitit
+from submitit.core.utils import FailedJobError
+
+YEAR_MINUTES = 366 * 24 * 60
+LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "PMI", "OMPI_", "SUBMITIT_", "TORCHELASTIC_", "ROLE_")
+RANK_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "ROLLCALL_WORLD_SIZE"),
+}
+
+
+class SubmitError(Exception):
+    """The job could not be submitted; the message is Slurm's."""
+
+
+class Slurm(submitit.SlurmExecutor):
+    """submitit's Slurm executor with a script of ours."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        super().__init__(folder)
+        self._script = script
+
+    def start(self) -> str:
+        """Submit the script; return the job id.
+
+        Raises:
+            SubmitError: sbatch refuses it.
+        """
+        try:
+            return str(self._submit_command("").job_id)
+        except FailedJobError as error:
+            raise SubmitError(f"sbatch refuses the job: {error}") from None
+        finally:
+            for leftover in self.folder.glob(".submission_file_*.sh"):
+                leftover.unlink()  # a second name of <job id>_submission.sh, or a refused script
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002
+        return self._script
+
+
+class Local(submitit.LocalExecutor):
+    """submitit's local executor, whose tasks are the nodes of the run."""
+
+    def start(
+        self, command: Sequence[str], nodes: int, minutes: float | None
+    ) -> submitit.Job[None]:
+        """Start the command once per node, under a controller that outlives this process.
+
+        Args:
+            command: what every node runs.
+            nodes: how many, all on this machine.
+            minutes: time limit, None for no limit; SIGUSR2 comes before it, as with Slurm.
+        """
+        limit = minutes or YEAR_MINUTES
+        self.update_parameters(
+            tasks_per_node=nodes,
+            timeout_min=limit,
+            signal_delay_s=int(min(120, limit * 30)),
+            stderr_to_stdout=True,
+        )
+        # submitit hides all GPUs that were not asked for; on one's own machine all are there.
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+        env = ["-u", "CUDA_VISIBLE_DEVICES"] if gpus is None else [f"CUDA_VISIBLE_DEVICES={gpus}"]
+        # The controller must outlive a closed terminal and a Ctrl-C meant for us: what is ignored
+        # here stays ignored in a new program.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _FROM_TERMINAL}
+        try:
+            return self._submit_command(shlex.join(["env", *env, *command]))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+
+
+def forget_surroundings() -> None:
+    """Drop what a surrounding job or rank has set: a new job would take it for its own.
+
+    SBATCH_* too: it overrides what the script says. SLURM_CONF stays: it tells where Slurm is.
+    """
+    if "SLURM_JOB_ID" in os.environ:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    for name in list(os.environ):
+        if name != "SLURM_CONF" and (name.startswith(LEAKING) or name in RANK_VARIABLES):
+            del os.environ[name]

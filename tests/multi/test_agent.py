@@ -1,0 +1,144 @@
+"""Forked ranks behave like torchrun's, and a local run is the same through submit.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+from train.run import RunDir, read_lines
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import atexit, json, os, signal, sys
+from helper import OWN  # beside the script, as python finds it
+
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME"
+names += " ROLE_RANK ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
+names += " TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE"
+names += " OMP_NUM_THREADS"
+env = {name: os.environ.get(name) for name in names.split()}
+print(json.dumps({"env": env, "argv": sys.argv[1:], "name": __name__}))
+atexit.register(print, "left in order")
+rank, how = os.environ["RANK"], sys.argv[1]
+if rank == "1":
+    os.system("echo from a child process")
+    if how == "raise":
+        raise ValueError("this rank is broken")
+    if how == "code":
+        sys.exit(3)
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "leave":
+        sys.stdout.flush()
+        os._exit(0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A user's script, with a module beside it."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("OWN = True\n")
+    return tmp_path / "script.py"
+
+
+def agent(script: Path, how: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks of the script under the agent; their logs lie beside the script."""
+    place = [f"--master-port={free_port()}", "--run-id=test", f"--log-dir={script.parent}/logs"]
+    command = [sys.executable, "-m", "train.agent", "--nproc-per-node=2", *place, *options]
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        [*command, str(script), how, "--flag"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def log(script: Path, rank: int) -> str:
+    return (script.parent / "logs" / f"rank-{rank}.log").read_text()
+
+
+def test_ranks_have_the_environment_that_torchrun_gives(script: Path) -> None:
+    seen = {}
+    for method in ("fork", "torchrun"):
+        ended = agent(script, "no fault", f"--start-method={method}", "--expect-world=2")
+        assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+        lines = [log(script, rank).splitlines() for rank in (0, 1)]
+        assert [line[-1] for line in lines] == ["left in order"] * 2
+        assert "from a child process" in lines[1]
+        seen[method] = [json.loads(line[0]) for line in lines]
+        for rank in (0, 1):
+            (script.parent / "logs" / f"rank-{rank}.log").unlink()
+    for forked, plain in zip(seen["fork"], seen["torchrun"], strict=True):
+        assert forked["env"].pop("MASTER_PORT") != plain["env"].pop("MASTER_PORT")
+        assert forked == plain
+    assert seen["fork"][1]["argv"] == ["no fault", "--flag"]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told", "logged"),
+    [
+        ("raise", 1, "rank 1 failed, exit code 1; its output: ", "ValueError: this rank is broken"),
+        ("code", 3, "rank 1 failed, exit code 3; its output: ", "left in order"),
+        ("signal", 137, "rank 1 was ended by SIGKILL; its output: ", ""),
+        ("leave", 0, "", "from a child process"),
+    ],
+)
+def test_ends_of_ranks(script: Path, how: str, code: int, told: str, logged: str) -> None:
+    ended = agent(script, how)
+    assert ended.returncode == code
+    expected = f"node 0: {told}{script.parent}/logs/rank-1.log\n" if told else ""
+    assert ended.stderr == expected
+    assert logged in log(script, 1)
+
+
+def test_another_world_size_is_refused(script: Path) -> None:
+    ended = agent(script, "no fault", "--nnodes=2", "--expect-world=8")
+    assert ended.returncode == 2
+    assert "make a world of 4, but 8 ranks are expected" in ended.stderr
+
+
+def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
+    """The whole local path: submit.py, submitit, two supervisors, signals, verdict, resume."""
+    words = ["--local", "--nodes", "2", "--name", "it", "--wait", f"run.root={tmp_path}"]
+    words += ["device=cpu", "log.every=1", "checkpoint.every=null", "train.steps=100000"]
+    command = [sys.executable, str(ROOT / "launch" / "submit.py"), *words]
+    run = RunDir(tmp_path, "it")
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as submit:
+        end = time.monotonic() + 60
+        while not list(read_lines(run.metrics)) and time.monotonic() < end:
+            time.sleep(0.1)
+        submit.send_signal(signal.SIGINT)
+        output = submit.communicate(timeout=60)[0]
+    assert submit.returncode == os.EX_TEMPFAIL, output
+    assert "rollcall: 4 ranks" in output
+    verdict = run.read_verdict()
+    assert verdict and verdict.state in ("stopped", "requeue")
+    states = [json.loads((run.job / f"attempt-0/node-{n}.json").read_text()) for n in (0, 1)]
+    assert [state["state"] for state in states] == ["stopped", "stopped"]
+
+    command[-1] = f"train.steps={verdict.step + 2}"
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout
+    assert "it continues, with the code it has" in ended.stderr
+    steps = [line["step"] for line in read_lines(run.metrics)]
+    assert steps == list(range(1, verdict.step + 3))
+    assert (run.path / "logs/attempt-1/node-1/rank-3.log").exists()
+
+
+def test_startup_prints_its_tables() -> None:
+    command = [sys.executable, "-m", "launch", "startup", "--repeats", "1", "device=cpu"]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert table.returncode == 0, table.stderr
+    rows = [line.split("  ")[0] for line in table.stdout.splitlines()]
+    for row in ("torchrun", "supervisor", "ratio", "import submitit", "submit.py --dry-run"):
+        assert row in rows

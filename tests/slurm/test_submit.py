@@ -1,0 +1,199 @@
+"""Runs on a real cluster: submitted, by template, refused, killed, asked to stop.
+
+In the lab every host's own name is 127.0.1.1 in its /etc/hosts, as Debian's installer leaves it:
+that no run here looks for its peers there is part of what these tests show.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from lab import Lab, wait_until
+
+from train import hosts
+from train.run import RunDir, read_lines
+
+ROOT = Path(__file__).parents[2]
+SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
+SHORT = ["device=cpu", "train.steps=20", "log.every=1"]
+ENDLESS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=null"]
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_lines(run.metrics)}
+
+
+@dataclass
+class Runs:
+    """One run each way, started side by side."""
+
+    local: RunDir
+    submitted: RunDir
+    multi_node: RunDir
+    single_node: RunDir
+    output: str
+    taken_port: int
+
+
+@pytest.fixture(scope="module")
+def runs(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The same 20 steps on 4 ranks, four ways; one of them finds its port taken."""
+    root = tmp_path_factory.mktemp("a place with 'quotes'")
+    place = {name: RunDir(root, name) for name in ("local", "submitted", "multi", "single")}
+
+    def words(name: str) -> list[str]:
+        return [*SHORT, f"run.name={name}", f"run.root={json.dumps(str(root))}"]
+
+    def submit_template(template: str, *options: str, name: str) -> str:
+        script = str(ROOT / "slurm" / template)
+        answer = lab.exec(
+            "login", "sbatch", "--parsable", f"--output={root}/%j.out", *options, script,
+            *words(name), cwd=ROOT,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout.strip()
+
+    multi = submit_template(
+        "multi_node.sbatch", "--hold", "--nodelist=n[3-4]", "--gpus-per-node=2", name="multi"
+    )
+    port = hosts.port(f"{multi}.0.0")
+    listen = f"import socket, time; s = socket.create_server(('', {port})); print(1, flush=True)"
+    holder = lab.argv("n3", sys.executable, "-c", f"{listen}; time.sleep(300)")
+    with subprocess.Popen(holder, stdout=subprocess.PIPE) as taken:
+        assert taken.stdout and taken.stdout.readline()
+        lab.output("login", "scontrol", "release", multi)
+        single = submit_template("single_node.sbatch", "--gpus-per-node=4", name="single")
+        options = ["--nodes", "2", "--gpus-per-node", "2", "--wait"]
+        submitted = lab.exec("login", *SUBMIT, *options, *words("submitted"), timeout=120)
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        for job in (multi, single):
+            assert lab.wait_job(job) == "COMPLETED", (root / f"{job}.out").read_text()
+        taken.kill()
+    local = [*SUBMIT, "--local", "--nproc-per-node", "4", "--wait", *words("local")]
+    subprocess.run(local, check=True, capture_output=True, timeout=120)
+    return Runs(
+        place["local"], place["submitted"], place["multi"], place["single"], submitted.stdout, port
+    )
+
+
+def test_all_ways_reach_the_same_losses(runs: Runs) -> None:
+    expected = losses(runs.local)
+    assert list(expected) == list(range(1, 21))
+    assert losses(runs.submitted) == expected
+    assert losses(runs.multi_node) == expected
+    assert losses(runs.single_node) == expected
+
+
+def test_ranks_are_on_two_hosts_with_their_own_addresses(lab: Lab, runs: Runs) -> None:
+    attempt = next(read_lines(runs.submitted.job / "attempts.jsonl"))
+    assert (len(set(attempt["hosts"])), attempt["ranks"]) == (2, 4)
+    assert [path.name for path in sorted(runs.submitted.path.glob("logs/attempt-0/*/*"))] == [
+        f"rank-{rank}.log" for rank in range(4)
+    ]
+    head = attempt["hosts"][0]
+    assert lab.output(head, "getent", "hosts", head).split()[0] == "127.0.1.1"
+    meeting = json.loads(next(runs.submitted.job.glob("rendezvous/*.json")).read_text())
+    assert meeting["host"] == head
+    assert meeting["address"] in lab.output(head, "hostname", "-I").split()
+
+
+def test_a_taken_port_is_passed_over(runs: Runs) -> None:
+    meeting = json.loads(next(runs.multi_node.job.glob("rendezvous/*.json")).read_text())
+    assert meeting["port"] == runs.taken_port + 1
+
+
+def test_waiting_shows_the_training_and_the_run_keeps_what_was_submitted(runs: Runs) -> None:
+    assert "step 20/20" in runs.output
+    run = runs.submitted
+    assert (run.code / "launch" / "submit.py").read_text() == (
+        ROOT / "launch/submit.py"
+    ).read_text()
+    job = next(read_lines(run.job / "submissions.jsonl"))
+    assert "--gpus-per-node" in job["argv"]
+    assert "#SBATCH --nodes=2" in (run.job / f"{job['job']}_submission.sh").read_text()
+    assert list(run.path.rglob("*.pkl")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--partition", "mian"], "--partition mian: there is none; those here are main, urgent"),
+        (["--nodes", "5"], "--nodes 5: a job in partition main can have 4 at most"),
+        (["--time", "3:00:00"], "--time 3:00:00: the limit of partition main is 1:00:00"),
+        (["optim.lrr=1"], "unknown key 'optim.lrr', did you mean 'optim.lr'?"),
+        (
+            ["--gpus-per-node", "5"],
+            "per node: --gpus-per-node 5, --cpus-per-task 5; its nodes have",
+        ),
+    ],
+)
+def test_refusals_queue_nothing_and_leave_nothing(
+    lab: Lab, tmp_path: Path, words: list[str], message: str
+) -> None:
+    refused = lab.exec("login", *SUBMIT, *words, f"run.root={tmp_path}")
+    assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert lab.output("login", "squeue", "-h") == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nodelist", ["n[1-4,08-11]", "a[1-2]b[3,05-6],login,n[7]", "n[009-011]"])
+def test_node_lists_are_read_as_slurm_reads_them(lab: Lab, nodelist: str) -> None:
+    names = lab.output("login", "scontrol", "show", "hostnames", nodelist).split()
+    assert hosts.expand(nodelist) == names
+
+
+def agents(job: str) -> list[psutil.Process]:
+    """The agents of a job and, forked from them, its ranks, on all hosts of the lab."""
+    found = psutil.process_iter(["cmdline"])
+    return [
+        process for process in found if f"--run-id={job}.0.0" in (process.info["cmdline"] or [])
+    ]
+
+
+def test_a_killed_rank_ends_all_nodes(lab: Lab, tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "killed")
+    words = ["--nodes", "2", "--wait", "--name", "killed", f"run.root={tmp_path}", *ENDLESS]
+    with subprocess.Popen(
+        lab.argv("login", *SUBMIT, *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as submit:
+        wait_until(lambda: len(losses(run)) > 3, 60, lambda: "there is no step")
+        job = next(read_lines(run.job / "submissions.jsonl"))["job"]
+        everyone = agents(job)
+        pids = {process.pid for process in everyone}
+        ranks = [process for process in everyone if process.ppid() in pids]
+        assert (len(everyone), len(ranks)) == (6, 4)
+        start = time.monotonic()
+        next(rank for rank in ranks if "--node-rank=1" in rank.info["cmdline"]).kill()
+        output = submit.communicate(timeout=60)[0]
+    assert submit.returncode not in (0, os.EX_TEMPFAIL)
+    assert time.monotonic() - start < 20
+    assert "was ended by SIGKILL; its output: " in output
+    assert lab.wait_job(job) == "FAILED"
+    assert agents(job) == []
+
+
+def test_a_signal_before_the_first_step_is_not_lost(lab: Lab, tmp_path: Path) -> None:
+    """What `--signal=B:USR2` does before the time is up, at its worst moment."""
+    run = RunDir(tmp_path, "early")
+    submit = ["--nodes", "2", "--name", "early", f"run.root={tmp_path}", *ENDLESS]
+    lab.output("login", *SUBMIT, *submit)
+    job = next(read_lines(run.job / "submissions.jsonl"))["job"]
+    wait_until(lambda: len(agents(job)) == 2, 60, lambda: "there are no agents")
+    lab.output("login", "scancel", f"--signal={signal.SIGUSR2.name}", "--batch", job)
+    lab.wait_job(job)
+    verdict = run.read_verdict()
+    assert verdict is not None, (run.job / f"slurm-{job}.out").read_text()
+    assert (verdict.state, verdict.reason) == ("requeue", "asked to stop by SIGUSR2")
+    ended = list(read_lines(run.job / "attempts.jsonl"))[-1]
+    assert (ended["state"], ended["exit_code"]) == ("stopped", os.EX_TEMPFAIL)

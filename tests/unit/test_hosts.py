@@ -1,0 +1,44 @@
+"""Node lists as Slurm writes them, routes as the kernel knows them, ports that stay."""
+
+import pytest
+
+from train import hosts
+
+LISTS = [
+    ("n1", ["n1"]),
+    ("n[1-3]", ["n1", "n2", "n3"]),
+    ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+    ("n[1,3-4,007]", ["n1", "n3", "n4", "n007"]),
+    ("rack[1-2]node[3-4]", ["rack1node3", "rack1node4", "rack2node3", "rack2node4"]),
+    ("a[1-2]-ib,login,b3", ["a1-ib", "a2-ib", "login", "b3"]),
+    ("", []),
+]
+
+
+@pytest.mark.parametrize(("nodelist", "names"), LISTS)
+def test_expand(nodelist: str, names: list[str]) -> None:
+    assert hosts.expand(nodelist) == names
+
+
+@pytest.mark.parametrize("nodelist", ["n[1-", "n1]", "n[a-b]", "n[3-1]", "n[]", "n[1-2-3]"])
+def test_what_is_no_node_list_is_refused(nodelist: str) -> None:
+    with pytest.raises(ValueError, match="is not a node list"):
+        hosts.expand(nodelist)
+
+
+def test_route_to_a_host_that_nobody_knows_names_it() -> None:
+    with pytest.raises(hosts.HostError, match=r"cannot resolve the host name 'nowhere\.invalid'"):
+        hosts.route("nowhere.invalid")
+
+
+@pytest.mark.parametrize("peer", ["localhost", "127.0.1.1"])
+def test_a_peer_on_the_loopback_is_refused(peer: str) -> None:
+    with pytest.raises(hosts.HostError, match=f"'{peer}' resolves to the loopback address"):
+        hosts.route(peer)
+
+
+def test_port_is_the_same_for_the_same_key_and_outside_the_ephemeral_range() -> None:
+    ports = [hosts.port(f"{job}.0.0") for job in range(1000)]
+    assert ports == [hosts.port(f"{job}.0.0") for job in range(1000)]
+    assert min(ports) >= 20000 and max(ports) < 30000
+    assert len(set(ports)) > 900  # jobs side by side seldom meet

@@ -1,0 +1,66 @@
+"""A job as sbatch reads it: recorded scripts, and values that a shell would take apart."""
+
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.job import Job, JobError, render
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = Job(
+    name="digits-1",
+    nodes=1,
+    command=("/venv/bin/python", "-m", "launch", "supervise", "--", "-m", "train", "digits"),
+    directory="/runs/digits-1/code",
+    output="/runs/digits-1/job/slurm-%j.out",
+    cpus_per_task=2,
+)
+LARGE = replace(
+    SMALL,
+    nodes=16,
+    cpus_per_task=32,
+    gpus_per_node=8,
+    mem="900G",
+    time="1-12",
+    partition="gpu",
+    account="team a",
+    qos="high",
+)
+
+
+@pytest.mark.parametrize(("job", "golden"), [(SMALL, "small.sbatch"), (LARGE, "large.sbatch")])
+def test_script_is_the_recorded_one(job: Job, golden: str) -> None:
+    assert render(job) == (GOLDEN / golden).read_text()
+
+
+def test_hostile_values_reach_the_command_unchanged(tmp_path: Path) -> None:
+    words = ["a b", "$(touch x)", "`touch x`", ";touch x", "it's", '"', "\\", "*", "!", "é"]
+    (tmp_path / "a 'b").mkdir()
+    # `echo` prints one word per line in the place of srun.
+    (tmp_path / "srun").write_text('#!/bin/sh\nshift 3\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    script = render(replace(SMALL, command=tuple(words), directory=str(tmp_path / "a 'b")))
+    shown = subprocess.run(
+        ["bash"], input=script, capture_output=True, text=True, env={"PATH": f"{tmp_path}:/bin"}
+    )
+    assert shown.stdout.splitlines() == words
+    assert list((tmp_path / "a 'b").iterdir()) == []
+
+
+def test_directives_are_read_back_as_they_were_meant() -> None:
+    script = render(replace(LARGE, account="it's $(id)", name="x"))
+    words = [shlex.split(line[8:]) for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert ["--account=it's $(id)"] in words
+
+
+def test_a_line_break_in_a_value_is_refused() -> None:
+    with pytest.raises(JobError, match="control character"):
+        render(replace(SMALL, account="a\n#SBATCH --nodes=99"))
+
+
+@pytest.mark.parametrize(("time", "lead"), [(None, 120), ("2:00:00", 120), ("4", 60), ("1:0", 15)])
+def test_the_stop_signal_leaves_most_of_a_short_limit(time: str | None, lead: int) -> None:
+    assert f"--signal=B:USR2@{lead}\n" in render(replace(SMALL, time=time))

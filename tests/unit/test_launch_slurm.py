@@ -1,0 +1,93 @@
+"""What Slurm's commands say, from small executables in their place; times as Slurm reads them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch import slurm
+from launch.job import Job
+
+JOB = Job("run", 2, ("true",), "/", "/slurm-%j.out", cpus_per_task=4, partition="main")
+SINFO = """main*|4|1-infinite|1:00:00|up
+big|64|1-16|infinite|up
+old|8|1-infinite|1:00:00|down"""
+Fake = Callable[[str, str], None]
+
+TIMES = [
+    ("2", 120),
+    ("02:00", 120),
+    ("2:00:00", 7200),
+    ("1-12", 129600),
+    ("1-0:30", 88200),
+    ("1-0:0:5", 86405),
+    ("UNLIMITED", float("inf")),
+]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Put an executable on PATH that runs the given shell lines."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    def write(name: str, body: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    write("sinfo", f"cat <<'END'\n{SINFO}\nEND")
+    write("sbatch", "cat >/dev/null; echo 'sbatch: Job 7 to start at 2030-01-01T00:00:00 using 8 "
+          "processors on nodes n[1-2] in partition main' >&2")  # fmt: skip
+    return write
+
+
+@pytest.mark.parametrize(("text", "seconds"), TIMES)
+def test_times(text: str, seconds: float) -> None:
+    assert slurm.seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "two", "1h", "1:2:3:4", "-5", "1-2-3"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no time that Slurm reads"):
+        slurm.seconds(text)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_job_that_fits_says_when_it_starts() -> None:
+    assert slurm.check(JOB, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (
+            replace(JOB, partition="mian"),
+            "--partition mian: there is none; those here are big, mai",
+        ),
+        (replace(JOB, partition="old"), "--partition old: there is none"),
+        (replace(JOB, nodes=5), "--nodes 5: a job in partition main can have 4 at most"),
+        (replace(JOB, nodes=17, partition="big"), "partition big can have 16 at most"),
+        (replace(JOB, time="2:00:00", partition=None), "the limit of partition main is 1:00:00"),
+    ],
+)
+def test_refusals_name_the_option_and_what_is_valid(job: Job, message: str) -> None:
+    with pytest.raises(slurm.SlurmError, match=message):
+        slurm.check(job, "")
+
+
+def test_a_refusal_by_sbatch_is_told_without_its_prefixes(fake: Fake) -> None:
+    fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition' >&2; exit 1")
+    with pytest.raises(slurm.SlurmError, match="refuses the job: Invalid account"):
+        slurm.check(JOB, "")
+
+
+def test_a_cluster_that_does_not_answer_is_an_error(fake: Fake) -> None:
+    fake("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(slurm.SlurmError, match="sinfo does not answer: Unable to contact"):
+        slurm.check(JOB, "")
+
+
+def test_a_job_that_slurm_has_forgotten_has_no_state(fake: Fake) -> None:
+    fake("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert slurm.state("7") is None

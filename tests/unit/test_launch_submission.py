@@ -1,0 +1,129 @@
+"""submit.py up to the moment of submitting: what it shows, refuses, copies and costs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import executors, snapshot
+from launch.words import word
+from train.config import parse
+from train.run import RunDir
+
+ROOT = Path(__file__).parents[2]
+SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
+
+
+def submit(
+    *words: str, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SUBMIT, *words], cwd=cwd, env=os.environ | (env or {}), capture_output=True, text=True
+    )
+
+
+def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.touch(mode=0o755)
+    shown = submit(
+        *("--dry-run", "--nodes", "2", "--name", "here", "--time", "02:00", "train.steps=5"),
+        cwd=tmp_path,
+        env={"PATH": f"{fake.parent}:{os.environ['PATH']}"},
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "--time 02:00 is 2 minutes and 0 seconds" in shown.stderr
+    for part in (
+        "#SBATCH --nodes=2\n",
+        f"#SBATCH --output={tmp_path}/runs/here/job/slurm-%j.out\n",
+        f"-- -m train train.steps=5 data.root={tmp_path}/datasets\n",
+        f"# run directory: {tmp_path}/runs/here\n",
+        f"MB, from {ROOT} (",
+    ):
+        assert part in shown.stdout
+    assert sorted(tmp_path.rglob("*")) == [fake.parent, fake]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optim.lrr=1"], "unknown key 'optim.lrr', did you mean 'optim.lr'?"),
+        (["--nodes", "0"], "--nodes: a whole number from 1 on is expected, not '0'"),
+        (["--time", "2h"], "'2h' is no time that Slurm reads"),
+        (["--name", "../x"], "run.name"),
+        (["--gpus-per-node", "99", "--local"], "--gpus-per-node 99: 1 nodes would need 99 GPUs"),
+    ],
+)
+def test_refusals_write_nothing(tmp_path: Path, words: list[str], message: str) -> None:
+    refused = submit(*words, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", SUBMIT[1], "--dry-run"]
+    traced = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
+    assert "train.config" in imported
+    assert not imported & {"torch", "numpy", "submitit", "psutil", "rich", "email"}
+
+
+def test_snapshot_has_what_is_not_ignored_and_says_what_changed(tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    root.mkdir()
+    git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e"]
+    for name, text in {"kept": "1", "edited": "1", "gone": "1", ".gitignore": "*.log\n"}.items():
+        (root / name).write_text(text)
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    (root / "edited").write_text("2")
+    (root / "gone").unlink()
+    (root / "a.log").touch()
+    (root / "new é '\n").write_text("new")
+    (root / "runs" / "old").mkdir(parents=True)
+    (root / "runs" / "old" / "config.yaml").touch()
+
+    plan = snapshot.plan(root, leave_out=root / "runs")
+    run = RunDir(tmp_path, "run")
+    run.create()
+    snapshot.take(plan, run)
+
+    copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*")}
+    assert copied == {"kept", "edited", ".gitignore", "new é '\n"}
+    assert (run.code / "edited").read_text() == "2"
+    source = json.loads((run.job / "source.json").read_text())
+    assert source["modified"] and len(source["commit"]) == 40
+    assert "-1\n" in (run.job / "source.diff").read_text()
+
+
+def test_snapshot_outside_git_takes_the_packages(tmp_path: Path) -> None:
+    (tmp_path / "train" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "train" / "a.py").touch()
+    (tmp_path / "train" / "__pycache__" / "a.pyc").touch()
+    (tmp_path / "elsewhere").touch()
+    plan = snapshot.plan(tmp_path, leave_out=tmp_path / "runs")
+    assert plan.files == ("train/a.py",)
+    assert "not a git checkout" in plan.describe()
+
+
+def test_variables_of_a_surrounding_job_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_CONF", "SBATCH_PARTITION", "SRUN_DEBUG", "PMI_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES", "KEPT"):
+        monkeypatch.setenv(name, "1")
+    executors.forget_surroundings()
+    assert os.environ["SLURM_CONF"] == os.environ["KEPT"] == "1"
+    left = {"SLURM_JOB_ID", "SBATCH_PARTITION", "SRUN_DEBUG", "PMI_RANK", "RANK", "MASTER_ADDR"}
+    assert not (left | {"TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"}) & set(os.environ)
+
+
+@pytest.mark.parametrize("name", ["plain", "2024", "no", "null", "0x1f", "a.b-c_d"])
+def test_words_are_read_back_as_text(name: str) -> None:
+    assert parse([word("run.name", name)])[1].run.name == name
+    root = f"/a b/{name}: #'\""
+    assert parse([word("run.root", root)])[1].run.root == root
