@@ -1,0 +1,50 @@
+"""Every command in the README and the docs works when it is typed at the root of a checkout."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from lab import Lab
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+# These run the tests: .ci/run types them.
+TESTS = re.compile(r"(ROLLCALL_TORCH=\S+ )?\./env/run pytest\b")
+
+
+def commands() -> list[str]:
+    blocks = [re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL) for page in PAGES]
+    lines = [line for page in blocks for block in page for line in block.splitlines() if line]
+    return [line for line in dict.fromkeys(lines) if not TESTS.match(line)]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout on the lab's shared file system, for the runs that this leaves."""
+    copy = tmp_path_factory.mktemp("docs") / "rollcall"
+    listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    subprocess.run(["git", "init", "-q", str(copy)], check=True)
+    return copy
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_works(lab: Lab, checkout: Path, command: str) -> None:
+    done = lab.exec("login", "bash", "-c", command, cwd=checkout, timeout=240)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    for job in re.findall(r"Submitted batch job (\d+)", done.stdout):
+        state = lab.wait_job(job, timeout=120)
+        assert state == "COMPLETED", (checkout / f"slurm-{job}.out").read_text()
+
+
+def test_there_are_commands_and_the_first_two_are_known() -> None:
+    text = (ROOT / "README.md").read_text()
+    first = text[text.index("```bash\n") + 8 :].splitlines()[:2]
+    assert first == ["./env/run torchrun --nproc_per_node=4 -m train", "./env/run pytest"]
+    assert len(commands()) > 8
