@@ -36,7 +36,7 @@ def test_two_ranks_train_on_files_that_are_there(tmp_path: Path, mnist_files: Pa
 def test_without_network_and_files_all_ranks_stop_with_one_message(tmp_path: Path) -> None:
     words = ["mnist", f"run.root={tmp_path}", "run.name=mnist", f"data.root={tmp_path}/data"]
     # A proxy that nobody runs: the download fails at once, wherever this test is.
-    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy")}
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     ranks = Ranks(2, words, tmp_path / "logs", env=nowhere)
     assert ranks.wait() == [2, 2]
     errors = [line for line in ranks.output().splitlines() if "error:" in line]
