@@ -29,12 +29,8 @@ def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
-    done = run(
-        [
-            *["torchrun", "--nproc_per_node=4", "-m", "train", "run.name=first"],
-            f"run.root={tmp_path}",
-        ]
-    )
+    words = ["run.name=first", f"run.root={tmp_path}"]
+    done = run(["torchrun", "--nproc_per_node=4", "-m", "train", *words])
     assert done.returncode == 0, done.stderr
     assert "rollcall: 4 ranks (torchrun), cpu, ddp" in done.stdout
     run_dir = RunDir(tmp_path, "first")
