@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "submit": "start a run on Slurm, or on this machine",
     "supervise": "run one node's part of a run (what a job starts on every node)",
+    "lint": "find mistakes in sbatch scripts",
     "startup": "measure how long it takes from the command to the first step",
 }
 

@@ -1,0 +1,72 @@
+"""`python -m launch lint FILE…`: find the mistakes that sbatch scripts are full of.
+
+Exit code: 0 nothing found, 1 something found, 2 a file cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from launch.lint import directives, launches
+from launch.lint.script import Finding, Script
+
+Rule = Callable[[Script], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    directives.syntax_error,
+    directives.commented_directive,
+    directives.late_directive,
+    directives.unknown_option,
+    directives.short_time,
+    directives.output_directory,
+    directives.requeue_truncates,
+    launches.rank_in_batch_shell,
+    launches.wrapper_without_exec,
+    launches.signal_to_nobody,
+    launches.signal_kills_torchrun,
+    launches.fixed_node_count,
+    launches.fixed_port,
+    launches.fixed_rendezvous_id,
+    launches.pipe_hides_failure,
+    launches.tasks_mismatch,
+    launches.torchrun_without_srun,
+    launches.srun_without_cpus,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show what is wrong with the scripts; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch lint", description="Find mistakes in sbatch scripts."
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    code = 0
+    for path in parser.parse_args(argv).files:
+        try:
+            script = Script(path, path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            print(f"lint: error: {path} cannot be read: {reason}", file=sys.stderr)
+            code = 2
+            continue
+        for line in check(script):
+            print(line)
+            code = max(code, 1)
+    return code
+
+
+def check(script: Script) -> list[str]:
+    """What is wrong with a script, by line: `file:line: reason`, cure and rule."""
+    found = sorted((finding, name(rule)) for rule in RULES for finding in rule(script))
+    return [
+        f"{script.path}:{finding.line}: {finding.reason}\n    cure: {finding.cure} [{rule}]"
+        for finding, rule in found
+    ]
+
+
+def name(rule: Rule) -> str:
+    """The rule's name as findings show it."""
+    return rule.__name__.replace("_", "-")

@@ -1,0 +1,97 @@
+"""Each rule of lint on a script that breaks it and on one that does not, and on whole scripts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.lint import RULES, main, name
+from launch.lint.script import Script
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "lint"
+OUR_OWN = [*ROOT.glob("slurm/*.sbatch"), *ROOT.glob("tests/unit/golden/*.sbatch")]
+CORRECT = [*SCRIPTS.glob("*.good.sbatch"), *SCRIPTS.glob("whole-*.sbatch"), *OUR_OWN]
+OTHER_FORMS = [
+    ("unknown-option", "#SBATCH --walltime=1:00:00"),
+    ("unknown-option", "#SBATCH -j name"),
+    ("short-time", "#SBATCH -t 2h"),
+    ("short-time", "#SBATCH -t 4:00 -N 1"),
+    ("output-directory", "#SBATCH -o $HOME/logs/%j.out"),
+    ("output-directory", "#SBATCH -e nowhere/%x-%j.err"),
+    ("requeue-truncates", "scontrol requeue $SLURM_JOB_ID"),
+    ("rank-in-batch-shell", "#SBATCH -N 2\nexport NODE_RANK=${SLURM_NODEID:-0}"),
+    ("rank-in-batch-shell", "#SBATCH -N 2\ncat >run.sh <<END\nsay 'it\nrank=$SLURM_PROCID\nEND"),
+    ("wrapper-without-exec", "srun bash wrapper.sh --flag"),
+    ("wrapper-without-exec", 'srun bash -c "cd here && python train.py"'),
+    ("signal-to-nobody", "#SBATCH --signal=USR1@60\ntrap save USR1\nsrun python train.py"),
+    ("signal-to-nobody", "#SBATCH --signal=B:12@60\nsrun python train.py"),
+    ("signal-to-nobody", "#SBATCH --signal=SIGUSR2@60\npython train.py"),
+    ("signal-kills-torchrun", "#SBATCH --signal=B:USR1@60\nexec srun torchrun train.py"),
+    ("fixed-port", "srun torchrun --master_port 29500 train.py"),
+    ("fixed-port", "H=$(a b)\nsrun torchrun --rdzv_endpoint $H:29500 --rdzv_id $RANDOM train.py"),
+    ("fixed-node-count", "N=4\nsrun python -m torch.distributed.run --nnodes $N train.py"),
+    ("pipe-hides-failure", "torchrun --standalone train.py |& tee log"),
+    ("tasks-mismatch", "#SBATCH --gres=gpu:a100:4\nsrun torchrun --nproc_per_node 2 train.py"),
+    ("tasks-mismatch", "#SBATCH --nodes=2 --ntasks=8\nsrun torchrun train.py"),
+    ("tasks-mismatch", 'RUN="torchrun train.py"\nsrun -N 2 -n 4 bash -c "$RUN --fast"'),
+    ("torchrun-without-srun", "#SBATCH -N2\npython -m torch.distributed.run train.py"),
+]
+
+
+def findings(path: Path) -> list[tuple[str, int]]:
+    script = Script(path, path.read_text())
+    return [(name(rule), finding.line) for rule in RULES for finding in rule(script)]
+
+
+@pytest.mark.parametrize("rule", [name(rule) for rule in RULES])
+def test_a_rule_finds_its_mistake_at_its_line_and_nothing_else(rule: str) -> None:
+    bad = SCRIPTS / f"{rule}.bad.sbatch"
+    lines = bad.read_text().splitlines()
+    expected = [(rule, number) for number, line in enumerate(lines, 1) if "# BAD" in line]
+    assert expected
+    assert findings(bad) == expected
+
+
+@pytest.mark.parametrize("path", CORRECT, ids=lambda path: path.name)
+def test_a_correct_script_has_no_findings(path: Path) -> None:
+    assert findings(path) == []
+    assert Script(path, path.read_text()).unbalanced is None  # so all rules have seen it
+
+
+@pytest.mark.parametrize(("rule", "lines"), OTHER_FORMS)
+def test_a_rule_knows_other_forms_of_its_mistake(tmp_path: Path, rule: str, lines: str) -> None:
+    (tmp_path / "wrapper.sh").write_text("#!/bin/bash\npython train.py\n")
+    script = tmp_path / "job.sbatch"
+    script.write_text(f"#!/bin/bash\n{lines}\n")
+    assert [found for found, _ in findings(script)] == [rule]
+
+
+def test_without_bash_an_unbalanced_quote_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert findings(SCRIPTS / "syntax-error.bad.sbatch") == [("syntax-error", 8)]
+
+
+def test_the_command_shows_place_reason_and_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = SCRIPTS / "unknown-option.bad.sbatch"
+    assert main([str(SCRIPTS / "unknown-option.good.sbatch")]) == 0
+    assert capsys.readouterr().out == ""
+    assert main([str(bad)]) == 1
+    assert capsys.readouterr().out == (
+        f"{bad}:3: sbatch has no option --gpu-per-node, and refuses the script\n"
+        "    cure: write --gpus-per-node [unknown-option]\n"
+    )
+    (tmp_path / "image.sif").write_bytes(b"\xff\x00")
+    for unreadable in ("image.sif", "missing.sbatch", "."):
+        assert main([str(tmp_path / unreadable), str(bad)]) == 2
+        assert "cannot be read: " in capsys.readouterr().err
+
+
+def test_the_documented_table_has_every_rule() -> None:
+    page = (ROOT / "docs" / "templates.md").read_text()
+    table = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert table == [(name(rule), (rule.__doc__ or "").strip()) for rule in RULES]
