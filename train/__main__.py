@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from train import config as schema
@@ -19,6 +20,7 @@ from train.run import RunDir, Verdict, default_name, write_atomic
 
 if TYPE_CHECKING:
     from train.loop import Trainer
+    from train.parallel import Strategy
     from train.run import State
     from train.stop import StopSignals
     from train.world import World
@@ -75,14 +77,18 @@ def _run(recipe: str, config: Config) -> int:
 
 
 def _train(recipe: str, config: Config, world: World, stop: StopSignals) -> State:
+    from train import parallel
+    from train.loop import per_sample_loss
+
     started = time.perf_counter()
+    strategy = parallel.build(config, world, per_sample_loss)
     name = world.broadcast_text(config.run.name or default_name(recipe))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     run_dir = RunDir(config.run.root, name)
     _open(run_dir, config, world)
     trainer: Trainer | None = None
     try:
-        trainer = _prepare(config, world, run_dir, stop)
+        trainer = _prepare(config, world, run_dir, strategy, stop)
         trainer.resume()
         state = trainer.run()
     except Exception as error:
@@ -111,17 +117,19 @@ def _open(run_dir: RunDir, config: Config, world: World) -> None:
         ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
         print(
             f"rollcall: {ranks} ({world.place.launcher}), {world.device.type}, "
-            f"{config.parallel.strategy}; run directory {run_dir.path}",
+            f"{config.parallel.mesh or config.parallel.strategy}; run directory {run_dir.path}",
             flush=True,
         )
     world.raise_together(problem)
 
 
-def _prepare(config: Config, world: World, run_dir: RunDir, stop: StopSignals) -> Trainer:
-    """Data, order, model, strategy, optimizer: the parts of a run, in the order they need."""
-    from train import data, models, optim, parallel
+def _prepare(
+    config: Config, world: World, run_dir: RunDir, strategy: Strategy, stop: StopSignals
+) -> Trainer:
+    """Data, order, model, optimizer: the parts of a run, in the order they need."""
+    from train import data, models, optim
     from train.data.order import Order, training_batches
-    from train.loop import Trainer, per_sample_loss
+    from train.loop import Trainer
     from train.randomness import set_seed
 
     source = data.load(config.data, world)
@@ -131,10 +139,12 @@ def _prepare(config: Config, world: World, run_dir: RunDir, stop: StopSignals) -
     order = Order(source.train_size, total, batch, config.seed)
     set_seed(config.seed, "model")
     model = models.build(config.model, source)
-    strategy = parallel.build(config, world, per_sample_loss)
-    example = next(training_batches(source, order, strategy.rows(batch), range(order.steps)))
+    # Two samples: a model with BatchNorm does not train on one.
+    example = next(training_batches(source, order, range(2), range(order.steps)))
     strategy.place(model, example)
-    optimizer = optim.build(config.optim, strategy.parameters())
+    if world.is_main:
+        print(f"rollcall: {strategy.describe()}", flush=True)
+    optimizer = strategy.optimizer(partial(optim.build, config.optim))
     return Trainer(config, world, run_dir, source, order, strategy, optimizer, stop)
 
 

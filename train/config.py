@@ -22,6 +22,9 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from train.parallel import options
+from train.parallel.mesh import PRESETS, fit
+
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -50,12 +53,13 @@ class Run(Section):
 class Data(Section):
     """What the model learns from."""
 
-    name: str = Field(default="digits", description="digits, mnist, or package.module:attribute")
+    name: str = Field(default="digits", description="digits, mnist, text, package.module:attribute")
     root: str = Field(
         default="datasets",
         min_length=1,
         description="directory of downloaded data, shared by the ranks",
     )
+    context: int = Field(default=128, ge=1, description="bytes of a sample of text")
     global_batch: int = Field(default=64, ge=1, description="samples per step, over all ranks")
     micro_batch: int | None = Field(
         default=None,
@@ -68,8 +72,11 @@ class Data(Section):
 class Model(Section):
     """What is trained."""
 
-    name: str = Field(default="cnn", description="cnn, mlp, or package.module:attribute")
-    hidden: int = Field(default=128, ge=1, description="width of the hidden layer")
+    name: str = Field(default="cnn", description="cnn, mlp, gpt, or package.module:attribute")
+    hidden: int = Field(default=128, ge=1, description="width of the hidden layer; of gpt's blocks")
+    layers: int = Field(default=4, ge=1, description="blocks of gpt")
+    heads: int = Field(default=4, ge=1, description="heads of gpt's attention")
+    kv_heads: int = Field(default=2, ge=1, description="heads of keys and values that they share")
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="probability of dropping a hidden unit"
     )
@@ -97,9 +104,53 @@ class Optim(Section):
 class Parallel(Section):
     """How the model is spread over the ranks."""
 
-    strategy: Literal["ddp", "single"] = Field(
-        default="ddp", description="ddp: a replica on every rank; single: exactly one rank"
+    strategy: Literal[
+        "single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline"
+    ] = Field(
+        default="ddp",
+        description="single: one rank; dp: the GPUs of one process; ddp: replicas; zero1, zero2, "
+        "zero3: optimizer state, gradients, weights in shards; hsdp: shards inside a node, "
+        "replicas between nodes; tensor: cut layers; pipeline: stages of layers",
     )
+    mesh: str | None = Field(
+        default=None,
+        description="degrees in place of the strategy's: shard=rest,tensor=2 (docs/parallel.md)",
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(default="1f1b", description="of pipeline stages")
+    offload: bool = Field(default=False, description="shards lie in host memory, not on the GPU")
+    bucket_mb: float | None = Field(
+        default=None, gt=0, description="MiB of gradients that ddp sends at once (default: torch's)"
+    )
+    static_graph: bool = Field(default=False, description="ddp: all steps use the same weights")
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = Field(
+        default="none", description="how ddp packs gradients; all but none change the result"
+    )
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as text: the user's, or the strategy's own."""
+        return PRESETS[self.strategy].mesh if self.mesh is None else self.mesh
+
+    @property
+    def stage(self) -> int:
+        """What shards divide: 1 optimizer state, 2 gradients too, 3 weights too."""
+        return PRESETS[self.strategy].stage
+
+    def degrees(self, world_size: int, node_size: int) -> dict[str, int]:
+        """The degree of each dimension of the mesh.
+
+        Args:
+            world_size: ranks there are.
+            node_size: ranks of one node.
+
+        Raises:
+            ConfigError: the mesh does not fit.
+        """
+        try:
+            return fit(self.mesh_text, world_size, node_size)
+        except ValueError as error:
+            key = f"strategy={self.strategy}" if self.mesh is None else f"mesh={self.mesh}"
+            raise ConfigError(f"parallel.{key} {error}") from None
 
 
 class Train(Section):
@@ -171,6 +222,9 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
         ConfigError: unknown recipe, key or file, a value of the wrong type or out of range, or a
             combination that cannot work.
     """
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError(f"there is no option {word}; keys are set as key=value, see --help")
     sources = [word for word in words if "=" not in word]
     if len(sources) > 1:
         raise ConfigError(
@@ -270,7 +324,10 @@ def _explain(item: Any, source: str) -> str:
         known = [name for name, *_ in describe()]
         nearest = _nearest(key, known)
         return f"{source}: unknown key '{key}'{nearest}; `python -m train --help` lists all keys"
-    return f"{source}: {key}: {item['msg'][0].lower()}{item['msg'][1:]}, not {item['input']!r}"
+    problem = f"{item['msg'][0].lower()}{item['msg'][1:]}"
+    if item["type"] == "string_pattern_mismatch":
+        problem = "expected letters, digits and the signs . _ - (not first), at most 100 in all"
+    return f"{source}: {key}: {problem}, not {item['input']!r}"
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
@@ -289,3 +346,7 @@ def _check_combinations(config: Config) -> None:
             f"data.micro_batch={micro} is larger than data.global_batch={batch}: "
             f"the share of one rank is at most {batch}"
         )
+    try:
+        options.check(config.parallel)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

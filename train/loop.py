@@ -24,13 +24,14 @@ from train.metrics import Metrics, StepResult
 from train.parallel import Strategy
 from train.randomness import set_seed
 from train.run import RunDir, State
-from train.stop import StopSignals
+from train.stop import Agreement, StopSignals
 from train.world import World
 
 
 def per_sample_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each sample: (rows, classes) and (rows,) to (rows,)."""
-    return functional.cross_entropy(outputs, targets, reduction="none")
+    """Mean cross entropy of each sample: (rows, …, classes) and (rows, …) to (rows,)."""
+    losses = functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+    return losses.view(len(targets), -1).mean(1)
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,6 @@ class Evaluation:
 
     loss: float
     accuracy: float
-
-
-class Agreement:
-    """A step's sums over all ranks, on their way."""
-
-    def __init__(self, step: int, values: torch.Tensor) -> None:
-        self.step = step
-        self._values = values
-        self._work = dist.all_reduce(values, async_op=True)
-
-    def result(self) -> list[float]:
-        """The sums; waits until they are here."""
-        self._work.wait()
-        return self._values.tolist()
 
 
 class Trainer:
@@ -124,11 +111,11 @@ class Trainer:
         pending: Agreement | None = None
         first = self.step + 1
         for batch in batches:
-            loss = self._update(batch)
+            loss, grad_norm = self._update(batch)
             if self.step == first:
-                self._record("first_step", step=self.step)
+                self._record("first_step", step=self.step, steps=self.order.steps)
             state = self._settle(pending)
-            pending = self._propose(loss)
+            pending = self._propose(loss, grad_norm)
             if state != "done":
                 self._record("signalled", step=self.step, state=state)
                 self._settle(pending)
@@ -137,20 +124,20 @@ class Trainer:
         self._settle(pending)
         return "done"
 
-    def _update(self, batch: Batch) -> torch.Tensor:
-        """One optimizer step; returns the sum of this rank's losses."""
+    def _update(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One optimizer step; returns the sum of this rank's losses and the gradient's norm."""
         config = self.config
         set_seed(config.seed, "step", self.world.rank, self.step)
         rate = optim.learning_rate(config.optim, self.step, self.order.steps)
         optim.set_learning_rate(self.optimizer, rate)
         micro_batches = list(self._cut(batch))
         loss = self.strategy.forward_backward(micro_batches, self.order.count(self.step))
-        if config.optim.clip_norm is not None:
-            self.strategy.clip(config.optim.clip_norm)
+        max_norm = config.optim.clip_norm
+        grad_norm = None if max_norm is None else self.strategy.clip(max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return loss
+        return loss, grad_norm
 
     def _cut(self, batch: Batch) -> Iterator[Batch]:
         rows = len(batch.weights)
@@ -161,23 +148,25 @@ class Trainer:
     def _to_device(self, batch: Batch) -> Batch:
         return Batch(*(part.to(self.world.device, non_blocking=True) for part in batch))
 
-    def _propose(self, loss: torch.Tensor) -> Agreement:
-        wishes = torch.tensor(
-            [self.stop.by_person, self.stop.by_scheduler], dtype=torch.float32, device=loss.device
-        )
-        return Agreement(self.step, torch.cat([loss.reshape(1), wishes]))
+    def _propose(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> Agreement:
+        norm = torch.zeros_like(loss) if grad_norm is None else grad_norm
+        # The norm is the same on every rank: a share of it from each adds up to it.
+        values = torch.stack([loss, norm.to(loss) / self.world.world_size])
+        return Agreement(self.step, values, [self.stop.by_person, self.stop.by_scheduler])
 
     def _settle(self, pending: Agreement | None) -> State:
         """Log the agreed step; returns done unless some rank was asked to stop."""
         if pending is None:
             return "done"
-        loss, by_person, by_scheduler = pending.result()
+        loss, norm, by_person, by_scheduler = pending.result()
         if self.metrics:
             samples = self.order.count(pending.step - 1)
+            clipped = self.config.optim.clip_norm is not None
             self.metrics.step(
                 StepResult(pending.step, loss / samples, samples),
                 epoch=round(pending.step * self.order.global_batch / self.order.size, 3),
                 lr=optim.learning_rate(self.config.optim, pending.step - 1, self.order.steps),
+                **({"grad_norm": norm} if clipped else {}),
             )
         if by_person:
             return "stopped"
@@ -206,12 +195,13 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64)
         share = len(self.strategy.rows(self.order.global_batch))
         for batch in validation_batches(
-            self.source, max(256, share), self.world.rank, self.world.world_size
+            self.source, max(256, share), self.strategy.data_rank, self.strategy.data_ranks
         ):
             on_device = self._to_device(batch)
             outputs = self.strategy.forward(on_device)
             losses = per_sample_loss(outputs, on_device.targets) * on_device.weights
-            correct = (outputs.argmax(1) == on_device.targets) * on_device.weights
+            hits = (outputs.argmax(-1) == on_device.targets).float()
+            correct = hits.view(len(hits), -1).mean(1) * on_device.weights
             sums += torch.stack([losses.sum(), correct.sum(), on_device.weights.sum()]).cpu()
         dist.all_reduce(sums)
         loss, correct_count, count = sums.tolist()

@@ -1,11 +1,17 @@
-"""Who asked us to stop? Signals only raise a flag here; the loop makes all ranks agree on it."""
+"""Who asked us to stop, and do all ranks agree? Signals only raise a flag here.
+
+One small collective per step carries the flags of all ranks, and what else they must know of it.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -50,3 +56,40 @@ class StopSignals:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
+
+
+class Agreement:
+    """A step's sums over all ranks, on their way: every rank will read the same.
+
+    Attributes:
+        step: updates done.
+    """
+
+    def __init__(self, step: int, values: torch.Tensor, flags: Sequence[bool]) -> None:
+        """Start to sum, without waiting for the network or the GPU.
+
+        Args:
+            step: updates done.
+            values: (n,) fp32, on the device of the rank.
+            flags: what this rank wishes; the sum is how many ranks wish it.
+        """
+        self.step = step
+        on_gpu = values.is_cuda
+        wishes = torch.tensor(flags, dtype=values.dtype, pin_memory=on_gpu)
+        self._sums = torch.cat([values, wishes.to(values.device, non_blocking=True)])
+        self._work = dist.all_reduce(self._sums, async_op=True)
+        self._copied: torch.cuda.Event | None = None
+        if on_gpu:
+            self._work.wait()  # with NCCL the stream waits, not this thread
+            host = torch.empty_like(self._sums, device="cpu", pin_memory=True)
+            self._sums = host.copy_(self._sums, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def result(self) -> list[float]:
+        """The sums of the values and of the flags; waits until they are here."""
+        if self._copied is None:
+            self._work.wait()
+        else:
+            self._copied.synchronize()
+        return self._sums.tolist()

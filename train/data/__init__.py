@@ -6,10 +6,11 @@ from train.config import ConfigError, Data
 from train.data.digits import digits
 from train.data.mnist import mnist
 from train.data.source import Source
+from train.data.text import text
 from train.plugin import load_attribute
 from train.world import World
 
-SOURCES = {"digits": digits, "mnist": mnist}
+SOURCES = {"digits": digits, "mnist": mnist, "text": text}
 
 
 def load(config: Data, world: World) -> Source:

@@ -14,7 +14,7 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: (rows, *shape).
-        targets: (rows,) class numbers.
+        targets: (rows, …) class numbers, one for each thing that the model classifies.
         weights: (rows,) one for a sample, zero for padding: what has no weight counts nowhere.
     """
 

@@ -7,10 +7,11 @@ from torch import nn
 from train.config import ConfigError, Model
 from train.data.source import Source
 from train.models.cnn import cnn
+from train.models.gpt import gpt
 from train.models.mlp import mlp
 from train.plugin import load_attribute
 
-FAMILIES = {"cnn": cnn, "mlp": mlp}
+FAMILIES = {"cnn": cnn, "gpt": gpt, "mlp": mlp}
 
 
 def build(config: Model, source: Source) -> nn.Module:

@@ -1,27 +1,36 @@
-"""How the model is spread over the ranks: one file per family, one protocol.
+"""How the model is spread over the ranks: a mesh, and one small part for each of its dimensions.
 
-A new strategy is a new file, a line in STRATEGIES and a choice in the schema.
+`strategy.py` applies them in the order pipeline, tensor, shard, replicate. A new name for a mesh
+is a line in `mesh.PRESETS`; a new dimension is a file with a `Part`, its name in `mesh.DIMENSIONS`
+and a line in `strategy.parts`. Importing this module pulls no torch: `train.config` checks meshes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-from train.config import Config
-from train.data.source import Batch
-from train.parallel.ddp import Ddp
-from train.parallel.single import Single
-from train.world import World
-
-PerSampleLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    from train.config import Config
+    from train.data.source import Batch
+    from train.parallel.part import MakeOptimizer
+    from train.parallel.strategy import PerSampleLoss
+    from train.world import World
 
 
 class Strategy(Protocol):
-    """What the loop asks of a way to spread a model; it never asks which one it is."""
+    """What the loop asks of a way to spread a model; it never asks which one it is.
+
+    Attributes:
+        data_rank, data_ranks: which share of every batch is this rank's, and of how many. Ranks
+            that hold parts of one replica have the same share.
+    """
+
+    data_rank: int
+    data_ranks: int
 
     def rows(self, batch: int) -> range:
         """This rank's rows in a global batch of this size, as many on every rank."""
@@ -31,17 +40,24 @@ class Strategy(Protocol):
 
         Args:
             model: the same on every rank.
-            example: a batch of the size that every step will have.
+            example: a few samples, as the model takes them.
         """
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """What this rank's optimizer updates."""
+    def describe(self) -> str:
+        """Who holds what of the placed model, and what each step communicates."""
+
+    def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
+        """What updates this rank's parameters.
+
+        Args:
+            make: an optimizer for groups of parameters, {"params": […]} each.
+        """
 
     def forward_backward(self, micro_batches: Sequence[Batch], count: int) -> torch.Tensor:
         """Leave on every rank the gradient of the mean loss over all `count` samples of the step.
 
         Returns:
-            The sum of this rank's weighted losses, as a scalar on its device.
+            A scalar on its device; its sum over all ranks is the sum of the weighted losses.
         """
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -57,13 +73,12 @@ class Strategy(Protocol):
         """Put back what `state` returned and a checkpoint has filled."""
 
 
-STRATEGIES: dict[str, type[Single]] = {"ddp": Ddp, "single": Single}
-
-
 def build(config: Config, world: World, loss: PerSampleLoss) -> Strategy:
-    """The strategy that the configuration names.
+    """The strategy that the configuration names, over a mesh of all ranks; all call it together.
 
     Raises:
-        ConfigError: it cannot work at this world size.
+        ConfigError: it cannot work at this world size, or with this model or batch.
     """
-    return STRATEGIES[config.parallel.strategy](config.precision, world, loss)
+    from train.parallel.strategy import Composed
+
+    return Composed(config, world, loss)
