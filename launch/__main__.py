@@ -8,6 +8,16 @@ import sys
 COMMANDS = {
     "submit": "start a run on Slurm, or on this machine",
     "supervise": "run one node's part of a run (what a job starts on every node)",
+    "status": "show how runs stand, in one table",
+    "watch": "show that table, live",
+    "logs": "show what ranks have printed, one by one or merged by time",
+    "why": "explain a failure: the first one, on whichever node it was",
+    "cancel": "end a run's job",
+    "requeue": "start a run's job again, without Slurm's wait",
+    "attach": "run a command on a node of a live run",
+    "stacks": "show the Python stack of every rank of a live run",
+    "reproduce": "submit a run's code, program and options again, under a new name",
+    "sweep": "submit a sweep from a file, or show its results",
     "lint": "find mistakes in sbatch scripts",
     "startup": "measure how long it takes from the command to the first step",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from launch.slurm import seconds
 
@@ -33,7 +33,10 @@ class Job:
         gpus_per_node: GPUs of every node; None asks for none.
         mem: memory per node, as sbatch spells it.
         time: limit, as sbatch spells it; None takes the partition's.
-        partition, account, qos: as at the site; None takes the default.
+        partition: None takes the site's default.
+        options: further options of sbatch, by name; None for one without a value.
+        srun: further words for srun.
+        setup: shell lines that come before the command on the first node.
     """
 
     name: str
@@ -46,8 +49,9 @@ class Job:
     mem: str | None = None
     time: str | None = None
     partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    options: Mapping[str, str | None] = field(default_factory=dict)
+    srun: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
 
 
 def render(job: Job) -> str:
@@ -62,8 +66,9 @@ def render(job: Job) -> str:
     # srun of 22.05 to 23.02 does not take --cpus-per-task from sbatch. The supervisors end their
     # nodes themselves: srun would kill a node that still saves because another was quicker.
     srun = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=0 --wait=0"
-    command = shlex.join(job.command)
-    lines += ["", f"cd {shlex.quote(job.directory)} || exit", f"exec {srun} \\", f"    {command}"]
+    srun = " ".join([srun, *map(shlex.quote, job.srun)])
+    lines += ["", f"cd {shlex.quote(job.directory)} || exit", *job.setup]
+    lines += [f"exec {srun} \\", f"    {shlex.join(job.command)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -77,19 +82,24 @@ def _options(job: Job) -> Iterator[str]:
         "mem": job.mem,
         "time": job.time,
         "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
     }
     for option, value in optional.items():
         if value is not None:
             yield f"{option}={_quote(str(value))}"
+    for option, text in job.options.items():
+        yield option if text is None else f"{option}={_quote(text)}"
     yield f"output={_quote(job.output)}"
     yield "open-mode=append"
-    yield "requeue"
-    # B: for the batch shell, which srun has replaced: srun passes the signal to the supervisors.
-    # Without B:, Slurm signals the ranks too on some clusters and on others only the supervisors.
-    lead = STOP_LEAD if job.time is None else min(STOP_LEAD, seconds(job.time) / 4)
-    yield f"signal=B:USR2@{lead:.0f}"
+    if "no-requeue" not in job.options:
+        yield "requeue"
+    if "mail-user" in job.options and "mail-type" not in job.options:
+        yield "mail-type=END,FAIL"  # Slurm's default is no mail at all
+    if "signal" not in job.options:
+        # B: for the batch shell, which srun has replaced: srun passes the signal to the
+        # supervisors. Without B:, Slurm signals the ranks too on some clusters and on others only
+        # the supervisors.
+        lead = STOP_LEAD if job.time is None else min(STOP_LEAD, seconds(job.time) / 4)
+        yield f"signal=B:USR2@{lead:.0f}"
 
 
 def _quote(value: str) -> str:

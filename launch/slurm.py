@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from launch.job import Job
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 UNLIMITED = float("inf")
 TIME_FORMATS = "M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S"
@@ -31,6 +29,8 @@ class Partition(NamedTuple):
         largest_job: hosts that one job may have.
         limit: longest time of a job, in seconds.
         limit_text: the same, as Slurm writes it.
+        cpus, megabytes, gpus: what its largest nodes have.
+        kinds: its different nodes, in words.
     """
 
     name: str
@@ -39,6 +39,10 @@ class Partition(NamedTuple):
     largest_job: float
     limit: float
     limit_text: str
+    cpus: int
+    megabytes: int
+    gpus: int
+    kinds: tuple[str, ...]
 
 
 def is_available() -> bool:
@@ -71,80 +75,75 @@ def seconds(text: str) -> float:
 
 
 def partitions() -> dict[str, Partition]:
-    """All partitions that take jobs, by name."""
+    """All partitions that take jobs, by name.
+
+    Raises:
+        SlurmError: sinfo does not answer.
+    """
     found: dict[str, Partition] = {}
-    for line in _run("sinfo", "-h", "-o", "%P|%D|%s|%l|%a").splitlines():
-        name, nodes, size, limit, state = line.split("|")
+    # --exact: otherwise nodes of different kinds share a line, which tells the smallest ("8+").
+    listed = _run("sinfo", "-h", "--exact", "-o", "%P|%D|%s|%l|%a|%c|%m|%G")
+    for line in listed.splitlines():
+        name, nodes, size, limit, state, cpus, megabytes, gres = line.split("|")
         if state != "up":
             continue
         plain = name.rstrip("*")
-        # A partition has one line per time limit and state it is in; the hosts add up.
-        before = found[plain].nodes if plain in found else 0
+        gpus = sum(int(count) for count in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", gres))
+        kind = f"{cpus} CPUs, {megabytes} MB and {gpus or 'no'} GPUs"
         largest = size.rpartition("-")[2]
-        found[plain] = Partition(
+        entry = Partition(
             plain,
             name.endswith("*"),
-            before + int(nodes),
+            int(nodes),
             UNLIMITED if largest == "infinite" else int(largest),
             seconds(limit),
             limit,
+            int(cpus),
+            int(megabytes),
+            gpus,
+            (kind,),
         )
+        # A partition has a line per kind of node and state they are in; the hosts add up.
+        if before := found.get(plain):
+            entry = entry._replace(
+                nodes=entry.nodes + before.nodes,
+                cpus=max(entry.cpus, before.cpus),
+                megabytes=max(entry.megabytes, before.megabytes),
+                gpus=max(entry.gpus, before.gpus),
+                kinds=tuple(dict.fromkeys((*before.kinds, kind))),
+            )
+        found[plain] = entry
     return found
 
 
-def check(job: Job, script: str) -> str:
-    """Ask whether Slurm would take a job; return when and where it expects to start it.
-
-    Raises:
-        SlurmError: it would not; the message names the option and what would be valid.
-    """
-    known = partitions()
-    names = ", ".join(sorted(known))
-    if job.partition is None:
-        chosen = next((entry for entry in known.values() if entry.is_default), None)
-        if chosen is None:
-            raise SlurmError(f"there is no default partition here: add --partition, one of {names}")
-    elif job.partition not in known:
-        raise SlurmError(f"--partition {job.partition}: there is none; those here are {names}")
-    else:
-        chosen = known[job.partition]
-    most = min(chosen.nodes, chosen.largest_job)
-    if job.nodes > most:
-        raise SlurmError(
-            f"--nodes {job.nodes}: a job in partition {chosen.name} can have {most:.0f} at most"
-        )
-    # Slurm itself queues such a job for ever (EnforcePartLimits=NO, its default).
-    if job.time is not None and seconds(job.time) > chosen.limit:
-        raise SlurmError(
-            f"--time {job.time}: the limit of partition {chosen.name} is {chosen.limit_text}"
-        )
+def test_only(script: str) -> tuple[bool, str]:
+    """Whether sbatch would take a script, and what it says about it."""
     answer = subprocess.run(
         ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False
     )
-    message = _plain(answer.stderr)
-    if answer.returncode == 0:
-        start = re.search(r"to start at (\S+) .*on nodes (\S+)", message)
-        return f"expected to start at {start[1]} on {start[2]}" if start else message
-    if "node configuration is not available" in message:
-        message = (
-            f"no {job.nodes} nodes of partition {chosen.name} have what you ask for, per node: "
-        )
-        message += f"{_per_node(job)}; its nodes have {_hardware(chosen.name)}"
-    raise SlurmError(f"sbatch refuses the job: {message}")
+    return answer.returncode == 0, _plain(answer.stderr)
 
 
-def _per_node(job: Job) -> str:
-    asked = {"gpus-per-node": job.gpus_per_node, "cpus-per-task": job.cpus_per_task, "mem": job.mem}
-    return ", ".join(f"--{option} {value}" for option, value in asked.items() if value)
+def names(kind: Literal["nodes", "features", "reservations"]) -> list[str]:
+    """What there is of a kind that a job can name.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    if kind == "reservations":
+        return re.findall(r"ReservationName=(\S+)", _run("scontrol", "-o", "show", "reservation"))
+    listed = _run("sinfo", "-h", "-N", "-o", "%N" if kind == "nodes" else "%f")
+    return sorted({name for name in re.split(r"[,\s]+", listed) if name not in ("", "(null)")})
 
 
-def _hardware(partition: str) -> str:
-    kinds = []
-    for line in _run("sinfo", "-h", "-p", partition, "-o", "%D|%c|%m|%G").splitlines():
-        nodes, cpus, megabytes, gres = line.split("|")
-        gpus = "no GPU" if gres == "(null)" else gres.partition("(")[0]
-        kinds.append(f"{cpus} CPUs, {megabytes} MB and {gpus} ({nodes} nodes)")
-    return "; or ".join(kinds)
+def configuration(name: str) -> str | None:
+    """A value of slurm.conf, such as MaxArraySize; None if Slurm does not tell.
+
+    Raises:
+        SlurmError: scontrol does not answer.
+    """
+    shown = re.search(rf"^{name}\s*= (.*)$", _run("scontrol", "show", "config"), re.MULTILINE)
+    return shown[1].strip() if shown else None
 
 
 def state(job_id: str) -> str | None:
@@ -160,6 +159,82 @@ def state(job_id: str) -> str | None:
     if "Invalid job id" in answer.stderr:
         return None
     raise SlurmError(f"squeue does not answer: {_plain(answer.stderr)}")
+
+
+class JobInfo(NamedTuple):
+    """What Slurm knows of a job.
+
+    Attributes:
+        state: PENDING, RUNNING, a final state, ...
+        reason: why it waits, in Slurm's word; "None" for none.
+        start: when it started or is expected to, as Slurm writes it; "N/A" for not known.
+        nodes: how many hosts it has or asks for.
+    """
+
+    state: str
+    reason: str
+    start: str
+    nodes: int
+
+
+def queue(job_ids: Sequence[str]) -> dict[str, JobInfo]:
+    """Those of these jobs that Slurm's controller still remembers.
+
+    Raises:
+        SlurmError: there is no squeue, or it does not answer.
+    """
+    # -r: a line for each task of an array, also for those that wait together.
+    command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(job_ids)]
+    command += ["-o", "%i|%A|%T|%r|%S|%D"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise SlurmError("there is no squeue on PATH") from None
+    # Only where one job is asked for is it an error that it is gone (22.05).
+    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+        raise SlurmError(f"squeue does not answer: {_plain(answer.stderr)}")
+    found = {}
+    for line in answer.stdout.splitlines():
+        name, raw, state, reason, start, nodes = line.split("|")
+        found[name] = found[raw] = JobInfo(state, reason, start, int(nodes))
+    return found
+
+
+def accounting(job_ids: Sequence[str]) -> dict[str, JobInfo]:
+    """What the accounting database tells of these jobs; nothing where there is none."""
+    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids)]
+    command += ["-o", "JobID,JobIDRaw,State,Start,NNodes"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return {}
+    found = {}
+    for line in answer.stdout.splitlines():
+        name, raw, state, start, nodes = line.split("|")
+        # "CANCELLED by 1000"
+        found[name] = found[raw] = JobInfo(state.split()[0], "None", start, int(nodes))
+    return found
+
+
+def tell(*command: str) -> None:
+    """Run a command of Slurm's that changes something.
+
+    Raises:
+        SlurmError: it is not there or refuses.
+    """
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise SlurmError(f"there is no {command[0]} on PATH") from None
+    except subprocess.CalledProcessError as error:
+        raise SlurmError(f"{command[0]} refuses: {_plain(error.stderr)}") from None
+
+
+def step(job_id: str, hosts: Sequence[str]) -> list[str]:
+    """The srun that starts one process on each of these hosts of a running job, beside its own."""
+    # Without --overlap it would wait until the job ends.
+    place = [f"--jobid={job_id}", "--overlap", f"--nodelist={','.join(hosts)}"]
+    return ["srun", *place, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--cpus-per-task=1"]
 
 
 def _run(*command: str) -> str:

@@ -3,59 +3,97 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launch import executors, slurm, snapshot
+from launch import again, executors, limits, place, slurm, snapshot
 from launch.follow import Output, exit_code, follow
+from launch.job import Job, render
 from launch.node import visible_gpus
-from launch.submission import RefusedError, Submission, note
-from train.run import RunDir, append_line
+from launch.submission import RefusedError, Submission, launcher_copy, note
+from train.run import RunDir, append_line, write_atomic
 
 ASK_EVERY = 2.0
 """Seconds between two questions to squeue while waiting."""
 
 
-def on_slurm(submission: Submission) -> int:
-    """Submit to Slurm; return the exit code.
+def start(submission: Submission, local: bool) -> int:
+    """Start a run, or say why there is nothing to start; return the exit code.
 
     Raises:
-        RefusedError, SlurmError: Slurm would not take the job, or the run cannot be written;
-            nothing is queued and nothing is left.
+        RefusedError, SlurmError: the run cannot start; nothing is queued and nothing is left.
     """
-    executors.forget_surroundings()
-    start = slurm.check(submission.job, submission.script)
     run = submission.run
+    try:
+        reason = again.reason_to_leave_it(run, submission.resume)
+    except again.FailedBeforeError as error:
+        raise RefusedError(str(error)) from None
+    if reason is not None:
+        note(f"run {run.name} {reason}")
+        return 0
+    return _on_this_machine(submission) if local else _on_slurm(submission)
+
+
+def _on_slurm(submission: Submission) -> int:
+    run, job = submission.run, submission.job
+    if job.nodes > 1 and place.is_node_local(run.path.parent):
+        raise RefusedError(
+            f"{run.path.parent} is on this machine alone: {job.nodes} nodes need a --root on a "
+            "file system that they share"
+        )
+    executors.forget_surroundings()
+    expected = limits.check(job, render(job))
     with _prepared(submission):
+        jobs = [_submit(submission, job)]
+    for later in submission.later:
+        after = {**later.options, "dependency": f"afterany:{jobs[-1]}"}
         try:
-            job_id = executors.Slurm(run.job, submission.script).start()
-        except executors.SubmitError as error:
-            raise RefusedError(str(error)) from None
-    output = run.job / f"slurm-{job_id}.out"
-    _announce(submission, job_id, f"job {job_id}, {start}", output)
+            jobs.append(_submit(submission, replace(later, options=after)))
+        except RefusedError as error:
+            raise RefusedError(f"{error} (queued before: {', '.join(jobs)})") from None
+    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    print(f"submitted:     job {jobs[0]}, {nodes}, {expected}")
+    if len(jobs) > 1:
+        print(f"then:          jobs {', '.join(jobs[1:])}, each after the one before")
+    is_array = "array" in job.options
+    outputs = [run.job / f"slurm-{job_id}{'_*' if is_array else ''}.out" for job_id in jobs]
+    _say_where(run, f"tail -F {outputs[0]}", f"scancel {' '.join(jobs)}")
     if not submission.wait:
         return 0
     try:
-        follow(Output([output]), _is_over(job_id))
+        follow(Output(outputs), _is_over(jobs[-1]))
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; to end it: scancel {job_id}", file=sys.stderr)
+        print(f"\nthe job goes on; to end it: scancel {' '.join(jobs)}", file=sys.stderr)
         return 128 + signal.SIGINT
-    return _exit_code(run, job_id)
+    return _exit_code(run, jobs)
 
 
-def on_this_machine(submission: Submission) -> int:
-    """Start every node as a process of this machine; return the exit code.
+def _submit(submission: Submission, job: Job) -> str:
+    """Queue one job of the run; return its id."""
+    try:
+        job_id = executors.Slurm(submission.run.job, render(job)).start()
+    except executors.SubmitError as error:
+        raise RefusedError(str(error)) from None
+    _record(submission, job_id)
+    return job_id
 
-    Raises:
-        RefusedError: there are not that many GPUs, or the run cannot be written.
-    """
+
+def _on_this_machine(submission: Submission) -> int:
     run, job = submission.run, submission.job
+    if "array" in job.options or submission.later:
+        raise RefusedError("--array and --chain are Slurm's to queue, and there is no sbatch here")
+    if job.setup:
+        note(
+            "modules, environment and setup lines of --cluster are for Slurm's jobs: left out here"
+        )
     asked, there = (job.gpus_per_node or 0) * job.nodes, len(visible_gpus(os.environ))
     if asked > there:
         raise RefusedError(
@@ -63,13 +101,14 @@ def on_this_machine(submission: Submission) -> int:
             f"this machine, and {there} are visible"
         )
     executors.forget_surroundings()
-    with _prepared(submission), contextlib.chdir(run.code):
+    with _prepared(submission), contextlib.chdir(job.directory):
         minutes = slurm.seconds(job.time) / 60 if job.time else None
         process = executors.Local(run.job).start(job.command, job.nodes, minutes)
     outputs = [run.job / f"{process.job_id}_{node}_log.out" for node in range(job.nodes)]
     nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
-    what = f"process {process.job_id}, {nodes} on this machine (kill {process.job_id} ends it)"
-    _announce(submission, process.job_id, what, outputs[0])
+    _record(submission, process.job_id)
+    print(f"submitted:     process {process.job_id}, {nodes} on this machine")
+    _say_where(run, f"tail -F {outputs[0]}", f"kill {process.job_id}")
     if not submission.wait:
         return 0
     output = Output(outputs)
@@ -79,7 +118,7 @@ def on_this_machine(submission: Submission) -> int:
         print("\nasked the run to save and stop", file=sys.stderr)
         os.kill(int(process.job_id), signal.SIGTERM)
         follow(output, process.done)
-    return _exit_code(run, process.job_id)
+    return _exit_code(run, [process.job_id])
 
 
 @contextlib.contextmanager
@@ -93,8 +132,16 @@ def _prepared(submission: Submission) -> Iterator[None]:
         for recipe in submission.recipes:
             shutil.copyfile(recipe, run.job / recipe.name)
         if submission.code is not None:
-            snapshot.take(submission.code, run)
-        else:
+            snapshot.take(submission.code, run.code, run.job / "source")
+        if submission.launcher is not None:
+            snapshot.take(submission.launcher, launcher_copy(run), run.job / "rollcall")
+        for name, text in submission.files.items():
+            write_atomic(run.job / name, text)
+        recorded = {**asdict(submission.job), "run_directory": str(run.path)}
+        write_atomic(run.job / "job.json", json.dumps(recorded, indent=2) + "\n")
+        if submission.resume:
+            run.forget_verdict()  # the supervisors leave a finished run alone
+        if submission.code is None:
             note(f"run {run.name} is there already: it continues, with the code it has")
         yield
     except BaseException as error:
@@ -105,8 +152,8 @@ def _prepared(submission: Submission) -> Iterator[None]:
         raise
 
 
-def _announce(submission: Submission, job_id: str, what: str, output: Path) -> None:
-    """Record what was asked, and with which versions; say where the run is."""
+def _record(submission: Submission, job_id: str) -> None:
+    """Note what was asked, and with which versions."""
     versions = {"python": sys.version.split()[0]}
     for package in ("torch", "torchvision", "submitit", "pydantic"):
         with contextlib.suppress(PackageNotFoundError):
@@ -115,9 +162,12 @@ def _announce(submission: Submission, job_id: str, what: str, output: Path) -> N
     append_line(
         submission.run.job / "submissions.jsonl", {"job": job_id, "time": time.time(), **asked}
     )
-    print(f"submitted:     {what}")
-    print(f"run directory: {submission.run.path}")
-    print(f"follow it:     tail -F {output}", flush=True)
+
+
+def _say_where(run: RunDir, follow_it: str, end_it: str) -> None:
+    print(f"run directory: {run.path}")
+    print(f"follow it:     {follow_it}")
+    print(f"end it:        {end_it}", flush=True)
 
 
 def _is_over(job_id: str) -> Callable[[], bool]:
@@ -134,9 +184,10 @@ def _is_over(job_id: str) -> Callable[[], bool]:
     return is_over
 
 
-def _exit_code(run: RunDir, job_id: str) -> int:
-    code = exit_code(run, job_id)
-    if code is None:
-        print(f"submit: job {job_id} ended before the run came to an end", file=sys.stderr)
+def _exit_code(run: RunDir, jobs: Sequence[str]) -> int:
+    """How the last attempt in these jobs ended; one that found the run finished made none."""
+    codes = [code for job_id in jobs if (code := exit_code(run, job_id)) is not None]
+    if not codes:
+        print(f"submit: job {jobs[-1]} ended before the run came to an end", file=sys.stderr)
         return 1
-    return code
+    return codes[-1]

@@ -5,34 +5,38 @@ This is all that a dry run needs, so nothing here imports submitit, psutil or to
 
 from __future__ import annotations
 
-import argparse
+import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launch import slurm, snapshot
+from launch import options, place, slurm, snapshot
 from launch.job import RANKS_WITHOUT_GPU, Job, JobError, render
+from launch.options import CommandLine, OptionError
 from launch.slurm import SlurmError
 from launch.snapshot import Snapshot, SnapshotError
 from launch.words import word
-from train.config import ConfigError, parse
+from train.config import Config, ConfigError, parse
 from train.run import RunDir
 
+if TYPE_CHECKING:
+    from launch.program import Guest
+
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = """\
-examples:
-  submit.py                                      the default recipe, on one node
-  submit.py --nodes 2 --gpus-per-node 4 --time 2:00:00 mnist optim.lr=3e-4
-  submit.py --local --nodes 2 --wait             two simulated nodes on this machine
-  submit.py --nodes 2 --name mine                submit it again to continue where it stopped
-"""
+TRAIN = ("-m", "train")
 
 
 class RefusedError(Exception):
     """The request cannot be met; nothing has been written."""
+
+
+MISTAKES = (RefusedError, ConfigError, OptionError, JobError, SlurmError, SnapshotError)
+"""What is told to the user in a sentence."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +47,10 @@ class Submission:
         argv: the command line, word by word.
         recipes: recipe files of the user's own, which the run gets a copy of.
         code: what to copy as the run's code; None if the run has its code already.
-        script: the job as sbatch takes it.
+        launcher: what to copy as rollcall itself, where the code is the user's own.
+        later: further jobs of the run, each after the one before.
+        files: what else belongs into job/, by name.
+        resume: whether a run that has failed or is finished goes on.
         wait: whether to follow the run to its end.
     """
 
@@ -51,29 +58,54 @@ class Submission:
     run: RunDir
     recipes: tuple[Path, ...]
     code: Snapshot | None
+    launcher: Snapshot | None
     job: Job
-    script: str
-    wait: bool
+    later: tuple[Job, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    resume: bool = False
+    wait: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks; return the exit code."""
-    options = _parser().parse_args(argv)
     try:
-        submission = _plan(options, argv)
-        local = options.local or not slurm.is_available()
-        if options.dry_run:
-            _show(submission, local)
+        line, setup = read(argv)
+        if line.own.discover:
+            from launch import discover  # here, because few command lines need it
+
+            return discover.main(line.own.cluster)
+        submission = plan(line, argv, setup)
+        local = line.own.local or not slurm.is_available()
+        if line.own.dry_run:
+            show(submission, local)
             return 0
+        if local and not line.own.local:
+            note("there is no sbatch here: the run starts on this machine")
         from launch import start  # here, because it imports submitit
 
-        if local and not options.local:
-            note("there is no sbatch here: the run starts on this machine")
-        return start.on_this_machine(submission) if local else start.on_slurm(submission)
-    except (RefusedError, ConfigError, JobError, SlurmError, SnapshotError) as error:
-        for line in str(error).splitlines():
-            print(f"submit: error: {line}", file=sys.stderr)
+        return start.start(submission, local)
+    except MISTAKES as error:
+        for text in str(error).splitlines():
+            print(f"submit: error: {text}", file=sys.stderr)
         return 2
+
+
+def read(argv: Sequence[str]) -> tuple[CommandLine, tuple[str, ...]]:
+    """Take a command line apart, with the cluster's profile before it if it names one.
+
+    Returns:
+        The command line, and shell lines for the job script.
+
+    Raises:
+        OptionError: something in it, or in the profile, cannot be read.
+    """
+    line = options.read(argv)
+    if not line.own.cluster or line.own.discover:
+        return line, ()
+    from launch import profile  # here, because few command lines need it
+
+    words, setup = profile.load(line.own.cluster)
+    return options.read([*words, *argv]), setup
 
 
 def note(text: str) -> None:
@@ -81,112 +113,132 @@ def note(text: str) -> None:
     print(f"submit: note: {text}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="submit.py",
-        description="Start a run on Slurm where there is one, otherwise on this machine.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--nodes", type=_positive, default=1, metavar="N", help="hosts (default: 1)")
-    ranks = f"ranks on each node (default: one per GPU, {RANKS_WITHOUT_GPU} where there is none)"
-    add("--nproc-per-node", type=_positive, metavar="K", help=ranks)
-    add("--gpus-per-node", type=_positive, metavar="G", help="GPUs on each node (default: none)")
-    cpus = "CPUs for each node's ranks together (default: one per rank)"
-    add("--cpus-per-task", type=_positive, metavar="C", help=cpus)
-    add("--mem", help="memory on each node, such as 64G")
-    add("--time", type=_time, help=f"time limit: {slurm.TIME_FORMATS}")
-    add("--partition", metavar="P")
-    add("--account", metavar="A")
-    add("--qos", metavar="Q")
-    name = "name of the run (default: recipe, date and time); a run that is there is continued"
-    add("--name", metavar="RUN", help=name)
-    add("--local", action="store_true", help="start on this machine, also where Slurm is")
-    add("--dry-run", action="store_true", help="print the script and the code; write nothing")
-    add("--wait", action="store_true", help="show the output until the end; exit as the run does")
-    add("words", nargs="*", metavar="[recipe] [key=value ...]", help="as for python -m train")
-    return parser
+def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Submission:
+    """The submission that a command line asks for; nothing is written.
 
+    Raises:
+        Exception: one of MISTAKES.
+    """
+    own = line.own
+    words = list(line.program[2:] if line.program[:2] == TRAIN else own.words)
+    guest = None
+    if line.program and line.program[:2] != TRAIN:
+        from launch import program  # here, because few command lines need it
 
-def _plan(options: argparse.Namespace, argv: Sequence[str]) -> Submission:
-    words = [*options.words, *([word("run.name", options.name)] if options.name else [])]
-    recipe, config = parse(words)
-    run = _run_directory(config.run.root, config.run.name, recipe)
-    recipes = [Path(source) for source in options.words if _is_recipe_file(source)]
+        guest = program.guest(line.program)
+    named = [
+        *([word("run.name", own.name)] if own.name else []),
+        *([word("run.root", own.root)] if own.root else []),
+    ]
+    recipe, config = parse([*words, *named])
+    if (problem := place.problem(Path(config.run.root).absolute())) is not None:
+        raise RefusedError(f"run.root: {problem}")
+    run = _run_directory(config, guest.name if guest else recipe)
+    command = guest.command(run.code) if guest else _training(words, run, config)
+    job_id = "%A_%a" if "array" in line.passed else "%j"
     job = Job(
         name=run.name,
-        nodes=options.nodes,
-        command=_command(options, run, Path(config.data.root)),
-        directory=str(run.code),
-        output=f"{str(run.job).replace('%', '%%')}/slurm-%j.out",
-        cpus_per_task=options.cpus_per_task
-        or options.nproc_per_node
-        or options.gpus_per_node
+        nodes=own.nodes,
+        command=(*_supervisor(own, run), "--", *command),
+        directory=str(launcher_copy(run) if guest else run.code),
+        output=f"{str(run.job).replace('%', '%%')}/slurm-{job_id}.out",
+        cpus_per_task=own.cpus_per_task
+        or own.nproc_per_node
+        or own.gpus_per_node
         or RANKS_WITHOUT_GPU,
-        gpus_per_node=options.gpus_per_node,
-        mem=options.mem,
-        time=options.time,
-        partition=options.partition,
-        account=options.account,
-        qos=options.qos,
+        gpus_per_node=own.gpus_per_node,
+        mem=own.mem,
+        time=own.time,
+        partition=own.partition,
+        options=line.passed,
+        srun=tuple(own.srun_arg),
+        setup=setup,
     )
-    if options.time and options.time.count(":") == 1 and "-" not in options.time:
-        minutes, _, rest = options.time.partition(":")
-        note(f"--time {options.time} is {int(minutes)} minutes and {int(rest)} seconds")
-    code = None if run.code.exists() else snapshot.plan(ROOT, run.path.parent)
-    return Submission(tuple(argv), run, tuple(recipes), code, job, render(job), wait=options.wait)
+    if own.time and own.time.count(":") == 1 and "-" not in own.time:
+        minutes, _, rest = own.time.partition(":")
+        note(f"--time {own.time} is {int(minutes)} minutes and {int(rest)} seconds")
+    code = launcher = None
+    if not run.code.exists():
+        code = _code(guest, run)
+        launcher = snapshot.plan(ROOT, run.path.parent, snapshot.PACKAGED) if guest else None
+    recipes = tuple(Path(source) for source in words if _is_recipe_file(source))
+    return Submission(
+        tuple(argv),
+        run,
+        recipes,
+        code,
+        launcher,
+        job,
+        later=(job,) * (own.chain - 1),
+        resume=own.resume,
+        wait=own.wait,
+    )
 
 
-def _run_directory(root: str, name: str | None, recipe: str) -> RunDir:
+def launcher_copy(run: RunDir) -> Path:
+    """Where a run of the user's own code keeps the rollcall that starts it."""
+    return run.job / "rollcall"
+
+
+def _code(guest: Guest | None, run: RunDir) -> Snapshot:
+    """What to copy as the run's code.
+
+    Raises:
+        RefusedError, SnapshotError: it would lack the script, or it cannot be listed.
+    """
+    if guest is None:
+        return snapshot.plan(ROOT, run.path.parent, snapshot.PACKAGED)
+    code = snapshot.plan(guest.checkout, run.path.parent)
+    script = (guest.directory / guest.words[0]).resolve()
+    if guest.words[0] != "-m" and not any(script == guest.checkout / name for name in code.files):
+        raise RefusedError(f"{guest.words[0]}: git ignores it, so no copy would have it")
+    return code
+
+
+def _run_directory(config: Config, stem: str) -> RunDir:
+    root, name = config.run.root, config.run.name
     if name is not None:
         return RunDir(root, name)
-    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
+    stem = f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     run, number = RunDir(root, stem), 2
     while run.path.exists():
         run, number = RunDir(root, f"{stem}-{number}"), number + 1
     return run
 
 
-def _command(options: argparse.Namespace, run: RunDir, data_root: Path) -> tuple[str, ...]:
-    """What every node runs, in the directory of the run's code."""
-    words = [
-        str(run.job / Path(source).name) if _is_recipe_file(source) else source
-        for source in options.words
-    ]
-    if not data_root.is_absolute():  # relative to here, and the job runs elsewhere
-        words.append(word("data.root", str(data_root.absolute())))
+def _supervisor(own: Namespace, run: RunDir) -> list[str]:
+    """What every node runs, up to the program."""
     command = [sys.executable, "-m", "launch", "supervise", "--run-dir", str(run.path)]
-    if options.nproc_per_node:
-        command += ["--nproc-per-node", str(options.nproc_per_node)]
-    return (*command, "--", "-m", "train", *words)
+    if own.nproc_per_node:
+        command += ["--nproc-per-node", str(own.nproc_per_node)]
+    if own.start_method:
+        command += ["--start-method", own.start_method]
+    return command
+
+
+def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, ...]:
+    """The built-in training, as it is called in the directory of the run's code."""
+    copied = [
+        str(run.job / Path(source).name) if _is_recipe_file(source) else source for source in words
+    ]
+    root = Path(config.data.root)
+    if not root.is_absolute():  # relative to here, and the job runs elsewhere
+        copied.append(word("data.root", str(root.absolute())))
+    return (*TRAIN, *copied)
 
 
 def _is_recipe_file(source: str) -> bool:
     return "=" not in source and (source.endswith((".yaml", ".yml")) or "/" in source)
 
 
-def _show(submission: Submission, local: bool) -> None:
+def show(submission: Submission, local: bool) -> None:
+    """Print what would be done."""
     job = submission.job
     if local:
         print(f"cd {shlex.quote(job.directory)}\n{shlex.join(job.command)}\n")
         print(f"# on this machine, {job.nodes} times: once per simulated node")
     else:
-        print(submission.script)
+        print(render(job))
     code = submission.code.describe() if submission.code else "the run has its code already"
     print(f"# run directory: {submission.run.path}\n# code: {code}")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 on is expected, not '{text}'")
-    return int(text)
-
-
-def _time(text: str) -> str:
-    try:
-        slurm.seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text

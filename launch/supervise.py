@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import node as nodes
-from launch import processes
+from launch import processes, which
+from launch.comment import Comment
 from launch.job import RANKS_WITHOUT_GPU
 from launch.node import Node, NodeError
 from launch.processes import REQUESTS, Request
@@ -35,8 +36,9 @@ from launch.rendezvous import (
     attempt_directory,
     route,
 )
+from launch.stamps import Stamps
 from train.hosts import HostError
-from train.run import RunDir, Verdict, append_line, write_atomic
+from train.run import RunDir, State, Verdict, append_line, write_atomic
 
 TICK = 0.25
 """Seconds between two looks at the log and the agent."""
@@ -46,6 +48,9 @@ STOP_GRACE = 600.0
 """Seconds that ranks have to save and leave when asked to stop; Slurm's own limits come first."""
 FAILURE_GRACE = 5.0
 """Seconds that ranks have to notice and say that another node has failed."""
+
+GUEST_VERDICTS: dict[str, State] = {"finished": "done", "stopped": "stopped", "failed": "failed"}
+"""What the head writes for a program of the user's own, which writes no verdict."""
 
 
 class Supervisor:
@@ -120,9 +125,12 @@ class Supervisor:
 
     def follow(self, agent: subprocess.Popen[bytes], log: Path) -> int:
         """Look after the ranks until the agent ends; return its exit code, 128 + n for signal n."""
+        stamps, comment = Stamps(log.parent), Comment(self.run, self.node)
         while agent.poll() is None:
             self._listen(TICK)
             self._copy(log)
+            stamps.look()
+            comment.update()
             self._look_at_peers()
             if self.requests:
                 ranks = processes.children(agent.pid)
@@ -133,6 +141,7 @@ class Supervisor:
                 agent.wait()
         processes.end_orphans()
         self._copy(log)
+        stamps.look(at_once=True)
         return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
 
     def _listen(self, timeout: float) -> bool:
@@ -178,9 +187,13 @@ def main(argv: Sequence[str]) -> int:
     program = options.program[options.program[:1] == ["--"] :]
     if not program:
         return _fail("no program: add -- -m train, or -- script.py")
+    if options.run_dir is not None and "SLURM_ARRAY_TASK_ID" in os.environ:
+        task = int(os.environ["SLURM_ARRAY_TASK_ID"])
+        options.run_dir, words = which.array_task(options.run_dir, options.cells, task)
+        program += words
     try:
         node = nodes.find(os.environ)
-        run = _run_directory(options.run_dir, program, node)
+        run = which.run_directory(options.run_dir, program, node)
     except (NodeError, ValueError) as error:
         return _fail(str(error))
     try:
@@ -195,6 +208,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch supervise", allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, help="default: runs/<recipe or script>-<job id>")
+    parser.add_argument("--cells", type=Path, help="what the tasks of an array run, from a sweep")
     parser.add_argument(
         "--nproc-per-node",
         type=int,
@@ -209,6 +223,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _supervise(options: argparse.Namespace, program: Sequence[str], run: RunDir, node: Node) -> int:
+    verdict = run.read_verdict()
+    if options.run_dir is not None and verdict is not None and verdict.state == "done":
+        print(f"run {run.name} is finished: {verdict.reason}")  # a later job of a chain
+        return 0
     run.create()
     supervisor = Supervisor(run, node, options.nproc_per_node or node.default_ranks)
     met = supervisor.meet()
@@ -228,6 +246,8 @@ def _supervise(options: argparse.Namespace, program: Sequence[str], run: RunDir,
         holder.close()  # the agent has it now
     log = run.log(rendezvous.attempt, node.number, node.number * supervisor.ranks)
     state, code = _outcome(supervisor.follow(agent, log), run.read_verdict())
+    if node.is_head and list(program[:2]) == ["-m", "launch.guest"]:
+        run.conclude(Verdict(GUEST_VERDICTS[state], 0, f"the program ended with exit code {code}"))
     if supervisor.peer_failure and state == "failed":
         print(f"node {node.number} ({node.host}) ends: {supervisor.peer_failure}", file=sys.stderr)
     elif state == "failed":
@@ -237,23 +257,6 @@ def _supervise(options: argparse.Namespace, program: Sequence[str], run: RunDir,
     if node.is_head:
         _note(run, attempt, "ended", state=state, exit_code=code)
     return code
-
-
-def _run_directory(given: Path | None, program: Sequence[str], node: Node) -> RunDir:
-    """The run that the words ask for.
-
-    Raises:
-        ConfigError: the words are not what train takes.
-    """
-    if given is not None:
-        return RunDir(given.absolute().parent, given.name)
-    if list(program[:2]) == ["-m", "train"]:
-        from train.config import parse  # here, because it costs 100 ms
-
-        recipe, config = parse(program[2:])
-        return RunDir(config.run.root, config.run.name or f"{recipe}-{node.job}")
-    name = program[1] if program[0] == "-m" else Path(program[0]).stem
-    return RunDir("runs", f"{name}-{node.job}")
 
 
 def _outcome(code: int, verdict: Verdict | None) -> tuple[str, int]:

@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
+import json
 import logging
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +38,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from train import hosts
 from train.config import ConfigError, parse
+from train.run import write_atomic
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -43,15 +48,19 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 DATA_IMPORTS = {"digits": "sklearn.datasets", "mnist": "torchvision.datasets"}
 """What loading the data imports, late and for seconds."""
 PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGRTMIN + 1
+"""At this signal a rank writes the stacks of its threads to its file in memory named STACK_FILE."""
+STACK_FILE = "stack-of-rank-{}"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class AgentError(Exception):
     """The ranks of this node could not be started, or one of them failed."""
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, code: int, rank: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.rank = rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AgentError as error:
         if error.code != os.EX_TEMPFAIL:  # stopped in order: the ranks have said so
             print(f"node {options.node_rank}: {error}", file=sys.stderr)
+            _tell(options, "agent", error.code, str(error), rank=error.rank)
         return error.code
     return 0
 
@@ -286,10 +296,26 @@ def _blame(
     return AgentError(*_describe(rank, exit_codes[first] or 1, options))
 
 
-def _describe(rank: int, code: int, options: argparse.Namespace) -> tuple[str, int]:
+def _describe(rank: int, code: int, options: argparse.Namespace) -> tuple[str, int, int]:
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed, exit code {code}"
     message = f"rank {rank} {how}; its output: {options.log_dir}/rank-{rank}.log"
-    return message, 128 - code if code < 0 else code
+    return message, 128 - code if code < 0 else code, rank
+
+
+def _tell(options: argparse.Namespace, who: str, code: int, error: str, rank: int | None) -> None:
+    """Write beside the logs how a rank failed, and when, for whoever looks for the first one.
+
+    Args:
+        options: the agent's.
+        who: names the file: the rank, or the agent for what its ranks cannot tell themselves.
+        code: exit code; 128 + n if signal n ended the rank.
+        error: type and message of the exception, if it was one.
+        rank: the rank that failed; None if none has started.
+    """
+    failure = {"time": time.time(), "host": socket.gethostname(), "rank": rank}
+    text = json.dumps({**failure, "exit_code": code, "error": error}) + "\n"
+    with contextlib.suppress(OSError):  # the failure itself matters more
+        write_atomic(Path(options.log_dir) / f"{who}.failed.json", text)
 
 
 def _release_port(options: argparse.Namespace) -> None:
@@ -321,16 +347,21 @@ def _rank(options: argparse.Namespace) -> NoReturn:
             "expected: the nodes were started with different numbers of ranks",
             file=sys.stderr,
         )
-        code = 2
+        code, error = 2, ""
     else:
-        code = _run_program(options)
+        stacks = os.memfd_create(STACK_FILE.format(rank))  # no disk: that may be what a rank awaits
+        faulthandler.register(STACK_SIGNAL, stacks)
+        code, error = _run_program(options)
+    if code not in (0, os.EX_TEMPFAIL):
+        _tell(options, f"rank-{rank}", code, error, int(rank))
     if options.start_method == "fork":
         atexit._run_exitfuncs()  # multiprocessing leaves them out before Python 3.13
     # None, not 0: torch would keep a forked rank that exits with 0 (2.11, 2.15).
     raise SystemExit(code or None)
 
 
-def _run_program(options: argparse.Namespace) -> int:
+def _run_program(options: argparse.Namespace) -> tuple[int, str]:
+    """Run the program as __main__; return its exit code and, if it raised, what."""
     sys.argv = [options.program, *options.arguments]
     try:
         if options.module:
@@ -340,15 +371,15 @@ def _run_program(options: argparse.Namespace) -> int:
             runpy.run_path(options.program, run_name="__main__")
     except SystemExit as exit_:
         if exit_.code is None or isinstance(exit_.code, int):
-            return (exit_.code or 0) & 0xFF
+            return (exit_.code or 0) & 0xFF, ""
         print(exit_.code, file=sys.stderr)
-        return 1
+        return 1, str(exit_.code)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except BaseException:
+        return 128 + signal.SIGINT, "KeyboardInterrupt"
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())  # as the interpreter would; it may be the program's own
-        return 1
-    return 0
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
 
 
 def _warm(options: argparse.Namespace) -> None:

@@ -94,9 +94,8 @@ def test_all_ways_reach_the_same_losses(runs: Runs) -> None:
 def test_ranks_are_on_two_hosts_with_their_own_addresses(lab: Lab, runs: Runs) -> None:
     attempt = next(read_lines(runs.submitted.job / "attempts.jsonl"))
     assert (len(set(attempt["hosts"])), attempt["ranks"]) == (2, 4)
-    assert [path.name for path in sorted(runs.submitted.path.glob("logs/attempt-0/*/*"))] == [
-        f"rank-{rank}.log" for rank in range(4)
-    ]
+    logs = sorted(runs.submitted.path.glob("logs/attempt-0/*/rank-*.log"))
+    assert [log.name for log in logs] == [f"rank-{rank}.log" for rank in range(4)]
     head = attempt["hosts"][0]
     assert lab.output(head, "getent", "hosts", head).split()[0] == "127.0.1.1"
     meeting = json.loads(next(runs.submitted.job.glob("rendezvous/*.json")).read_text())
@@ -128,20 +127,42 @@ def test_waiting_shows_the_training_and_the_run_keeps_what_was_submitted(runs: R
         (["--nodes", "5"], "--nodes 5: a job in partition main can have 4 at most"),
         (["--time", "3:00:00"], "--time 3:00:00: the limit of partition main is 1:00:00"),
         (["optim.lrr=1"], "unknown key 'optim.lrr', did you mean 'optim.lr'?"),
+        (["--gpus-per-node", "5"], "no node of partition main has more than 4 GPUs"),
+        (["--nodelist", "n9"], "Invalid node name specified; the nodes here are n1, n2, n3, n4"),
+        (["--constraint", "fast"], "; the features here are none"),
+        (["--reservation", "mine"], "; the reservations here are none"),
+        (["--gres", "gpu:9"], "together: --cpus-per-task 2, --gres gpu:9; its nodes have 8 CPUs, "),
+        (["--array", "0-1001"], "--array 0-1001: the largest index here is 1000"),
         (
-            ["--gpus-per-node", "5"],
-            "per node: --gpus-per-node 5, --cpus-per-task 5; its nodes have",
+            ["--nodes", "2", "--root", "/tmp"],
+            "/tmp is on this machine alone: 2 nodes need a --root",
         ),
+        (["--root", "/scrach/runs"], "there is no /scrach, only /"),
     ],
 )
 def test_refusals_queue_nothing_and_leave_nothing(
     lab: Lab, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    refused = lab.exec("login", *SUBMIT, *words, f"run.root={tmp_path}")
+    root = [] if "--root" in words else [f"run.root={tmp_path}"]
+    refused = lab.exec("login", *SUBMIT, *words, *root)
     assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
     assert "Traceback" not in refused.stderr
     assert lab.output("login", "squeue", "-h") == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_discovered_profile_describes_the_cluster_and_is_used(lab: Lab, tmp_path: Path) -> None:
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    found = lab.exec("login", *SUBMIT, "--discover", env=env)
+    assert found.returncode == 0, found.stderr
+    written = tmp_path / "rollcall" / "clusters" / "lab.yaml"
+    assert "# main*      4      1:00:00  8 CPUs, 16000 MB and 4 GPUs\n" in written.read_text()
+    written.write_text(
+        f"{written.read_text()}\n  - module() {{ :; }}\n".replace("setup: []", "setup:")
+    )
+    shown = lab.exec("login", *SUBMIT, "--cluster", "lab", "--dry-run", env=env, cwd=tmp_path)
+    assert "#SBATCH --partition=main\n" in shown.stdout
+    assert "module() { :; }\nexec srun" in shown.stdout
 
 
 @pytest.mark.parametrize("nodelist", ["n[1-4,08-11]", "a[1-2]b[3,05-6],login,n[7]", "n[009-011]"])

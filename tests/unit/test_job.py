@@ -26,8 +26,7 @@ LARGE = replace(
     mem="900G",
     time="1-12",
     partition="gpu",
-    account="team a",
-    qos="high",
+    options={"account": "team a", "qos": "high"},
 )
 
 
@@ -51,16 +50,29 @@ def test_hostile_values_reach_the_command_unchanged(tmp_path: Path) -> None:
 
 
 def test_directives_are_read_back_as_they_were_meant() -> None:
-    script = render(replace(LARGE, account="it's $(id)", name="x"))
+    script = render(replace(LARGE, options={"account": "it's $(id)"}, name="x"))
     words = [shlex.split(line[8:]) for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert ["--account=it's $(id)"] in words
 
 
 def test_a_line_break_in_a_value_is_refused() -> None:
     with pytest.raises(JobError, match="control character"):
-        render(replace(SMALL, account="a\n#SBATCH --nodes=99"))
+        render(replace(SMALL, options={"account": "a\n#SBATCH --nodes=99"}))
 
 
 @pytest.mark.parametrize(("time", "lead"), [(None, 120), ("2:00:00", 120), ("4", 60), ("1:0", 15)])
 def test_the_stop_signal_leaves_most_of_a_short_limit(time: str | None, lead: int) -> None:
     assert f"--signal=B:USR2@{lead}\n" in render(replace(SMALL, time=time))
+
+
+def test_options_of_sbatch_stand_as_given_and_ours_give_way() -> None:
+    given = {"exclusive": None, "no-requeue": None, "signal": "B:TERM@9", "mail-user": "me@here"}
+    script = render(replace(SMALL, options=given, srun=("--label", "--mpi=none"), setup=("ml a",)))
+    lines = script.splitlines()
+    for option in ("exclusive", "no-requeue", "signal=B:TERM@9", "mail-user=me@here"):
+        assert lines.count(f"#SBATCH --{option}") == 1
+    assert "#SBATCH --mail-type=END,FAIL" in lines
+    assert "#SBATCH --requeue" not in lines
+    assert script.count("signal=") == 1
+    assert lines.index("ml a") > lines.index("cd /runs/digits-1/code || exit")
+    assert "--wait=0 --label --mpi=none \\\n" in script

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from launch import slurm
+from launch import limits, slurm
 from launch.job import Job
 
 JOB = Job("run", 2, ("true",), "/", "/slurm-%j.out", cpus_per_task=4, partition="main")
-SINFO = """main*|4|1-infinite|1:00:00|up
-big|64|1-16|infinite|up
-old|8|1-infinite|1:00:00|down"""
+SINFO = """main*|3|1-infinite|1:00:00|up|4|8000|(null)
+main*|1|1-infinite|1:00:00|up|8|16000|gpu:a100:2(S:0-1),gpu:h100:2
+big|64|1-16|infinite|up|128|512000|gpu:8
+old|8|1-infinite|1:00:00|down|8|16000|(null)"""
 Fake = Callable[[str, str], None]
 
 TIMES = [
@@ -36,6 +37,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
         (tmp_path / name).chmod(0o755)
 
     write("sinfo", f"cat <<'END'\n{SINFO}\nEND")
+    write("scontrol", "echo 'MaxArraySize            = 1001'")
     write("sbatch", "cat >/dev/null; echo 'sbatch: Job 7 to start at 2030-01-01T00:00:00 using 8 "
           "processors on nodes n[1-2] in partition main' >&2")  # fmt: skip
     return write
@@ -54,7 +56,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_a_job_that_fits_says_when_it_starts() -> None:
-    assert slurm.check(JOB, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
+    assert limits.check(JOB, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
 
 
 @pytest.mark.usefixtures("fake")
@@ -68,24 +70,38 @@ def test_a_job_that_fits_says_when_it_starts() -> None:
         (replace(JOB, partition="old"), "--partition old: there is none"),
         (replace(JOB, nodes=5), "--nodes 5: a job in partition main can have 4 at most"),
         (replace(JOB, nodes=17, partition="big"), "partition big can have 16 at most"),
-        (replace(JOB, time="2:00:00", partition=None), "the limit of partition main is 1:00:00"),
+        (replace(JOB, partition="big,mian"), "--partition mian: there is none"),
+        (
+            replace(JOB, time="2:00:00", partition=None),
+            "the limit of partition main is 1:00:00; partition big allows it",
+        ),
+        (replace(JOB, nodes=6), "can have 4 at most; partition big allows it"),
+        (replace(JOB, gpus_per_node=5), "no node of partition main has more than 4 GPUs; part"),
+        (replace(JOB, gpus_per_node=9), "main has more than 4 GPUs$"),
+        (replace(JOB, mem="16G"), "--mem 16G: no node of partition main has more than 16000 MB"),
+        (replace(JOB, mem="much"), "--mem much: a number with K, M"),
+        (replace(JOB, cpus_per_task=9), "no node of partition main has more than 8 CPUs"),
+        (
+            replace(JOB, options={"array": "0-3,1001%2"}),
+            r"--array 0-3,1001%2: the largest index here is 1000 \(MaxArraySize=1001\)",
+        ),
     ],
 )
 def test_refusals_name_the_option_and_what_is_valid(job: Job, message: str) -> None:
     with pytest.raises(slurm.SlurmError, match=message):
-        slurm.check(job, "")
+        limits.check(job, "")
 
 
 def test_a_refusal_by_sbatch_is_told_without_its_prefixes(fake: Fake) -> None:
     fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition' >&2; exit 1")
     with pytest.raises(slurm.SlurmError, match="refuses the job: Invalid account"):
-        slurm.check(JOB, "")
+        limits.check(JOB, "")
 
 
 def test_a_cluster_that_does_not_answer_is_an_error(fake: Fake) -> None:
     fake("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(slurm.SlurmError, match="sinfo does not answer: Unable to contact"):
-        slurm.check(JOB, "")
+        limits.check(JOB, "")
 
 
 def test_a_job_that_slurm_has_forgotten_has_no_state(fake: Fake) -> None:

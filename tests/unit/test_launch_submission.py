@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import executors, snapshot
+from launch import executors, place, snapshot
 from launch.words import word
 from train.config import parse
-from train.run import RunDir
+from train.run import RunDir, State, Verdict
 
 ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -54,6 +54,15 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["--nodes", "0"], "--nodes: a whole number from 1 on is expected, not '0'"),
         (["--time", "2h"], "'2h' is no time that Slurm reads"),
         (["--name", "../x"], "run.name"),
+        (["--partiton", "x"], "neither submit.py nor sbatch has it, did you mean --partition?"),
+        (["--ntasks=2"], "--ntasks: there is one task per node"),
+        (["--gres"], "--gres: a value is expected behind it"),
+        (["--local", "--chain", "2"], "--chain: Slurm queues jobs"),
+        (["--root", "/scrach/runs"], "there is no /scrach, only /: correct --root"),
+        (["--", "gone.py"], "gone.py: there is no such file"),
+        (["--", "-m", "gone.module"], "-m gone.module: there is no module gone in"),
+        (["--", "/bin/sh"], "/bin/sh lies outside of"),
+        (["digits", "--", "/bin/sh"], "'digits' and a program behind `--`"),
         (["--gpus-per-node", "99", "--local"], "--gpus-per-node 99: 1 nodes would need 99 GPUs"),
     ],
 )
@@ -71,6 +80,49 @@ def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
     imported = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
     assert "train.config" in imported
     assert not imported & {"torch", "numpy", "submitit", "psutil", "rich", "email"}
+
+
+def test_a_script_of_ones_own_is_copied_from_its_checkout(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "fit.py").touch()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    words = ["--dry-run", "--qos", "high", "--exclusive", "--name", "a", "--", "fit.py", "--gres"]
+    shown = submit(*words, cwd=tmp_path / "tools").stdout
+    runs = tmp_path / "tools" / "runs"
+    assert f"-- -m launch.guest {runs}/a/code/tools fit.py --gres\n" in shown
+    assert f"# code: 1 files, 0.0 MB, from {tmp_path} (" in shown
+    (tmp_path / ".gitignore").write_text("fit.py")
+    refused = submit("--dry-run", "--", "fit.py", cwd=tmp_path / "tools")
+    assert "fit.py: git ignores it, so no copy would have it" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "message"),
+    [
+        ("done", 0, "run a is finished (it was so): nothing is submitted; --resume continues it"),
+        ("failed", 2, "run a has failed (it was so): add --resume to continue it"),
+    ],
+)
+def test_a_run_that_has_ended_is_told_and_not_submitted(
+    tmp_path: Path, state: State, code: int, message: str
+) -> None:
+    run = RunDir(tmp_path / "runs", "a")
+    run.create()
+    run.conclude(Verdict(state, 1, "it was so"))
+    before = sorted(tmp_path.rglob("*"))
+    answer = submit("--local", "--name", "a", cwd=tmp_path)
+    assert (answer.returncode, message in answer.stderr) == (code, True), answer.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_places_in_memory_or_below_tmp_are_node_local(tmp_path: Path) -> None:
+    assert place.is_node_local(Path("/dev/shm/runs"))
+    assert place.is_node_local(Path("/tmp/runs"))
+    assert not place.is_node_local(Path("/usr"))
+    assert place.problem(tmp_path / "runs") is None
+    assert place.problem(tmp_path / "a" / "b" / "runs") == (
+        f"there is no {tmp_path}/a/b, only {tmp_path}: correct --root, or `mkdir -p {tmp_path}/a/b`"
+    )
 
 
 def test_snapshot_has_what_is_not_ignored_and_says_what_changed(tmp_path: Path) -> None:
@@ -91,7 +143,8 @@ def test_snapshot_has_what_is_not_ignored_and_says_what_changed(tmp_path: Path) 
     plan = snapshot.plan(root, leave_out=root / "runs")
     run = RunDir(tmp_path, "run")
     run.create()
-    snapshot.take(plan, run)
+    run.job.mkdir()
+    snapshot.take(plan, run.code, run.job / "source")
 
     copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*")}
     assert copied == {"kept", "edited", ".gitignore", "new é '\n"}
@@ -106,7 +159,7 @@ def test_snapshot_outside_git_takes_the_packages(tmp_path: Path) -> None:
     (tmp_path / "train" / "a.py").touch()
     (tmp_path / "train" / "__pycache__" / "a.pyc").touch()
     (tmp_path / "elsewhere").touch()
-    plan = snapshot.plan(tmp_path, leave_out=tmp_path / "runs")
+    plan = snapshot.plan(tmp_path, tmp_path / "runs", snapshot.PACKAGED)
     assert plan.files == ("train/a.py",)
     assert "not a git checkout" in plan.describe()
 

@@ -1,0 +1,144 @@
+"""A torchrun script of somebody's own, unmodified, in a chain of jobs on two nodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from lab import Lab, wait_until
+
+from train.run import RunDir, read_lines
+
+ROOT = Path(__file__).parents[2]
+SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
+# In the style of PyTorch's tutorials; it and its helper are named as rollcall's packages are.
+SCRIPT = """
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from launch import STEPS
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+parser.add_argument("--checkpoint", type=Path)
+args = parser.parse_args()
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+first = 0
+if args.checkpoint.exists():
+    state = torch.load(args.checkpoint)
+    model.module.load_state_dict(state["model"])
+    first = state["step"]
+for step in range(first, STEPS):
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save({"model": model.module.state_dict(), "step": step + 1}, args.checkpoint)
+        print("step", step, "of", dist.get_world_size(), "ranks at lr", args.lr)
+    dist.barrier()
+    if first == 0 and step == 2:
+        raise RuntimeError("lost")
+dist.destroy_process_group()
+"""
+
+
+@dataclass
+class Chain:
+    """Three jobs of one run: the first fails after three steps, the second ends the run."""
+
+    run: RunDir
+    submitted: str
+    again: str
+    jobs: list[str]
+
+
+@pytest.fixture(scope="module")
+def chain(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    place = tmp_path_factory.mktemp("mine")
+    (place / "train.py").write_text(SCRIPT)
+    (place / "launch.py").write_text("STEPS = 5\n")
+    subprocess.run(["git", "init", "-q", str(place)], check=True)
+    words = ["--nodes", "2", "--chain", "3", "--name", "mine", "--exclude=n4", "--time=10"]
+    words += ["--", "train.py", "--lr", "0.5", "--checkpoint", str(place / "model.pt")]
+    submitted = lab.exec("login", *SUBMIT, *words, cwd=place)
+    assert submitted.returncode == 0, submitted.stderr
+    (place / "train.py").write_text("raise SystemExit('this edit came too late')")
+    again = lab.exec("login", *SUBMIT, *words, cwd=place)
+    assert again.returncode == 0, again.stderr
+    run = RunDir(place / "runs", "mine")
+    jobs = [line["job"] for line in read_lines(run.job / "submissions.jsonl")]
+    for job in jobs:
+        lab.wait_job(job)
+    return Chain(run, submitted.stdout, again.stderr, jobs)
+
+
+def output(chain: Chain, job: str) -> str:
+    return (chain.run.job / f"slurm-{job}.out").read_text()
+
+
+def test_the_script_runs_on_all_nodes_and_its_failure_is_the_jobs(lab: Lab, chain: Chain) -> None:
+    first = output(chain, chain.jobs[0])
+    assert "step 2 of 4 ranks at lr 0.5" in first
+    assert "RuntimeError: lost" in first
+    assert lab.job(chain.jobs[0], "JobState") == "FAILED"
+    assert len(list(chain.run.path.glob("logs/attempt-0/node-*/rank-*.log"))) == 4
+
+
+def test_the_next_job_continues_and_the_one_after_falls_away(lab: Lab, chain: Chain) -> None:
+    second = output(chain, chain.jobs[1])
+    assert "step 2 " not in second
+    assert "step 4 of 4 ranks at lr 0.5" in second
+    assert json.loads(chain.run.verdict.read_text())["state"] == "done"
+    assert [lab.job(job, "JobState") for job in chain.jobs[1:]] == ["COMPLETED", "COMPLETED"]
+    assert "run mine is finished" in output(chain, chain.jobs[2])
+    assert lab.job(chain.jobs[2], "RunTime") in ("00:00:00", "00:00:01")
+    assert len(list(chain.run.path.glob("logs/attempt-*"))) == 2
+
+
+def test_submitting_tells_what_is_queued_and_a_live_run_is_left_alone(chain: Chain) -> None:
+    assert f"job {chain.jobs[0]}, 2 nodes, expected to start at" in chain.submitted
+    assert f"jobs {chain.jobs[1]}, {chain.jobs[2]}, each after the one before" in chain.submitted
+    assert f"scancel {' '.join(chain.jobs)}\n" in chain.submitted
+    assert f"run mine is live (job {chain.jobs[0]} " in chain.again
+    assert len(chain.jobs) == 3
+
+
+def test_a_run_is_reproduced_from_its_directory_alone(
+    lab: Lab, chain: Chain, tmp_path: Path
+) -> None:
+    shutil.copytree(chain.run.path, tmp_path / "moved")
+    (chain.run.path.parents[1] / "model.pt").unlink()
+    reproduce = [sys.executable, "-m", "launch", "reproduce", str(tmp_path / "moved"), "--wait"]
+    again = lab.exec("login", *reproduce, cwd=ROOT)
+    assert again.returncode != 0, again.stdout
+    assert "step 2 of 4 ranks at lr 0.5" in again.stdout
+    run = RunDir(tmp_path, "moved-again")
+    job = next(read_lines(run.job / "submissions.jsonl"))["job"]
+    old, new = (
+        (place.job / f"{job_id}_submission.sh").read_text()
+        for place, job_id in ((chain.run, chain.jobs[0]), (run, job))
+    )
+    moved = old.replace(str(chain.run.path), str(run.path)).replace("name=mine", "name=moved-again")
+    assert new == moved
+    assert sorted(path.name for path in run.code.iterdir()) == ["launch.py", "train.py"]
+
+
+def test_an_array_gives_each_task_a_run_of_its_own(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "tell.py").write_text("import os\nprint('task', os.environ['SLURM_ARRAY_TASK_ID'])")
+    words = ["--array=0-1", "--nproc-per-node=1", "--name=many", "--", "tell.py"]
+    submitted = lab.exec("login", *SUBMIT, *words, cwd=tmp_path)
+    assert submitted.returncode == 0, submitted.stderr
+    tasks = [RunDir(tmp_path / "runs" / "many", f"task-{index}") for index in (0, 1)]
+    wait_until(lambda: all(map(RunDir.read_verdict, tasks)), 60, lambda: "there is no verdict")
+    for index, task in enumerate(tasks):
+        assert task.log(0, 0, 0).read_text() == f"task {index}\n"

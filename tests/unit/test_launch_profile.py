@@ -1,0 +1,106 @@
+"""A site's profile: where it is found, who wins, what it becomes, how a wrong one is told."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import discover, options, profile
+from launch.job import Job, render
+
+PROJECT = """
+options: {partition: gpu, time: 2:00:00, exclusive: true, srun-arg: [--label, --mpi=none]}
+modules: [gcc/12, cuda]
+environment: {NCCL_DEBUG: WARN, GREETING: it's $HOME}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a profile, and a user without one; we are inside the project."""
+    (tmp_path / "project" / "clusters").mkdir(parents=True)
+    (tmp_path / "project" / ".git").mkdir()
+    (tmp_path / "project" / "deep").mkdir()
+    (tmp_path / "user" / "rollcall" / "clusters").mkdir(parents=True)
+    (tmp_path / "project" / "clusters" / "here.yaml").write_text(PROJECT)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.chdir(tmp_path / "project" / "deep")
+    return tmp_path
+
+
+def users(place: Path, text: str) -> None:
+    (place / "user" / "rollcall" / "clusters" / "here.yaml").write_text(text)
+
+
+def test_a_profile_becomes_options_and_setup_lines(place: Path) -> None:
+    words, setup = profile.load("here")
+    line = options.read([*words, "--time=5"])
+    assert (line.own.partition, line.own.time, line.passed) == ("gpu", "5", {"exclusive": None})
+    assert options.read(words).own.time == "2:00:00"
+    assert line.own.srun_arg == ["--label", "--mpi=none"]
+    (place / "srun").write_text('#!/bin/sh\necho "$NCCL_DEBUG $GREETING"\n')
+    (place / "srun").chmod(0o755)
+    job = Job("a", 1, ("true",), str(place), "o", cpus_per_task=1, setup=setup)
+    script = f"module() {{ echo {shlex.quote('module')} $*; }}\n{render(job)}"
+    path = {"PATH": f"{place}:/bin:/usr/bin"}
+    shown = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=path)
+    assert shown.stdout == "module load gcc/12 cuda\nWARN it's $HOME\n"
+
+
+def test_the_users_file_wins_key_by_key(place: Path) -> None:
+    users(place, "options: {partition: mine, exclusive: false}\nmodules: []\n")
+    words, setup = profile.load("here")
+    line = options.read(words)
+    assert (line.own.partition, line.own.time, line.passed) == ("mine", "2:00:00", {})
+    assert not any("module" in text for text in setup)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optons: {}", "here.yaml: unknown key 'optons', did you mean 'options'?"),
+        (
+            "options: {partiton: x}",
+            "here.yaml: options: --partiton: neither .* did you mean --part",
+        ),
+        ("options: {nodes: two}", "here.yaml: options: --nodes: a whole number from 1 on"),
+        ("modules: gcc", "here.yaml: modules: expected a list, found 'gcc'"),
+        ("environment: {a b: 1}", "here.yaml: environment: 'a b' cannot be a variable's name"),
+        ("options: [", "here.yaml: is not YAML"),
+    ],
+)
+def test_a_wrong_profile_is_told_with_file_and_key(place: Path, text: str, message: str) -> None:
+    users(place, text)
+    with pytest.raises(profile.ProfileError, match=message):
+        profile.load("here")
+
+
+@pytest.mark.usefixtures("place")
+def test_an_unknown_cluster_is_told_with_those_that_there_are() -> None:
+    with pytest.raises(profile.ProfileError, match="there is no such profile; those here are here"):
+        profile.load("there")
+
+
+def test_discover_writes_what_load_reads_and_never_over_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binaries = {
+        "sbatch": "",
+        "sinfo": "echo 'gpu*|4|1-infinite|2-00:00:00|up|64|512000|gpu:a100:8'",
+        "scontrol": "echo 'ClusterName = hill'; echo 'MaxArraySize = 5001'",
+    }
+    for name, body in binaries.items():
+        (place / name).write_text(f"#!/bin/sh\n{body}\n")
+        (place / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}:{Path(sys.executable).parent}:/bin")
+    assert discover.main(None) == 0
+    text = (profile.users_folder() / "hill.yaml").read_text()
+    assert "# gpu*       4      2-00:00:00  64 CPUs, 512000 MB and 8 GPUs\n" in text
+    assert "largest index of an array is 5000" in text
+    assert profile.load("hill") == (("--partition=gpu",), ())
+    with pytest.raises(Exception, match=r"hill.yaml is there already"):
+        discover.main(None)

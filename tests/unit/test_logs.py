@@ -1,0 +1,77 @@
+"""Logs are merged by the time at which they grew, which the supervisors note beside them."""
+
+from pathlib import Path
+
+import pytest
+
+from launch import logs
+from launch.stamps import Stamps
+from train.run import RunDir, append_line
+
+ATTEMPT = 1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Four ranks on two nodes whose lines came in turns; one line came in two halves."""
+    run = RunDir(tmp_path, "it")
+    (run.job).mkdir(parents=True)
+    texts: dict[int, bytes] = dict.fromkeys(range(4), b"")
+    rounds = [(0, b"a\nb"), (3, b"c\n"), (0, b"b\n"), (2, b"d\n"), (1, b"e\n"), (3, b"f\n")]
+    for time, (rank, text) in enumerate(rounds):
+        texts[rank] += text
+        log = run.log(ATTEMPT, rank // 2, rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(texts[rank])
+        line = {"time": float(time), "sizes": {str(rank): len(texts[rank])}}
+        append_line(log.parent / "times.jsonl", line)
+    with run.log(ATTEMPT, 1, 2).open("a") as file:
+        file.write("no stamp yet")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "a bb"),
+        (["--rank", "3"], "c f"),
+        (["--merge"], "0:a 3:c 0:bb 2:d 1:e 3:f 2:no_stamp_yet"),
+        (["--node", "1"], "3:c 2:d 3:f 2:no_stamp_yet"),
+        (["--node", "1", "--rank", "2"], "d no_stamp_yet"),
+        (["--attempt", "1"], "a bb"),
+    ],
+)
+def test_chosen_and_merged(
+    run: RunDir, options: list[str], expected: str, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert logs.main([run.name, "--root", str(run.path.parent), *options]) == 0
+    shown = capfdbinary.readouterr().out.decode().splitlines()
+    short = [line.replace("[rank ", "").replace("] ", ":").replace(" ", "_") for line in shown]
+    assert short == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rank", "4"], "attempt 1 of run it has no such log; it has ranks 0 to 3 on nodes 0 to"),
+        (["--attempt", "0"], "run it has no attempt 0; the newest is 1"),
+    ],
+)
+def test_what_is_not_there(
+    run: RunDir, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert logs.main([run.name, "--root", str(run.path.parent), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_only_what_has_grown_is_noted(tmp_path: Path) -> None:
+    stamps = Stamps(tmp_path)
+    (tmp_path / "rank-0.log").write_text("")
+    (tmp_path / "rank-1.log").write_text("one")
+    stamps.look(at_once=True)
+    stamps.look(at_once=True)
+    (tmp_path / "rank-1.log").write_text("one, two")
+    stamps.look()  # too early
+    stamps.look(at_once=True)
+    lines = (tmp_path / "times.jsonl").read_text().splitlines()
+    assert [line.partition("sizes")[2] for line in lines] == ['": {"1": 3}}', '": {"1": 8}}']

@@ -1,0 +1,231 @@
+"""What `status` and `why` say of runs, from files and from small executables in Slurm's place."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import states, status, why
+from launch.rendezvous import attempt_directory
+from launch.runs import NoRunError, find
+from launch.states import Condition
+from train.run import RunDir, Verdict, append_line
+
+Fake = Callable[[str, str], None]
+NO_SACCT = "echo 'sacct: error: Problem talking to the database' >&2; exit 1"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Put an executable on PATH that runs the given shell lines; nothing else of Slurm is there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/bin")
+
+    def write(name: str, body: str) -> None:
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+
+    write("squeue", "")
+    write("sacct", NO_SACCT)
+    return write
+
+
+def make(root: Path, *jobs: str, ended: str | None = None, verdict: str | None = None) -> RunDir:
+    """A run of these jobs, of which the first has come to an attempt if `ended` is given."""
+    run = RunDir(root, "it")
+    run.create()
+    run.job.mkdir()
+    for number, job in enumerate(jobs):
+        append_line(run.job / "submissions.jsonl", {"job": job, "time": 100.0 + number})
+    if ended:
+        entry = {"attempt": 0, "job": jobs[0], "time": 200.0}
+        append_line(
+            run.job / "attempts.jsonl",
+            {**entry, "event": "started", "hosts": ["n1", "n2"], "ranks": 4},
+        )
+        if ended != "running":
+            append_line(run.job / "attempts.jsonl", {**entry, "event": "ended", "state": ended})
+    if verdict:
+        run.conclude(Verdict(verdict, 20, "its reason"))  # type: ignore[arg-type]
+    return run
+
+
+def look(run: RunDir) -> Condition:
+    return states.look([run])[0][0]
+
+
+@pytest.mark.parametrize(
+    ("line", "state", "note"),
+    [
+        ("7|7|PENDING|Resources|2030-01-02T03:04:05|2", "pending", "the nodes it needs are busy; "
+         "expected to start at 2030-01-02 03:04:05"),
+        ("7|7|PENDING|Dependency|N/A|2", "pending", "it waits for another job"),
+        ("7|7|PENDING|QOSMaxJobsPerUserLimit|N/A|2", "pending", "its QOS limits what each user"),
+        ("7|7|PENDING|AssocGrpCPUMinutesLimit|N/A|2", "pending", "its account limits what the gro"),
+        ("7|7|PENDING|ReqNodeNotAvail, UnavailableNodes:n1|N/A|2", "pending", "is down, drained"),
+        ("7|7|RUNNING|None|2030-01-02T03:04:05|2", "running", ""),
+        ("7|7|NODE_FAIL|None|2030-01-02T03:04:05|2", "failed", "a node failed"),
+        ("7|7|TIMEOUT|TimeLimit|2030-01-02T03:04:05|2", "failed", "its time limit was reached"),
+        ("7|7|CANCELLED|None|2030-01-02T03:04:05|2", "stopped", "it was cancelled"),
+        ("", "lost", "nothing tells how job 7 ended"),
+    ],
+)  # fmt: skip
+def test_slurm_says_where_the_files_do_not(
+    tmp_path: Path, fake: Fake, line: str, state: str, note: str
+) -> None:
+    fake("squeue", f"printf '%s' '{line}'")
+    condition = look(make(tmp_path, "7"))
+    assert (condition.state, note in condition.note) == (state, True), condition
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("ended", "verdict", "state"),
+    [
+        ("finished", "done", "done"),
+        ("finished", None, "done"),
+        ("stopped", "requeue", "requeue"),
+        ("stopped", "stopped", "stopped"),
+        ("failed", "failed", "failed"),
+        ("running", None, "lost"),
+    ],
+)
+def test_a_vanished_job_is_told_by_files(
+    tmp_path: Path, ended: str, verdict: str | None, state: str
+) -> None:
+    condition = look(make(tmp_path, "7", ended=ended, verdict=verdict))
+    assert (condition.state, condition.attempts, condition.nodes) == (state, 1, 2)
+
+
+def test_accounting_is_asked_for_what_nothing_else_tells(tmp_path: Path, fake: Fake) -> None:
+    fake("sacct", "echo '7|7|OUT_OF_MEMORY|2030-01-02T03:04:05|2'")
+    condition = look(make(tmp_path, "7", ended="running"))
+    assert condition.state == "failed" and "it ran out of memory" in condition.note
+    fake("sacct", "echo '7|7|CANCELLED by 1000|2030-01-02T03:04:05|2'")
+    assert look(find("it", str(tmp_path))).state == "stopped"
+
+
+def test_of_a_chain_the_running_job_counts(tmp_path: Path, fake: Fake) -> None:
+    run = make(tmp_path, "7", "8", "9", ended="running")
+    waiting = "8|8|PENDING|Dependency|N/A|2\n9|9|PENDING|Dependency|N/A|2"
+    fake("squeue", f"echo '{waiting}\n7|7|RUNNING|None|N/A|2'")
+    condition = look(run)
+    assert condition.job and (condition.state, condition.job.id) == ("running", "7")
+    assert sorted(condition.live) == ["7", "8", "9"]
+    fake("squeue", f"echo '{waiting}'")
+    condition = look(run)
+    assert condition.job and (condition.state, condition.job.id) == ("pending", "8")
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_chain_that_finished_is_done_though_its_last_job_did_nothing(tmp_path: Path) -> None:
+    assert look(make(tmp_path, "7", "8", ended="finished", verdict="done")).state == "done"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("ended", "verdict"), [("stopped", "requeue"), ("failed", None)])
+def test_a_cancelled_run_neither_waits_nor_has_failed(
+    tmp_path: Path, ended: str, verdict: str | None
+) -> None:
+    run = make(tmp_path, "7", ended=ended, verdict=verdict)
+    append_line(run.job / "cancelled.jsonl", {"jobs": ["7"], "time": 1.0})
+    assert look(run).state == "stopped"
+
+
+def test_slurm_that_does_not_answer_is_said_so(
+    tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    make(tmp_path, "7", ended="running")
+    assert status.main(["--root", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "unknown" in shown and "Unable to contact slurm controller" in shown
+
+
+def test_the_table_shows_progress(
+    tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake("squeue", "echo '7|7|RUNNING|None|N/A|2'")
+    run = make(tmp_path, "7", ended="running")
+    run.record("started")
+    run.record("first_step", step=1, steps=100)
+    begin = time.time()
+    for step in (10, 20):
+        line = {"step": step, "loss": 0.5, "samples_per_second": 1234.5, "time": begin + step}
+        append_line(run.metrics, line)
+    assert status.main(["--root", str(tmp_path)]) == 0
+    heading, row = capsys.readouterr().out.splitlines()
+    names = ["run", "state", "step", "loss", "samples/s", "left", "attempts", "nodes", "job"]
+    assert heading.split() == names
+    assert row.split()[1:] == ["running", "20/100", "20%", "0.5000", "1,234", "0:01:20", *"127"]
+
+
+def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(
+    tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = make(tmp_path, "7")
+    (sweep.job / "cells-1-0.json").write_text("[]")
+    make(sweep.path, "8", ended="finished")
+    fake("squeue", "echo '7_0|8|COMPLETED|None|N/A|1\n7_1|7|PENDING|Priority|N/A|1'")
+    for names in (["it", "it/it"], ["it/it"]):
+        assert status.main(["--root", str(tmp_path)]) == 0
+        rows = capsys.readouterr().out.splitlines()[1:]
+        assert sorted(row.split()[0] for row in rows) == names
+        fake("squeue", "")
+    assert why.main(["it", "--root", str(tmp_path)]) == 2
+    assert why.main(["it/it", "--root", str(tmp_path)]) == 0
+
+
+def test_no_run_is_no_error_and_a_wrong_name_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status.main(["--root", str(tmp_path)]) == 0
+    make(tmp_path)
+    with pytest.raises(NoRunError, match="did you mean 'it'"):
+        find("itt", str(tmp_path))
+    assert status.main(["itt", "--root", str(tmp_path)]) == 2
+    assert "there is no run 'itt'" in capsys.readouterr().err
+    assert find(str(tmp_path / "it"), "elsewhere").name == "it"
+    assert find(os.path.relpath(tmp_path / "it"), "elsewhere").path == tmp_path / "it"
+
+
+@pytest.mark.usefixtures("fake")
+def test_why_names_a_node_that_never_came(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path, "7", ended="failed")
+    place = attempt_directory(run, 0)
+    place.mkdir()
+    (place / "node-0.json").write_text(json.dumps({"node": 0, "host": "n1", "state": "failed"}))
+    logs = run.log(0, 0, 0).parent
+    logs.mkdir(parents=True)
+    failure = {"time": 1.0, "host": "n1", "rank": None, "exit_code": 1, "error": "did not meet"}
+    (logs / "agent.failed.json").write_text(json.dumps(failure))
+    assert why.main(["it", "--root", str(tmp_path)]) == 0
+    assert "node 1 (n2) never came" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("fake")
+def test_why_blames_no_rank_that_lost_its_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 notices first, by the clock of its node, that rank 2 has gone, which says more."""
+    run = make(tmp_path, "7", ended="failed")
+    for rank, at, error in (
+        (1, 1.0, "RuntimeError: Connection closed by peer"),
+        (2, 2.0, "Bad: x"),
+    ):
+        log = run.log(0, rank // 2, rank)
+        log.parent.mkdir(parents=True)
+        log.write_text(f"this is rank {rank}\n")
+        failure = {"time": at, "host": "n", "rank": rank, "exit_code": 1, "error": error}
+        (log.parent / f"rank-{rank}.failed.json").write_text(json.dumps(failure))
+    assert why.main(["it", "--root", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 2 on n (node 1) raised Bad: x" in shown
+    assert "3 ranks ended because of it" in shown
+    assert "| this is rank 2" in shown and "this is rank 1" not in shown
