@@ -56,7 +56,8 @@ def _live_jobs(run: RunDir) -> list[str]:
     jobs[newest.id] = None
     # A job stands there by two names, its own and, for a task of an array, "12_3".
     live: dict[int, str] = {}
-    for name, info in slurm.queue(list(jobs)).items():
+    queue = slurm.queue(list(jobs))  # by state; people read jobs in the order of their numbers
+    for name, info in sorted(queue.items(), key=lambda item: int(item[0].partition("_")[0])):
         if info.state not in slurm.FINAL:
             live.setdefault(id(info), f"job {name} {info.state}")
     return list(live.values())

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -165,10 +166,32 @@ def test_a_discovered_profile_describes_the_cluster_and_is_used(lab: Lab, tmp_pa
     assert "module() { :; }\nexec srun" in shown.stdout
 
 
-@pytest.mark.parametrize("nodelist", ["n[1-4,08-11]", "a[1-2]b[3,05-6],login,n[7]", "n[009-011]"])
-def test_node_lists_are_read_as_slurm_reads_them(lab: Lab, nodelist: str) -> None:
-    names = lab.output("login", "scontrol", "show", "hostnames", nodelist).split()
-    assert hosts.expand(nodelist) == names
+def node_list(random: Random) -> str:
+    """A node list as Slurm may write it: brackets in several places, ranges, leading zeros."""
+
+    def number() -> str:
+        width = random.choice((1, 1, 2, 3))
+        first = random.randrange(10**width)
+        last = min(first + random.randrange(12), 10**width - 1)
+        return f"{first:0{width}}" + (f"-{last:0{width}}" if random.random() < 0.6 else "")
+
+    def name() -> str:
+        brackets = random.choice((0, 1, 1, 2))
+        numbers = ",".join(number() for _ in range(random.randint(1, 3)))
+        stem = random.choice(("n", "node", "rack-a", "gpu0x"))
+        return stem + ("", f"[{numbers}]", f"[{numbers}]r1u[{number()}]")[brackets]
+
+    return ",".join(name() for _ in range(random.randint(1, 3)))
+
+
+def test_node_lists_are_read_as_slurm_reads_them(lab: Lab, tmp_path: Path) -> None:
+    lists = [node_list(Random(seed)) for seed in range(1000)]
+    (tmp_path / "lists").write_text("\n".join(lists) + "\n")
+    ask = 'while read -r list; do scontrol show hostnames "$list" | paste -sd" "; done <"$0"'
+    told = lab.output("login", "bash", "-c", ask, f"{tmp_path}/lists").splitlines()
+    assert len(told) == 1000
+    for text, names in zip(lists, told, strict=True):
+        assert hosts.expand(text) == names.split(), text
 
 
 def agents(job: str) -> list[psutil.Process]:
