@@ -14,10 +14,10 @@ LOOK = 0.5
 
 
 class Output:
-    """The files that a job writes its output to, shown as they grow."""
+    """The files that a job writes its output to, shown from their beginning as they grow."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._positions = {path: path.stat().st_size if path.exists() else 0 for path in paths}
+        self._positions = dict.fromkeys(paths, 0)
 
     def show(self) -> None:
         """Print what has been added since the last time."""

@@ -25,6 +25,7 @@ from typing import Any
 from launch import node as nodes
 from launch import processes, which
 from launch.comment import Comment
+from launch.follow import Output
 from launch.job import RANKS_WITHOUT_GPU
 from launch.node import Node, NodeError
 from launch.processes import REQUESTS, Request
@@ -65,7 +66,6 @@ class Supervisor:
         self.kill_at: float | None = None
         self.peer_failure: str | None = None
         self._peer_check = 0.0
-        self._log_position = 0
 
     def meet(self) -> tuple[Rendezvous, socket.socket | None] | None:
         """Agree with the other nodes on where to meet; None if asked to stop meanwhile.
@@ -126,9 +126,10 @@ class Supervisor:
     def follow(self, agent: subprocess.Popen[bytes], log: Path) -> int:
         """Look after the ranks until the agent ends; return its exit code, 128 + n for signal n."""
         stamps, comment = Stamps(log.parent), Comment(self.run, self.node)
+        output = Output([log] if self.node.is_head else [])
         while agent.poll() is None:
             self._listen(TICK)
-            self._copy(log)
+            output.show()
             stamps.look()
             comment.update()
             self._look_at_peers()
@@ -140,7 +141,7 @@ class Supervisor:
                 os.killpg(agent.pid, signal.SIGKILL)
                 agent.wait()
         processes.end_orphans()
-        self._copy(log)
+        output.show()
         stamps.look(at_once=True)
         return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
 
@@ -164,17 +165,6 @@ class Supervisor:
         self.peer_failure = self.meeting.failure()
         if self.peer_failure:
             self.kill_at = min(self.kill_at or now + FAILURE_GRACE, now + FAILURE_GRACE)
-
-    def _copy(self, log: Path) -> None:
-        """Show on the head what rank 0 has written since the last look."""
-        if not self.node.is_head or not log.exists():
-            return
-        with log.open("rb") as file:
-            file.seek(self._log_position)
-            text = file.read()
-        self._log_position += len(text)
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
 
 
 def main(argv: Sequence[str]) -> int:
