@@ -6,8 +6,9 @@ import os
 import subprocess
 import time
 
-from launch import runs
+from launch import runs, slurm
 from launch.node import Node
+from launch.slurm import SlurmError
 from train.run import RunDir
 
 EVERY = 30.0
@@ -38,13 +39,8 @@ class Comment:
         self._step = line["step"]
         self._next = time.monotonic() + EVERY
         text = f"step {self._step}, loss {line['loss']:.4g}, {line['samples_per_second']:.0f}/s"
-        command = ["scontrol", "update", f"JobId={self._job}", f"Comment={text}"]
+        words = ("scontrol", "update", f"JobId={self._job}", f"Comment={text}")
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        except OSError:  # no scontrol on the nodes
+            self._process = slurm.tell_in_background(*words)
+        except SlurmError:  # no scontrol on the nodes
             self._is_on = False

@@ -230,6 +230,19 @@ def tell(*command: str) -> None:
         raise SlurmError(f"{command[0]} refuses: {_plain(error.stderr)}") from None
 
 
+def tell_in_background(*command: str) -> subprocess.Popen[bytes]:
+    """Run a command of Slurm's without waiting for it or for its words: the controller may hang.
+
+    Raises:
+        SlurmError: it is not there.
+    """
+    null = subprocess.DEVNULL
+    try:
+        return subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
+    except OSError:
+        raise SlurmError(f"there is no {command[0]} on PATH") from None
+
+
 def step(job_id: str, hosts: Sequence[str]) -> list[str]:
     """The srun that starts one process on each of these hosts of a running job, beside its own."""
     # Without --overlap it would wait until the job ends.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from train.config import ConfigError
-from train.run import sync_directory, write_atomic
+from train.run import sync, write_atomic
 from train.world import World
 
 FORMAT = 1
@@ -98,12 +98,12 @@ class Checkpointer:
             **facts,
         }
         for path in beside.iterdir():  # up to torch 2.13 .metadata is synced before it is flushed
-            sync_directory(path)
+            sync(path)
         write_atomic(beside / MANIFEST, json.dumps(manifest) + "\n")
         if final.exists():  # the same step again, after a stop in the middle of publishing
             shutil.rmtree(final)
         beside.rename(final)
-        sync_directory(self.directory)
+        sync(self.directory)
         self._retire()
 
     def _retire(self) -> None:

@@ -137,11 +137,11 @@ def write_atomic(path: Path, text: str) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to disk; a rename is durable only after that."""
+def sync(path: Path) -> None:
+    """Bring a file to disk, or the names in a directory: only then is a rename durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
