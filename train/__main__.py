@@ -6,6 +6,7 @@ anything else failed.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from train.world import World
 
 EXIT_CODES = {"done": 0, "requeue": os.EX_TEMPFAIL, "stopped": os.EX_TEMPFAIL, "failed": 1}
+COMMANDS: dict[str, str] = {}
+"""Modules with a `main(words)`, by the first word of the command line."""
 USAGE = """\
 Usage: python -m train [recipe or file.yaml] [key=value ...]
        torchrun --nproc_per_node=4 -m train [recipe or file.yaml] [key=value ...]
@@ -42,6 +45,9 @@ Keys, with default, type and meaning:
 
 def main(words: Sequence[str]) -> int:
     """Do what the command line asks; return the exit code."""
+    if words and words[0] in COMMANDS:
+        code: int = importlib.import_module(COMMANDS[words[0]]).main(words[1:])
+        return code
     if "--help" in words or "-h" in words:
         print(_help())
         return 0
@@ -78,7 +84,7 @@ def _run(recipe: str, config: Config) -> int:
 
 def _train(recipe: str, config: Config, world: World, stop: StopSignals) -> State:
     from train import parallel
-    from train.loop import per_sample_loss
+    from train.losses import per_sample_loss
 
     started = time.perf_counter()
     strategy = parallel.build(config, world, per_sample_loss)

@@ -8,38 +8,21 @@ the network nor the GPU is waited for, and all ranks act on it after the same st
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.nn import functional
 
 from train import optim
 from train.checkpoint import Checkpointer
 from train.config import Config
-from train.data.order import Order, training_batches, validation_batches
-from train.data.source import Batch, Source
+from train.data.order import Order, training_batches
+from train.data.source import Source
+from train.evaluate import Evaluation, evaluate
 from train.metrics import Metrics, StepResult
 from train.parallel import Strategy
-from train.randomness import set_seed
 from train.run import RunDir, State
 from train.stop import Agreement, StopSignals
+from train.update import Update, Updated
 from train.world import World
-
-
-def per_sample_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of each sample: (rows, …, classes) and (rows, …) to (rows,)."""
-    losses = functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
-    return losses.view(len(targets), -1).mean(1)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss and share of correct answers over the whole validation set."""
-
-    loss: float
-    accuracy: float
 
 
 class Trainer:
@@ -63,6 +46,7 @@ class Trainer:
         self.order = order
         self.strategy = strategy
         self.optimizer = optimizer
+        self.update = Update(config, world, order, strategy, optimizer)
         self.stop = stop
         self.checkpoints = Checkpointer(run_dir.checkpoints, world, config.checkpoint.keep)
         self.metrics: Metrics | None = None
@@ -111,11 +95,12 @@ class Trainer:
         pending: Agreement | None = None
         first = self.step + 1
         for batch in batches:
-            loss, grad_norm = self._update(batch)
+            updated = self.update(batch, self.step)
+            self.step += 1
             if self.step == first:
                 self._record("first_step", step=self.step, steps=self.order.steps)
             state = self._settle(pending)
-            pending = self._propose(loss, grad_norm)
+            pending = self._propose(updated)
             if state != "done":
                 self._record("signalled", step=self.step, state=state)
                 self._settle(pending)
@@ -124,31 +109,8 @@ class Trainer:
         self._settle(pending)
         return "done"
 
-    def _update(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One optimizer step; returns the sum of this rank's losses and the gradient's norm."""
-        config = self.config
-        set_seed(config.seed, "step", self.world.rank, self.step)
-        rate = optim.learning_rate(config.optim, self.step, self.order.steps)
-        optim.set_learning_rate(self.optimizer, rate)
-        micro_batches = list(self._cut(batch))
-        loss = self.strategy.forward_backward(micro_batches, self.order.count(self.step))
-        max_norm = config.optim.clip_norm
-        grad_norm = None if max_norm is None else self.strategy.clip(max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        return loss, grad_norm
-
-    def _cut(self, batch: Batch) -> Iterator[Batch]:
-        rows = len(batch.weights)
-        size = self.config.data.micro_batch or rows
-        for start in range(0, rows, size):
-            yield self._to_device(Batch(*(part[start : start + size] for part in batch)))
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return Batch(*(part.to(self.world.device, non_blocking=True) for part in batch))
-
-    def _propose(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> Agreement:
+    def _propose(self, updated: Updated) -> Agreement:
+        loss, grad_norm = updated
         norm = torch.zeros_like(loss) if grad_norm is None else grad_norm
         # The norm is the same on every rank: a share of it from each adds up to it.
         values = torch.stack([loss, norm.to(loss) / self.world.world_size])
@@ -191,21 +153,7 @@ class Trainer:
         self._record("checkpointed", step=self.step, seconds=seconds)
 
     def _evaluate(self) -> None:
-        """Loss and accuracy over the validation set, every sample counted once."""
-        sums = torch.zeros(3, dtype=torch.float64)
-        share = len(self.strategy.rows(self.order.global_batch))
-        for batch in validation_batches(
-            self.source, max(256, share), self.strategy.data_rank, self.strategy.data_ranks
-        ):
-            on_device = self._to_device(batch)
-            outputs = self.strategy.forward(on_device)
-            losses = per_sample_loss(outputs, on_device.targets) * on_device.weights
-            hits = (outputs.argmax(-1) == on_device.targets).float()
-            correct = hits.view(len(hits), -1).mean(1) * on_device.weights
-            sums += torch.stack([losses.sum(), correct.sum(), on_device.weights.sum()]).cpu()
-        dist.all_reduce(sums)
-        loss, correct_count, count = sums.tolist()
-        self.result = Evaluation(loss / count, correct_count / count)
+        self.result = evaluate(self.strategy, self.source, self.world, self.order.global_batch)
         self._record(
             "evaluated", step=self.step, loss=self.result.loss, accuracy=self.result.accuracy
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from train.config import Optim
+from train.schema import Optim
 
 
 def build(config: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train import data, models, parallel
 from train.config import parse
 from train.data.order import validation_batches
-from train.loop import per_sample_loss
+from train.losses import per_sample_loss
 from train.run import RunDir, read_lines
 from train.world import World
 

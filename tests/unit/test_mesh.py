@@ -4,8 +4,9 @@ import typing
 
 import pytest
 
-from train.config import ConfigError, Parallel, parse
+from train.config import parse
 from train.parallel import mesh
+from train.schema import ConfigError, Parallel
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from train.config import ConfigError, Data
 from train.data.digits import digits
 from train.data.mnist import mnist
 from train.data.source import Source
 from train.data.text import text
 from train.plugin import load_attribute
+from train.schema import ConfigError, Data
 from train.world import World
 
 SOURCES = {"digits": digits, "mnist": mnist, "text": text}

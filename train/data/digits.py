@@ -2,8 +2,8 @@
 
 import torch
 
-from train.config import Data
 from train.data.source import InMemory, Source
+from train.schema import Data
 from train.world import World
 
 

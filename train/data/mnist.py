@@ -7,8 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from train.config import Data
 from train.data.source import InMemory, Source
+from train.schema import Data
 from train.world import World
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from train.config import ConfigError, Data
 from train.data.source import Batch, Source
+from train.schema import ConfigError, Data
 from train.world import World
 
 HELD_OUT = 50

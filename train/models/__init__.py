@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from train.config import ConfigError, Model
 from train.data.source import Source
 from train.models.cnn import cnn
 from train.models.gpt import gpt
 from train.models.mlp import mlp
 from train.plugin import load_attribute
+from train.schema import ConfigError, Model
 
 FAMILIES = {"cnn": cnn, "gpt": gpt, "mlp": mlp}
 

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from train.config import ConfigError, Model
 from train.data.source import Source
+from train.schema import ConfigError, Model
 
 
 def cnn(config: Model, source: Source) -> nn.Module:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from train.config import ConfigError, Model
 from train.data.source import Source
+from train.schema import ConfigError, Model
 
 BASE = 10_000.0  # of the wave lengths of the rotary positions
 

@@ -4,8 +4,8 @@ from math import prod
 
 from torch import nn
 
-from train.config import Model
 from train.data.source import Source
+from train.schema import Model
 
 
 def mlp(config: Model, source: Source) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from train.parallel.mesh import PRESETS, parse
 
 if TYPE_CHECKING:
-    from train.config import Parallel
+    from train.schema import Parallel
 
 OF_REPLICAS = ("bucket_mb", "static_graph", "compression")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from train.config import Parallel
 from train.parallel.part import Part, local_bytes, size
+from train.schema import Parallel
 
 
 class Replicate(Part):
