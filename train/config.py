@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from train.schema import Config, ConfigError, Section
 __all__ = ["Config", "ConfigError", "describe", "parse", "recipes", "schema"]
 
 RECIPES = Path(__file__).parent / "recipes"
+SHORT = reprlib.Repr()
+SHORT.maxlevel = 2  # a few lines of YAML aliases can stand for gigabytes
 
 
 def recipes() -> list[str]:
@@ -146,7 +149,7 @@ def _explain(item: Any, source: str) -> str:
     problem = f"{item['msg'][0].lower()}{item['msg'][1:]}"
     if item["type"] == "string_pattern_mismatch":
         problem = "expected letters, digits and the signs . _ - (not first), at most 100 in all"
-    return f"{source}: {key}: {problem}, not {item['input']!r}"
+    return f"{source}: {key}: {problem}, not {SHORT.repr(item['input'])}"
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -6,12 +6,14 @@ Line files (metrics.jsonl, events.jsonl) only grow; a line cut by a crash is lef
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_IWOTH
 from typing import Any, Literal
 
 State = Literal["done", "requeue", "failed", "stopped"]
@@ -80,10 +82,16 @@ class RunDir:
         """Make the directory, for this user alone.
 
         Raises:
-            OSError: the place cannot be written.
+            OSError: the place cannot be written, or others can write what lies there.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
+        # In a place such as /tmp others may have put a link or a directory of theirs there.
+        link, directory = self.path.lstat(), self.path.stat()
+        me = os.geteuid()
+        if link.st_uid != me or directory.st_uid != me or directory.st_mode & S_IWOTH:
+            reason = "it belongs to another user, or everybody may write there"
+            raise PermissionError(errno.EPERM, reason, str(self.path))
 
     def record(self, event: str, **fields: Any) -> None:
         """Append one event with the time of day, in seconds since 1970."""
