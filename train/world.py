@@ -167,10 +167,12 @@ class World:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             return world
         try:
-            if place.launcher != "torchrun":
-                _set_rendezvous(place)
             dist.init_process_group(
-                backend, rank=place.rank, world_size=place.world_size, timeout=JOIN_TIMEOUT
+                backend,
+                store=None if place.launcher == "torchrun" else _meet(place),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=JOIN_TIMEOUT,
             )
         except hosts.HostError as error:
             raise ConfigError(f"rank {place.rank}: {error}") from error
@@ -262,21 +264,48 @@ def _warn_of_idle_nodes(place: Place) -> None:
         )
 
 
-def _set_rendezvous(place: Place) -> None:
-    """Let ranks that no torchrun started find each other: rank 0's host, a port from the job."""
+def _meet(place: Place) -> dist.Store:
+    """The store of ranks that no torchrun started: on rank 0's host, at a port from the job.
+
+    It listens on the address that the other ranks use, and not on all.
+    """
     one_node = place.local_world_size == place.world_size
     peers = [node for node in place.nodes if node != socket.gethostname()]
+    own = hosts.Route("127.0.0.1", "lo") if one_node else None
+    if peers and not one_node:
+        own = hosts.route(peers[0])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", own.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", own.interface)
+    port = int(os.environ.setdefault("MASTER_PORT", str(hosts.port(place.key))))
+    listener = None
     if "MASTER_ADDR" not in os.environ:
-        if not one_node and not place.nodes:
+        if own is None:
             raise ConfigError(
                 f"{place.launcher} started ranks on several hosts and did not name the first: "
                 "pass its address, for instance mpirun -x MASTER_ADDR=10.0.0.1"
             )
+        # Not by its name on the head itself, which may be 127.0.1.1 there (Debian).
         on_head = one_node or place.nodes[0] == socket.gethostname()
-        # On the head itself its own name may be 127.0.1.1 (Debian), which suits its own ranks.
-        os.environ["MASTER_ADDR"] = "127.0.0.1" if on_head else place.nodes[0]
-    os.environ.setdefault("MASTER_PORT", str(hosts.port(place.key)))
-    if not one_node and peers:
-        interface = hosts.route(peers[0]).interface
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ["MASTER_ADDR"] = own.address if on_head else place.nodes[0]
+        if place.rank == 0:
+            listener = _listen(own.address, port)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=JOIN_TIMEOUT,
+        master_listen_fd=listener,
+    )
+
+
+def _listen(address: str, port: int) -> int:
+    """The descriptor of a socket that listens there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family).detach()
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_PORT to "
+            "another port, the same for all ranks"
+        ) from None
