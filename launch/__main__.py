@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "submit": "start a run on Slurm, or on this machine",
     "supervise": "run one node's part of a run (what a job starts on every node)",
+    "batch": "start a job's step, and queue the job again when work is left",
     "status": "show how runs stand, in one table",
     "watch": "show that table, live",
     "logs": "show what ranks have printed, one by one or merged by time",
@@ -17,9 +18,11 @@ COMMANDS = {
     "attach": "run a command on a node of a live run",
     "stacks": "show the Python stack of every rank of a live run",
     "reproduce": "submit a run's code, program and options again, under a new name",
+    "drill": "do to a live run what will happen to it one day, and measure",
     "sweep": "submit a sweep from a file, or show its results",
     "lint": "find mistakes in sbatch scripts",
     "startup": "measure how long it takes from the command to the first step",
+    "growth": "measure how submit, status and logs grow with what is recorded",
 }
 
 

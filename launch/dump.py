@@ -1,6 +1,6 @@
 """`python -m launch.dump LOGS`: one node's part of `stacks`, every line with its rank before it.
 
-A rank has a file in memory (train.agent) to which its stacks go at a signal. We read it through
+A rank has a file in memory (train.ranks) to which its stacks go at a signal. We read it through
 /proc, as the owner of the process may.
 """
 
@@ -21,7 +21,7 @@ from launch.runs import log_directory
 
 STACK_SIGNAL = signal.SIGRTMIN + 1
 STACK_FILE = re.compile(r"/memfd:stack-of-rank-(\d+) ")
-"""The signal and the file's name are those of train.agent."""
+"""The signal and the file's name are those of train.ranks."""
 PATIENCE = 5.0
 """Seconds that a rank has to answer."""
 
@@ -55,20 +55,28 @@ def dump(logs: Path, node: int) -> dict[int, str]:
     return answers
 
 
+def ranks_of(logs: Path) -> dict[int, int]:
+    """The ranks on this host that write their logs into a node's directory, by process."""
+    return {pid: rank for pid, (rank, _) in _files(logs.resolve()).items()}
+
+
 def _files(logs: Path) -> dict[int, tuple[int, Path]]:
     """By process: rank and stack file of the ranks that write their logs there."""
     files, parents = {}, {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
-        if log_directory(process.info["cmdline"] or []) == logs:
+        first = log_directory(process.info["cmdline"] or [])  # of the first attempt's, perhaps
+        if first is not None and first.parents[1] == logs.parents[1]:
             parents[process.pid] = process.info["ppid"]
-            if (found := _file(process.pid)) is not None:
+            if (found := _file(process.pid, logs)) is not None:
                 files[process.pid] = found
     # Data loader's workers are forked from ranks and have the file too; a rank's parent has none.
     return {pid: found for pid, found in files.items() if parents[pid] not in files}
 
 
-def _file(pid: int) -> tuple[int, Path] | None:
+def _file(pid: int, logs: Path) -> tuple[int, Path] | None:
     try:
+        if Path(f"/proc/{pid}/fd/1").readlink().parent != logs:
+            return None
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             match = STACK_FILE.match(str(entry.readlink()))
             if match:

@@ -37,6 +37,8 @@ class Job:
         options: further options of sbatch, by name; None for one without a value.
         srun: further words for srun.
         setup: shell lines that come before the command on the first node.
+        spares: further hosts, which wait.
+        batch: what starts srun and looks after the job (launch.batch); empty leaves it to srun.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Job:
     options: Mapping[str, str | None] = field(default_factory=dict)
     srun: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
+    spares: int = 0
+    batch: tuple[str, ...] = ()
 
 
 def render(job: Job) -> str:
@@ -66,15 +70,20 @@ def render(job: Job) -> str:
     # srun of 22.05 to 23.02 does not take --cpus-per-task from sbatch. The supervisors end their
     # nodes themselves: srun would kill a node that still saves because another was quicker.
     srun = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=0 --wait=0"
+    if job.spares:
+        srun += f" --nodes={job.nodes} --ntasks={job.nodes}"
     srun = " ".join([srun, *map(shlex.quote, job.srun)])
     lines += ["", f"cd {shlex.quote(job.directory)} || exit", *job.setup]
-    lines += [f"exec {srun} \\", f"    {shlex.join(job.command)}"]
+    words = [*([shlex.join(job.batch)] if job.batch else []), srun, shlex.join(job.command)]
+    lines += ["exec " + " \\\n    ".join(words)]
     return "\n".join(lines) + "\n"
 
 
 def _options(job: Job) -> Iterator[str]:
     yield f"job-name={_quote(job.name)}"
-    yield f"nodes={job.nodes}"
+    yield f"nodes={job.nodes + job.spares}"
+    if job.spares:
+        yield "no-kill"  # otherwise the job would end with the first host
     yield "ntasks-per-node=1"
     yield f"cpus-per-task={job.cpus_per_task}"
     optional = {
@@ -95,9 +104,9 @@ def _options(job: Job) -> Iterator[str]:
     if "mail-user" in job.options and "mail-type" not in job.options:
         yield "mail-type=END,FAIL"  # Slurm's default is no mail at all
     if "signal" not in job.options:
-        # B: for the batch shell, which srun has replaced: srun passes the signal to the
-        # supervisors. Without B:, Slurm signals the ranks too on some clusters and on others only
-        # the supervisors.
+        # B: for the batch shell, which launch.batch has replaced: it passes the signal through srun
+        # to the supervisors. Without B:, Slurm signals the ranks too on some clusters and on others
+        # only the supervisors.
         lead = STOP_LEAD if job.time is None else min(STOP_LEAD, seconds(job.time) / 4)
         yield f"signal=B:USR2@{lead:.0f}"
 

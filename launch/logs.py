@@ -156,4 +156,6 @@ def _follow(run: RunDir, view: View, attempt: int, stays: bool) -> int:
         view.add(attempt)
         time.sleep(0 if is_over else LOOK)
     view.finish()
+    if not view.files(attempt):
+        raise NoRunError(f"run {run.name} has ended without a log: python -m launch why {run.name}")
     return 0

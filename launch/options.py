@@ -14,7 +14,8 @@ from launch.job import RANKS_WITHOUT_GPU
 
 EXAMPLES = """\
 any other option of sbatch is passed on as it stands: --account --qos --constraint --reservation
---exclude --nodelist --dependency --mail-user --exclusive --gres ...
+--exclude --nodelist --dependency --mail-user --exclusive --gres ...; sbatch's letters work too:
+-N 2 -c 8 -t 2:00:00 -p gpu -A account -J name ...
 
 examples:
   submit.py                                      the default recipe, on one node
@@ -27,7 +28,6 @@ examples:
 OURS_INSTEAD = {
     "ntasks": "there is one task per node, which starts that node's ranks: say --nodes and "
     "--nproc-per-node",
-    "job-name": "the job is named after its run: say --name",
     "output": "a run keeps its output in its directory: say --root",
     "chdir": "a run works in the copy of its code",
     "wrap": "say `-- script.py` or `-- -m module`",
@@ -85,6 +85,8 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
             raise OptionError(
                 f"--{option}: Slurm queues jobs; a run on this machine (--local) is one"
             )
+    if own.local and own.spares:
+        raise OptionError("--spares: a run on this machine (--local) has no other hosts")
 
 
 def _pass_on(
@@ -94,7 +96,7 @@ def _pass_on(
     rest: list[str] = []
     passed: dict[str, str | None] = {}
     words = iter(argv)
-    for word in words:
+    for word in map(_spelt_out, words):
         name, has_value, value = word.partition("=")
         if not word.startswith("--") or name in parser._option_string_actions:
             rest.append(word)
@@ -120,11 +122,23 @@ def _pass_on(
     return rest, passed
 
 
+def _spelt_out(word: str) -> str:
+    """An option of one letter under its long name: `--nodes=2` for `-N2`."""
+    if not word.startswith("-") or word.startswith("--") or word == "-h":
+        return word
+    from launch.lint.options import SHORT
+
+    long = SHORT.get(word[1:2])
+    if long is None:
+        return word
+    return f"--{long}={word[2:]}" if word[2:] else f"--{long}"
+
+
 def _nearest(word: str, known: set[str]) -> str:
     import difflib
 
     match = difflib.get_close_matches(word, sorted(known), 1)
-    return f", did you mean --{match[0]}?" if match else ""
+    return f", did you mean --{match[0]}?" if match else " (--help lists what there is)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -146,6 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nodes", type=_positive, default=1, metavar="N", help="hosts (default: 1)")
+    spares = "further hosts of the job that wait and take the place of one that is lost"
+    add("--spares", type=_whole, default=0, metavar="N", help=spares)
+    again = "how often failed ranks start again (default: training as long as it gets on, a script "
+    add("--max-restarts", type=_whole, metavar="N", help=f"{again}0)")
     ranks = f"ranks on each node (default: one per GPU, {RANKS_WITHOUT_GPU} where there is none)"
     add("--nproc-per-node", type=_positive, metavar="K", help=ranks)
     add("--gpus-per-node", type=_positive, metavar="G", help="GPUs on each node (default: none)")
@@ -160,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     discover = "write a profile of this cluster to ~/.config/rollcall/clusters/, and end"
     add("--discover", action="store_true", help=discover)
     name = "name of the run (default: recipe or script, date and time)"
-    add("--name", metavar="RUN", help=name)
+    add("--name", "--job-name", metavar="RUN", help=name)
     add("--root", metavar="DIR", help="directory that holds the runs (default: runs)")
     start = "fork: one import for all ranks (default); torchrun: an interpreter for each"
     add("--start-method", choices=("fork", "torchrun"), help=start)
@@ -168,11 +186,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--chain", type=_positive, default=1, metavar="N", help=chain)
     resume = "continue a run that has failed, or a finished one that is asked for more"
     add("--resume", action="store_true", help=resume)
+    new_code = "let a run that goes on take the code of now; what it had stays as code-0, ..."
+    add("--new-code", action="store_true", help=new_code)
     add("--local", action="store_true", help="start on this machine, also where Slurm is")
     add("--dry-run", action="store_true", help="print the script and the code; write nothing")
     add("--wait", action="store_true", help="show the output until the end; exit as the run does")
     add("words", nargs="*", metavar="[recipe] [key=value ...]", help="as for python -m train")
     return parser
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a whole number from 0 on is expected, not '{text}'")
+    return int(text)
 
 
 def _positive(text: str) -> int:

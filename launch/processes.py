@@ -16,6 +16,8 @@ REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to save and stop."""
 PATIENCE = 10.0
 """Seconds that a rank has to install a handler before SIGTERM or SIGINT reaches it anyway."""
+FROZEN = 5.0
+"""Seconds after which a stopped process counts as lost. A suspended job stops us as well."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,12 +76,40 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def end_orphans() -> None:
-    """End what the agent has left behind; as its subreaper we have inherited it."""
-    while orphans := psutil.Process().children(recursive=True):
+def end_orphans(keep: int | None = None) -> None:
+    """End what an agent has left behind; as its subreaper we have inherited it.
+
+    Args:
+        keep: a child that stays.
+    """
+    while orphans := [
+        child for child in psutil.Process().children(recursive=True) if child.pid != keep
+    ]:
         for child in orphans:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+
+
+class Frozen:
+    """Finds processes that somebody has stopped, such as by SIGSTOP, and that do not go on."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def find(self, pids: Sequence[int]) -> list[int]:
+        """Those of these processes that have been seen stopped for FROZEN seconds."""
+        now = time.monotonic()
+        stopped = [pid for pid in pids if _state(pid) == "T"]
+        self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        return [pid for pid in stopped if now - self._since[pid] > FROZEN]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

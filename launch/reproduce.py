@@ -84,5 +84,6 @@ def _plan(old: RunDir, run: RunDir, argv: Sequence[str]) -> Submission:
         "output": f"{str(run.job).replace('%', '%%')}/{Path(recorded['output']).name}",
         "srun": tuple(recorded["srun"]),
         "setup": tuple(recorded["setup"]),
+        "batch": (sys.executable, "-m", "launch", "batch"),
     }
     return Submission(tuple(argv), run, tuple(recipes), code, launcher, Job(**recorded))

@@ -17,6 +17,8 @@ PATIENCE = 180.0
 """Seconds for the old attempt to end: it may save, and Slurm ends what does not in KillWait."""
 LOOK = 0.5
 """Seconds between two looks at whether it has."""
+SOON = 8
+"""Seconds in which an ending job is gone from its nodes; if not, Slurm's own wait counts."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +40,32 @@ def main(argv: Sequence[str]) -> int:
         return runs.refuse("requeue", error)
     print(f"job {job.id} of run {run.name} is queued again and may start at once")
     return 0
+
+
+def again(job_id: str, leave_out: Sequence[str] = ()) -> None:
+    """Queue the job that this process is part of again; Slurm ends it at once.
+
+    Args:
+        job_id: the job.
+        leave_out: hosts that it is not to get another time.
+
+    Raises:
+        SlurmError: Slurm refuses, for instance because the job was submitted with --no-requeue.
+    """
+    slurm.tell("scontrol", "requeue", job_id)
+    start_soon(job_id, *([f"ExcNodeList={','.join(leave_out)}"] if leave_out else []))
+
+
+def start_soon(job_id: str, *changes: str) -> None:
+    """Let a job that ends and is queued again wait for seconds only.
+
+    By itself Slurm lets it wait for as long as its credentials live, two minutes, but not where a
+    later start than now is asked for while it ends (22.05).
+
+    Raises:
+        SlurmError: it is not queued again.
+    """
+    slurm.tell("scontrol", "update", f"JobId={job_id}", f"StartTime=now+{SOON}", *changes)
 
 
 def _start_now(job_id: str) -> None:

@@ -91,11 +91,15 @@ def find(word: str, root: str) -> RunDir:
 
 def find_all(root: str) -> list[RunDir]:
     """All runs under root, sweeps and their cells too; the one that changed last comes last."""
-    paths = _runs_in(Path(root))
-    for sweep in [path for path in paths if is_sweep(RunDir(path.parent, path.name))]:
-        paths += _runs_in(sweep)
-    paths.sort(key=lambda path: path.stat().st_mtime)
-    return [RunDir(path.parent, path.name) for path in paths]
+    found = [run for path in _runs_in(Path(root)) for run in with_cells(path)]
+    return sorted(found, key=lambda run: run.path.stat().st_mtime)
+
+
+def with_cells(path: Path) -> list[RunDir]:
+    """The run in this directory; if it is the place of a sweep or an array, those in it too."""
+    run = RunDir(path.parent, path.name)
+    cells = _runs_in(path) if is_sweep(run) else []
+    return [run, *(RunDir(path, cell.name) for cell in cells)]
 
 
 def is_sweep(run: RunDir) -> bool:
@@ -130,8 +134,9 @@ def jobs(run: RunDir) -> list[Job]:
     for attempt in attempts(run):
         times.setdefault(attempt.job, attempt.started)
     # Without Slurm a job's id is a process of submitit's, or a date: see launch.node.find.
+    processes = {path.name.partition("_")[0] for path in run.job.glob("*_log.out")}
     return [
-        Job(job, time, "-" in job or any(run.job.glob(f"{job}_*_log.out")))
+        Job(job, time, "-" in job or job in processes)
         for job, time in sorted(times.items(), key=lambda item: item[1])
     ]
 

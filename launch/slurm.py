@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,8 @@ FINAL = {
     "TIMEOUT",
 }
 """States in which a job stays; PREEMPTED is none: it is requeued."""
+AT_ONCE = 5000
+"""Jobs in one question: Linux allows a word of a command line 128 kB."""
 
 
 class SlurmError(Exception):
@@ -124,6 +127,34 @@ def test_only(script: str) -> tuple[bool, str]:
     return answer.returncode == 0, _plain(answer.stderr)
 
 
+def preempting_partition(job_id: str) -> str | None:
+    """A partition of a higher tier that has all nodes of a job's own; None if there is none.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    own = _run("squeue", "-h", "-j", job_id, "-o", "%P").strip()
+    listed = _run("scontrol", "-o", "show", "partition").splitlines()
+    found = {}
+    for line in listed:
+        fields = dict(item.split("=", 1) for item in line.split() if "=" in item)
+        found[fields["PartitionName"]] = (int(fields["PriorityTier"]), fields["Nodes"])
+    tier, nodes = found[own]
+    return next((name for name in found if found[name][0] > tier and found[name][1] == nodes), None)
+
+
+def times(job_id: str) -> tuple[str, float]:
+    """The time limit of a running job, as Slurm writes it, and the seconds it has used.
+
+    Raises:
+        SlurmError: Slurm does not answer, or the job has ended.
+    """
+    answer = _run("squeue", "-h", "-j", job_id, "-o", "%l %M").split()
+    if len(answer) != 2:
+        raise SlurmError(f"job {job_id} does not run any more")
+    return answer[0], seconds(answer[1])
+
+
 def names(kind: Literal["nodes", "features", "reservations"]) -> list[str]:
     """What there is of a kind that a job can name.
 
@@ -183,6 +214,8 @@ def queue(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     Raises:
         SlurmError: there is no squeue, or it does not answer.
     """
+    if len(job_ids) > AT_ONCE:
+        return queue(job_ids[:AT_ONCE]) | queue(job_ids[AT_ONCE:])
     # -r: a line for each task of an array, also for those that wait together.
     command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(job_ids)]
     command += ["-o", "%i|%A|%T|%r|%S|%D"]
@@ -202,6 +235,8 @@ def queue(job_ids: Sequence[str]) -> dict[str, JobInfo]:
 
 def accounting(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     """What the accounting database tells of these jobs; nothing where there is none."""
+    if len(job_ids) > AT_ONCE:
+        return accounting(job_ids[:AT_ONCE]) | accounting(job_ids[AT_ONCE:])
     command = ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids)]
     command += ["-o", "JobID,JobIDRaw,State,Start,NNodes"]
     try:
@@ -214,6 +249,64 @@ def accounting(job_ids: Sequence[str]) -> dict[str, JobInfo]:
         # "CANCELLED by 1000"
         found[name] = found[raw] = JobInfo(state.split()[0], "None", start, int(nodes))
     return found
+
+
+class Standing(NamedTuple):
+    """How a job of ours that runs stands, or why it ends.
+
+    Attributes:
+        state: RUNNING, COMPLETING, ...
+        reason: why it ends, such as TimeLimit; "None" where Slurm gives none.
+        end: when its time is up, in seconds since 1970 by the controller's clock; the end of its
+            grace time once it is preempted.
+        is_preempted: whether another job takes its nodes.
+    """
+
+    state: str
+    reason: str
+    end: float
+    is_preempted: bool
+
+
+STANDING = ("squeue", "-h", "-t", "all", "-O", "State:|,Reason:|,EndTime:|,PreemptTime:", "-j")
+
+
+def standing(job_id: str) -> Standing:
+    """How a job stands that has not left the queue.
+
+    Raises:
+        SlurmError: Slurm does not answer, or does not know it.
+    """
+    return read_standing(_run(*STANDING, job_id))
+
+
+def ask_standing(job_id: str) -> subprocess.Popen[bytes]:
+    """Ask how a job stands without waiting for the answer, which is for `read_standing`.
+
+    Raises:
+        SlurmError: there is no squeue.
+    """
+    null = subprocess.DEVNULL
+    try:
+        return subprocess.Popen(
+            [*STANDING, job_id], stdin=null, stdout=subprocess.PIPE, stderr=null
+        )
+    except OSError:
+        raise SlurmError("there is no squeue on PATH") from None
+
+
+def read_standing(answer: str) -> Standing:
+    """What squeue says of one job.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    state, reason, end, preempted = answer.strip().split("|")
+    try:
+        when = time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        when = UNLIMITED  # N/A
+    return Standing(state, reason, when, preempted not in ("N/A", "Unknown", "None", ""))
 
 
 def tell(*command: str) -> None:
@@ -241,6 +334,17 @@ def tell_in_background(*command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
     except OSError:
         raise SlurmError(f"there is no {command[0]} on PATH") from None
+
+
+def end_steps(job_id: str) -> None:
+    """End what srun has started in a job, but not its script.
+
+    Raises:
+        SlurmError: Slurm does not answer or refuses.
+    """
+    names = _run("squeue", "-h", "-s", "-j", job_id, "-o", "%i").split()
+    if steps := [name for name in names if name.rpartition(".")[2].isdecimal()]:
+        tell("scancel", *steps)
 
 
 def step(job_id: str, hosts: Sequence[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 Inside git: tracked, modified and untracked files, and not the ignored ones. Outside: the
 directories in PACKAGED for rollcall itself, and all but hidden files of a user's own directory.
+Runs share what is equal (launch.store) and is no data: a script of the user's own may write over
+the checkpoint or table that lay beside it.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from train.run import write_atomic
 
+ALL = ("",)
+SOURCES = (".py", ".pyi", ".pyx", ".so", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sh")
+"""How the files end that runs share: all of rollcall's own, and what users' programs consist of."""
 PACKAGED = ("env", "launch", "slurm", "train", "pyproject.toml")
 """What is copied of a rollcall that is no git checkout."""
 MOST_FILES, MOST_BYTES = 10_000, 500_000_000
@@ -33,6 +38,7 @@ class Snapshot(NamedTuple):
         commit: of the checkout; None outside git or before the first commit.
         is_modified: whether there are changes that are in no commit.
         in_git: whether git told the files.
+        shared: how the files end that runs share.
         record: of the copy that this one is copied from; None if it comes from a checkout.
     """
 
@@ -42,6 +48,7 @@ class Snapshot(NamedTuple):
     commit: str | None
     is_modified: bool
     in_git: bool
+    shared: tuple[str, ...]
     record: Path | None = None
 
     def describe(self) -> str:
@@ -62,7 +69,7 @@ def plan(root: Path, leave_out: Path, only: Sequence[str] = ()) -> Snapshot:
     Args:
         root: the checkout.
         leave_out: a directory that is not code: that of the runs.
-        only: the files and directories that count where there is no git (default: all).
+        only: for rollcall itself, the files and directories that count where there is no git.
 
     Raises:
         SnapshotError: git fails, or there is no git and too much to copy.
@@ -93,32 +100,33 @@ def plan(root: Path, leave_out: Path, only: Sequence[str] = ()) -> Snapshot:
             f"{MOST_BYTES // 10**6} MB, too much to copy for every run: `git init` there, and name "
             "in .gitignore what is no code"
         )
-    return Snapshot(root, tuple(files), size, commit, is_modified, in_git)
+    shared = ALL if only else SOURCES
+    return Snapshot(root, tuple(files), size, commit, is_modified, in_git, shared)
 
 
-def take(snapshot: Snapshot, target: Path, record: Path) -> None:
+def take(snapshot: Snapshot, target: Path, record: Path, kept: Path) -> None:
     """Copy the files, and note beside `record` where they come from and what is in no commit.
 
     Args:
         snapshot: what to copy.
-        target: becomes the copy, whole or not at all.
-        record: a file name without suffix: `.json` and `.diff` are written.
+        target: becomes the copy, whole or not at all; what is there goes to `code-0`, ...
+        record: a file name without suffix: `.json` and `.diff` are written, likewise.
+        kept: the directory of the store, on the same file system as `target`.
 
     Raises:
         OSError: the run directory cannot be written.
-        SnapshotError: git fails.
+        SnapshotError: git fails, or the copy that this one is copied from is no longer whole.
     """
     import shutil  # here, because a dry run does without
 
     beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.mkdir(parents=True)
-    for name in snapshot.files:
-        copy = beside / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        source = snapshot.root / name
-        if source.is_dir() and not source.is_symlink():
-            continue  # a submodule, which git lists as one name
-        shutil.copy2(source, copy, follow_symlinks=False)
+    try:
+        digests = _copy(snapshot, beside, kept)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    if target.exists():
+        _put_aside(target, record)
     if snapshot.record is not None:
         for kind in (".json", ".diff"):
             if (written := snapshot.record.with_suffix(kind)).exists():
@@ -131,12 +139,49 @@ def take(snapshot: Snapshot, target: Path, record: Path) -> None:
         "root": str(snapshot.root),
         "commit": snapshot.commit,
         "modified": snapshot.is_modified,
-        "files": len(snapshot.files),
         "bytes": snapshot.size,
-        "paths": snapshot.files,
+        "shared": snapshot.shared,
+        "files": digests,
     }
     write_atomic(record.with_suffix(".json"), json.dumps(source_of, indent=2) + "\n")
     beside.rename(target)
+
+
+def _copy(snapshot: Snapshot, target: Path, kept: Path) -> dict[str, str | None]:
+    """Copy the files; return the SHA-256 of each, None for links and the like."""
+    import shutil
+
+    from launch.store import Store, digest_of
+
+    store = Store(kept)
+    expected = _recorded(snapshot.record)["files"] if snapshot.record else {}
+    digests: dict[str, str | None] = {}
+    target.mkdir(parents=True)
+    for name in snapshot.files:
+        source, copy = snapshot.root / name, target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        digests[name] = None
+        if source.is_symlink():
+            shutil.copy2(source, copy, follow_symlinks=False)
+        elif source.is_dir():
+            pass  # a submodule, which git lists as one name
+        elif name.endswith(snapshot.shared):
+            digests[name] = store.place(source, copy)
+        else:
+            shutil.copy2(source, copy)
+            digests[name] = digest_of(copy)
+        if expected and expected[name] != digests[name]:
+            raise SnapshotError(f"{source} is no longer what was submitted: the run wrote over it")
+    store.tidy()
+    return digests
+
+
+def _put_aside(target: Path, record: Path) -> None:
+    """Keep an older copy and its record under a number."""
+    number = len(list(target.parent.glob(f"{target.name}-*")))
+    for path in (target, record.with_suffix(".json"), record.with_suffix(".diff")):
+        if path.exists():
+            path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
 def recorded(copy: Path, record: Path) -> Snapshot:
@@ -145,9 +190,22 @@ def recorded(copy: Path, record: Path) -> Snapshot:
     Raises:
         FileNotFoundError, KeyError: there is no such copy.
     """
-    source = json.loads(record.with_suffix(".json").read_text())
-    files, commit, is_modified = source["paths"], source["commit"], source["modified"]
-    return Snapshot(copy, tuple(files), source["bytes"], commit, is_modified, False, record)
+    source = _recorded(record)
+    return Snapshot(
+        root=copy,
+        shared=tuple(source["shared"]),
+        files=tuple(source["files"]),
+        size=source["bytes"],
+        commit=source["commit"],
+        is_modified=source["modified"],
+        in_git=False,
+        record=record,
+    )
+
+
+def _recorded(record: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(record.with_suffix(".json").read_text())
+    return found
 
 
 def _listed(root: Path, leave_out: Path, only: Sequence[str]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """`python -m launch stacks RUN`: the Python stack of every rank of a live run, which goes on.
 
-No root and no debugger is needed: train.agent has registered Python's faulthandler in every rank,
+No root and no debugger is needed: train.ranks has registered Python's faulthandler in every rank,
 which answers at a signal also while the rank waits in native code. Ranks with the same stack are
 shown once.
 """
@@ -20,7 +20,7 @@ from launch.slurm import SlurmError
 from train.run import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = re.compile(r'"<frozen runpy>"|/train/agent\.py"|/launch/guest\.py"')
+OURS = re.compile(r'"<frozen runpy>"|/train/(agent|elastic|ranks)\.py"|/launch/guest\.py"')
 """A frame below which only the launcher's are."""
 
 

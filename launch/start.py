@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 from launch import again, executors, limits, place, slurm, snapshot
 from launch.follow import Output, exit_code, follow
 from launch.job import Job, render
 from launch.node import visible_gpus
-from launch.submission import RefusedError, Submission, launcher_copy, note
+from launch.submission import ROOT, RefusedError, Submission, launcher_copy, note
 from train.run import RunDir, append_line, write_atomic
 
 ASK_EVERY = 2.0
@@ -64,14 +65,14 @@ def _on_slurm(submission: Submission) -> int:
     if len(jobs) > 1:
         print(f"then:          jobs {', '.join(jobs[1:])}, each after the one before")
     is_array = "array" in job.options
-    outputs = [run.job / f"slurm-{job_id}{'_*' if is_array else ''}.out" for job_id in jobs]
-    _say_where(run, f"tail -F {outputs[0]}", f"scancel {' '.join(jobs)}")
+    _say_where(run, is_array)
     if not submission.wait:
         return 0
     try:
+        outputs = [run.job / f"slurm-{job_id}.out" for job_id in jobs]
         follow(Output(outputs), _is_over(jobs[-1]))
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; to end it: scancel {' '.join(jobs)}", file=sys.stderr)
+        print(f"\nthe job goes on; to end it: {_command('cancel', run)}", file=sys.stderr)
         return 128 + signal.SIGINT
     return _exit_code(run, jobs)
 
@@ -108,7 +109,7 @@ def _on_this_machine(submission: Submission) -> int:
     nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
     _record(submission, process.job_id)
     print(f"submitted:     process {process.job_id}, {nodes} on this machine")
-    _say_where(run, f"tail -F {outputs[0]}", f"kill {process.job_id}")
+    _say_where(run)
     if not submission.wait:
         return 0
     output = Output(outputs)
@@ -131,18 +132,22 @@ def _prepared(submission: Submission) -> Iterator[None]:
         run.job.mkdir(exist_ok=True)
         for recipe in submission.recipes:
             shutil.copyfile(recipe, run.job / recipe.name)
+        store = run.path.parent / ".code"
         if submission.code is not None:
-            snapshot.take(submission.code, run.code, run.job / "source")
+            snapshot.take(submission.code, run.code, run.job / "source", store)
         if submission.launcher is not None:
-            snapshot.take(submission.launcher, launcher_copy(run), run.job / "rollcall")
+            snapshot.take(submission.launcher, launcher_copy(run), run.job / "rollcall", store)
         for name, text in submission.files.items():
             write_atomic(run.job / name, text)
         recorded = {**asdict(submission.job), "run_directory": str(run.path)}
         write_atomic(run.job / "job.json", json.dumps(recorded, indent=2) + "\n")
+        installed = {f"{package.name}=={package.version}\n" for package in distributions()}
+        write_atomic(run.job / "packages.txt", "".join(sorted(installed)))
         if submission.resume:
             run.forget_verdict()  # the supervisors leave a finished run alone
-        if submission.code is None:
-            note(f"run {run.name} is there already: it continues, with the code it has")
+        if not is_new:
+            whose = "the code it has" if submission.code is None else "the code of now"
+            note(f"run {run.name} is there already: it continues, with {whose}")
         yield
     except BaseException as error:
         if is_new:
@@ -164,10 +169,22 @@ def _record(submission: Submission, job_id: str) -> None:
     )
 
 
-def _say_where(run: RunDir, follow_it: str, end_it: str) -> None:
+def _say_where(run: RunDir, is_array: bool = False) -> None:
     print(f"run directory: {run.path}")
-    print(f"follow it:     {follow_it}")
-    print(f"end it:        {end_it}", flush=True)
+    # The logs of an array are those of its tasks, which are runs of their own.
+    print(
+        f"follow it:     {_command('watch', run) if is_array else _command('logs --follow', run)}"
+    )
+    print(f"end it:        {_command('cancel', run)}", flush=True)
+
+
+def _command(command: str, run: RunDir) -> str:
+    """A command of ours about a run, as it can be typed where submit.py was."""
+    python = "./env/run --quiet python" if "ROLLCALL_TORCH" in os.environ else "python"
+    is_here = Path.cwd() == ROOT
+    name = run.name if is_here and run.path.parent == ROOT / "runs" else str(run.path)
+    words = f"{python} -m launch {command} {shlex.quote(name)}"
+    return words if is_here else f"cd {shlex.quote(str(ROOT))} && {words}"
 
 
 def _is_over(job_id: str) -> Callable[[], bool]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.words import word
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def _measure(command: Sequence[str], run: RunDir) -> tuple[float, float]:
     """Seconds of the clock until the first step, and of CPU for the whole command."""
     start = time.time()
-    answer, cpu = _run(command)
+    answer, cpu = measured(command)
     first = [line["time"] for line in read_lines(run.events) if line["event"] == "first_step"]
     if answer.returncode != 0 or not first:
         raise StartupError(
@@ -70,11 +70,13 @@ def _measure(command: Sequence[str], run: RunDir) -> tuple[float, float]:
     return first[0] - start, cpu
 
 
-def _run(command: Sequence[str]) -> tuple[subprocess.CompletedProcess[str], float]:
+def measured(
+    command: Sequence[str], env: Mapping[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], float]:
     """The finished command, and the seconds of CPU that it and its children took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     answer = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, check=False
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return answer, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -86,7 +88,7 @@ def _print_dry_run(repeats: int) -> None:
         "import submitit": [sys.executable, "-c", "import submitit"],
         "submit.py --dry-run": [sys.executable, submit, "--dry-run"],
     }
-    seconds = [[_run(command)[1] for command in commands.values()] for _ in range(repeats)]
+    seconds = [[measured(command)[1] for command in commands.values()] for _ in range(repeats)]
     medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
     print(f"\nCPU time of a dry run, medians of {repeats}, in turns")
     for name, median in zip(commands, medians, strict=True):

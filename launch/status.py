@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -25,6 +25,9 @@ EVERY = 5.0
 """Seconds between two looks while watching."""
 WIDE = 250
 """Columns of a table that goes to a file or a pipe."""
+NARROW = 110
+"""Columns of a terminal below which the table has fewer columns, and notes have their own lines."""
+LEFT_OUT = ("samples/s", "attempts", "nodes", "")
 COLOURS = {"running": "green", "pending": "yellow", "failed": "red", "lost": "red"}
 
 
@@ -39,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
                     found = _chosen(options.run, options.root)
-                    live.update(_table(found, options.root), refresh=True)
+                    live.update(_table(found, options.root, console.width), refresh=True)
                     time.sleep(EVERY)
         found = _chosen(options.run, options.root)
     except NoRunError as error:
@@ -47,47 +50,56 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 0
     if found:
-        console.print(_table(found, options.root))
+        console.print(_table(found, options.root, console.width))
     else:
         print(f"there are no runs in {options.root}")
     return 0
 
 
 def _chosen(words: Sequence[str], root: str) -> list[RunDir]:
-    return [runs.find(word, root) for word in words] if words else runs.find_all(root)
+    if not words:
+        return runs.find_all(root)
+    return [run for word in words for run in runs.with_cells(runs.find(word, root).path)]
 
 
-def _table(found: Sequence[RunDir], root: str) -> Group:
+def _table(found: Sequence[RunDir], root: str, width: int) -> Group:
     conditions, complaint = states.look(found)
     base = Path(root).absolute()
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "loss", "samples/s", "left", "attempts", "nodes", "job"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    rows = []
     for run, condition in zip(found, conditions, strict=True):
         if runs.is_sweep(run) and not condition.is_live:
             continue  # its cells tell all
         name = str(run.path.relative_to(base)) if base in run.path.parents else run.name
-        table.add_row(escape(name), *_cells(condition, states.progress(run)))
-    return Group(table, complaint) if complaint else Group(table)
+        rows.append({"run": escape(name), **_cells(condition, states.progress(run))})
+    names = ["run", *_cells(Condition(""), Progress())]
+    notes = []
+    if width < NARROW:
+        names = [name for name in names if name not in LEFT_OUT]
+        notes = [f"{row['run']}: {row['']}" for row in rows if row[""]]
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        justify: JustifyMethod = "left" if name in ("run", "state", "") else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return Group(table, *notes, *([complaint] if complaint else []))
 
 
-def _cells(condition: Condition, progress: Progress) -> list[str]:
+def _cells(condition: Condition, progress: Progress) -> dict[str, str]:
+    """What a row tells besides the name of the run, by column."""
     colour = COLOURS.get(condition.state)
     is_moving = condition.state == "running"
-    return [
-        f"[{colour}]{condition.state}[/]" if colour else condition.state,
-        _steps(progress),
-        "" if progress.loss is None else f"{progress.loss:.4f}",
-        "" if progress.rate is None else f"{progress.rate:,.0f}",
-        _clock(progress.left) if is_moving and progress.left is not None else "",
-        str(condition.attempts or ""),
-        str(condition.nodes or ""),
-        condition.job.id if condition.job else "",
-        escape(condition.note),
-    ]
+    return {
+        "state": f"[{colour}]{condition.state}[/]" if colour else condition.state,
+        "step": _steps(progress),
+        "loss": "" if progress.loss is None else f"{progress.loss:.4f}",
+        "samples/s": "" if progress.rate is None else f"{progress.rate:,.0f}",
+        "left": _clock(progress.left) if is_moving and progress.left is not None else "",
+        "attempts": str(condition.attempts or ""),
+        "nodes": str(condition.nodes or ""),
+        "job": condition.job.id if condition.job else "",
+        "": escape(condition.note),
+    }
 
 
 def _steps(progress: Progress) -> str:

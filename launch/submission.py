@@ -139,6 +139,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     job = Job(
         name=run.name,
         nodes=own.nodes,
+        spares=own.spares,
         command=(*_supervisor(own, run), "--", *command),
         directory=str(launcher_copy(run) if guest else run.code),
         output=f"{str(run.job).replace('%', '%%')}/slurm-{job_id}.out",
@@ -153,12 +154,13 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
         options=line.passed,
         srun=tuple(own.srun_arg),
         setup=setup,
+        batch=(sys.executable, "-m", "launch", "batch"),
     )
     if own.time and own.time.count(":") == 1 and "-" not in own.time:
         minutes, _, rest = own.time.partition(":")
         note(f"--time {own.time} is {int(minutes)} minutes and {int(rest)} seconds")
     code = launcher = None
-    if not run.code.exists():
+    if own.new_code or not run.code.exists():
         code = _code(guest, run)
         launcher = snapshot.plan(ROOT, run.path.parent, snapshot.PACKAGED) if guest else None
     recipes = tuple(Path(source) for source in words if _is_recipe_file(source))
@@ -214,6 +216,8 @@ def _supervisor(own: Namespace, run: RunDir) -> list[str]:
         command += ["--nproc-per-node", str(own.nproc_per_node)]
     if own.start_method:
         command += ["--start-method", own.start_method]
+    if own.max_restarts is not None:
+        command += ["--max-restarts", str(own.max_restarts)]
     return command
 
 

@@ -33,12 +33,14 @@ class _CalledWhenUsed(ModuleType):
 
 
 def _import_config() -> None:
-    # pydantic imports this module, a tenth of a dry run, to find the plugins that train.config
-    # switches off.
-    sys.modules["importlib.metadata"] = _CalledWhenUsed("importlib.metadata")
+    # pydantic imports these modules, an eighth of a dry run, to find plugins, which train.config
+    # switches off, and to compare secrets.
+    for name in ("importlib.metadata", "secrets"):
+        sys.modules[name] = _CalledWhenUsed(name)
     import train.config  # noqa: F401
 
-    del sys.modules["importlib.metadata"]
+    for name in ("importlib.metadata", "secrets"):
+        del sys.modules[name]
 
 
 if __name__ == "__main__":

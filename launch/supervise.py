@@ -1,170 +1,211 @@
 """`python -m launch supervise -- -m train digits`: the process that runs once on every node.
 
 It finds out which node this is, meets the other nodes in the run directory, starts this node's
-ranks through train.agent, passes signals on to them, and ends them when another node has failed. It
-is the same from submit.py, from a plain sbatch template and on one machine.
+ranks through train.agent, passes signals on to them, and ends them when another node has failed.
+Then all nodes start their ranks again from the last checkpoint, if the head says so. It is the same
+from submit.py, from a plain sbatch template and on one machine.
 
-Exit code: 0 done, 75 stopped in order (start it again to continue), anything else failed.
+Exit code: 0 done, 75 stopped in order (start it again to continue), 69 another node was lost,
+anything else failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from launch import node as nodes
-from launch import processes, which
-from launch.comment import Comment
-from launch.follow import Output
-from launch.job import RANKS_WITHOUT_GPU
+from launch import processes, restarts, which
+from launch.attempt import Attempt, Watch
+from launch.forker import Forker
 from launch.node import Node, NodeError
-from launch.processes import REQUESTS, Request
+from launch.processes import REQUESTS
 from launch.rendezvous import (
     DEADLINE,
     Meeting,
+    Over,
     Rendezvous,
     RendezvousError,
     attempt_directory,
-    route,
 )
-from launch.stamps import Stamps
 from train.hosts import HostError
-from train.run import RunDir, State, Verdict, append_line, write_atomic
+from train.run import RunDir, Verdict, append_line, write_atomic
 
-TICK = 0.25
-"""Seconds between two looks at the log and the agent."""
-PEER_CHECK = 1.0
-"""Seconds between two looks at whether another node has failed."""
-STOP_GRACE = 600.0
-"""Seconds that ranks have to save and leave when asked to stop; Slurm's own limits come first."""
-FAILURE_GRACE = 5.0
-"""Seconds that ranks have to notice and say that another node has failed."""
-
-GUEST_VERDICTS: dict[str, State] = {"finished": "done", "stopped": "stopped", "failed": "failed"}
-"""What the head writes for a program of the user's own, which writes no verdict."""
+REFUSED = 2
+"""Exit code for a request that would be refused again."""
 
 
 class Supervisor:
-    """This node's part of one attempt, from the rendezvous to the exit code."""
+    """This node's part of a run, from the first rendezvous to the exit code.
 
-    def __init__(self, run: RunDir, node: Node, ranks: int) -> None:
+    Args:
+        max_restarts: how often the ranks start again at most; None for as long as they get on.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        node: Node,
+        ranks: int,
+        program: Sequence[str],
+        start_method: str,
+        max_restarts: int | None,
+    ) -> None:
         self.run = run
         self.node = node
         self.ranks = ranks
+        self.program = program
+        self.start_method = start_method
+        self.max_restarts = max_restarts
         self.meeting = Meeting(run, node)
-        self.requests: list[Request] = []
-        self.kill_at: float | None = None
-        self.peer_failure: str | None = None
-        self._peer_check = 0.0
+        self.watch = Watch(run, node, self.meeting)
+        self.forker = Forker()
 
-    def meet(self) -> tuple[Rendezvous, socket.socket | None] | None:
-        """Agree with the other nodes on where to meet; None if asked to stop meanwhile.
+    def go(self) -> int:
+        """Make attempts until one is the last; return the exit code.
 
         Raises:
             HostError, RendezvousError: the nodes cannot meet.
         """
-        if self.node.is_head:
-            self.run.forget_verdict()
-            return self.meeting.publish(self.ranks)
+        code = os.EX_TEMPFAIL
+        try:
+            while True:
+                if self.node.is_head:
+                    self.run.forget_verdict()
+                    code, is_last = self._attempt(*self.meeting.publish(self.ranks))
+                else:
+                    found = self._hear()
+                    if found is None:
+                        return os.EX_TEMPFAIL  # asked to stop meanwhile
+                    if isinstance(found, Over):
+                        return code
+                    code, is_last = self._attempt(found, None)
+                if is_last:
+                    return code
+                self.watch.next_round()
+        except (HostError, RendezvousError, OSError) as error:
+            # OSError: the run directory went away or is full; the others must not wait for us.
+            with contextlib.suppress(OSError):
+                self.meeting.fail(str(error), leaves=True)
+            raise
+        finally:
+            self.forker.kill()
+            processes.end_orphans()
+            if self.node.is_head:
+                self.meeting.round += 1
+                with contextlib.suppress(OSError):
+                    self.meeting.publish_end("the head has ended")
+            self.watch.end()
+
+    def _hear(self) -> Rendezvous | Over | None:
+        """Where the head says that the nodes meet; None if asked to stop meanwhile."""
         end = time.monotonic() + DEADLINE
         while (found := self.meeting.read(self.ranks)) is None:
-            if self._listen(0.1):
+            if self.watch.listen(0.1):
                 return None
-            self.peer_failure = self.meeting.failure()
-            if self.peer_failure:
-                raise RendezvousError(self.peer_failure)
+            if self.watch.failure and self.watch.failure.is_lost:
+                return Over(str(self.watch.failure))
+            if self.watch.failure:
+                raise RendezvousError(str(self.watch.failure))
             if time.monotonic() > end:
                 raise self.meeting.silence()
-        return found, None
+        return found
 
-    def start(
-        self,
-        rendezvous: Rendezvous,
-        holder: socket.socket | None,
-        start_method: str,
-        program: Sequence[str],
-    ) -> subprocess.Popen[bytes]:
-        """Start the agent, which starts the ranks."""
-        world_size = self.node.count * self.ranks
-        log = self.run.log(rendezvous.attempt, self.node.number, 0)
-        command = [sys.executable, "-m", "train.agent"]
-        command += [f"--nnodes={self.node.count}", f"--node-rank={self.node.number}"]
-        command += [f"--nproc-per-node={self.ranks}", f"--expect-world={world_size}"]
-        command += [f"--master-addr={rendezvous.address}", f"--master-port={rendezvous.port}"]
-        command += [f"--run-id={self.node.key}", f"--log-dir={log.parent}"]
-        command += [f"--start-method={start_method}"]
-        if holder is not None:
-            command += [f"--port-fd={holder.fileno()}"]
-        interface = route(self.node, rendezvous.address).interface
-        env = {
-            "GLOO_SOCKET_IFNAME": interface,
-            # "=" for exactly this one; NCCL shuns lo by itself and needs no address on one node
-            **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface != "lo" else {}),
-            **os.environ,
-            "ROLLCALL_WORLD_SIZE": str(world_size),
-        }
-        if self.node.gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = self.node.gpus
-        return subprocess.Popen(
-            [*command, *program],
-            env=env,
-            pass_fds=[holder.fileno()] if holder else [],
-            start_new_session=True,  # a Ctrl-C reaches the ranks once: through us
-            preexec_fn=processes.become_agent,
+    def _attempt(self, rendezvous: Rendezvous, holder: socket.socket | None) -> tuple[int, bool]:
+        """Run this node's ranks to their end; exit code, and whether that was the last attempt."""
+        attempt = Attempt(self.run, self.node, self.ranks, rendezvous, self.watch)
+        state_file = (
+            attempt_directory(self.run, rendezvous.attempt) / f"node-{self.node.number}.json"
         )
+        started = {"node": self.node.number, "host": self.node.host, "started": time.time()}
+        write_atomic(state_file, json.dumps({**started, "state": "running"}) + "\n")
+        if self.node.is_head:
+            ranks = self.node.count * self.ranks
+            self._note(rendezvous, "started", hosts=self.node.hosts, ranks=ranks)
+        words = attempt.words(self.meeting.key, self.start_method, self.program)
+        self.forker.start(words, attempt.env(), holder)
+        if holder is not None:
+            holder.close()  # the agent has it now
+        state, code = self._outcome(attempt.follow(self.forker))
+        if state == "failed" and self.watch.failure is None:
+            self.meeting.fail(f"its ranks ended with exit code {code}", leaves=code == REFUSED)
+            self.watch.failure = self.meeting.failure()
+        ended = {**started, "ended": time.time(), "state": state, "exit_code": code}
+        write_atomic(state_file, json.dumps(ended) + "\n")
+        if self.node.is_head:
+            self._note(rendezvous, "ended", state=state, exit_code=code)
+        return self._conclude(state, code)
 
-    def follow(self, agent: subprocess.Popen[bytes], log: Path) -> int:
-        """Look after the ranks until the agent ends; return its exit code, 128 + n for signal n."""
-        stamps, comment = Stamps(log.parent), Comment(self.run, self.node)
-        output = Output([log] if self.node.is_head else [])
-        while agent.poll() is None:
-            self._listen(TICK)
-            output.show()
-            stamps.look()
-            comment.update()
-            self._look_at_peers()
-            if self.requests:
-                ranks = processes.children(agent.pid)
-                for request in self.requests:
-                    request.deliver(ranks)
-            if self.kill_at is not None and time.monotonic() > self.kill_at:
-                os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
-        processes.end_orphans()
-        output.show()
-        stamps.look(at_once=True)
-        return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
+    def _outcome(self, code: int) -> tuple[str, int]:
+        """The state and exit code of this node's part.
 
-    def _listen(self, timeout: float) -> bool:
-        """Wait for a signal; note it if it asks to stop."""
-        info = signal.sigtimedwait([*REQUESTS, signal.SIGCHLD], timeout)
-        if info is None or info.si_signo == signal.SIGCHLD:
+        torch's agent makes every failure 1, so the verdict of rank 0 counts where there is one.
+        """
+        verdict = self.run.read_verdict()
+        if verdict is not None and verdict.state == "done":
+            return "finished", 0
+        if code == os.EX_TEMPFAIL or (verdict and verdict.state in ("requeue", "stopped")):
+            return "stopped", os.EX_TEMPFAIL
+        if code == 0 and verdict is None:  # a program of the user's own, which writes none
+            return "finished", 0
+        return "failed", code or 1
+
+    def _conclude(self, state: str, code: int) -> tuple[int, bool]:
+        """What follows from how this node's part has ended: exit code, and whether it was the last.
+
+        The head decides for all; the others learn it where they meet again.
+        """
+        failure = self.watch.failure
+        is_lost = failure is not None and failure.is_lost
+        if state != "failed" or is_lost:
+            self._speak_for_guest(state, code)
+            return (os.EX_UNAVAILABLE if state == "failed" else code), True
+        print(f"node {self.node.number} ({self.node.host}) ends: {failure}", file=sys.stderr)
+        if not self.node.is_head:
+            return code, False
+        leaves = failure is not None and failure.leaves
+        if leaves or self.watch.requests or not self._may_restart():
+            self._speak_for_guest(state, code)
+            return code, True
+        restarts.note(self.run, self.node.job, "crash")
+        print("the ranks start again, from the last checkpoint", file=sys.stderr, flush=True)
+        return code, False
+
+    def _may_restart(self) -> bool:
+        if self.max_restarts is not None and self.meeting.round >= self.max_restarts:
             return False
-        # Slurm repeats signals; only a person's second Ctrl-C means more than the first.
-        known = {request.number for request in self.requests}
-        if info.si_signo == signal.SIGINT or info.si_signo not in known:
-            self.requests.append(Request(info.si_signo))
-        self.kill_at = self.kill_at or time.monotonic() + STOP_GRACE
-        return True
+        if restarts.allowed(self.run, self.node.job, "crash"):
+            return True
+        from launch import why  # here, because few runs need it
 
-    def _look_at_peers(self) -> None:
-        now = time.monotonic()
-        if self.peer_failure or now < self._peer_check:
+        reason = f"{why.in_a_sentence(self.run)} ({restarts.MOST} times without a new checkpoint)"
+        self.run.conclude(Verdict("failed", restarts.saved_step(self.run), reason))
+        return False
+
+    def _speak_for_guest(self, state: str, code: int) -> None:
+        """Write the verdict of a program of the user's own, which writes none."""
+        if not self.node.is_head or list(self.program[:2]) != ["-m", "launch.guest"]:
             return
-        self._peer_check = now + PEER_CHECK
-        self.peer_failure = self.meeting.failure()
-        if self.peer_failure:
-            self.kill_at = min(self.kill_at or now + FAILURE_GRACE, now + FAILURE_GRACE)
+        reason = f"the program ended with exit code {code}"
+        if state == "finished":
+            self.run.conclude(Verdict("done", 0, reason))
+        elif state == "failed":
+            self.run.conclude(Verdict("failed", 0, reason))
+        else:
+            asked = any(request.number != signal.SIGINT for request in self.watch.requests)
+            self.run.conclude(Verdict("requeue" if asked else "stopped", 0, reason))
+
+    def _note(self, rendezvous: Rendezvous, event: str, **fields: Any) -> None:
+        attempt = {"attempt": rendezvous.attempt, "job": self.node.job}
+        line = {**attempt, "event": event, "time": time.time(), **fields}
+        append_line(self.run.job / "attempts.jsonl", line)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -173,102 +214,28 @@ def main(argv: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [*REQUESTS, signal.SIGCHLD])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run outlives the terminal
     processes.adopt_orphans()
-    options = _parser().parse_args(argv)
-    program = options.program[options.program[:1] == ["--"] :]
-    if not program:
-        return _fail("no program: add -- -m train, or -- script.py")
-    if options.run_dir is not None and "SLURM_ARRAY_TASK_ID" in os.environ:
-        task = int(os.environ["SLURM_ARRAY_TASK_ID"])
-        options.run_dir, words = which.array_task(options.run_dir, options.cells, task)
-        program += words
+    options = which.parser().parse_args(argv)
     try:
         node = nodes.find(os.environ)
-        run = which.run_directory(options.run_dir, program, node)
+        run, program, is_named = which.find(options, os.environ, node.job)
     except (NodeError, ValueError) as error:
         return _fail(str(error))
-    try:
-        return _supervise(options, program, run, node)
-    except (HostError, RendezvousError, OSError) as error:
-        # OSError: the run directory went away or is full; the others must not wait for this node.
-        with contextlib.suppress(OSError):
-            Meeting(run, node).fail(str(error))
-        return _fail(f"node {node.number} ({node.host}): {error}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m launch supervise", allow_abbrev=False)
-    parser.add_argument("--run-dir", type=Path, help="default: runs/<recipe or script>-<job id>")
-    parser.add_argument("--cells", type=Path, help="what the tasks of an array run, from a sweep")
-    parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        help="ranks on every node (default: one per GPU, and "
-        f"{RANKS_WITHOUT_GPU} where there is none)",
-    )
-    parser.add_argument("--start-method", choices=("fork", "torchrun"), default="fork")
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help="-m train digits …"
-    )
-    return parser
-
-
-def _supervise(options: argparse.Namespace, program: Sequence[str], run: RunDir, node: Node) -> int:
-    verdict = run.read_verdict()
-    if options.run_dir is not None and verdict is not None and verdict.state == "done":
+    if is_named and (verdict := run.read_verdict()) is not None and verdict.state == "done":
         print(f"run {run.name} is finished: {verdict.reason}")  # a later job of a chain
         return 0
-    run.create()
-    supervisor = Supervisor(run, node, options.nproc_per_node or node.default_ranks)
-    met = supervisor.meet()
-    if met is None:
-        return os.EX_TEMPFAIL
-    rendezvous, holder = met
-    attempt = {"attempt": rendezvous.attempt, "job": node.job}
-    state_file = attempt_directory(run, rendezvous.attempt) / f"node-{node.number}.json"
-    started = {"node": node.number, "host": node.host, "started": time.time()}
-    write_atomic(state_file, json.dumps({**started, "state": "running"}) + "\n")
-    if node.is_head:
-        _note(run, attempt, "started", hosts=node.hosts, ranks=node.count * supervisor.ranks)
-    if list(program[:2]) == ["-m", "train"]:
-        program = [*program, f"run.name={run.name}", f"run.root={run.path.parent}"]
-    agent = supervisor.start(rendezvous, holder, options.start_method, program)
-    if holder is not None:
-        holder.close()  # the agent has it now
-    log = run.log(rendezvous.attempt, node.number, node.number * supervisor.ranks)
-    state, code = _outcome(supervisor.follow(agent, log), run.read_verdict())
-    if node.is_head and list(program[:2]) == ["-m", "launch.guest"]:
-        run.conclude(Verdict(GUEST_VERDICTS[state], 0, f"the program ended with exit code {code}"))
-    if supervisor.peer_failure and state == "failed":
-        print(f"node {node.number} ({node.host}) ends: {supervisor.peer_failure}", file=sys.stderr)
-    elif state == "failed":
-        supervisor.meeting.fail(f"its ranks ended with exit code {code}")
-    ended = {**started, "ended": time.time(), "state": state, "exit_code": code}
-    write_atomic(state_file, json.dumps(ended) + "\n")
-    if node.is_head:
-        _note(run, attempt, "ended", state=state, exit_code=code)
-    return code
-
-
-def _outcome(code: int, verdict: Verdict | None) -> tuple[str, int]:
-    """The state and exit code of this node's part.
-
-    torch's agent makes every failure 1, so the verdict of rank 0 counts where there is one.
-    """
-    if verdict is not None and verdict.state == "done":
-        return "finished", 0
-    if code == os.EX_TEMPFAIL or (verdict and verdict.state in ("requeue", "stopped")):
-        return "stopped", os.EX_TEMPFAIL
-    if code == 0 and verdict is None:  # a program of the user's own, which writes none
-        return "finished", 0
-    return "failed", code or 1
-
-
-def _note(run: RunDir, attempt: dict[str, Any], event: str, **fields: Any) -> None:
-    append_line(
-        run.job / "attempts.jsonl", {**attempt, "event": event, "time": time.time(), **fields}
-    )
+    max_restarts = options.max_restarts
+    if program[:2] == ["-m", "train"]:
+        program += [f"run.name={run.name}", f"run.root={run.path.parent}"]
+    elif max_restarts is None:
+        max_restarts = 0  # only its author knows whether it can start again
+    ranks = options.nproc_per_node or node.default_ranks
+    try:
+        run.create()
+        return Supervisor(run, node, ranks, program, options.start_method, max_restarts).go()
+    except (HostError, RendezvousError, OSError) as error:
+        return _fail(f"node {node.number} ({node.host}): {error}")
 
 
 def _fail(message: str) -> int:
     print(f"supervise: error: {message}", file=sys.stderr)
-    return 2
+    return REFUSED

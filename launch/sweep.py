@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch import cells, profile, runs, slurm, submission
 from launch.cells import Cell, Sweep, SweepError
@@ -22,6 +23,12 @@ from launch.job import Job
 from launch.submission import MISTAKES, TRAIN, Submission
 from train.config import parse
 from train.run import RunDir, read_lines
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EVERY = 5.0
+"""Seconds between two looks while watching."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     status = commands.add_parser("status", help="show the cells in a table")
     status.add_argument("--sort", metavar="COLUMN", help="loss, accuracy, step, a key, ...")
     status.add_argument("--csv", type=Path, metavar="FILE", help="write the table there, too")
+    status.add_argument("--watch", action="store_true", help="keep the table live until Ctrl-C")
     for command in (submit, status):
         command.add_argument("file", type=Path)
         command.add_argument("--root", default="runs", help="directory of the runs (default: runs)")
@@ -47,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
         if given.command == "status":
             return _status(sweep, given)
         return _submit(sweep, given, argv)
+    except KeyboardInterrupt:
+        return 0
     except (*MISTAKES, SweepError) as error:
         for text in str(error).splitlines():
             print(f"sweep: error: {text}", file=sys.stderr)
@@ -117,30 +127,46 @@ def state(run: RunDir) -> str:
 
 def _status(sweep: Sweep, given: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.table import Table
+    from rich.live import Live
 
-    keys = list(dict.fromkeys(key for cell in sweep.cells for key in cell.values))
-    columns = ["cell", *keys, "state", "step", "loss", "accuracy"]
-    rows = [
-        _row(cell, RunDir(Path(given.root) / sweep.name, cell.name), keys) for cell in sweep.cells
-    ]
-    sort = given.sort or sweep.sort or "loss"
-    if sort not in columns:
-        raise SweepError(f"there is no column '{sort}' to sort by; there are {', '.join(columns)}")
-    rows.sort(key=lambda row: _order(row[sort], largest_first=sort == "accuracy"))
-    table = Table(*columns, box=None)
-    for row in rows:
-        table.add_row(*(row[column] for column in columns))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    rows = _rows(sweep, given)
     if given.csv is not None:
         try:
             with given.csv.open("w", newline="") as file:
-                writer = csv.DictWriter(file, columns)
+                writer = csv.DictWriter(file, list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
         except OSError as error:
             raise SweepError(f"--csv {given.csv}: {error.strerror}") from None
-    return 0
+    if not given.watch:
+        console.print(_table(rows))
+        return 0
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(_table(_rows(sweep, given)), refresh=True)
+            time.sleep(EVERY)
+
+
+def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
+    """The cells in order, column by column."""
+    keys = list(dict.fromkeys(key for cell in sweep.cells for key in cell.values))
+    rows = [
+        _row(cell, RunDir(Path(given.root) / sweep.name, cell.name), keys) for cell in sweep.cells
+    ]
+    sort = given.sort or sweep.sort or "loss"
+    if sort not in rows[0]:
+        raise SweepError(f"there is no column '{sort}' to sort by; there are {', '.join(rows[0])}")
+    return sorted(rows, key=lambda row: _order(row[sort], largest_first=sort == "accuracy"))
+
+
+def _table(rows: Sequence[dict[str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(*rows[0], box=None)
+    for row in rows:
+        table.add_row(*row.values())
+    return table
 
 
 def _row(cell: Cell, run: RunDir, keys: Sequence[str]) -> dict[str, str]:

@@ -2,15 +2,91 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from launch.node import Node
+from launch.job import RANKS_WITHOUT_GPU
 from train.run import RunDir
 
 
-def array_task(directory: Path, cells: Path | None, index: int) -> tuple[Path, list[str]]:
+class CommandError(ValueError):
+    """A command line that starts no run of ours; the message says what it lacks."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m launch supervise`."""
+    result = argparse.ArgumentParser(prog="python -m launch supervise", allow_abbrev=False)
+    result.add_argument("--run-dir", type=Path, help="default: runs/<recipe or script>-<job id>")
+    result.add_argument("--cells", type=Path, help="what the tasks of an array run, from a sweep")
+    result.add_argument(
+        "--nproc-per-node",
+        type=int,
+        help="ranks on every node (default: one per GPU, and "
+        f"{RANKS_WITHOUT_GPU} where there is none)",
+    )
+    result.add_argument("--start-method", choices=("fork", "torchrun"), default="fork")
+    result.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="how often failed ranks start again (default: as long as they get on; a script of "
+        "your own: 0)",
+    )
+    result.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help="-m train digits …"
+    )
+    return result
+
+
+def find(
+    options: argparse.Namespace, env: Mapping[str, str], job: str
+) -> tuple[RunDir, list[str], bool]:
+    """The run that a supervisor's command line means.
+
+    Args:
+        options: of the supervisor.
+        env: its environment, which tells the task of an array.
+        job: the id of the job.
+
+    Returns:
+        The run, its program, and whether the command line names the run.
+
+    Raises:
+        CommandError: there is no program.
+        ConfigError: the program's words are not what train takes.
+    """
+    program = list(options.program[options.program[:1] == ["--"] :])
+    if not program:
+        raise CommandError("no program: add -- -m train, or -- script.py")
+    given: Path | None = options.run_dir
+    if given is None:
+        return _asked_for(program, job), program, False
+    if "SLURM_ARRAY_TASK_ID" in env:
+        given, words = _array_task(given, options.cells, int(env["SLURM_ARRAY_TASK_ID"]))
+        program += words
+    return RunDir(given.absolute().parent, given.name), program, True
+
+
+def of_step(command: Sequence[str], env: Mapping[str, str], job: str) -> RunDir:
+    """The run of a job whose step has this command line, with srun or without.
+
+    Raises:
+        CommandError: it starts neither a supervisor nor our training.
+        ConfigError: the words are not what train takes.
+    """
+    pairs = list(pairwise(command))
+    if ("launch", "supervise") in pairs:
+        words = command[pairs.index(("launch", "supervise")) + 2 :]
+        return find(parser().parse_args(words), env, job)[0]
+    if ("-m", "train") in pairs:
+        return _asked_for(command[pairs.index(("-m", "train")) :], job)
+    raise CommandError("the step starts neither python -m launch supervise nor python -m train")
+
+
+def _array_task(directory: Path, cells: Path | None, index: int) -> tuple[Path, list[str]]:
     """The run of one task of an array, and what its program is told besides.
 
     Args:
@@ -24,18 +100,11 @@ def array_task(directory: Path, cells: Path | None, index: int) -> tuple[Path, l
     return directory / cell["name"], cell["words"]
 
 
-def run_directory(given: Path | None, program: Sequence[str], node: Node) -> RunDir:
-    """The run in this directory, or the one that the words ask for.
-
-    Raises:
-        ConfigError: the words are not what train takes.
-    """
-    if given is not None:
-        return RunDir(given.absolute().parent, given.name)
+def _asked_for(program: Sequence[str], job: str) -> RunDir:
     if list(program[:2]) == ["-m", "train"]:
         from train.config import parse  # here, because it costs 100 ms
 
         recipe, config = parse(program[2:])
-        return RunDir(config.run.root, config.run.name or f"{recipe}-{node.job}")
+        return RunDir(config.run.root, config.run.name or f"{recipe}-{job}")
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
-    return RunDir("runs", f"{name}-{node.job}")
+    return RunDir("runs", f"{name}-{job}")

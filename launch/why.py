@@ -74,6 +74,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def in_a_sentence(run: RunDir) -> str:
+    """What has brought the newest attempt down, without asking Slurm; empty if nothing tells."""
+    cause = _cause(run, Condition("failed"), next(iter(runs.attempts(run)[-1:]), None))
+    return cause.what if cause else ""
+
+
 def _cause(run: RunDir, condition: Condition, attempt: Attempt | None) -> Cause | None:
     """The root cause, from those who know most to those who know least."""
     slurm_says = _slurm_says(condition)

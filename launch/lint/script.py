@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +115,9 @@ class Script:
                 words[0] in _BEFORE_COMMANDS | _PREFIXES or _ASSIGNMENT.match(words[0])
             ):
                 exec_ |= words.pop(0) == "exec"
+            if ("launch", "batch") in pairwise(words):
+                # It starts the step that it is given and passes signals on, as srun itself would.
+                words = words[words.index("batch") + 1 :]
             step: list[str] | None = None
             if words and Path(words[0]).name == "srun":
                 step, words = _split_srun(words[1:])

@@ -28,6 +28,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("docs") / "rollcall"
     listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
     for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split():
+        if not (ROOT / name).exists():
+            continue  # deleted, and not yet committed
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     subprocess.run(["git", "init", "-q", str(copy)], check=True)

@@ -58,6 +58,7 @@ class Chain:
 
     run: RunDir
     submitted: str
+    exit_code: int
     again: str
     jobs: list[str]
 
@@ -70,16 +71,20 @@ def chain(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     subprocess.run(["git", "init", "-q", str(place)], check=True)
     words = ["--nodes", "2", "--chain", "3", "--name", "mine", "--exclude=n4", "--time=10"]
     words += ["--", "train.py", "--lr", "0.5", "--checkpoint", str(place / "model.pt")]
-    submitted = lab.exec("login", *SUBMIT, *words, cwd=place)
-    assert submitted.returncode == 0, submitted.stderr
-    (place / "train.py").write_text("raise SystemExit('this edit came too late')")
-    again = lab.exec("login", *SUBMIT, *words, cwd=place)
-    assert again.returncode == 0, again.stderr
     run = RunDir(place / "runs", "mine")
-    jobs = [line["job"] for line in read_lines(run.job / "submissions.jsonl")]
-    for job in jobs:
-        lab.wait_job(job)
-    return Chain(run, submitted.stdout, again.stderr, jobs)
+
+    def jobs() -> list[str]:
+        return [line["job"] for line in read_lines(run.job / "submissions.jsonl")]
+
+    with subprocess.Popen(
+        lab.argv("login", *SUBMIT, "--wait", *words), cwd=place, stdout=subprocess.PIPE, text=True
+    ) as submit:
+        wait_until(lambda: len(jobs()) == 3, 60, lambda: f"{len(jobs())} jobs are queued")
+        (place / "train.py").write_text("raise SystemExit('this edit came too late')")
+        again = lab.exec("login", *SUBMIT, *words, cwd=place)
+        assert again.returncode == 0, again.stderr
+        submitted = submit.communicate(timeout=120)[0]
+    return Chain(run, submitted, submit.returncode, again.stderr, jobs())
 
 
 def output(chain: Chain, job: str) -> str:
@@ -108,9 +113,17 @@ def test_the_next_job_continues_and_the_one_after_falls_away(lab: Lab, chain: Ch
 def test_submitting_tells_what_is_queued_and_a_live_run_is_left_alone(chain: Chain) -> None:
     assert f"job {chain.jobs[0]}, 2 nodes, expected to start at" in chain.submitted
     assert f"jobs {chain.jobs[1]}, {chain.jobs[2]}, each after the one before" in chain.submitted
-    assert f"scancel {' '.join(chain.jobs)}\n" in chain.submitted
+    place = f"cd {ROOT} && python -m launch"
+    assert f"{place} logs --follow {chain.run.path}\n" in chain.submitted
+    assert f"{place} cancel {chain.run.path}\n" in chain.submitted
     assert f"run mine is live (job {chain.jobs[0]} " in chain.again
     assert len(chain.jobs) == 3
+
+
+def test_waiting_for_a_chain_shows_all_its_jobs_and_ends_as_the_run(chain: Chain) -> None:
+    shown = [chain.submitted.index(part) for part in ("step 2 of", "step 4 of", "is finished")]
+    assert shown == sorted(shown)
+    assert chain.exit_code == 0
 
 
 def test_a_run_is_reproduced_from_its_directory_alone(
@@ -134,11 +147,17 @@ def test_a_run_is_reproduced_from_its_directory_alone(
 
 
 def test_an_array_gives_each_task_a_run_of_its_own(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "tell.py").write_text("import os\nprint('task', os.environ['SLURM_ARRAY_TASK_ID'])")
+    """Submitted inside a job, whose variables do not reach the new one."""
+    names = ("SLURM_ARRAY_TASK_ID", "SLURM_WITNESS", "SBATCH_PARTITION", "PMI_WITNESS", "MINE")
+    (tmp_path / "tell.py").write_text(
+        f"import os\nprint('told', *(os.environ.get(name) for name in {names}))\n"
+    )
     words = ["--array=0-1", "--nproc-per-node=1", "--name=many", "--", "tell.py"]
-    submitted = lab.exec("login", *SUBMIT, *words, cwd=tmp_path)
+    leaking = {"SLURM_WITNESS": "1", "SBATCH_PARTITION": "none", "PMI_WITNESS": "1", "MINE": "1"}
+    submitted = lab.exec("login", "srun", *SUBMIT, *words, cwd=tmp_path, env=leaking)
     assert submitted.returncode == 0, submitted.stderr
+    assert f"python -m launch watch {tmp_path}/runs/many\n" in submitted.stdout
     tasks = [RunDir(tmp_path / "runs" / "many", f"task-{index}") for index in (0, 1)]
     wait_until(lambda: all(map(RunDir.read_verdict, tasks)), 60, lambda: "there is no verdict")
     for index, task in enumerate(tasks):
-        assert task.log(0, 0, 0).read_text() == f"task {index}\n"
+        assert task.log(0, 0, 0).read_text() == f"told {index} None None None 1\n"

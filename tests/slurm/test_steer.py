@@ -1,5 +1,8 @@
 """Following, explaining and steering runs on a real cluster."""
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -169,6 +172,43 @@ def test_why_names_the_rank_and_host_that_failed_first(lab: Lab, tmp_path: Path)
     said = refused.says("why")
     assert "rank 0 on" in said and "refused the request" in said
     assert "| rollcall: error: " in said and "device=cpu" in said
+
+
+def test_states_are_right_with_slurmdbd_stopped_too(lab: Lab, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    scripts = {"done": "", "failed": "raise SystemExit(3)", "alive": "import time; time.sleep(300)"}
+    jobs = {}
+    for name, text in {**scripts, "held": ""}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        one = ["--nodes", "1", "--nproc-per-node", "1", *(["--hold"] if name == "held" else [])]
+        jobs[name] = Steered(lab, RunDir(root, name)).submit(*one, "--", f"{name}.py", cwd=tmp_path)
+    wait_until(lambda: lab.job(jobs["alive"], "JobState") == "RUNNING", 30, lambda: "it waits")
+    assert [lab.wait_job(jobs[name]) for name in ("done", "failed")] == ["COMPLETED", "FAILED"]
+    # As if Slurm had forgotten them: a job that it never had. One was ended without a word.
+    for name, source in {"gone": "done", "silent": "failed"}.items():
+        shutil.copytree(root / source, root / name)
+        for path in (root / name / "job").glob("*.jsonl"):
+            path.write_text(path.read_text().replace(f'"{jobs[source]}"', '"999999"'))
+    (root / "silent" / "verdict.json").unlink()
+    told = (root / "silent" / "job" / "attempts.jsonl").read_text().splitlines(keepends=True)
+    (root / "silent" / "job" / "attempts.jsonl").write_text(told[0])
+
+    expected = {"done": "done", "failed": "failed", "alive": "running", "held": "pending"}
+    expected |= {"gone": "done", "silent": "lost"}
+    slurmdbd = int(Path(f"/var/lib/rollcall-lab/{lab.name}/slurmdbd.pid").read_text())
+    status = [sys.executable, "-m", "launch", "status", "--root", str(root)]
+    try:
+        for number in (signal.SIGCONT, signal.SIGSTOP):
+            os.kill(slurmdbd, number)
+            shown = lab.exec("login", *status, cwd=ROOT).stdout
+            rows = [line.split()[:2] for line in shown.splitlines()[1:]]
+            assert sorted(rows) == sorted([name, state] for name, state in expected.items())
+            assert "it is held: scontrol release lets it go" in shown
+    finally:
+        os.kill(slurmdbd, signal.SIGCONT)
+    for name in ("alive", "held"):
+        Steered(lab, RunDir(root, name)).says("cancel")
+        assert lab.wait_job(jobs[name]) == "CANCELLED"
 
 
 def test_no_such_run(lab: Lab, tmp_path: Path) -> None:

@@ -99,3 +99,31 @@ def test_submitting_again_runs_the_failed_cells_only(lab: Lab, tmp_path: Path) -
     assert shown.stdout.split()[:3] == ["cell", "lr", "depth"]
     done = sweep(lab, tmp_path, "submit", "rates.yaml")
     assert "all 6 cells of rates are done" in done.stderr
+
+
+def test_the_table_shows_what_training_has_reached(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "lr.yaml").write_text(
+        "program: [digits, device=cpu, train.steps=4]\ngrid: {optim.lr: [1e-6, 1e-2]}\n"
+        "options: {nproc-per-node: 1, time: 10}\nsort: accuracy\n"
+    )
+    submitted = sweep(lab, tmp_path, "submit", "lr.yaml")
+    assert submitted.returncode == 0, submitted.stderr
+    cells = [RunDir(tmp_path / "runs" / "lr", f"lr-{rate}") for rate in ("1e-2", "1e-6")]
+    wait_until(
+        lambda: {ending(cell) for cell in cells} == {"done"},
+        120,
+        lambda: lab.output("login", "squeue"),
+    )
+    shown = sweep(lab, tmp_path, "status", "lr.yaml", "--csv", "table.csv")
+    rows = [line.split() for line in shown.stdout.splitlines()[1:]]
+    evaluated = [
+        next(line for line in read_lines(cell.events) if line["event"] == "evaluated")
+        for cell in cells
+    ]
+    assert rows == [
+        [cell.name, cell.name[3:], "done", "4", f"{line['loss']:.6g}", f"{line['accuracy']:.6g}"]
+        for cell, line in zip(cells, evaluated, strict=True)
+    ]
+    assert evaluated[0]["accuracy"] > evaluated[1]["accuracy"]
+    with (tmp_path / "table.csv").open() as file:
+        assert [list(row.values()) for row in csv.DictReader(file)] == rows

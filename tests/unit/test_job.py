@@ -17,6 +17,7 @@ SMALL = Job(
     directory="/runs/digits-1/code",
     output="/runs/digits-1/job/slurm-%j.out",
     cpus_per_task=2,
+    batch=("/venv/bin/python", "-m", "launch", "batch"),
 )
 LARGE = replace(
     SMALL,
@@ -41,7 +42,9 @@ def test_hostile_values_reach_the_command_unchanged(tmp_path: Path) -> None:
     # `echo` prints one word per line in the place of srun.
     (tmp_path / "srun").write_text('#!/bin/sh\nshift 3\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    script = render(replace(SMALL, command=tuple(words), directory=str(tmp_path / "a 'b")))
+    script = render(
+        replace(SMALL, command=tuple(words), directory=str(tmp_path / "a 'b"), batch=())
+    )
     shown = subprocess.run(
         ["bash"], input=script, capture_output=True, text=True, env={"PATH": f"{tmp_path}:/bin"}
     )
@@ -76,3 +79,9 @@ def test_options_of_sbatch_stand_as_given_and_ours_give_way() -> None:
     assert script.count("signal=") == 1
     assert lines.index("ml a") > lines.index("cd /runs/digits-1/code || exit")
     assert "--wait=0 --label --mpi=none \\\n" in script
+
+
+def test_spare_hosts_belong_to_the_job_and_not_to_its_step() -> None:
+    lines = render(replace(SMALL, nodes=2, spares=1)).splitlines()
+    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill"} <= set(lines)
+    assert any("srun" in line and "--nodes=2 --ntasks=2" in line for line in lines)

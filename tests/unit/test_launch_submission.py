@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch import executors, place, snapshot
+from launch import executors, options, place, snapshot
 from launch.words import word
 from train.config import parse
 from train.run import RunDir, State, Verdict
@@ -56,6 +57,8 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["--name", "../x"], "run.name"),
         (["--partiton", "x"], "neither submit.py nor sbatch has it, did you mean --partition?"),
         (["--ntasks=2"], "--ntasks: there is one task per node"),
+        (["--xyzzy"], "neither submit.py nor sbatch has it (--help lists what there is)"),
+        (["-n", "4"], "--ntasks: there is one task per node"),
         (["--gres"], "--gres: a value is expected behind it"),
         (["--local", "--chain", "2"], "--chain: Slurm queues jobs"),
         (["--root", "/scrach/runs"], "there is no /scrach, only /: correct --root"),
@@ -79,7 +82,46 @@ def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
     traced = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
     assert "train.config" in imported
-    assert not imported & {"torch", "numpy", "submitit", "psutil", "rich", "email"}
+    heavy = {
+        "torch",
+        "numpy",
+        "submitit",
+        "psutil",
+        "rich",
+        "email",
+        "importlib.metadata",
+        "secrets",
+    }
+    assert not imported & heavy
+
+
+def test_sbatchs_letters_are_understood() -> None:
+    words = ["-N2", "-p", "gpu", "-t", "1:00:00", "-A", "team", "-Ja100", "-H", "-C", "a|b"]
+    own, passed, program = options.read([*words, "--", "fit.py", "-N9"])
+    assert (own.nodes, own.partition, own.time, own.name) == (2, "gpu", "1:00:00", "a100")
+    assert passed == {"account": "team", "hold": None, "constraint": "a|b"}
+    assert program == ("fit.py", "-N9")
+
+
+def test_a_run_that_goes_on_may_take_new_code(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text("first")
+    run = RunDir(tmp_path / "runs", "a")
+    for text in ("first", "second", "third"):
+        (tmp_path / "fit.py").write_text(text)
+        run.job.mkdir(parents=True, exist_ok=True)
+        plan = snapshot.plan(tmp_path, run.path.parent)
+        snapshot.take(plan, run.code, run.job / "source", run.path.parent / ".code")
+    codes = [run.code, run.path / "code-0", run.path / "code-1"]
+    assert [(code / "fit.py").read_text() for code in codes] == ["third", "first", "second"]
+    assert sorted(path.name for path in run.job.iterdir()) == [
+        *("source-0.json", "source-1.json", "source.json")
+    ]
+    words = ["--local", "--dry-run", "--name", "a"]
+    kept, renewed = (
+        submit(*words, *more, "--", "fit.py", cwd=tmp_path).stdout for more in ([], ["--new-code"])
+    )
+    assert "# code: the run has its code already" in kept
+    assert "# code: 1 files, 0.0 MB, from" in renewed
 
 
 def test_a_script_of_ones_own_is_copied_from_its_checkout(tmp_path: Path) -> None:
@@ -144,7 +186,7 @@ def test_snapshot_has_what_is_not_ignored_and_says_what_changed(tmp_path: Path) 
     run = RunDir(tmp_path, "run")
     run.create()
     run.job.mkdir()
-    snapshot.take(plan, run.code, run.job / "source")
+    snapshot.take(plan, run.code, run.job / "source", tmp_path / ".code")
 
     copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*")}
     assert copied == {"kept", "edited", ".gitignore", "new é '\n"}
@@ -152,6 +194,65 @@ def test_snapshot_has_what_is_not_ignored_and_says_what_changed(tmp_path: Path) 
     source = json.loads((run.job / "source.json").read_text())
     assert source["modified"] and len(source["commit"]) == 40
     assert "-1\n" in (run.job / "source.diff").read_text()
+
+
+def shared_by(folder: Path) -> dict[str, int]:
+    """How many names each file below a directory has on disk."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_nlink for path in files}
+
+
+def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
+    root, kept = tmp_path / "checkout", tmp_path / ".code"
+    (root / "tools").mkdir(parents=True)
+    (root / "fit.py").write_text("first")
+    (root / "tools" / "go.sh").write_text("go")
+    (root / "tools" / "go.sh").chmod(0o755)
+    (root / "model.pt").write_text("saved here once")
+
+    def submitted(name: str, record: Path | None = None) -> RunDir:
+        run = RunDir(tmp_path, name)
+        run.job.mkdir(parents=True)
+        plan = snapshot.recorded(record.parents[1] / "code", record) if record else None
+        plan = plan or snapshot.plan(root, tmp_path)
+        snapshot.take(plan, run.code, run.job / "source", kept)
+        return run
+
+    one = submitted("one")
+    two = submitted("two")
+    again = submitted("again", record=one.job / "source")
+    for run in (one, two, again):  # the third name is the store's
+        assert shared_by(run.code) == {"fit.py": 4, "tools/go.sh": 4, "model.pt": 1}
+    assert os.access(two.code / "tools" / "go.sh", os.X_OK)
+    assert not (two.code / "fit.py").stat().st_mode & 0o222
+
+    (one.code / "model.pt").write_text("the first run's")  # as torch.save does
+    (one.code / "new.txt").write_text("the first run's")
+    assert (two.code / "model.pt").read_text() == "saved here once"
+    assert not (two.code / "new.txt").exists()
+    with pytest.raises(snapshot.SnapshotError, match=r"model.pt is no longer what was submitted"):
+        submitted("late", record=one.job / "source")
+
+    (root / "fit.py").write_text("edited")
+    edited = submitted("edited")
+    assert shared_by(edited.code) == {"fit.py": 2, "tools/go.sh": 5, "model.pt": 1}
+    assert ((one.code / "fit.py").read_text(), (edited.code / "fit.py").read_text()) == (
+        "first",
+        "edited",
+    )
+    (edited.code / "fit.py").chmod(0o644)  # who insists, or is root, writes into a shared file
+    (edited.code / "fit.py").write_text("spoilt")
+    assert (submitted("after").code / "fit.py").read_text() == "edited"
+    shutil.rmtree(edited.path)
+    (root / "fit.py").write_text("edited again")
+    submitted("last")
+    assert len(list(kept.iterdir())) == 4  # first, edited, edited again, go.sh
+    shutil.rmtree(kept)
+    assert (two.code / "fit.py").read_text() == "first"
+    kept.mkdir()
+    kept.chmod(0o777)  # others could put code of theirs there
+    assert set(shared_by(submitted("alone").code).values()) == {1}
+    assert list(kept.iterdir()) == []
 
 
 def test_snapshot_outside_git_takes_the_packages(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Logs are merged by the time at which they grew, which the supervisors note beside them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def test_chosen_and_merged(
     shown = capfdbinary.readouterr().out.decode().splitlines()
     short = [line.replace("[rank ", "").replace("] ", ":").replace(" ", "_") for line in shown]
     assert short == expected.split()
+
+
+def test_on_a_terminal_ranks_have_colours(
+    run: RunDir, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert logs.main([run.name, "--root", str(run.path.parent), "--merge"]) == 0
+    shown = capfdbinary.readouterr().out.splitlines()
+    assert shown[:2] == [b"\x1b[36m[rank 0]\x1b[0m a", b"\x1b[35m[rank 3]\x1b[0m c"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 import json
 import os
+import pty
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,7 @@ from launch.states import Condition
 from train.run import RunDir, Verdict, append_line
 
 Fake = Callable[[str, str], None]
+ROOT = Path(__file__).parents[2]
 NO_SACCT = "echo 'sacct: error: Problem talking to the database' >&2; exit 1"
 
 
@@ -162,6 +167,26 @@ def test_the_table_shows_progress(
     names = ["run", "state", "step", "loss", "samples/s", "left", "attempts", "nodes", "job"]
     assert heading.split() == names
     assert row.split()[1:] == ["running", "20/100", "20%", "0.5000", "1,234", "0:01:20", *"127"]
+
+
+@pytest.mark.parametrize(("columns", "is_narrow"), [(80, True), (150, False)])
+def test_watching_goes_on_until_it_is_interrupted(
+    tmp_path: Path, columns: int, is_narrow: bool
+) -> None:
+    """On a terminal: a narrow one has the notes below a narrower table."""
+    make(tmp_path, "7", ended="running")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "launch", "watch", "--root", str(tmp_path)]
+    env = {**os.environ, "PATH": "/nowhere", "COLUMNS": str(columns), "TERM": "xterm"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=theirs) as watching:
+        os.close(theirs)
+        shown = b""
+        while b"unknown" not in shown or b"no squeue" not in shown:
+            shown += os.read(ours, 1000)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 0
+    os.close(ours)
+    assert (b"samples/s" not in shown) == is_narrow
 
 
 def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(

@@ -1,0 +1,210 @@
+"""`python -m launch batch srun …`: what the script of a job becomes, so that work comes back.
+
+It starts the step, passes on what Slurm wants to tell it, and starts it again on the hosts that are
+left when a supervisor or a host is lost. When the run is to go on later, it queues the job again as
+the last thing: Slurm itself does so only after a preemption without grace time or the loss of a
+node, and never for a job that has come to an exit code.
+
+Exit code: that of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from launch import requeue, restarts, runs, slurm, spares, which
+from launch.job import STOP_LEAD
+from launch.rendezvous import lost_hosts
+from launch.restarts import Cause
+from launch.slurm import SlurmError, Standing
+from train.config import ConfigError
+from train.run import RunDir, Verdict
+
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""What srun sends on to the supervisors. They get SIGTERM from Slurm; srun would end them at it."""
+TAKEN = (*PASSED_ON, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+LOOK = 1.0
+"""Seconds between two looks at whether a host has been lost."""
+LEAVE = 5.0
+"""Seconds that the step has to end then."""
+ABSENCE = 600.0
+"""Seconds for which Slurm's controller may be away when the step has ended."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the step to its end, and queue the job again if it is to come back."""
+    # Blocked, not handled: each is taken when it can be used.
+    signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None or not argv or argv[0].startswith("-"):
+        print("batch: error: this is for a job's script: exec … batch srun …", file=sys.stderr)
+        return 2
+    return Batch(argv, job).run_it()
+
+
+class Batch:
+    """A job's first process, above its step.
+
+    Args:
+        command: srun and its words.
+        job: the id of the job.
+    """
+
+    def __init__(self, command: Sequence[str], job: str) -> None:
+        self.command = command
+        self.job = job
+        self.run: RunDir | None = None
+        self._step = _start(command)
+        self._dead: tuple[str, ...] = ()
+        self._lost: dict[str, str] = {}
+        self._was_asked = False
+        self._is_queued = False
+
+    def run_it(self) -> int:
+        """Look after the step, and start it again on the hosts that are left; its exit code."""
+        try:
+            self.run = which.of_step(self.command, os.environ, self.job)
+        except ConfigError:
+            return self._follow()  # the step says what is wrong
+        except which.CommandError as error:
+            print(f"batch: note: the job will not come back by itself: {error}", file=sys.stderr)
+            return self._follow()
+        while True:
+            code = self._follow()
+            if self._is_queued:
+                return code
+            hosts = self._after(self.run, code)
+            if hosts is None:
+                return code
+            self._step = _start(spares.on(self.command, hosts))
+
+    def _follow(self) -> int:
+        """Wait for the end of the step; return its exit code."""
+        end = float("inf")
+        while self._step.poll() is None:
+            info = signal.sigtimedwait(TAKEN, LOOK)
+            if info is not None and info.si_signo in PASSED_ON:
+                self._was_asked = True
+                self._step.send_signal(info.si_signo)
+            elif info is not None and info.si_signo == signal.SIGTERM:
+                self._was_asked = True
+                self._before_the_end()
+            if end == float("inf") and self._new_losses():
+                end = time.monotonic() + LEAVE
+            if time.monotonic() > end:  # srun waits for a dead host until Slurm has noticed
+                self._step.kill()
+                with contextlib.suppress(SlurmError):
+                    slurm.end_steps(self.job)
+        code = self._step.returncode
+        return code if code >= 0 else 128 - code
+
+    def _new_losses(self) -> dict[str, str]:
+        """The hosts that the supervisors of the present step have missed."""
+        if self.run is None:
+            return {}
+        found = lost_hosts(self.run, self.job, os.environ.get("SLURM_RESTART_COUNT", "0"))
+        return {name: host for name, host in found.items() if name not in self._lost}
+
+    def _before_the_end(self) -> None:
+        """Slurm ends the job: at its time limit, this is the last chance to queue it again."""
+        standing = self._standing()
+        if standing is not None and standing.reason == "TimeLimit" and self.run is not None:
+            self._again(self.run, "time limit")
+
+    def _after(self, run: RunDir, code: int) -> list[str] | None:
+        """What follows the step's end: hosts for another step, or None for the end of the job."""
+        standing = self._standing(ABSENCE)
+        if standing is None:
+            return None
+        if standing.state != "RUNNING":
+            # Slurm has queued it again, or it was cancelled: then this is refused.
+            with contextlib.suppress(SlurmError):
+                requeue.start_soon(self.job)
+            return None
+        verdict = run.read_verdict()
+        state = verdict.state if verdict else "requeue" if code == os.EX_TEMPFAIL else "failed"
+        if state == "requeue" or (state == "failed" and self._was_asked):
+            due = standing.end - time.time() < STOP_LEAD
+            cause: Cause = "time limit" if due else "asked to stop"
+            self._again(run, "preempted" if standing.is_preempted else cause)
+        elif state == "failed" and code not in (0, os.EX_TEMPFAIL) and self._is_lost(run):
+            return self._next_hosts(run)
+        return None
+
+    def _is_lost(self, run: RunDir) -> bool:
+        """Whether a supervisor has gone without a word: missed by another one, or the head."""
+        attempt = next(iter(runs.attempts(run)[-1:]), None)
+        is_silent = attempt is not None and attempt.job == self.job and attempt.state is None
+        return is_silent or bool(self._new_losses())
+
+    def _next_hosts(self, run: RunDir) -> list[str] | None:
+        losses = self._new_losses()
+        self._lost |= losses
+        suspects = sorted(set(losses.values()))
+        if not self._may_start(run, "lost node"):
+            return None
+        try:
+            hosts = spares.choose(self.command, os.environ, suspects, self._dead)
+        except spares.NoSpareError as error:
+            self._say(str(error))
+            self._again(run, "lost node", error.dead)
+            return None
+        self._dead = tuple(host for host in suspects if host not in hosts)
+        restarts.note(run, self.job, "lost node", suspects)
+        self._say(f"starts its step again on {', '.join(hosts)}")
+        return hosts
+
+    def _again(self, run: RunDir, cause: Cause, hosts: Sequence[str] = ()) -> None:
+        """Queue the job again, without these hosts, if it may start again."""
+        if not self._may_start(run, cause):
+            return
+        restarts.note(run, self.job, cause, hosts)
+        self._is_queued = True
+        self._say(f"is queued again: {cause}")
+        try:
+            requeue.again(self.job, sorted({*hosts, *restarts.bad_hosts(run, self.job)}))
+        except SlurmError as error:
+            self._say(f"does not come back: {error}")
+
+    def _may_start(self, run: RunDir, cause: Cause) -> bool:
+        """Whether no person has cancelled the job, and it gets on."""
+        env = os.environ
+        as_task = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
+        if {self.job, as_task} & runs.cancelled(run):
+            return False
+        if restarts.allowed(run, self.job, cause):
+            return True
+        step = restarts.saved_step(run)
+        reason = f"{cause}, {restarts.MOST} times in a row without a checkpoint after step {step}"
+        run.conclude(Verdict("failed", step, reason))
+        self._say(f"does not start again: {reason}")
+        return False
+
+    def _standing(self, patience: float = 0.0) -> Standing | None:
+        end = time.monotonic() + patience
+        while True:
+            try:
+                return slurm.standing(self.job)
+            except SlurmError as error:
+                if time.monotonic() > end:
+                    self._say(f"is left alone: {error}")
+                    return None
+            signal.sigtimedwait([signal.SIGTERM], 5.0)
+
+    def _say(self, text: str) -> None:
+        name = self.run.name if self.run else ""
+        print(f"batch: job {self.job} of run {name} {text}", file=sys.stderr, flush=True)
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []),
+    )

@@ -1,0 +1,70 @@
+"""May a run that has come down start again? By what brought it down, and by its progress.
+
+job/restarts.jsonl has a line for each time that it did. A preempted run may come back for ever. All
+else counts: a run that came down so often without a new checkpoint between would do so again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from launch import runs
+from train.run import RunDir, append_line, read_lines
+
+Cause = Literal["preempted", "time limit", "asked to stop", "crash", "lost node"]
+
+MOST = 3
+"""How often in a row a run may come down without progress; the last time it has failed."""
+BAD_HOST = 2
+"""How often a host may bring a run down before its job leaves it out."""
+
+
+def allowed(run: RunDir, job: str, cause: Cause) -> bool:
+    """Whether a run that has just come down may start again in this job."""
+    if cause == "preempted":
+        return True
+    saved, count = saved_step(run), 1
+    for line in reversed(_lines(run, job)):
+        if line["cause"] != "preempted":
+            if line["step"] != saved:
+                break
+            count += 1
+    return count < MOST
+
+
+def note(run: RunDir, job: str, cause: Cause, hosts: Sequence[str] = ()) -> None:
+    """Write down that a run starts again.
+
+    Args:
+        run: the run.
+        job: the id of its job.
+        cause: what brought it down.
+        hosts: which did it, where that is known.
+    """
+    fields = {"time": time.time(), "job": job, "cause": cause, "step": saved_step(run)}
+    append_line(run.job / "restarts.jsonl", {**fields, "hosts": list(hosts)})
+
+
+def bad_hosts(run: RunDir, job: str) -> list[str]:
+    """The hosts that the job is to leave out from now on: lost, or their ranks killed, twice."""
+    blamed = [host for line in _lines(run, job) for host in line["hosts"]]
+    for attempt in runs.attempts(run):
+        if attempt.job == job:
+            # Only an agent tells of a rank that a signal ended; its peers fail by themselves.
+            told = runs.failures(run, attempt)
+            blamed += {each["host"] for each in told if each["exit_code"] > 128}
+    return sorted({host for host in blamed if blamed.count(host) >= BAD_HOST})
+
+
+def saved_step(run: RunDir) -> int:
+    """The step from which the run would go on: that of its newest checkpoint, 0 without one."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in run.checkpoints.glob("step-*"))
+    return max((int(match[1]) for match in names if match), default=0)
+
+
+def _lines(run: RunDir, job: str) -> list[dict[str, Any]]:
+    """Earlier restarts; what an earlier job of the run went through does not count."""
+    return [line for line in read_lines(run.job / "restarts.jsonl") if line["job"] == job]

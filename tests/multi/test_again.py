@@ -1,0 +1,33 @@
+"""A run that has failed, or is finished, goes on when it is told to: with its code or with new."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from launch import runs
+from train.run import RunDir
+
+SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
+
+
+def test_a_failed_run_goes_on_with_the_code_it_has_or_with_new_code(tmp_path: Path) -> None:
+    def submitted(*options: str) -> subprocess.CompletedProcess[str]:
+        words = ["--local", "--wait", "--nproc-per-node=1", "--name=a", *options, "--", "fit.py"]
+        return subprocess.run([*SUBMIT, *words], cwd=tmp_path, capture_output=True, text=True)
+
+    (tmp_path / "fit.py").write_text("raise SystemExit(3)")
+    assert submitted().returncode == 3
+    (tmp_path / "fit.py").write_text("print('mended')")
+    refused = submitted()
+    assert (refused.returncode, "add --resume" in refused.stderr) == (2, True)
+    kept = submitted("--resume")
+    assert (kept.returncode, "with the code it has" in kept.stderr) == (3, True)
+    renewed = submitted("--resume", "--new-code")
+    assert (renewed.returncode, "mended" in renewed.stdout) == (0, True), renewed.stderr
+    finished = submitted()
+    assert (finished.returncode, "is finished" in finished.stderr) == (0, True)
+    assert submitted("--resume").returncode == 0
+    states = [attempt.state for attempt in runs.attempts(RunDir(tmp_path / "runs", "a"))]
+    assert states == ["failed", "failed", "finished", "finished"]

@@ -1,0 +1,119 @@
+"""What can befall a run, done to one by the same command that a user has: it goes on by itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import Lab, running_lab, wait_until
+
+from train.run import RunDir, read_lines
+
+ROOT = Path(__file__).parents[2]
+SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
+WORDS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=50"]
+
+
+def steps(run: RunDir) -> list[int]:
+    return [line["step"] for line in read_lines(run.metrics)]
+
+
+def submit(lab: Lab, run: RunDir, *options: str, words: list[str] = WORDS) -> str:
+    """Start an endless run of 4 ranks on 2 hosts; the id of its job."""
+    place = ["--name", run.name, "--root", str(run.path.parent)]
+    lab.output("login", *SUBMIT, "--nodes=2", *options, *place, *words)
+    job: str = next(read_lines(run.job / "submissions.jsonl"))["job"]
+    return job
+
+
+def wait_for_checkpoint(run: RunDir) -> None:
+    """Wait until a checkpoint has been published in the present attempt."""
+
+    def is_there() -> bool:
+        names = [line["event"] for line in read_lines(run.events)]
+        newest = len(names) - 1 - names[::-1].index("first_step") if "first_step" in names else None
+        return newest is not None and "checkpointed" in names[newest:]
+
+    outputs = run.job.glob("slurm-*.out")
+    wait_until(is_there, 90, lambda: "".join(path.read_text() for path in outputs))
+
+
+@pytest.fixture(scope="module")
+def drilled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
+    """A run that goes on from drill to drill; at its end every step has been logged once."""
+    run = RunDir(tmp_path_factory.mktemp("drills"), "drilled")
+    job = submit(lab, run, "--time=10")
+    yield run
+    lab.output("login", sys.executable, "-m", "launch", "cancel", str(run.path))
+    assert lab.wait_job(job) == "CANCELLED"
+    wait_until(lambda: run.read_verdict() is not None, 30, lambda: "there is no verdict")
+    assert steps(run) == list(range(1, len(steps(run)) + 1))
+
+
+@pytest.mark.parametrize(
+    ("what", "again", "lost"),
+    [
+        ("kill-rank", 30, 100),
+        ("hang", 40, 100),
+        ("kill-node", 60, 100),
+        ("preempt", 90, 0),
+        ("time-limit", 150, 0),
+    ],
+)
+def test_a_run_goes_on(lab: Lab, drilled: RunDir, what: str, again: float, lost: int) -> None:
+    """The bounds on time are far above what an idle machine needs: drill tells the true ones."""
+    wait_for_checkpoint(drilled)
+    drill = [sys.executable, "-m", "launch", "drill", str(drilled.path), what]
+    refused = lab.exec("login", *drill)
+    assert (refused.returncode, "add --yes" in refused.stderr) == (2, True), refused.stderr
+    told = lab.output("login", *drill, "--yes", timeout=200)
+    assert float(re.findall(r"training again after +([\d.]+) s", told)[0]) < again
+    assert int(re.findall(r"steps done again +(\d+)", told)[0]) <= lost
+
+
+def test_a_refused_request_is_not_tried_again(lab: Lab, tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "refused")
+    options = ["--gpus-per-node=1", "--wait", "--name", run.name, "--root", str(tmp_path)]
+    done = lab.exec("login", *SUBMIT, *options, "device=cuda", timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    starts = [line for line in read_lines(run.job / "attempts.jsonl") if line["event"] == "started"]
+    assert len(starts) == 1
+
+
+def test_a_spare_takes_the_place_of_a_dead_host(
+    lab: Lab, lab_options: list[str], tmp_path: Path
+) -> None:
+    options = ("--nodes", "3", "--gpus", "0", *lab_options)
+    with running_lab(f"{lab.name}-s", *options) as three:
+        run = RunDir(tmp_path, "spared")
+        job = submit(three, run, "--spares=1")
+        wait_for_checkpoint(run)
+        kill_host(three, "n2")
+
+        def has_moved() -> bool:
+            starts = [line for line in read_lines(run.events) if line["event"] == "first_step"]
+            return len(starts) > 1
+
+        output = run.job / f"slurm-{job}.out"
+        wait_until(has_moved, 60, output.read_text)
+        attempts = [line for line in read_lines(run.job / "attempts.jsonl") if "hosts" in line]
+        assert attempts[0]["hosts"] == ["n1", "n2"]
+        assert attempts[-1]["hosts"] == ["n1", "n3"]
+        assert three.job(job, "Restarts") == "0"
+
+
+def kill_host(lab: Lab, host: str) -> None:
+    """Let a host die, with all that runs on it; its namespaces stay."""
+    mark = f" rollcall-lab:{lab.name}:{host} "
+    keeper = Path(f"/var/lib/rollcall-lab/{lab.name}/hosts/{host}/pid").read_text().strip()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            is_there = mark in (process / "mountinfo").read_text()
+        except OSError:
+            continue
+        if is_there and process.name != keeper:
+            subprocess.run(["kill", "-KILL", process.name], check=False)

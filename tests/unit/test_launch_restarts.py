@@ -1,0 +1,85 @@
+"""When a run that has come down may start again, who is silent, and when time is short."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import heartbeat, restarts
+from launch.heartbeat import Heartbeat
+from launch.node import Node
+from train.deadline import MARGIN, Deadline
+from train.run import RunDir, append_line
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path, "it")
+    run.job.mkdir(parents=True)
+    return run
+
+
+def come_down(run: RunDir, cause: restarts.Cause, job: str = "7") -> bool:
+    """Whether the run may start again, and its note if so."""
+    if not restarts.allowed(run, job, cause):
+        return False
+    restarts.note(run, job, cause)
+    return True
+
+
+def test_crashes_without_a_new_checkpoint_end_a_run(run: RunDir) -> None:
+    assert [come_down(run, "crash") for _ in range(3)] == [True, True, False]
+    assert come_down(run, "crash", job="8"), "another job begins anew"
+    (run.checkpoints / "step-00000050").mkdir(parents=True)
+    assert [come_down(run, "crash") for _ in range(3)] == [True, True, False]
+
+
+def test_preemption_never_counts(run: RunDir) -> None:
+    assert come_down(run, "crash")
+    assert all(come_down(run, "preempted") for _ in range(5))
+    assert come_down(run, "time limit")
+    assert not come_down(run, "lost node")
+    assert come_down(run, "preempted")
+
+
+def test_a_host_that_is_blamed_twice_is_left_out(run: RunDir) -> None:
+    restarts.note(run, "7", "lost node", ["n1", "n2"])
+    attempt = {"attempt": 0, "job": "7", "hosts": ["n1", "n2"], "ranks": 2, "time": 1.0}
+    append_line(run.job / "attempts.jsonl", {**attempt, "event": "started"})
+    place = run.log(0, 1, 1).parent
+    place.mkdir(parents=True)
+    killed = {"time": 1.0, "host": "n2", "rank": 1, "exit_code": 137, "error": ""}
+    (place / "agent.failed.json").write_text(json.dumps(killed))
+    assert restarts.bad_hosts(run, "7") == ["n2"]
+
+
+def test_a_silent_node_is_missed_and_one_that_has_ended_is_not(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 0.01)
+    monkeypatch.setattr(heartbeat, "SILENCE", 0.2)
+    names = ("n1", "n2", "n3")
+    head, *others = (Heartbeat(run, Node(n, 3, names, "7", "7.0.0", None, 1)) for n in range(3))
+
+    def missed(*beating: Heartbeat) -> int | None:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            for other in beating:
+                other.beat()
+            if (found := head.beat()) is not None:
+                return found
+            time.sleep(0.01)
+        return None
+
+    assert missed(*others) is None
+    assert missed(others[0]) == 2
+    others[1].end()
+    assert missed(others[0]) is None
+
+
+def test_the_end_of_the_job_is_near_when_a_checkpoint_would_not_fit(tmp_path: Path) -> None:
+    assert not Deadline(tmp_path).is_near(1e9), "nobody has told of an end"
+    (tmp_path / "deadline.json").write_text(json.dumps({"end": time.time() + MARGIN + 60}))
+    assert not Deadline(tmp_path).is_near(20)
+    assert Deadline(tmp_path).is_near(40)
