@@ -1,51 +1,64 @@
 """Every strategy and composition trains the same model as one process, and resumes any other's.
 
-Runs are shared: each of CONTRACT is made once, held to one process, and its checkpoint at step 4 is
-what RESUMES start from.
+All runs of one number of ranks are done by one group of them (`train.matrix.run`), in one go.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
-from itertools import product
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ranks import FORKSERVER, TIMEOUT, Ranks, free_port
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train import data, models, parallel
+from train import data, losses, matrix, models, parallel
+from train.checkpoint import export
 from train.config import parse
 from train.data.order import validation_batches
-from train.losses import per_sample_loss
+from train.matrix import Job
+from train.parallel.schedules import SCHEDULES
+from train.parallel.strategy import Composed
 from train.run import RunDir, read_lines
 from train.world import World
 
 # Eight steps of 50 samples, the last of 24: with four ranks two of them have nothing but padding.
 # The norm of the gradient is above the clip at some steps and below at others.
-WORDS = [
-    "digits",
+DIGITS = (
+    *(word for word in matrix.WORDS if not word.startswith("train.steps")),
     "train.epochs=0.26",
-    "train.evaluate_every=null",
-    "optim.warmup_steps=0",
-    "optim.clip_norm=0.2",
-    "data.global_batch=50",
-    "data.micro_batch=13",
-    "checkpoint.every=4",
-    "log.every=1",
-]
+)
 STEPS, SAVED = 8, 4
 TOLERANCE = 1e-6  # relative, of losses and the evaluation: fp32 sums in another order
 NORM_TOLERANCE = 1e-5  # relative: late gradients follow from weights that differ by the next
-WEIGHTS_TOLERANCE = 1e-5  # absolute, after eight AdamW updates of up to 3e-3 each
+GRADIENT_TOLERANCE = 2e-6  # of each tensor, relative to its norm: the first step, before the clip
+WEIGHTS_TOLERANCE = 1e-5  # absolute, after AdamW updates of up to 3e-3 each
+# Four steps of 16 sequences of 64 bytes. Eight layers: two on each of four ranks.
+TEXT = (
+    *matrix.WORDS,
+    "train.steps=4",
+    "data.name=text",
+    "data.context=64",
+    "data.global_batch=16",
+    "data.micro_batch=4",
+    "model.name=gpt",
+    "model.hidden=32",
+    "model.layers=5",
+    "optim.lr=1e-3",
+)
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "parallel.md"
 
 
 class Setup(NamedTuple):
@@ -53,15 +66,21 @@ class Setup(NamedTuple):
 
     world_size: int
     words: tuple[str, ...]
-    node_size: int
+
+    @property
+    def schedule(self) -> str:
+        """Its pipeline schedule."""
+        return parse(self.words)[1].parallel.schedule_name
 
 
-def setup(world_size: int, *words: str, node_size: int | None = None) -> Setup:
-    return Setup(world_size, tuple(f"parallel.{word}" for word in words), node_size or world_size)
+def setup(world_size: int, *words: str) -> Setup:
+    return Setup(world_size, tuple(f"parallel.{word}" for word in words))
 
 
-CONTRACT = {
+ON_DIGITS = {
     "dp-1": setup(1, "strategy=dp"),
+    "zero3-1": setup(1, "strategy=zero3"),
+    "split-1": setup(1, "strategy=split"),
     "ddp-2": setup(2, "strategy=ddp", "static_graph=true"),
     "ddp-4": setup(4, "strategy=ddp", "bucket_mb=0.01"),
     "zero1-2": setup(2, "strategy=zero1"),
@@ -69,35 +88,60 @@ CONTRACT = {
     "zero1-2x2": setup(4, "strategy=zero1", "mesh=replicate=2,shard=2"),
     "zero2-2": setup(2, "strategy=zero2"),
     "zero2-4": setup(4, "strategy=zero2"),
-    "zero3-1": setup(1, "strategy=zero3"),
     "zero3-2": setup(2, "strategy=zero3"),
     "zero3-4": setup(4, "strategy=zero3"),
     "offload-2": setup(2, "strategy=zero3", "offload=true"),
-    "hsdp-4": setup(4, "strategy=hsdp", node_size=2),
+    "hsdp-4": setup(4, "strategy=hsdp"),
     "tensor-2": setup(2, "strategy=tensor"),
     "tensor-4": setup(4, "strategy=tensor"),
-    "shard×tensor-4": setup(4, "mesh=shard=2,tensor=2"),
     "replicate×tensor-4": setup(4, "mesh=tensor=2,replicate=rest"),
+    "split-2": setup(2, "strategy=split", "balance=time"),
+    "split-4": setup(4, "strategy=split"),
+    "split×replicate-4": setup(4, "strategy=split", "mesh=pipeline=2,replicate=2"),
     "pipeline-2": setup(2, "strategy=pipeline"),
-    "pipeline-4": setup(4, "strategy=pipeline", "schedule=gpipe"),
+    "pipeline-4": setup(4, "strategy=pipeline"),
+    "gpipe-4": setup(4, "strategy=pipeline", "schedule=gpipe"),
+    "interleaved-2": setup(2, "strategy=pipeline", "schedule=interleaved"),
+    "breadth-first-2": setup(2, "strategy=pipeline", "schedule=breadth-first"),
+    "zero-bubble-2": setup(2, "strategy=pipeline", "schedule=zero-bubble"),
+    "zbv-2": setup(2, "strategy=pipeline", "schedule=zbv"),
+    "dualpipev-2": setup(2, "strategy=pipeline", "schedule=dualpipev"),
     "pipeline×replicate-4": setup(4, "mesh=pipeline=2,replicate=2"),
     "pipeline×shard-4": setup(4, "mesh=pipeline=2,shard=2"),
-    "pipeline×tensor-4": setup(4, "mesh=pipeline=2,tensor=2"),
+    "zero-bubble×shard-4": setup(
+        4, "strategy=zero2", "mesh=pipeline=2,shard=2", "schedule=zero-bubble"
+    ),
 }
-TINY_GPT = (
-    "train.steps=4",
-    "data.name=text",
-    "data.context=64",
-    "model.name=gpt",
-    "model.hidden=32",
-    "model.layers=2",
-)
-WIDE = Setup(
-    2, ("model.hidden=1024", "parallel.bucket_mb=0.5", "optim.name=sgd", "optim.lr=0.05"), 2
-)
-ON_FOUR = ("ddp-4", "zero1-4", "zero3-4", "hsdp-4", "tensor-4", "pipeline-4")
-ON_TWO = ("ddp-2", "zero1-2", "zero3-2", "tensor-2", "pipeline-2")
-RESUMES = [*product(ON_FOUR, ON_TWO), *product(ON_TWO, ["hsdp-4"])]
+ON_TEXT = {
+    "zero2-2": setup(2, "strategy=zero2"),
+    "sequence-2": setup(2, "strategy=tensor", "sequence=true"),
+    "context-2": setup(2, "strategy=context"),
+    "context-4": setup(4, "strategy=context"),
+    "shard×tensor-4": setup(4, "mesh=shard=2,tensor=2"),
+    "shard×sequence-4": setup(4, "mesh=shard=2,tensor=2", "sequence=true"),
+    "replicate×context-4": setup(4, "mesh=replicate=2,context=2"),
+    "zero1×context-4": setup(4, "strategy=zero1", "mesh=shard=2,context=2"),
+    "shard×context-4": setup(4, "mesh=shard=2,context=2"),
+    "context×sequence-4": setup(4, "mesh=context=2,tensor=2", "sequence=true"),
+    "pipeline×context-4": setup(4, "mesh=pipeline=2,context=2"),
+    "pipeline×sequence-4": setup(4, "mesh=pipeline=2,tensor=2", "sequence=true"),
+    "interleaved-4": setup(4, "strategy=pipeline", "schedule=interleaved"),
+    "zbv-4": setup(4, "strategy=pipeline", "schedule=zbv"),
+    "pipeline×shard×tensor-8": setup(8, "mesh=pipeline=2,shard=2,tensor=2"),
+}
+AGAIN = "model.activation_checkpointing=blocks"
+for name in ("sequence-2", "context-2", "context×sequence-4"):
+    ON_TEXT[f"{name}-again"] = ON_TEXT[name]._replace(words=(*ON_TEXT[name].words, AGAIN))
+CONTRACT = {"digits": (DIGITS, ON_DIGITS), "text": (TEXT, ON_TEXT)}
+CELLS = [(model, name) for model, (_, setups) in CONTRACT.items() for name in setups]
+ALONE = setup(1, "strategy=single")
+WIDE = (*DIGITS, "model.hidden=1024", "parallel.bucket_mb=0.5", "optim.name=sgd", "optim.lr=0.05")
+COMPRESSIONS = {
+    "none": 0.0,
+    "fp16": 1e-5,  # relative, of losses: gradients of 11 bits
+    "bf16": 1e-4,  # of 8 bits
+    "powersgd": 2e-2,  # matrices of rank 2 in their place; what is lost comes a step later
+}
 
 
 class Result(NamedTuple):
@@ -107,137 +151,218 @@ class Result(NamedTuple):
     norms: list[float]
     evaluation: list[float]
     run_dir: RunDir
+    gradients: list[Path]
+
+    @classmethod
+    def read(cls, job: Job) -> Result:
+        lines = list(read_lines(job.run_dir.metrics))
+        [evaluated] = [line for line in read_lines(job.run_dir.events) if "accuracy" in line]
+        return cls(
+            [line["loss"] for line in lines],
+            [line["grad_norm"] for line in lines],
+            [evaluated["loss"], evaluated["accuracy"]],
+            job.run_dir,
+            sorted(job.root.glob("gradients-*.pt")),
+        )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = max(self.run_dir.checkpoints.iterdir())
+        model: dict[str, torch.Tensor] = export.read(newest)["model"]
+        return model
 
 
-def run(root: Path, chosen: Setup) -> Result:
-    """Train, or continue what lies in the root."""
-    words = [*WORDS, f"run.root={root}", "run.name=contract", *chosen.words]
-    ranks = Ranks(
-        chosen.world_size, words, root / "logs", {"LOCAL_WORLD_SIZE": str(chosen.node_size)}
-    )
-    codes = ranks.wait()
-    assert codes == [0] * chosen.world_size, f"exit codes {codes}\n{ranks.output()}"
-    run_dir = RunDir(root, "contract")
-    lines = list(read_lines(run_dir.metrics))
-    [evaluated] = [line for line in read_lines(run_dir.events) if line["event"] == "evaluated"]
-    return Result(
-        [line["loss"] for line in lines],
-        [line["grad_norm"] for line in lines],
-        [evaluated["loss"], evaluated["accuracy"]],
-        run_dir,
-    )
+Made = Callable[[str, str], Result]
 
 
-def weights(result: Result) -> dict[str, torch.Tensor]:
-    whole = result.run_dir.path / "weights.pt"
-    dcp_to_torch_save(max(result.run_dir.checkpoints.iterdir()), whole)
-    model: dict[str, torch.Tensor] = torch.load(whole)["model"]
-    return model
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The result of a setup of CONTRACT; the first demand makes all of as many ranks."""
+
+    @cache
+    def group(world_size: int) -> dict[tuple[str, str], Result]:
+        root = tmp_path_factory.mktemp(f"on-{world_size}")
+        jobs = {
+            (model, name): Job(root / f"{model}-{name}", [*words, *chosen.words])
+            for model, (words, setups) in CONTRACT.items()
+            for name, chosen in {"alone": ALONE, **setups}.items()
+            if chosen.world_size == world_size and _runs_here(chosen)
+        }
+        record = partial(_record_gradients, [job.root for job in jobs.values()])
+        matrix.run(list(jobs.values()), root / "logs", world_size, min(world_size, 2), record)
+        return {key: Result.read(job) for key, job in jobs.items()}
+
+    return lambda model, name: group({"alone": ALONE, **CONTRACT[model][1]}[name].world_size)[
+        model, name
+    ]
 
 
-def assert_equal(result: Result, expected: Result) -> None:
+def _runs_here(chosen: Setup) -> bool:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return version >= SCHEDULES[chosen.schedule].since
+
+
+def _record_gradients(roots: list[Path]) -> None:
+    """Let every rank write the whole gradients it has part in at the first clip of each run."""
+    clip, pending = Composed.clip, iter(roots)
+    seen: list[Composed] = []
+
+    def clip_and_record(strategy: Composed, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if strategy not in seen:
+            seen.append(strategy)
+            found: dict[str, Any] = {
+                name: weight.grad for name, weight in strategy.model.named_parameters()
+            }
+            for name, gradient in found.items():
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found[name] = whole.clone()
+            file = next(pending) / f"gradients-{strategy.world.rank}.pt"
+            file.parent.mkdir(exist_ok=True)
+            torch.save(found, file)
+        return clip(strategy, *args, **kwargs)
+
+    setattr(Composed, "clip", clip_and_record)  # noqa: B010
+
+
+@pytest.mark.parametrize(("model", "name"), CELLS)
+def test_strategy_equals_one_process(model: str, name: str, made: Made) -> None:
+    chosen = CONTRACT[model][1][name]
+    if not _runs_here(chosen):
+        pytest.skip(f"{chosen.schedule} needs torch {SCHEDULES[chosen.schedule].since}")
+    result, expected = made(model, name), made(model, "alone")
+    assert len(expected.losses) == (STEPS if model == "digits" else 4)
+    assert min(expected.norms) < 0.2 < max(expected.norms) or model == "text"
     assert result.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     assert result.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE)
     assert result.evaluation == pytest.approx(expected.evaluation, rel=TOLERANCE)
-    found, expected_weights = weights(result), weights(expected)
+    gradients = torch.load(expected.gradients[0])
+    assert len(result.gradients) == chosen.world_size
+    recorded = [torch.load(file) for file in result.gradients]
+    assert set().union(*recorded) == set(gradients)
+    for rank, found in enumerate(recorded):
+        for key, gradient in found.items():
+            error = (gradient - gradients[key]).norm() / gradients[key].norm()
+            assert error < GRADIENT_TOLERANCE, f"{key} on rank {rank}"
+    found, expected_weights = result.weights(), expected.weights()
     assert found.keys() == expected_weights.keys()
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected_weights[key], rtol=0, atol=WEIGHTS_TOLERANCE)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    result = run(tmp_path_factory.mktemp("alone"), setup(1, "strategy=single"))
-    assert len(result.losses) == STEPS
-    assert min(result.norms) < 0.2 < max(result.norms)
-    return result
+def test_any_strategy_resumes_any_other(tmp_path: Path) -> None:
+    """And the matrix in the docs is what the command prints, but for the noise of its numbers."""
+    cells = matrix.measure(tmp_path)
+    assert len(cells) == len(matrix.STRATEGIES) ** 2
+    assert max(cells.values()) <= matrix.TOLERANCE, matrix.table(cells)
+    number = re.compile(r"\d\.\de[+-]\d\d")
+    assert number.sub("#", matrix.table(cells)) in number.sub("#", DOCS.read_text())
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
-    """The run of this name in CONTRACT, made when it is first asked for."""
-    return cache(lambda name: run(tmp_path_factory.mktemp("made"), CONTRACT[name]))
-
-
-@pytest.fixture(scope="module")
-def gpt_alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run(tmp_path_factory.mktemp("gpt"), Setup(1, TINY_GPT, 1))
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run(tmp_path_factory.mktemp("wide"), WIDE)
-
-
-@pytest.mark.parametrize("name", CONTRACT)
-def test_strategy_equals_one_process(
-    name: str, alone: Result, made: Callable[[str], Result]
-) -> None:
-    assert_equal(made(name), alone)
-
-
-@pytest.mark.parametrize("name", ["zero2-2", "shard×tensor-4", "pipeline×tensor-4"])
-def test_transformer_equals_one_process(name: str, gpt_alone: Result, tmp_path: Path) -> None:
-    chosen = CONTRACT[name]
-    result = run(tmp_path, chosen._replace(words=(*TINY_GPT, *chosen.words)))
-    assert_equal(result, gpt_alone)
-
-
-@pytest.mark.parametrize(("source", "target"), RESUMES)
-def test_any_strategy_resumes_any_other(
-    source: str,
-    target: str,
-    alone: Result,
-    made: Callable[[str], Result],
-    tmp_path: Path,
-) -> None:
-    saved = made(source).run_dir.checkpoints / f"step-{SAVED:08d}"
-    shutil.copytree(saved, RunDir(tmp_path, "contract").checkpoints / saved.name)
-    result = run(tmp_path, CONTRACT[target])
-    assert result.losses == pytest.approx(alone.losses[SAVED:], rel=TOLERANCE)
-    assert result.evaluation == pytest.approx(alone.evaluation, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["zero1-4", "hsdp-4", "shard×tensor-4"])
-def test_the_same_mesh_resumes_to_the_last_bit(
-    name: str, made: Callable[[str], Result], tmp_path: Path
-) -> None:
+def test_the_same_mesh_resumes_to_the_last_bit(made: Made, tmp_path: Path) -> None:
     """What test_resume.py shows for ddp."""
-    whole = made(name)
-    saved = whole.run_dir.checkpoints / f"step-{SAVED:08d}"
-    shutil.copytree(saved, RunDir(tmp_path, "contract").checkpoints / saved.name)
-    result = run(tmp_path, CONTRACT[name])
-    assert result.losses == whole.losses[SAVED:]
-    assert result.evaluation == whole.evaluation
+    jobs = {}
+    for name in ("zero1-4", "hsdp-4", "pipeline-4"):
+        saved = made("digits", name).run_dir.checkpoints / f"step-{SAVED:08d}"
+        jobs[name] = Job(tmp_path / name, [*DIGITS, *ON_DIGITS[name].words])
+        shutil.copytree(saved, jobs[name].run_dir.checkpoints / saved.name)
+    matrix.run(list(jobs.values()), tmp_path / "logs", 4, 2)
+    for name, job in jobs.items():
+        whole, result = made("digits", name), Result.read(job)
+        assert result.losses == whole.losses[SAVED:], name
+        assert result.evaluation == whole.evaluation, name
+
+
+def test_compression_stays_close(tmp_path: Path) -> None:
+    """Several buckets, which PowerSGD must send in the same order on every rank."""
+    jobs = {
+        name: Job(tmp_path / name, [*WIDE, f"parallel.compression={name}"]) for name in COMPRESSIONS
+    }
+    matrix.run(list(jobs.values()), tmp_path / "logs", 2)
+    plain = Result.read(jobs.pop("none")).losses
+    for name, job in jobs.items():
+        found = Result.read(job).losses
+        assert found != plain, name
+        assert found == pytest.approx(plain, rel=COMPRESSIONS[name]), name
+
+
+def test_the_documented_model_equals_one_process(tmp_path: Path) -> None:
+    """The example of docs/parallel.md, whose plans it brings itself."""
+    [source] = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (tmp_path / "my_model.py").write_text(source)
+    jobs = {
+        strategy: Job(
+            tmp_path / strategy,
+            [*TEXT, "model.name=my_model:Net", "model.layers=2", f"parallel.strategy={strategy}"],
+        )
+        for strategy in ("single", "pipeline", "split", "tensor", "context")
+    }
+    importable = partial(_import_from, tmp_path)
+    alone = jobs.pop("single")
+    matrix.run([alone], tmp_path / "logs-1", 1, prepare=importable)
+    matrix.run(list(jobs.values()), tmp_path / "logs-2", 2, prepare=importable)
+    for strategy, job in jobs.items():
+        assert job.losses() == pytest.approx(alone.losses(), rel=TOLERANCE), strategy
+
+
+def _import_from(directory: Path) -> None:
+    sys.path.insert(0, str(directory))
+
+
+def test_a_strategy_is_one_file_and_one_line(made: Made, tmp_path: Path) -> None:
+    """The example of CONTRIBUTING.md, in a copy of the package."""
+    shutil.copytree(ROOT / "train", tmp_path / "train")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    file, line = blocks
+    (tmp_path / "train/parallel/by_hand.py").write_text(file)
+    mesh = tmp_path / "train/parallel/mesh.py"
+    mesh.write_text(mesh.read_text().replace("PRESETS = {\n", f"PRESETS = {{\n{line}"))
+    job = Job(tmp_path / "by-hand", [*DIGITS, "parallel.strategy=by-hand"])
+    words = [*job.words, f"run.root={job.root}", "run.name=run"]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "train", *words],
+            cwd=tmp_path,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], output
+    assert "Per step 8 all-reduces of gradients." in output[0]
+    expected = made("digits", "alone")
+    assert Result.read(job).losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("compression", "tolerance"),
+    ("words", "message"),
     [
-        ("fp16", 1e-5),  # relative: gradients of 11 bits
-        ("bf16", 1e-4),  # of 8 bits
-        ("powersgd", 2e-2),  # matrices of rank 2 in their place; what is lost comes a step later
+        (
+            ["parallel.mesh=replicate=2,shard=2"],
+            "parallel.mesh=replicate=2,shard=2 needs 4 ranks, but 2 were started; "
+            "the nearest mesh for 2 ranks is replicate=1,shard=2",
+        ),
+        (
+            ["parallel.strategy=pipeline", "parallel.schedule=interleaved", "model.name=mlp"],
+            "pipeline=2 with 2 stages on each rank makes 4 stages, which is more than the 2 layers "
+            "with weights of this model: choose at most pipeline=1",
+        ),
+        (
+            ["parallel.strategy=pipeline", "data.micro_batch=50"],
+            "50 samples in micro-batches of data.micro_batch=50 are 1, which "
+            "parallel.schedule=1f1b cannot run over 2 stages on 2 ranks: it needs at least 2; "
+            "choose data.micro_batch=49, or parallel.schedule=gpipe",
+        ),
     ],
 )
-def test_compression_stays_close(
-    compression: str, tolerance: float, wide: Result, tmp_path: Path
-) -> None:
-    """Several buckets, which PowerSGD must send in the same order on every rank."""
-    words = (*WIDE.words, f"parallel.compression={compression}")
-    result = run(tmp_path, WIDE._replace(words=words))
-    assert result.losses != wide.losses
-    assert result.losses == pytest.approx(wide.losses, rel=tolerance)
-
-
-def test_a_mesh_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
+def test_what_does_not_fit_starts_nothing(words: list[str], message: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    words = [*WORDS, f"run.root={root}", "parallel.mesh=replicate=2,shard=2"]
-    ranks = Ranks(2, words, tmp_path)
+    ranks = Ranks(2, [*DIGITS, f"run.root={root}", *words], tmp_path)
     assert ranks.wait() == [2, 2]
-    assert ranks.output() == (
-        "rollcall: error: parallel.mesh=replicate=2,shard=2 needs 4 ranks, but 2 were started; "
-        "the nearest mesh for 2 ranks is replicate=1,shard=2\n"
-    )
+    assert ranks.output().startswith(f"rollcall: error: {message}")
+    assert ranks.output().count("\n") == 1
     assert not root.exists()
 
 
@@ -283,8 +408,9 @@ def _count_collectives(rank: int, port: int, file: Path) -> None:
         config = parse([f"parallel.strategy={name}"])[1]
         source = data.load(config.data, world)
         batch = next(validation_batches(source, 4, world.rank, world.world_size))
-        strategy = parallel.build(config, world, per_sample_loss)
+        strategy = parallel.build(config, world, losses.per_sample_loss)
         strategy.place(models.build(config.model, source), batch)
+        strategy.settle(batch)
         counts[name] = []
         for micro_batches in ([batch], [batch] * 3):
             with Collectives() as collectives:

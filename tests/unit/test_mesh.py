@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import types
 import typing
 
 import pytest
@@ -53,13 +54,21 @@ def test_a_mesh_that_does_not_fit_is_refused(words: str, expected: str) -> None:
         (["strategy=zero1", "offload=true"], "choose one of them"),
         (["strategy=zero3", "compression=fp16"], "parallel.compression is an option of ddp"),
         (["strategy=pipeline", "bucket_mb=1"], "parallel.bucket_mb is an option of ddp"),
-        (["strategy=ddp", "schedule=gpipe"], "this run has none"),
+        (["strategy=ddp", "schedule=gpipe"], "parallel.schedule is an option of pipelines"),
+        (["strategy=pipeline", "stages_per_rank=3"], "an option of interleaved, breadth-first"),
+        (["strategy=pipeline", "schedule=zbv", "stages_per_rank=3"], "has two stages on each"),
+        (["mesh=pipeline=2,shard=2", "schedule=zero-bubble"], "choose parallel.strategy=zero2"),
+        (
+            ["strategy=pipeline", "schedule=zero-bubble model.activation_checkpointing=blocks"],
+            "computes apart: choose parallel.schedule=interleaved",
+        ),
+        (["strategy=zero3", "sequence=true"], "parallel.sequence is an option of cut layers"),
         (["strategy=tensor", "static_graph=true"], "parallel.static_graph is an option of ddp"),
     ],
 )
 def test_contradictions_are_refused(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        parse([f"parallel.{word}" for word in words])
+        parse(" ".join(f"parallel.{word}" for word in words).split())
     assert expected in str(refusal.value)
 
 
@@ -69,8 +78,164 @@ def test_every_strategy_of_the_schema_has_a_mesh() -> None:
 
 
 def test_stages_are_balanced() -> None:
-    from train.parallel.pipeline import balance
+    from train.parallel.layers import balance
 
     assert balance([1, 1, 1, 3], 2) == [0, 3, 4]
     assert balance([5, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
     assert balance([1, 2], 1) == [0, 2]
+
+
+def test_stages_lie_in_loops_or_forth_and_back() -> None:
+    from train.parallel.schedules import SCHEDULES, owners
+
+    assert owners(SCHEDULES["interleaved"], 2, 3) == [0, 1, 0, 1, 0, 1]
+    assert owners(SCHEDULES["zbv"], 3, 2) == [0, 1, 2, 2, 1, 0]
+
+
+def test_every_schedule_of_the_configuration_is_known() -> None:
+    from train.parallel.options import LOOPED, V_SHAPED
+    from train.parallel.schedules import SCHEDULES
+
+    annotation = Parallel.model_fields["schedule"].annotation
+    names = typing.get_args(typing.get_args(annotation)[0])
+    assert set(names) == set(SCHEDULES)
+    assert set(LOOPED) == {name for name, schedule in SCHEDULES.items() if schedule.looped}
+    assert set(V_SHAPED) == {name for name, schedule in SCHEDULES.items() if schedule.v_shaped}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "asked", "share", "ranks", "stages", "expected"),
+    [
+        ("1f1b", None, 50, 4, 4, 13),
+        ("1f1b", None, 9, 4, 4, 2),  # three would make three micro-batches
+        ("sequential", None, 50, 4, 4, 50),
+        ("dualpipev", None, 50, 2, 4, 16),
+        ("interleaved", 10, 50, 2, 4, "it needs a multiple of 2; choose data.micro_batch=9, or"),
+        ("1f1b", 30, 50, 2, 3, "needs at least 3; choose data.micro_batch=24, or parallel.sched"),
+        ("1f1b", None, 3, 4, 4, "it needs at least 4; choose parallel.schedule=gpipe"),
+    ],
+)
+def test_micro_batches(
+    schedule: str, asked: int | None, share: int, ranks: int, stages: int, expected: int | str
+) -> None:
+    from train.parallel.schedules import micro_batch
+
+    options = parse(["parallel.strategy=pipeline", f"parallel.schedule={schedule}"])[1].parallel
+    if isinstance(expected, int):
+        assert micro_batch(options, asked, share, ranks, stages) == expected
+        return
+    with pytest.raises(ConfigError) as refusal:
+        micro_batch(options, asked, share, ranks, stages)
+    assert expected in str(refusal.value)
+
+
+def test_layers_over_the_devices_of_one_process() -> None:
+    """With the CPU as each of three devices."""
+    import torch
+    from torch import nn
+
+    from train.data.source import Batch
+    from train.parallel.devices import Layers
+    from train.world import World
+
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    samples = torch.randn(4, 8)
+    expected = model(samples)
+    world = typing.cast("World", types.SimpleNamespace(device=torch.device("cpu"), is_main=True))
+    part = Layers(parse(["parallel.strategy=split"])[1], world, None)
+    assert part.devices == [torch.device("cpu")]
+    part.devices *= 3
+    part.check(model, Batch(samples, samples, torch.ones(4)))
+    part.apply(model)
+    assert torch.equal(model(samples), expected)
+    assert part.describe(model).startswith("Layers 0 on cpu, 1 to 2 on cpu, 3 to 4 on cpu;")
+
+
+def test_a_model_that_cannot_be_cut_is_refused() -> None:
+    from torch import nn
+
+    from train.parallel.layers import layers_of
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def pipeline_layers(self) -> dict[str, nn.Module]:
+            return {"first": self.first, "second": self.second}
+
+    model = Tied()
+    assert list(layers_of(model)) == ["first", "second"]
+    with pytest.raises(ConfigError, match="Linear cannot be cut into layers"):
+        layers_of(model.first)
+    model.second.weight = model.first.weight
+    with pytest.raises(ConfigError, match="layers first and second share weights"):
+        layers_of(model)
+    model.third = nn.Linear(4, 4)
+    model.second = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"no layer of pipeline_layers\(\) holds third.weight"):
+        layers_of(model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({"2": "columns"}, "the model has no such layer"),
+        ({"0": "halves"}, "a layer is cut into columns or rows"),
+        ({"1": "columns"}, "names 1, which is a LayerNorm"),
+        (
+            {"0": "columns"},
+            "has 9 columns, which do not divide by tensor=2; give it 8 or 10",
+        ),
+    ],
+)
+def test_a_tensor_plan_that_does_not_fit_is_refused(plan: dict[str, str], expected: str) -> None:
+    import torch
+    from torch import nn
+
+    from train.data.source import Batch
+    from train.parallel.tensor import Tensor
+
+    model = nn.Sequential(nn.Linear(4, 9), nn.LayerNorm(9))
+    model.tensor_plan = plan  # type: ignore[assignment]
+    mesh: typing.Any = types.SimpleNamespace(size=lambda: 2)
+    part = Tensor(mesh, parse(["parallel.strategy=tensor", "model.name=my:net"])[1], 1)
+    samples = torch.zeros(1, 4)
+    with pytest.raises(ConfigError) as refusal:
+        part.check(model, Batch(samples, samples, torch.ones(1)))
+    assert expected in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "degree", "tensor", "expected"),
+    [
+        (["model.name=mlp"], 2, 1, "no plan for model.name=mlp"),
+        ([], 3, 1, "sequences of 16 do not divide by context=3; choose data.context=15 or 18"),
+        ([], 8, 1, "attention with 4 heads does not divide by context=8; choose model.heads=8"),
+        ([], 4, 2, "by context=4 times tensor=2; choose model.heads=8"),
+        ([], 4, 1, ""),  # two heads of keys and values for four ranks: they are repeated
+    ],
+)
+def test_context_must_divide(words: list[str], degree: int, tensor: int, expected: str) -> None:
+    import torch
+
+    from train.data.source import Batch, Source
+    from train.models.gpt import gpt
+    from train.parallel.context import Context
+
+    config = parse(["parallel.strategy=context", "model.name=gpt", "model.hidden=32", *words])[1]
+    source: typing.Any = types.SimpleNamespace(shape=(16,), classes=5)
+    model = gpt(config.model, typing.cast("Source", source))
+    mesh: typing.Any = types.SimpleNamespace(
+        get_group=lambda: None, get_local_rank=lambda: 0, size=lambda: degree
+    )
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    part = Context(mesh, config, tensor)
+    if not expected:
+        part.check(model, Batch(tokens, tokens, torch.ones(2)))
+        with pytest.raises(ConfigError, match="a target for each position"):
+            part.check(model, Batch(tokens, tokens[:, 0], torch.ones(2)))
+        return
+    with pytest.raises(ConfigError) as refusal:
+        part.check(model, Batch(tokens, tokens, torch.ones(2)))
+    assert expected in str(refusal.value)

@@ -1,8 +1,9 @@
 """How the model is spread over the ranks: a mesh, and one small part for each of its dimensions.
 
-`strategy.py` applies them in the order pipeline, tensor, shard, replicate. A new name for a mesh
-is a line in `mesh.PRESETS`; a new dimension is a file with a `Part`, its name in `mesh.DIMENSIONS`
-and a line in `strategy.parts`. Importing this module pulls no torch: `train.config` checks meshes.
+`strategy.py` applies them in the order pipeline, tensor, context, shard, replicate. A new strategy
+is a file with a `Part` and a line in `mesh.PRESETS`; a new dimension also needs its name in
+`mesh.DIMENSIONS` and a line in `assembly.parts`. Importing this module pulls no torch:
+`train.config` checks meshes.
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ class Strategy(Protocol):
     Attributes:
         data_rank, data_ranks: which share of every batch is this rank's, and of how many. Ranks
             that hold parts of one replica have the same share.
+        stream: which stream of random numbers is this rank's.
     """
 
     data_rank: int
     data_ranks: int
+    stream: int
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank holds of the placed model, under its own names."""
+
+    @property
+    def shares(self) -> tuple[range, int]:
+        """This rank's shares of samples that are evaluated, and of how many."""
 
     def rows(self, batch: int) -> range:
         """This rank's rows in a global batch of this size, as many on every rank."""
@@ -41,6 +52,13 @@ class Strategy(Protocol):
         Args:
             model: the same on every rank.
             example: a few samples, as the model takes them.
+        """
+
+    def settle(self, example: Batch) -> None:
+        """After this the first step computes as any other does; not needed where none is done.
+
+        Args:
+            example: a few samples.
         """
 
     def describe(self) -> str:
@@ -63,8 +81,30 @@ class Strategy(Protocol):
     def forward(self, batch: Batch) -> torch.Tensor:
         """The model's outputs for this rank's rows, without gradients."""
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradient to at most this norm over the whole model; return its norm before."""
+    def clip(self, max_norm: float | None, divisor: torch.Tensor | None = None) -> torch.Tensor:
+        """Scale the gradient to at most this norm over the whole model; return its norm before.
+
+        Args:
+            max_norm: None only measures.
+            divisor: first divides the gradient, as fp16 needs it.
+        """
+
+    def rejoin(self) -> bool:
+        """Let the other ranks finish `forward_backward`, which raised an exception on this one.
+
+        Returns:
+            Whether it could; then the gradient is NaN on every rank.
+        """
+
+    def forget(self) -> None:
+        """Drop what a gradient that is not finite has left for the next step."""
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """All ranks, in groups that hold the same weights."""
+
+    def add(self, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of a small tensor for each share of every rank, the same on all."""
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Model and optimizer under global names, for saving or for loading into."""
@@ -79,6 +119,7 @@ def build(config: Config, world: World, loss: PerSampleLoss) -> Strategy:
     Raises:
         ConfigError: it cannot work at this world size, or with this model or batch.
     """
+    from train.parallel.exact import Exact
     from train.parallel.strategy import Composed
 
-    return Composed(config, world, loss)
+    return (Exact if config.exact else Composed)(config, world, loss)

@@ -23,11 +23,16 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 @torch.no_grad()
 def clip(
-    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    group: dist.ProcessGroup | None,
+    divisor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scale the gradients to at most this norm over all ranks; return the norm before, exact.
 
     Args:
+        max_norm: None only measures.
+        divisor: first divides the gradients, as fp16 needs it.
         group: the ranks that hold other layers, if there are any.
     """
     groups = by_mesh(parameter for parameter in parameters if parameter.grad is not None)
@@ -38,7 +43,13 @@ def clip(
         square = norm.square()
         dist.all_reduce(square, group=group)
         norm = square.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+    if divisor is not None:
+        norm = norm / divisor.to(norm.device)
+    if max_norm is None and divisor is None:
+        return norm
+    scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
+    if divisor is not None:
+        scale = scale / divisor.to(norm.device)
     for gradient in (gradient for group in gradients for gradient in group):
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
     return norm

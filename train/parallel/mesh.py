@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 # From the outermost to the innermost: neighbouring ranks, on one node as far as it reaches, share
 # the dimension that communicates most.
-DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
+DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 REST, NODE = "rest", "node"
 
 
@@ -24,22 +24,31 @@ class Preset(NamedTuple):
         mesh: the text of its mesh.
         stage: of ZeRO (https://arxiv.org/abs/1910.02054), what a shard dimension divides:
             1 optimizer state, 2 gradients too, 3 weights too.
+        schedule: of a pipeline, unless parallel.schedule says another.
+        part: `package.module:attribute` of what spreads the model over replicate and shard in place
+            of DDP or FSDP: a `Part`, made of (config, world, mesh).
+        alone: the same for the GPUs of a process that is the only one.
     """
 
     mesh: str
     stage: int = 3
+    schedule: str = "1f1b"
+    part: str = ""
+    alone: str = ""
 
 
 PRESETS = {
     "single": Preset(""),
-    "dp": Preset(""),
+    "dp": Preset("", alone="train.parallel.devices:Threads"),
     "ddp": Preset("replicate=rest"),
     "zero1": Preset("shard=rest", stage=1),
     "zero2": Preset("shard=rest", stage=2),
     "zero3": Preset("shard=rest"),
     "hsdp": Preset("replicate=rest,shard=node"),
     "tensor": Preset("tensor=rest"),
+    "context": Preset("context=rest"),
     "pipeline": Preset("pipeline=rest"),
+    "split": Preset("pipeline=rest", schedule="sequential", alone="train.parallel.devices:Layers"),
 }
 
 

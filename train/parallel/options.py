@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from train.schema import Parallel
 
 OF_REPLICAS = ("bucket_mb", "static_graph", "compression")
+V_SHAPED = ("zbv", "dualpipev")
+SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
+LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
 
 
 def check(parallel: Parallel) -> None:
@@ -34,22 +37,30 @@ def check(parallel: Parallel) -> None:
             "mesh with tensor or pipeline: choose zero2 or zero3"
         )
     in_shards = "shard" in names and parallel.stage > 1
-    if parallel.offload and not in_shards:
+    in_data = "replicate" in names or "shard" in names or "context" in names
+    looped = parallel.schedule_name in LOOPED
+    for keys, is_used, users, choice in (
+        (("offload",), in_shards, "zero2, zero3 and hsdp", "choose one of them"),
+        (OF_REPLICAS, in_data and not in_shards and not cut, "ddp and zero1", "choose one of them"),
+        (("schedule", "balance"), "pipeline" in names, "pipelines", "choose pipeline or split"),
+        (("stages_per_rank",), looped, ", ".join(LOOPED), "choose one as parallel.schedule"),
+        (("sequence",), "tensor" in names, "cut layers", "choose tensor or a mesh with it"),
+    ):
+        for key in keys:
+            is_set = getattr(parallel, key) != type(parallel).model_fields[key].default
+            if is_set and not is_used:
+                raise ValueError(
+                    f"parallel.{key} is an option of {users}, and this run has none of them: "
+                    f"{choice}, or leave it out"
+                )
+    if parallel.schedule_name in SPLIT_BACKWARD and "shard" in names and parallel.stage == 3:
         raise ValueError(
-            "parallel.offload=true moves the shards of zero2, zero3 and hsdp to the host, and "
-            "this run has none: choose one of them"
+            f"parallel.schedule={parallel.schedule_name} computes the gradients of weights later "
+            "than those of inputs, so weights must stay gathered in between: choose "
+            "parallel.strategy=zero2"
         )
-    in_data = "replicate" in names or "shard" in names
-    in_replicas = in_data and not in_shards and not cut
-    for name in OF_REPLICAS:
-        is_set = getattr(parallel, name) != type(parallel).model_fields[name].default
-        if is_set and not in_replicas:
-            raise ValueError(
-                f"parallel.{name} is an option of ddp and zero1, and this run uses neither: "
-                "choose one of them, or leave it out"
-            )
-    if parallel.schedule == "gpipe" and "pipeline" not in names:
+    if parallel.schedule_name in V_SHAPED and parallel.stages_per_rank != 2:
         raise ValueError(
-            "parallel.schedule=gpipe is an option of pipelines, and this run has none: choose "
-            "parallel.strategy=pipeline or a mesh with one, or leave it out"
+            f"parallel.schedule={parallel.schedule_name} has two stages on each rank, not "
+            f"parallel.stages_per_rank={parallel.stages_per_rank}: leave it out"
         )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from train.parallel.part import Part, local_bytes, size
 from train.schema import Parallel
@@ -31,24 +31,59 @@ class Replicate(Part):
         self._options = options
         self._device = device
         self._ddp: DistributedDataParallel
+        self._arrived: set[int] = set()  # weights whose gradients the last backward has left
+        self._sends = False
+        self._state: Any = None
 
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Wrap the model; all ranks of the world are replicas, so their group is the default."""
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """DDP around the model; all ranks of the world are replicas, so the group is the default.
+
+        Ranks that share the sequences of their samples are replicas too.
+        """
         self._ddp = DistributedDataParallel(
-            model,
+            module,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
             bucket_cap_mb=self._options.bucket_mb,
             static_graph=self._options.static_graph,
         )
         if self._options.compression != "none":
-            self._ddp.register_comm_hook(
-                *_hook(self._options, self._device, self._ddp.process_group)
-            )
+            self._state, hook = _hook(self._options, self._device, self._ddp.process_group)
+            self._ddp.register_comm_hook(self._state, hook)
+        for weight in module.parameters():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
         return self._ddp
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+    def _note(self, weight: torch.Tensor) -> None:
+        if self._sends:
+            self._arrived.add(id(weight))
+
+    def around(self, last: bool) -> AbstractContextManager[None]:
         """Only the last backward fills buckets and sends them."""
+        self._arrived.clear()
+        self._sends = last
         return nullcontext() if last else self._ddp.no_sync()
+
+    def rejoin(self, model: nn.Module) -> bool:
+        """Send what this rank has not yet sent of the step, as numbers that are none."""
+        if not self._arrived:  # no gradient of the last backward: DDP does not expect any yet
+            self._ddp.reducer.prepare_for_backward([])
+        self._ddp.require_forward_param_sync = True
+        missing = [
+            weight
+            for weight in model.parameters()
+            if weight.requires_grad and id(weight) not in self._arrived
+        ]
+        if not missing:
+            return False
+        torch.autograd.backward(missing, [torch.full_like(one, torch.nan) for one in missing])
+        return True
+
+    def forget(self) -> None:
+        """PowerSGD keeps what it has not sent yet."""
+        if isinstance(self._state, powerSGD_hook.PowerSGDState):
+            for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(self._state, memory).clear()
 
     def describe(self, model: nn.Module) -> str:
         """The all-reduce."""
@@ -57,24 +92,6 @@ class Replicate(Part):
         how = self._options.compression
         compressed = "" if how == "none" else f", compressed ({how})"
         return f"Per step one all-reduce of {size(local_bytes(model))} of gradients{compressed}."
-
-
-class Threads(Part):
-    """nn.DataParallel: one process, a thread and a replica for each of its GPUs."""
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Wrap the model."""
-        return DataParallel(model)
-
-    def describe(self, model: nn.Module) -> str:
-        """What the GPUs exchange, if there are any."""
-        count = torch.cuda.device_count()
-        if count < 2:
-            return f"nn.DataParallel found {count} GPUs, so it passes through to the plain model."
-        return (
-            f"nn.DataParallel copies {size(local_bytes(model))} of weights to {count} GPUs "
-            "for each micro-batch, and adds as many gradients on the first."
-        )
 
 
 def _hook(options: Parallel, device: torch.device, group: dist.ProcessGroup) -> tuple[Any, Any]:

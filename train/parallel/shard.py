@@ -32,25 +32,34 @@ class Shard(Part):
         self._policy = (
             CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         )
-        self._root: Any  # an FSDPModule, which fully_shard makes of the model in place
+        # What is called: FSDPModules, which fully_shard makes of modules in place.
+        self._roots: list[Any] = []
 
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Shard every unit, then what is left."""
-        for unit in [*units(model), model]:
-            fully_shard(
-                unit,
-                mesh=self._mesh,
-                reshard_after_forward=self._stage == 3,
-                offload_policy=self._policy,
-            )
-        self._root = model
-        return model
+    def apply(self, model: nn.Module) -> None:
+        """Shard every unit."""
+        for unit in units(model):
+            self._shard(unit)
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Shard what is left."""
+        self._shard(module)
+        self._roots.append(module)
+        return module
+
+    def _shard(self, module: nn.Module) -> None:
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=self._stage == 3,
+            offload_policy=self._policy,
+        )
+
+    def around(self, last: bool) -> AbstractContextManager[None]:
         """Gradients stay whole on each rank until the last backward scatters them."""
-        self._root.set_requires_gradient_sync(last)
-        if self._stage == 2:
-            self._root.set_reshard_after_backward(last)
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+            if self._stage == 2:
+                root.set_reshard_after_backward(last)
         return nullcontext()
 
     def describe(self, model: nn.Module) -> str:
@@ -81,6 +90,10 @@ class ShardOptimizer(Part):
             optimizer_class=make,  # type: ignore[arg-type]  # it is called like the class
             process_group=self._mesh.get_group(),
         )
+
+    def rejoin(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """No other rank waits in a forward or backward."""
+        return True
 
     def describe(self, model: nn.Module) -> str:
         """The broadcasts."""

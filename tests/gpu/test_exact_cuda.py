@@ -1,0 +1,31 @@
+"""Exact mode on a GPU: one hash for every time that a run is done, through a resume too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import train
+
+from train.run import RunDir, read_lines
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="torch sees no GPU; on a machine with one: ./env/run pytest tests/gpu",
+)
+
+
+@pytest.mark.parametrize("recipe", ["digits", "gpt"])
+def test_the_hash_is_the_same_again_and_after_a_resume(tmp_path: Path, recipe: str) -> None:
+    def weights(name: str, steps: int) -> str:
+        words = [recipe, "device=cuda", "exact=true", "model.dropout=0.1", f"train.steps={steps}"]
+        words += ["optim.schedule=constant", f"run.root={tmp_path}", f"run.name={name}"]
+        train(1, words, tmp_path / name)
+        events = read_lines(RunDir(tmp_path, name).events)
+        return [str(line["weights"]) for line in events if line["event"] == "finished"][-1]
+
+    whole = weights("whole", 20)
+    assert weights("again", 20) == whole
+    assert weights("parts", 10) != whole
+    assert weights("parts", 20) == whole

@@ -1,0 +1,122 @@
+"""`python -m train verify` finds a difference that was planted, and names it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+from train import difference, verify
+from train.data.source import Source
+from train.run import RunDir
+from train.schema import Model
+
+ROOT = Path(__file__).parents[2]
+HERE = f"{Path(__file__).parent}:{ROOT / 'tests'}"
+WORDS = ["exact=true", "log.fingerprints=true", "train.steps=6", "data.global_batch=16"]
+WORDS += ["model.name=test_verify:Planted", "train.evaluate_every=null"]
+
+
+class Planted(nn.Module):
+    """A perceptron that does something else in one step, where PLANTED says so.
+
+    Its value is the kind of difference; "ranks" plants one in the weights on two ranks.
+    """
+
+    def __init__(self, _: Model, source: Source) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(64, 16)
+        self.out = nn.Linear(16, source.classes)
+        self.kind = os.environ.get("PLANTED")
+        self.calls = 0
+        self.shards = 8 // int(os.environ["WORLD_SIZE"])  # on this rank
+        on_two_ranks = self.kind == "ranks" and self.shards == 4
+        if self.kind == "weights" or on_two_ranks:
+            self.register_full_backward_pre_hook(self._change)
+        if self.kind == "gradients":
+            self.out.weight.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: gradient * self._factor()
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        hidden = torch.relu(self.hidden(x.flatten(1)))
+        out: torch.Tensor = self.out(hidden)
+        return out * self._factor() if self.kind == "losses" else out
+
+    def _factor(self) -> float:
+        return 1.0 + 1e-4 * (self.calls == 4 * self.shards + 1)  # the first shard of step 5
+
+    def _change(self, *_: Any) -> None:
+        if self.calls > 4 * self.shards:
+            with torch.no_grad():
+                self.out.bias[0] += 1e-6
+
+
+def run(root: Path, name: str, planted: str, *words: str) -> RunDir:
+    place = [f"run.root={root}", f"run.name={name}"]
+    env = {"PYTHONPATH": HERE, "PLANTED": planted}
+    ranks = Ranks(1, ["digits", *WORDS, *words, *place], root / f"{name}.logs", env=env)
+    assert ranks.wait() == [0], ranks.output()
+    return RunDir(root, name)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return run(tmp_path_factory.mktemp("plain"), "plain", "")
+
+
+@pytest.mark.parametrize(
+    ("planted", "words", "found", "blame"),
+    [
+        ("losses", [], "step 5: first in the loss of virtual shard 0 of step 5 (1 of 8", "forward"),
+        ("gradients", [], "first in the gradient of out.weight in step 5 (1 of 4", "backward pass"),
+        ("weights", [], "first in the weights out.bias before step 5 (1 of 4", "clipping"),
+        ("", ["seed=1"], "first in the weights hidden.weight before step 1 (4 of 4", "initialized"),
+        ("", ["optim.lr=1e-2"], "before step 2", "learning rate"),
+    ],
+)
+def test_a_planted_difference_is_named(
+    tmp_path: Path, plain: RunDir, planted: str, words: list[str], found: str, blame: str
+) -> None:
+    other = run(tmp_path, "other", planted, *words)
+    first = difference.first(plain, other)
+    assert first and found in str(first) and blame in first.blame
+    told = [line for line in difference.circumstances(plain, other) if "source" not in line]
+    assert [line.partition(":")[0] for line in told] == [w.partition("=")[0] for w in words]
+    assert difference.first(plain, plain) is None
+    assert verify.main(["runs", str(plain.path), str(other.path)]) == 1
+
+
+def test_runs_that_are_there_are_compared(
+    tmp_path: Path, plain: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = run(tmp_path, "again", "")
+    assert verify.main(["runs", str(plain.path), str(again.path)]) == 0
+    assert capsys.readouterr().out.split()[-1] == "equal"
+    assert verify.main(["runs", str(plain.path), str(tmp_path)]) == 2
+    assert "has no hash of weights" in capsys.readouterr().err
+
+
+def test_the_command_names_a_difference_and_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "train", "verify", "equal", "--ranks", "1,2", *WORDS]
+    done = subprocess.run(
+        [*command, f"run.root={tmp_path}", "run.name=planted"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": HERE, "PLANTED": "ranks"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("uninterrupted ")]
+    assert [row[1:3] for row in rows[:2]] == [["1", "6"], ["2", "6"]]
+    assert rows[1][-2:] == ["NOT", "EQUAL"]
+    assert "step 5: first in the weights out.bias before step 5 (1 of 4 differ)" in done.stdout

@@ -1,0 +1,19 @@
+"""One hash for a set of weights."""
+
+from __future__ import annotations
+
+import torch
+
+from train import fingerprint
+
+
+def test_the_hash_depends_on_every_name_shape_type_and_bit_and_on_no_order() -> None:
+    a, b = torch.arange(6.0), torch.ones(2)
+    plain = fingerprint.of({"a": a, "b": b})
+    assert len(plain) == 64 and plain == fingerprint.of({"b": b, "a": a.clone()})
+    flipped = a.clone()
+    flipped.view(torch.int32)[3] ^= 1
+    others = [{"a": b, "b": a}, {"a": a.view(2, 3), "b": b}, {"a": a.int(), "b": b}, {"a": a}]
+    others += [{"a": flipped, "b": b}, {"a": a, "c": b}]
+    assert len({plain, *map(fingerprint.of, others)}) == 7
+    assert fingerprint.of({"a": a.view(2, 3).t()}) != fingerprint.of({"a": a.view(3, 2)})
