@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from train.data.order import Order, training_batches, validation_batches
+from train.data.permutation import Permutation
 from train.data.source import InMemory, Source
 
 
@@ -25,7 +28,7 @@ def test_each_sample_once_per_epoch_in_the_same_order_at_any_world_size(
     world_size: int, start: int
 ) -> None:
     order = Order(size=23, total=46, global_batch=7, seed=1)
-    alone = [order.samples(step, range(order.count(step))) for step in range(order.steps)]
+    alone = [order.samples(step, range(order.count(step)))[0] for step in range(order.steps)]
     assert Counter(itertools.chain(*alone)) == Counter(dict.fromkeys(range(23), 2))
     assert list(itertools.chain(*alone))[:23] != list(itertools.chain(*alone))[23:]
 
@@ -52,3 +55,35 @@ def test_validation_counts_each_sample_once(world_size: int, size: int) -> None:
             counts.update(batch.targets[batch.weights == 1].tolist())
     assert counts == Counter(range(size))
     assert len(lengths) == 1  # collectives inside the model would hang otherwise
+
+
+def test_permutation_of_any_size_that_differs_from_epoch_to_epoch() -> None:
+    for size in [*range(1, 70), 255, 256, 257, 1437, 65_537]:
+        places = np.arange(size)
+        first, second = (Permutation(size, 3, "order", epoch)(places) for epoch in (0, 1))
+        assert np.array_equal(np.sort(first), places)
+        assert size < 5 or not np.array_equal(first, second)
+        # a place is computed by itself, the same in any company
+        assert np.array_equal(Permutation(size, 3, "order", 0)(places[::3]), first[::3])
+
+
+def test_permutations_are_even() -> None:
+    # Chi-squared of (size - 1)² degrees of freedom, below its quantile of 1 - 1e-6.
+    for size, quantile in ((5, 58.3), (10, 156.4)):
+        counts = np.zeros((size, size))
+        for epoch in range(1000):
+            counts[np.arange(size), Permutation(size, epoch)(np.arange(size))] += 1
+        expected = 1000 / size
+        assert ((counts - expected) ** 2 / expected).sum() < quantile
+
+
+def test_a_trillion_samples_need_no_memory() -> None:
+    order = Order(size=10**12, total=10**13, global_batch=1000, seed=0)
+    tracemalloc.start()
+    samples, epochs = order.samples(10**9 - 1, range(1000))  # the end of the first epoch
+    following, _ = order.samples(10**9, range(1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    assert len({*samples}) == 1000 and min(samples) >= 0 and max(samples) < 10**12
+    assert {*epochs} == {0} and not {*samples} & {*following}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
 
+from train.data.loading import Loading
+from train.data.permutation import Permutation
+from train.data.reading import Pick
 from train.data.source import Batch, Source
-from train.randomness import derive
 
 
 class Order:
@@ -31,80 +32,70 @@ class Order:
         self.total = total
         self.global_batch = global_batch
         self.steps = math.ceil(self.total / global_batch)
-        self._seed = seed
-        self._epoch = -1
-        self._permutation: list[int] = []
+        self.seed = seed
 
     def count(self, step: int) -> int:
         """Samples of this step over all ranks."""
         return min(self.global_batch, self.total - step * self.global_batch)
 
-    def samples(self, step: int, rows: range) -> list[int]:
-        """The samples in these rows of the step's global batch, the last one repeated as padding.
+    def samples(self, step: int, rows: range) -> tuple[list[int], list[int]]:
+        """The samples in these rows of the step's global batch, and the epoch of each.
 
         Args:
             step: from 0.
-            rows: places in the global batch; those at or after `count(step)` are padding.
+            rows: places in the global batch; those at or after `count(step)` are padding, for
+                which the last sample is repeated.
         """
-        start, last = step * self.global_batch, self.count(step) - 1
-        return [self._sample(start + min(row, last)) for row in rows]
-
-    def _sample(self, position: int) -> int:
-        epoch, index = divmod(position, self.size)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derive(self._seed, "order", epoch))
-            self._permutation = torch.randperm(self.size, generator=generator).tolist()
-            self._epoch = epoch
-        return self._permutation[index]
+        places = step * self.global_batch + np.minimum(rows, self.count(step) - 1)
+        epochs, places = np.divmod(places, self.size)
+        samples = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            samples[here] = Permutation(self.size, self.seed, "order", int(epoch))(places[here])
+        return samples.tolist(), epochs.tolist()
 
 
-class _Steps(Sampler[list[int]]):
-    def __init__(self, order: Order, rows: range, steps: range) -> None:
-        self._order, self._rows, self._steps = order, rows, steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self._steps:
-            yield self._order.samples(step, self._rows)
-
-
-def training_batches(source: Source, order: Order, rows: range, steps: range) -> Iterator[Batch]:
+def training_batches(
+    source: Source, order: Order, rows: range, steps: range, loading: Loading | None = None
+) -> Iterator[Batch]:
     """This rank's rows of each step's global batch, padding weighted zero.
 
     Args:
         rows: this rank's places in the global batch, as many at every step.
         steps: from the first step to do to the end of the run.
+        loading: how they are read (default: in this process).
     """
-    loader = DataLoader(
-        source.train, batch_sampler=_Steps(order, rows, steps), collate_fn=_as_fetched
-    )
-    for step, batch in zip(steps, loader, strict=True):
-        yield batch._replace(weights=_weights(rows, order.count(step)))
+
+    def pick(step: int) -> Pick:
+        return Pick(*order.samples(step, rows), _weights(rows, order.count(step)))
+
+    loading = loading or Loading(seed=order.seed)
+    return loading.batches(source.train, "the training data", pick, steps)
 
 
-def validation_batches(source: Source, size: int, rank: int, world_size: int) -> Iterator[Batch]:
+def validation_batches(
+    source: Source, size: int, rank: int, world_size: int, loading: Loading | None = None
+) -> Iterator[Batch]:
     """This rank's share of the validation samples, every sample once over all ranks.
 
     Every rank gets equally many batches of equally many rows, some of them padding.
 
     Args:
         size: rows of one batch.
+        loading: how they are read (default: in this process).
     """
-    share = math.ceil(source.validation_size / world_size)
-    first = rank * share
-    batches = [
-        range(start, min(start + size, first + share))
-        for start in range(first, first + share, size)
-    ]
-    last = source.validation_size - 1
-    sampler = [[min(row, last) for row in rows] for rows in batches]
-    loader = DataLoader(source.validation, batch_sampler=sampler, collate_fn=_as_fetched)
-    for rows, batch in zip(batches, loader, strict=True):
-        yield batch._replace(weights=_weights(rows, source.validation_size))
+    count = source.validation_size
+    share = math.ceil(count / world_size)
+
+    def pick(number: int) -> Pick:
+        first = rank * share + number * size
+        rows = range(first, min(first + size, (rank + 1) * share))
+        samples = [min(row, count - 1) for row in rows]
+        return Pick(samples, [0] * len(rows), _weights(rows, count))
+
+    numbers = range(math.ceil(share / size))
+    return (loading or Loading()).batches(source.validation, "the validation data", pick, numbers)
 
 
 def _weights(rows: range, count: int) -> torch.Tensor:
     return (torch.tensor(rows) < count).float()
-
-
-def _as_fetched(batch: Any) -> Any:
-    return batch

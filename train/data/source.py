@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
@@ -31,20 +34,44 @@ class Batch(NamedTuple):
 class Source:
     """Training and validation samples of one data set.
 
+    The data sets are `Rows`, or any of torch's that have a (input, target) for each number. Those
+    may draw at random: every sample has seeds of its own. They may have a method `where(row)`,
+    which names the file of a sample for messages.
+
     Attributes:
         shape: of one sample's input, without the batch.
         classes: how many there are.
+        names: of the classes, if they have any.
+        read: makes samples of a user's files, for `python -m train predict`. The sources here need
+            none: see `readers.py`.
     """
 
-    train: Dataset[Batch]
-    validation: Dataset[Batch]
+    train: Dataset[Any]
+    validation: Dataset[Any]
     train_size: int
     validation_size: int
     shape: tuple[int, ...]
     classes: int
+    names: tuple[str, ...] = ()
+    read: Callable[[Sequence[Path]], Dataset[Any]] | None = None
 
 
-class InMemory(Dataset[Batch]):
+class Rows(Dataset[Batch]):
+    """Samples of which many are read at once; nothing is drawn at random."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    @abstractmethod
+    def __getitems__(self, rows: list[int]) -> Batch:
+        """These samples as one batch."""
+
+    def __getitem__(self, row: int) -> Batch:
+        return self.__getitems__([row])
+
+
+class InMemory(Rows):
     """Samples that lie in two tensors; rows are picked in one indexing, not one by one."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -54,10 +81,7 @@ class InMemory(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, row: int) -> Batch:
-        return self.__getitems__([row])
-
     def __getitems__(self, rows: list[int]) -> Batch:
-        """The rows as one batch; torch's DataLoader calls this for a whole batch."""
+        """The rows as one batch."""
         index = torch.tensor(rows)
         return Batch(self.inputs[index], self.targets[index], torch.ones(len(rows)))

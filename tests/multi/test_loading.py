@@ -1,0 +1,202 @@
+"""Workers change nothing but the speed: not the samples, not the stops, not the faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+from ranks import Ranks, train
+from sources import SIZE, Noisy
+
+from train.data.loading import Loading
+from train.data.order import Order, training_batches
+from train.data.reading import Fetched
+from train.data.source import Batch, Source
+from train.data.workers import in_order
+from train.run import RunDir, read_lines
+from train.schema import Data
+
+SOURCE = Source(Noisy(), Noisy(), SIZE, SIZE, (1, 8, 8), 10)
+ORDER = Order(SIZE, total=5 * SIZE, global_batch=16, seed=1)
+
+
+def batches(workers: int, rows: range = range(16), first: int = 0) -> list[Batch]:
+    loading = Loading(Data(workers=workers), seed=7)
+    steps = range(first, ORDER.steps)
+    return list(training_batches(SOURCE, ORDER, rows, steps, loading))
+
+
+def equal(some: list[Batch], others: list[Batch]) -> bool:
+    return len(some) == len(others) and all(
+        torch.equal(tensor, other)
+        for batch, same in zip(some, others, strict=True)
+        for tensor, other in zip(batch, same, strict=True)
+    )
+
+
+def test_samples_and_what_they_draw_do_not_depend_on_workers_ranks_or_restarts() -> None:
+    alone = batches(0)
+    assert not torch.equal(alone[0].inputs, alone[1].inputs)
+    assert equal(batches(1), alone)
+    assert equal(batches(2, first=5), alone[5:])
+    halves = zip(batches(0, range(8)), batches(2, range(8, 16)), strict=True)
+    assert equal([Batch(*map(torch.cat, zip(*pair, strict=True))) for pair in halves], alone)
+
+
+def test_killed_workers_are_named_and_replaced_and_signals_do_not_end_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    loading = Loading(Data(workers=2), seed=7, rank=3)
+    read: list[Batch] = []
+    killed: list[int] = []
+    for batch in training_batches(SOURCE, ORDER, range(16), range(ORDER.steps), loading):
+        workers = psutil.Process().children()
+        if len(read) in (2, 8):
+            for worker in workers:
+                worker.kill()
+                killed.append(worker.pid)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            workers[0].send_signal(number)
+        read.append(batch)
+    assert equal(read, batches(0))
+    error = capfd.readouterr().err
+    for pid in killed:
+        assert f"of rank 3 (pid {pid}) was killed by SIGKILL; started again" in error
+    assert error.count("started again") == 4
+    assert psutil.Process().children() == []
+
+
+def test_batches_of_any_size_come_through() -> None:
+    def fetch(number: int) -> Fetched:
+        rows = 1 + number * 1000
+        batch = Batch(torch.rand(rows, 3), torch.arange(rows), torch.ones(rows))
+        return Fetched(batch, [(number, "a problem")])
+
+    for number, (batch, problems) in enumerate(in_order(fetch, range(7), workers=2, ahead=2)):
+        assert batch.targets.tolist() == [*range(1 + number * 1000)]
+        assert problems == [(number, "a problem")]
+
+
+class Slow(Noisy):
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.002)
+        return super().__getitem__(row)
+
+
+def test_the_time_in_which_a_rank_waits_is_measured() -> None:
+    source = Source(Slow(), Slow(), SIZE, SIZE, (1, 8, 8), 10)
+    loading = Loading()
+    for _ in training_batches(source, ORDER, range(10), range(5), loading):
+        started = time.perf_counter()
+        time.sleep(0.2)
+        paused = time.perf_counter() - started
+    assert 0.1 <= loading.take_waited() < 5 * paused
+    assert loading.take_waited() == 0
+
+
+def test_a_sample_that_kills_its_workers_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+    words = ["digits", "data.name=sources:deadly", "data.global_batch=4", "model.hidden=8"]
+    words += [f"run.root={tmp_path}", "run.name=deadly", "data.workers=1", "train.epochs=1"]
+    ranks = Ranks(2, words, tmp_path / "logs")
+    assert ranks.wait() == [2, 2], ranks.output()
+    errors = [line for line in ranks.output().splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "was killed by SIGKILL, 3 times while it read batch" in errors[0]
+    assert "take fewer data.workers" in errors[0]
+    verdict = RunDir(tmp_path, "deadly").read_verdict()
+    assert verdict is not None and "data worker 0 of rank" in verdict.reason
+
+
+WORDS = [
+    "digits",
+    "data.name=sources:noisy",
+    "data.global_batch=7",
+    "log.every=1",
+    "model.hidden=8",
+]
+
+"""Batches of 7 end where epochs of 60 do in step 60 alone: a stop is in the middle of one."""
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir.metrics)]
+
+
+def test_signal_to_whole_process_groups_with_workers_saves_and_resumes_exactly(
+    tmp_path: Path,
+) -> None:
+    words = [*WORDS, f"run.root={tmp_path}", "train.steps=40", "checkpoint.every=null"]
+    train(4, [*words, "run.name=whole"], tmp_path / "logs")
+    run_dir = RunDir(tmp_path, "parts")
+    with_workers = [*words, "run.name=parts", "data.workers=1"]
+    ranks = Ranks(4, with_workers, tmp_path / "logs")
+    deadline = time.monotonic() + 60
+    while len(losses(run_dir)) < 8:
+        assert time.monotonic() < deadline, ranks.output()
+        time.sleep(0.01)
+    for process in ranks.processes:
+        assert process.pid is not None
+        assert len(psutil.Process(process.pid).children()) == 1
+        os.killpg(process.pid, signal.SIGTERM)
+    assert ranks.wait() == [os.EX_TEMPFAIL] * 4, ranks.output()
+    verdict = run_dir.read_verdict()
+    assert verdict is not None and (run_dir.checkpoints / f"step-{verdict.step:08d}").exists()
+    train(4, with_workers, tmp_path / "logs")
+    assert losses(run_dir) == losses(RunDir(tmp_path, "whole"))
+    assert all(0 <= line["data_wait"] <= 1 for line in read_lines(run_dir.metrics))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Two classes of twenty small images; sample 6 of the training data is cut off."""
+    for name, grey in (("dark", 40), ("light", 200)):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(20):
+            image = Image.new("RGB", (12, 10), (grey, grey + number, grey))
+            image.save(tmp_path / "pictures" / name / f"{number:02d}.png")
+    broken = tmp_path / "pictures" / "dark" / "07.png"
+    broken.with_suffix(".whole").write_bytes(broken.read_bytes())
+    broken.write_bytes(broken.read_bytes()[:40])
+    return tmp_path / "pictures"
+
+
+def test_unreadable_sample_is_named_once_and_the_run_goes_on_when_it_is_mended(
+    tmp_path: Path, pictures: Path
+) -> None:
+    words = ["digits", "data.name=folder", f"data.path={pictures}", "data.image=8"]
+    words += ["data.global_batch=4", "data.workers=1", "train.epochs=1", "log.every=1"]
+    words += [f"run.root={tmp_path}", "model.hidden=8", "checkpoint.every=1"]
+    ranks = Ranks(2, [*words, "run.name=strict"], tmp_path / "logs")
+    assert ranks.wait() == [2, 2], ranks.output()
+    errors = [line for line in ranks.output().splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "cannot read sample 6 of the training data" in errors[0]
+    assert f"({pictures}/dark/07.png)" in errors[0] and "data.skip_unreadable=N" in errors[0]
+    assert "Traceback" not in ranks.output()
+
+    output = train(2, [*words, "run.name=lenient", "data.skip_unreadable=1"], tmp_path / "logs")
+    assert "leaves out sample 6 of the training data" in output
+    run_dir = RunDir(tmp_path, "lenient")
+    assert [line.get("unreadable") for line in read_lines(run_dir.metrics)][-1] == 1
+
+    broken = pictures / "dark" / "07.png"
+    broken.with_suffix(".whole").rename(broken)
+    train(2, [*words, "run.name=strict"], tmp_path / "logs")
+    assert len(losses(RunDir(tmp_path, "strict"))) == 8
+
+    (pictures / "dark" / "00.png").write_bytes((pictures / "light" / "00.png").read_bytes())
+    ranks = Ranks(2, [*words, "run.name=strict", "train.epochs=2"], tmp_path / "logs")
+    assert ranks.wait() == [2, 2]
+    assert "has learned from other data: 1 of 16 samples" in ranks.output()
+    (pictures / "dark" / "00.png").unlink()
+    ranks = Ranks(2, [*words, "run.name=strict", "train.epochs=2"], tmp_path / "logs")
+    assert ranks.wait() == [2, 2]
+    assert (
+        "train was 32, is 32" not in ranks.output() and "validation was 8, is 7" in ranks.output()
+    )
