@@ -17,17 +17,27 @@ from typing import TYPE_CHECKING, NoReturn
 
 from train import config as schema
 from train.config import Config, ConfigError
-from train.run import RunDir, Verdict, default_name, write_atomic
+from train.run import FencedError, RunDir, Verdict, default_name, write_atomic
 
 if TYPE_CHECKING:
     from train.loop import Trainer
+    from train.losses import Objective
     from train.parallel import Strategy
     from train.run import State
     from train.stop import StopSignals
     from train.world import World
 
 EXIT_CODES = {"done": 0, "requeue": os.EX_TEMPFAIL, "stopped": os.EX_TEMPFAIL, "failed": 1}
-COMMANDS: dict[str, str] = {}
+COMMANDS = {
+    "checkpoint": "train.checkpoint.command",
+    "explain": "train.explain",
+    "generate": "train.generate",
+    "matrix": "train.matrix",
+    "plan": "train.plan",
+    "predict": "train.predict",
+    "replay": "train.replay",
+    "verify": "train.verify",
+}
 """Modules with a `main(words)`, by the first word of the command line."""
 USAGE = """\
 Usage: python -m train [recipe or file.yaml] [key=value ...]
@@ -66,6 +76,7 @@ def main(words: Sequence[str]) -> int:
 
 def _run(recipe: str, config: Config) -> int:
     # Only now torch: a mistake in the words is answered before it is imported.
+    from train.faults import FaultError
     from train.stop import StopSignals
     from train.world import World
 
@@ -75,37 +86,51 @@ def _run(recipe: str, config: Config) -> int:
         except ConfigError as error:
             return _refuse(error)
         try:
-            code = EXIT_CODES[_train(recipe, config, world, stop)]
-        except ConfigError as error:
+            code = EXIT_CODES[train(recipe, config, world, stop)]
+        except (ConfigError, FencedError) as error:
             code = _refuse(error, everywhere=True)
+        except FaultError as error:
+            _refuse(error, everywhere=True)
+            code = EXIT_CODES["failed"]
         world.leave()
         return code
 
 
-def _train(recipe: str, config: Config, world: World, stop: StopSignals) -> State:
-    from train import parallel
-    from train.losses import per_sample_loss
+def train(recipe: str, config: Config, world: World, stop: StopSignals) -> State:
+    """Train to the end or to a stop, in a world that is joined."""
+    from train import losses, memory, parallel, precision, trace, watchdog
 
     started = time.perf_counter()
-    strategy = parallel.build(config, world, per_sample_loss)
+    precision.prepare(config.precision, world.device)
+    scaler = precision.Scaler(world.device) if config.precision == "fp16" else None
+    objective = losses.Objective(losses.build(config.train.loss), scaler)
     name = world.broadcast_text(config.run.name or default_name(recipe))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     run_dir = RunDir(config.run.root, name)
+    config = memory.with_proposal(config, run_dir, world)
+    strategy = parallel.build(config, world, objective)
+    # First what can still be refused: a model that does not fit leaves nothing behind, and what an
+    # earlier attempt has left stays as it is.
+    trainer = _prepare(config, world, run_dir, strategy, objective, stop)
     _open(run_dir, config, world)
-    trainer: Trainer | None = None
     try:
-        trainer = _prepare(config, world, run_dir, strategy, stop)
+        if world.is_main:
+            print(f"rollcall: {strategy.describe()}", flush=True)
         trainer.resume()
-        state = trainer.run()
+        if config.log.fingerprints:
+            trace.start(trainer)
+        with watchdog.watch(trainer):
+            state = trainer.run()
+        weights = trace.conclude(trainer) if config.exact else ""
     except Exception as error:
         if world.is_main:
-            step = trainer.step if trainer else 0
+            step = trainer.step
             reason = f"{type(error).__name__}: {error}"
             run_dir.record("failed", step=step, reason=reason)
             run_dir.conclude(Verdict("failed", step, reason))
         raise
     if world.is_main:
-        _conclude(trainer, state, time.perf_counter() - started)
+        _conclude(trainer, state, weights, time.perf_counter() - started)
     return state
 
 
@@ -116,6 +141,7 @@ def _open(run_dir: RunDir, config: Config, world: World) -> None:
         try:
             run_dir.create()
             run_dir.forget_verdict()
+            run_dir.claim()
             write_atomic(run_dir.config, config.to_yaml())
             run_dir.record("started", world_size=world.world_size, launcher=world.place.launcher)
         except OSError as error:
@@ -130,10 +156,15 @@ def _open(run_dir: RunDir, config: Config, world: World) -> None:
 
 
 def _prepare(
-    config: Config, world: World, run_dir: RunDir, strategy: Strategy, stop: StopSignals
+    config: Config,
+    world: World,
+    run_dir: RunDir,
+    strategy: Strategy,
+    objective: Objective,
+    stop: StopSignals,
 ) -> Trainer:
     """Data, order, model, optimizer: the parts of a run, in the order they need."""
-    from train import data, models, optim
+    from train import crosscheck, data, models, optim, speed
     from train.data.order import Order, training_batches
     from train.loop import Trainer
     from train.randomness import set_seed
@@ -144,31 +175,51 @@ def _prepare(
     total = total or round(config.train.epochs * source.train_size)
     order = Order(source.train_size, total, batch, config.seed)
     set_seed(config.seed, "model")
-    model = models.build(config.model, source)
+    model = models.adapt(models.build(config.model, source), config, world.device)
+    crosscheck.check(world, config, model)
     # Two samples: a model with BatchNorm does not train on one.
     example = next(training_batches(source, order, range(2), range(order.steps)))
+    size = world.world_size
+    factors = speed.factors(model, example, source, config.precision, world.device, size)
     strategy.place(model, example)
-    if world.is_main:
-        print(f"rollcall: {strategy.describe()}", flush=True)
+    strategy.settle(example)
+    if config.train.compile:
+        models.compile_blocks(strategy.model)
+    is_cut = config.data.micro_batch is not None
+    warning = models.batchnorm.warning(strategy.model, strategy.data_ranks, is_cut)
+    if warning and world.is_main:
+        print(f"rollcall: warning: {warning}", file=sys.stderr, flush=True)
     optimizer = strategy.optimizer(partial(optim.build, config.optim))
-    return Trainer(config, world, run_dir, source, order, strategy, optimizer, stop)
+    trainer = Trainer(config, world, run_dir, source, order, strategy, optimizer, objective, stop)
+    trainer.speed_factors = factors
+    return trainer
 
 
-def _conclude(trainer: Trainer, state: State, seconds: float) -> None:
+def _conclude(trainer: Trainer, state: State, weights: str, seconds: float) -> None:
     """Write the verdict and show the summary."""
     run_dir = trainer.run_dir
     asked = trainer.stop.received
     reason = {
         "done": f"{trainer.order.steps} steps trained",
         "stopped": "a person asked to stop",
-        "requeue": f"asked to stop by {asked.name if asked else 'a signal on another rank'}",
+        "requeue": "the end of the job is near"
+        if trainer.deadline.has_come
+        else f"asked to stop by {asked.name if asked else 'a signal on another rank'}",
+        "failed": f"{trainer.order.steps} steps trained",
     }[state]
-    run_dir.record("finished", step=trainer.step, state=state)
+    if trainer.saver.problem:
+        reason += f"; {trainer.saver.problem}"
+    hashed = {"weights": weights} if weights else {}
+    run_dir.record("finished", step=trainer.step, state=state, **hashed)
     run_dir.conclude(Verdict(state, trainer.step, reason))
     rows = {"result": f"{state}: {reason}", "step": f"{trainer.step} of {trainer.order.steps}"}
     if trainer.result:
-        rows["validation accuracy"] = f"{trainer.result.accuracy:.2%}"
+        if trainer.result.accuracy is not None:
+            rows["validation accuracy"] = f"{trainer.result.accuracy:.2%}"
         rows["validation loss"] = f"{trainer.result.loss:.4f}"
+    if weights:
+        rows["weights"] = f"{weights[:16]} (sha256)"
+    rows |= trainer.saver.summary() | trainer.update.summary() | trainer.faults.summary()
     if trainer.metrics:
         rows["speed"] = f"{trainer.metrics.mean_rate:,.0f} samples/s"
         rows["time"] = f"{seconds:.1f} s"
@@ -178,7 +229,7 @@ def _conclude(trainer: Trainer, state: State, seconds: float) -> None:
         trainer.metrics.summary(rows)
 
 
-def _refuse(error: ConfigError, everywhere: bool = False) -> int:
+def _refuse(error: Exception, everywhere: bool = False) -> int:
     """Explain a refusal; one that every rank meets is told by rank 0 alone."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
     rank = next((os.environ[name] for name in names if name in os.environ), "0")

@@ -18,10 +18,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import ValidationError
 
-from train.parallel import options
+from train import combinations
+from train.parallel import options, virtual
 from train.schema import Config, ConfigError, Section
 
-__all__ = ["Config", "ConfigError", "describe", "parse", "recipes", "schema"]
+__all__ = ["Config", "ConfigError", "describe", "origins", "parse", "recipes", "schema"]
 
 RECIPES = Path(__file__).parent / "recipes"
 SHORT = reprlib.Repr()
@@ -44,6 +45,41 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
         ConfigError: unknown recipe, key or file, a value of the wrong type or out of range, or a
             combination that cannot work.
     """
+    source = _source(words)
+    values = _read(source)
+    for word in words:
+        if "=" in word:
+            _assign(values, word)
+    return Path(source).stem, _build(values, source)
+
+
+def origins(words: Sequence[str]) -> dict[str, str]:
+    """Where the value of each key comes from: the command line, the recipe's file, the default.
+
+    Args:
+        words: as `parse` takes them, without mistakes.
+    """
+    source = _source(words)
+    found = dict.fromkeys((name for name, *_ in describe()), "default")
+    found |= dict.fromkeys(_flat(_read(source)), str(_path(source)))
+    given: dict[str, Any] = {}
+    for word in words:
+        if "=" in word:
+            _assign(given, word)
+    return found | dict.fromkeys(_flat(given), "command line")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all keys that have values."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _source(words: Sequence[str]) -> str:
+    """The recipe or file among the words."""
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"there is no option {word}; keys are set as key=value, see --help")
@@ -53,12 +89,15 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
             f"'{sources[1]}' is neither a key=value pair nor a second recipe: one recipe or file "
             f"is expected ('{sources[0]}' is the first), then key=value pairs"
         )
-    source = sources[0] if sources else "digits"
-    values = _read(source)
-    for word in words:
-        if "=" in word:
-            _assign(values, word)
-    return Path(source).stem, _build(values, source)
+    return sources[0] if sources else "digits"
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith((".yaml", ".yml")) or "/" in source
+
+
+def _path(source: str) -> Path:
+    return Path(source) if _is_file(source) else RECIPES / f"{source}.yaml"
 
 
 def describe() -> Iterator[tuple[str, str, Any, str]]:
@@ -87,7 +126,7 @@ def _keys(section: type[Section], prefix: str) -> Iterator[tuple[str, str, Any, 
 def _type_name(annotation: Any) -> str:
     if typing.get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return " | ".join(_type_name(part) for part in typing.get_args(annotation))
     if annotation is types.NoneType:
         return "null"
@@ -95,12 +134,10 @@ def _type_name(annotation: Any) -> str:
 
 
 def _read(source: str) -> dict[str, Any]:
-    is_file = source.endswith((".yaml", ".yml")) or "/" in source
-    path = Path(source) if is_file else RECIPES / f"{source}.yaml"
     try:
-        values = yaml.load(path.read_text(), yaml.CSafeLoader)
+        values = yaml.load(_path(source).read_text(), yaml.CSafeLoader)
     except FileNotFoundError:
-        if is_file:
+        if _is_file(source):
             raise ConfigError(f"{source}: there is no such file") from None
         raise ConfigError(
             f"there is no recipe '{source}'{_nearest(source, recipes())}; the recipes are "
@@ -170,5 +207,7 @@ def _check_combinations(config: Config) -> None:
         )
     try:
         options.check(config.parallel)
+        virtual.check(config)
+        combinations.check(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -7,20 +7,29 @@ the network nor the GPU is waited for, and all ranks act on it after the same st
 
 from __future__ import annotations
 
-import time
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from train import optim
-from train.checkpoint import Checkpointer
+from train import alike, garbage, optim
+from train.checkpoint.saver import Saver
 from train.config import Config
+from train.data import identity
+from train.data.loading import Loading
 from train.data.order import Order, training_batches
-from train.data.source import Source
+from train.data.source import Batch, Source
+from train.deadline import Deadline
 from train.evaluate import Evaluation, evaluate
+from train.faults import FaultError, Faults
+from train.losses import Objective
 from train.metrics import Metrics, StepResult
+from train.outcome import Outcome
 from train.parallel import Strategy
 from train.run import RunDir, State
 from train.stop import Agreement, StopSignals
+from train.straggler import Stopwatch, Stragglers
 from train.update import Update, Updated
 from train.world import World
 
@@ -37,6 +46,7 @@ class Trainer:
         order: Order,
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
+        objective: Objective,
         stop: StopSignals,
     ) -> None:
         self.config = config
@@ -45,25 +55,40 @@ class Trainer:
         self.source = source
         self.order = order
         self.strategy = strategy
-        self.optimizer = optimizer
-        self.update = Update(config, world, order, strategy, optimizer)
+        self.objective = objective
+        self.update = Update(config, world, run_dir, order, strategy, optimizer, objective)
+        self.stopwatch = Stopwatch(strategy.model, world.device)
+        self.stragglers = Stragglers(world)
+        self.faults = Faults(config, world, run_dir, order, strategy, objective, self.update)
+        self.loading = Loading(config.data, config.seed, world.rank, world.device)
         self.stop = stop
-        self.checkpoints = Checkpointer(run_dir.checkpoints, world, config.checkpoint.keep)
+        self.deadline = Deadline(run_dir.job)
+        self.saver = Saver(config, world, run_dir, self.update.state)
         self.metrics: Metrics | None = None
+        self.speed_factors: dict[str, float] = {}
         self.step = 0
-        self.saved_at: int | None = None
+        self._pending: tuple[Agreement, Batch] | None = None
         self.result: Evaluation | None = None
+        self.identity: dict[str, Any] = {}
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        self.checkpoints.clean()
-        self.saved_at = self.checkpoints.newest()
-        if self.saved_at is not None:
-            state = self.strategy.state(self.optimizer)
-            self.checkpoints.load(self.saved_at, state)
-            self.strategy.load_state(self.optimizer, state)
-            self.step = self.saved_at
+        resumes = self.saver.checkpoints.newest() is not None
+        self.identity = identity.check(
+            self.world, self.run_dir, self.config.data.name, self.source, resumes
+        )
+        self.faults.resume()
+        if self._load() is not None:
             self._record("resumed", step=self.step)
+
+    def _load(self) -> int | None:
+        """Take the state of the newest checkpoint, and return its step."""
+        found = self.saver.resume()
+        if not found:
+            return None
+        self.step, state = found
+        self.update.load_state(state)
+        return self.step
 
     def run(self) -> State:
         """Train to the end, or until all ranks agree to stop; the state is saved either way.
@@ -72,18 +97,35 @@ class Trainer:
             done, requeue or stopped, the same on every rank.
         """
         if self.world.is_main:
-            self.metrics = Metrics(self.run_dir, self.config.log.every, self.step, self.order.steps)
+            every = self.config.log.every
+            self.metrics = Metrics(
+                self.run_dir, every, self.step, self.order.steps, self.speed_factors
+            )
             self.metrics.forget_after(self.step)
         try:
-            state = self._steps()
-            if self.saved_at != self.step:
-                self._save()
+            state = self._all_steps()
+            self.saver.finish(self.step, data=self.identity)
             if state == "done":
                 self._evaluate()
+            self.saver.close()
         finally:
             if self.metrics:
                 self.metrics.close()
-        return state
+        return "failed" if state == "done" and self.saver.problem else state
+
+    def _all_steps(self) -> State:
+        while True:
+            try:
+                with garbage.between_steps():
+                    return self._steps()
+            except FaultError:
+                if self.config.faults.then == "stop":
+                    raise
+            self.saver.close()
+            self._pending = None
+            self.faults.leave_out(self._load())
+            if self.metrics:
+                self.metrics.forget_after(self.step)
 
     def _steps(self) -> State:
         batches = training_batches(
@@ -91,78 +133,137 @@ class Trainer:
             self.order,
             self.strategy.rows(self.order.global_batch),
             range(self.step, self.order.steps),
+            self.loading,
         )
-        pending: Agreement | None = None
         first = self.step + 1
         for batch in batches:
-            updated = self.update(batch, self.step)
+            if self.step in self.faults.left_out:
+                self.step += 1
+                continue
+            garbage.collect(self.step)
+            self.update.gradient(batch, self.step)
+            # The GPU has this gradient to work on while the step before is settled.
+            state = self._settle()
+            updated = self.update.apply(batch, self.step)
             self.step += 1
             if self.step == first:
                 self._record("first_step", step=self.step, steps=self.order.steps)
-            state = self._settle(pending)
-            pending = self._propose(updated)
+            self._pending = self._propose(updated, self.step), batch
             if state != "done":
                 self._record("signalled", step=self.step, state=state)
-                self._settle(pending)
+                self._settle()
                 return state
             self._save_or_evaluate_if_due()
-        self._settle(pending)
+        self._settle()
         return "done"
 
-    def _propose(self, updated: Updated) -> Agreement:
-        loss, grad_norm = updated
-        norm = torch.zeros_like(loss) if grad_norm is None else grad_norm
-        # The norm is the same on every rank: a share of it from each adds up to it.
-        values = torch.stack([loss, norm.to(loss) / self.world.world_size])
-        return Agreement(self.step, values, [self.stop.by_person, self.stop.by_scheduler])
+    def _propose(self, updated: Updated, step: int) -> Agreement:
+        loss, grad_norm, skipped, fingerprint = updated
+        loading, world_size = self.loading, self.world.world_size
+        # What is the same on every rank: a share of it from each adds up to it.
+        shares = [grad_norm.to(loss) / world_size, skipped.to(loss) / world_size]
+        own = torch.zeros(2, world_size, device=loss.device)
+        own[0, self.world.rank] = fingerprint
+        own[1, self.world.rank] = self.stopwatch.take()
+        # Ranks that hold parts of one replica read the same samples.
+        unreadable = loading.unreadable * self.strategy.data_ranks / world_size
+        more = [loading.take_waited() / world_size, unreadable, self.update.exhausted]
+        ends = self.world.is_main and self.deadline.is_near(self.saver.seconds)
+        flags = [self.stop.by_person, self.stop.by_scheduler or ends, *self.saver.flags()]
+        values = torch.cat([own.flatten(), torch.stack([loss, *shares])])
+        return Agreement(step, values, [*more, *flags])
 
-    def _settle(self, pending: Agreement | None) -> State:
-        """Log the agreed step; returns done unless some rank was asked to stop."""
-        if pending is None:
+    def _settle(self) -> State:
+        """Act on what all ranks know of the step before; done unless some rank was to stop."""
+        if self._pending is None:
             return "done"
-        loss, norm, by_person, by_scheduler = pending.result()
-        if self.metrics:
-            samples = self.order.count(pending.step - 1)
-            clipped = self.config.optim.clip_norm is not None
-            self.metrics.step(
-                StepResult(pending.step, loss / samples, samples),
-                epoch=round(pending.step * self.order.global_batch / self.order.size, 3),
-                lr=optim.learning_rate(self.config.optim, pending.step - 1, self.order.steps),
-                **({"grad_norm": norm} if clipped else {}),
-            )
-        if by_person:
+        (agreement, batch), self._pending = self._pending, None
+        prints, sums = _split(agreement.result(), self.world.world_size)
+        times, sums = _split(sums, self.world.world_size)
+        numbers, saving = _split(sums, len(Outcome._fields))
+        outcome = Outcome(*numbers)
+        self.saver.settle(saving)
+        self.loading.refuse(self.world, outcome.unreadable)
+        if outcome.exhausted:
+            self._do_again(agreement.step, batch)
+            return self._settle()
+        if outcome.skipped:
+            self._repair(agreement.step, batch, outcome)
+        else:
+            self.faults.fine()
+            self.stragglers.step(times)
+            self._log(agreement.step, outcome)
+            name, _ = alike.piece(self.strategy.model, agreement.step - 1)
+            self.faults.compare(agreement.step, name, prints)
+        if outcome.by_person:
             return "stopped"
-        return "requeue" if by_scheduler else "done"
+        return "requeue" if outcome.by_scheduler else "done"
+
+    def _repair(self, step: int, batch: Batch, outcome: Outcome) -> None:
+        """After a step that changed nothing: the next gradient is made anew, without its traces."""
+        self.update.drop()
+        scaler = self.objective.scaler
+        if scaler and math.isfinite(outcome.loss) and scaler.scale >= 1:
+            # As it comes now and then: the scale is smaller now.
+            self._record("overflowed", step=step, scale=float(scaler.scale))
+            return
+        self.faults.skipped(step, batch, outcome)
+
+    def _do_again(self, step: int, batch: Batch) -> None:
+        """Repeat the step before, for which some rank had no memory, in smaller pieces."""
+        self.update.drop()
+        size = self.update.split(len(batch.weights))
+        self._record("out_of_memory", step=step, micro_batch=size)
+        if self.metrics:
+            self.metrics.say(f"step {step} did not fit into memory: again, {size} samples at once")
+        self._pending = self._propose(self.update(batch, step - 1), step), batch
+
+    def _log(self, step: int, outcome: Outcome) -> None:
+        if self.metrics:
+            samples = self.order.count(step - 1)
+            unreadable = round(outcome.unreadable)
+            self.metrics.step(
+                StepResult(step, outcome.loss / samples, samples, outcome.waited),
+                epoch=round(step * self.order.global_batch / self.order.size, 3),
+                lr=optim.learning_rate(self.config, step - 1, self.order.steps),
+                grad_norm=outcome.grad_norm,
+                **({"unreadable": unreadable} if unreadable else {}),
+                **self.stragglers.fields(),
+            )
+            self._tell_of_stragglers(step)
+
+    def _tell_of_stragglers(self, step: int) -> None:
+        slow = self.stragglers.news()
+        if slow and self.metrics:
+            self._record("straggler", step=step, **slow)
+            self.metrics.say("rank {rank} on {host} takes {times} times as long".format(**slow))
 
     def _save_or_evaluate_if_due(self) -> None:
-        every = self.config.checkpoint.every
-        if every and self.step % every == 0:
-            self._save()
         epochs = self.config.train.evaluate_every
         if epochs and self.step < self.order.steps:
             interval = max(1, round(epochs * self.order.size / self.order.global_batch))
             if self.step % interval == 0:
+                self._settle()
                 self._evaluate()
-
-    def _save(self) -> None:
-        started = time.perf_counter()
-        state = self.strategy.state(self.optimizer)
-        self.checkpoints.save(self.step, state, samples=self.step * self.order.global_batch)
-        self.saved_at = self.step
-        seconds = round(time.perf_counter() - started, 3)
-        self._record("checkpointed", step=self.step, seconds=seconds)
+        if self.saver.is_due(self.step):
+            self.run_dir.check_claim()
+            self._settle()  # only what all ranks know to be good is kept
+            if not self.faults.row:
+                self.saver.begin(self.step, data=self.identity)
 
     def _evaluate(self) -> None:
-        self.result = evaluate(self.strategy, self.source, self.world, self.order.global_batch)
-        self._record(
-            "evaluated", step=self.step, loss=self.result.loss, accuracy=self.result.accuracy
-        )
+        per_sample = self.objective.per_sample
+        with self.update.evaluated():
+            self.result = evaluate(self.strategy, self.source, self.world, self.config, per_sample)
+        self._record("evaluated", step=self.step, **self.result.figures())
+        self.saver.evaluated(self.step, self.result.figures())
         if self.metrics:
-            self.metrics.say(
-                f"step {self.step}/{self.order.steps}  validation loss {self.result.loss:.4f}  "
-                f"accuracy {self.result.accuracy:.2%}"
-            )
+            self.metrics.say(f"step {self.step}/{self.order.steps}  validation {self.result}")
 
     def _record(self, event: str, **fields: object) -> None:
         if self.world.is_main:
             self.run_dir.record(event, **fields)
+
+
+def _split(numbers: Sequence[float], place: int) -> tuple[list[float], list[float]]:
+    return list(numbers[:place]), list(numbers[place:])

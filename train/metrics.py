@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,23 +27,39 @@ class StepResult:
         step: updates done, this one included.
         loss: mean over the samples of the step.
         samples: how many those were.
+        waited: seconds for data, as a mean over the ranks.
     """
 
     step: int
     loss: float
     samples: int
+    waited: float = 0.0
 
 
 class Metrics:
     """Writes metrics.jsonl and shows the progress of the run."""
 
-    def __init__(self, run_dir: RunDir, every: int, first_step: int, last_step: int) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        every: int,
+        first_step: int,
+        last_step: int,
+        factors: Mapping[str, float] | None = None,
+    ) -> None:
+        """Begin to count.
+
+        Args:
+            factors: by what to multiply samples per second for further figures.
+        """
+        self._factors = factors or {}
         self._run_dir = run_dir
         self._every = every
         self._first, self._last = first_step, last_step
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._window_start = time.perf_counter()
         self._window_samples = 0
+        self._window_waited = 0.0
         self._rate = 0.0
         self._samples = 0
         self._start = self._window_start
@@ -65,19 +82,24 @@ class Metrics:
         """
         self._samples += result.samples
         self._window_samples += result.samples
+        self._window_waited += result.waited
         if self._bar is not None:
             self._bar.update(self._task, completed=result.step, loss=result.loss, rate=self._rate)
         if result.step % self._every and result.step not in (self._first + 1, self._last):
             return
         now = time.perf_counter()
-        self._rate = self._window_samples / (now - self._window_start)
-        self._window_start, self._window_samples = now, 0
+        seconds = now - self._window_start
+        self._rate = self._window_samples / seconds
+        waited = self._window_waited / seconds
+        self._window_start, self._window_samples, self._window_waited = now, 0, 0.0
         append_line(
             self._run_dir.metrics,
             {
                 "step": result.step,
                 "loss": result.loss,
                 "samples_per_second": round(self._rate, 1),
+                **{name: round(self._rate * by, 4) for name, by in self._factors.items()},
+                "data_wait": round(waited, 4),
                 "time": time.time(),
                 **fields,
             },

@@ -6,6 +6,7 @@ Line files (metrics.jsonl, events.jsonl) only grow; a line cut by a crash is lef
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -32,12 +33,17 @@ class Verdict:
     reason: str
 
 
+class FencedError(OSError):
+    """Another attempt of the run has begun: this one may write no checkpoint and no verdict."""
+
+
 class RunDir:
     """The directory of one run and the places in it."""
 
     def __init__(self, root: str | Path, name: str) -> None:
         self.name = name
         self.path = Path(root).absolute() / name
+        self._claim = ""
 
     @property
     def config(self) -> Path:
@@ -93,13 +99,33 @@ class RunDir:
             reason = "it belongs to another user, or everybody may write there"
             raise PermissionError(errno.EPERM, reason, str(self.path))
 
+    def claim(self) -> None:
+        """Make this attempt the one that may write, in place of one that may still be alive.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        self._claim = os.urandom(8).hex()
+        write_atomic(self.path / "claim", self._claim + "\n")
+
+    def check_claim(self) -> None:
+        """Ask whether this attempt is still the one that may write.
+
+        Raises:
+            FencedError: another one has claimed the run since.
+        """
+        if self._claim and (self.path / "claim").read_text().strip() != self._claim:
+            raise FencedError(f"another attempt of run {self.name} has begun: this one ends")
+
     def record(self, event: str, **fields: Any) -> None:
         """Append one event with the time of day, in seconds since 1970."""
         append_line(self.events, {"time": time.time(), "event": event, **fields})
 
     def conclude(self, verdict: Verdict) -> None:
-        """Write the verdict of this attempt."""
-        write_atomic(self.verdict, json.dumps(asdict(verdict)) + "\n")
+        """Write the verdict of this attempt, unless it is fenced off."""
+        with contextlib.suppress(FencedError):
+            self.check_claim()
+            write_atomic(self.verdict, json.dumps(asdict(verdict)) + "\n")
 
     def read_verdict(self) -> Verdict | None:
         """The verdict of the newest attempt that came to one."""

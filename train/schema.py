@@ -5,26 +5,21 @@
 
 from __future__ import annotations
 
-import os
-from typing import Literal
-
-# Scanning every installed package for pydantic plugins costs a sixth of the start of a command.
-os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+from typing import TYPE_CHECKING, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
 
 from train.parallel.mesh import PRESETS, fit
+from train.sections import ConfigError as ConfigError
+from train.sections import Faults, Field, Train
+from train.sections import Model as Model
+from train.sections import Optim as Optim
+from train.sections import Section as Section
 
-
-class ConfigError(ValueError):
-    """A user's request that cannot be met; the message says what was expected and what to do."""
-
-
-class Section(BaseModel):
-    """A group of keys: unknown ones are refused, values do not change once they are checked."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+if TYPE_CHECKING:
+    Strategy = str
+else:
+    Strategy = Literal[tuple(PRESETS)]
 
 
 class Run(Section):
@@ -42,13 +37,34 @@ class Run(Section):
 class Data(Section):
     """What the model learns from."""
 
-    name: str = Field(default="digits", description="digits, mnist, text, package.module:attribute")
+    name: str = Field(
+        default="digits",
+        description="digits, mnist, fashionmnist, cifar10, cifar100, folder, text, tokens, "
+        "synthetic_images, synthetic_tokens, or package.module:attribute (docs/data.md)",
+    )
     root: str = Field(
         default="datasets",
         min_length=1,
         description="directory of downloaded data, shared by the ranks",
     )
-    context: int = Field(default=128, ge=1, description="bytes of a sample of text")
+    path: str | None = Field(
+        default=None,
+        description="folder: directory of class directories; tokens: of train.bin and val.bin; "
+        "text: files, directories or patterns, with commas between them",
+    )
+    context: int = Field(default=128, ge=1, description="bytes or tokens of a sample")
+    classes: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens: size of the vocabulary (default: by reading the files once); "
+        "synthetic: how many classes or tokens",
+    )
+    image: int = Field(default=224, ge=1, description="folder, synthetic_images: pixels of an edge")
+    samples: int = Field(default=10_000, ge=1, description="synthetic: training samples")
+    augment: bool = Field(
+        default=False,
+        description="cifar10, cifar100, folder: train on randomly cut and mirrored images",
+    )
     global_batch: int = Field(default=64, ge=1, description="samples per step, over all ranks")
     micro_batch: int | None = Field(
         default=None,
@@ -56,56 +72,58 @@ class Data(Section):
         description="samples per forward and backward on one rank; gradients accumulate over as "
         "many as the rank's share needs (default: the whole share at once)",
     )
-
-
-class Model(Section):
-    """What is trained."""
-
-    name: str = Field(default="cnn", description="cnn, mlp, gpt, or package.module:attribute")
-    hidden: int = Field(default=128, ge=1, description="width of the hidden layer; of gpt's blocks")
-    layers: int = Field(default=4, ge=1, description="blocks of gpt")
-    heads: int = Field(default=4, ge=1, description="heads of gpt's attention")
-    kv_heads: int = Field(default=2, ge=1, description="heads of keys and values that they share")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="probability of dropping a hidden unit"
+    workers: int = Field(
+        default=0, ge=0, description="processes of each rank that read ahead; 0 reads in the rank"
     )
-
-
-class Optim(Section):
-    """How a step changes the weights."""
-
-    name: Literal["sgd", "adam", "adamw"] = Field(default="adamw", description="the optimizer")
-    lr: float = Field(default=1e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(default=0.0, ge=0, description="weight decay (for adamw decoupled)")
-    momentum: float = Field(
-        default=0.9, ge=0, lt=1, description="momentum of sgd; the others ignore it"
-    )
-    schedule: Literal["constant", "cosine"] = Field(
-        default="constant",
-        description="learning rate after the warm-up; cosine falls to zero at the end",
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up from zero")
-    clip_norm: float | None = Field(
-        default=None, gt=0, description="largest norm of the whole gradient (default: no clipping)"
+    prefetch: int = Field(default=2, ge=1, description="batches that each worker reads ahead")
+    skip_unreadable: int = Field(
+        default=0, ge=0, description="samples of an epoch that may be unreadable and are left out"
     )
 
 
 class Parallel(Section):
     """How the model is spread over the ranks."""
 
-    strategy: Literal[
-        "single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "pipeline"
-    ] = Field(
+    strategy: Strategy = Field(
         default="ddp",
         description="single: one rank; dp: the GPUs of one process; ddp: replicas; zero1, zero2, "
         "zero3: optimizer state, gradients, weights in shards; hsdp: shards inside a node, "
-        "replicas between nodes; tensor: cut layers; pipeline: stages of layers",
+        "replicas between nodes; tensor: cut layers; context: cut sequences; pipeline: stages of "
+        "layers; split: layers over ranks, or over the GPUs of one process, one after the other",
     )
     mesh: str | None = Field(
         default=None,
         description="degrees in place of the strategy's: shard=rest,tensor=2 (docs/parallel.md)",
     )
-    schedule: Literal["1f1b", "gpipe"] = Field(default="1f1b", description="of pipeline stages")
+    schedule: (
+        Literal[
+            "1f1b",
+            "gpipe",
+            "interleaved",
+            "breadth-first",
+            "zero-bubble",
+            "zbv",
+            "dualpipev",
+            "sequential",
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="of pipeline stages; sequential is a micro-batch after the other (default: "
+        "1f1b, with split sequential)",
+    )
+    stages_per_rank: int = Field(
+        default=2, ge=2, description="of the schedules from interleaved to dualpipev"
+    )
+    balance: Literal["flops", "time"] = Field(
+        default="flops",
+        description="the cost of layers by which stages are made equal: counted, or measured",
+    )
+    sequence: bool = Field(
+        default=False,
+        description="tensor: norms and what else lies between cut layers is computed in pieces of "
+        "the sequences",
+    )
     offload: bool = Field(default=False, description="shards lie in host memory, not on the GPU")
     bucket_mb: float | None = Field(
         default=None, gt=0, description="MiB of gradients that ddp sends at once (default: torch's)"
@@ -119,6 +137,11 @@ class Parallel(Section):
     def mesh_text(self) -> str:
         """The mesh as text: the user's, or the strategy's own."""
         return PRESETS[self.strategy].mesh if self.mesh is None else self.mesh
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule of pipeline stages: the user's, or the strategy's own."""
+        return self.schedule or PRESETS[self.strategy].schedule
 
     @property
     def stage(self) -> int:
@@ -142,33 +165,44 @@ class Parallel(Section):
             raise ConfigError(f"parallel.{key} {error}") from None
 
 
-class Train(Section):
-    """How long to train."""
-
-    epochs: float = Field(default=10, gt=0, description="passes over the training data")
-    steps: int | None = Field(
-        default=None, ge=1, description="stop after this many steps instead (default: by epochs)"
-    )
-    evaluate_every: float | None = Field(
-        default=None, gt=0, description="epochs between evaluations (default: only at the end)"
-    )
-
-
 class Checkpoint(Section):
     """When the state of the run is saved."""
 
     every: int | None = Field(
         default=100,
         ge=1,
-        description="steps between checkpoints; null saves only at the end and on a stop",
+        description="steps between checkpoints; null saves by the clock, at the end and on a stop",
+    )
+    minutes: float | None = Field(
+        default=None, gt=0, description="minutes between checkpoints, beside those by steps"
+    )
+    auto: bool = Field(
+        default=False,
+        description="time between checkpoints that loses least: it follows from what a save costs "
+        "and how often this run fails (Young, Daly)",
+    )
+    failure_hours: float = Field(
+        default=24, gt=0, description="mean hours between failures, as auto assumes at first"
     )
     keep: int = Field(default=2, ge=1, description="how many of the newest checkpoints stay")
+    forever: int | None = Field(
+        default=None, ge=1, description="checkpoints of the multiples of this step stay, too"
+    )
+    best: Literal["loss", "accuracy"] | None = Field(
+        default=None,
+        description="validation metric whose best checkpoint stays, too; it is saved when it is "
+        "evaluated (train.evaluate_every)",
+    )
 
 
 class Log(Section):
     """What is reported, and how often."""
 
     every: int = Field(default=10, ge=1, description="steps between lines of metrics.jsonl")
+    fingerprints: bool = Field(
+        default=False,
+        description="write a hash of every tensor of every step to fingerprints.jsonl; needs exact",
+    )
 
 
 class Config(Section):
@@ -178,8 +212,18 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto takes the GPUs where there are any"
     )
-    precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="number format of forward and backward; the weights stay fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = Field(
+        default="fp32",
+        description="number format of forward and backward; the weights stay fp32 "
+        "(docs/training.md)",
+    )
+    exact: bool = Field(
+        default=False,
+        description="the weights are the same to the last bit on any number of ranks that divides "
+        "exact_shards (docs/exact.md)",
+    )
+    exact_shards: Literal[2, 4, 8, 16, 32, 64, 128, 256] = Field(
+        default=8, description="pieces of the global batch in exact mode; part of the result"
     )
     run: Run = Run()
     data: Data = Data()
@@ -187,6 +231,7 @@ class Config(Section):
     optim: Optim = Optim()
     parallel: Parallel = Parallel()
     train: Train = Train()
+    faults: Faults = Faults()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
 

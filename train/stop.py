@@ -65,18 +65,18 @@ class Agreement:
         step: updates done.
     """
 
-    def __init__(self, step: int, values: torch.Tensor, flags: Sequence[bool]) -> None:
+    def __init__(self, step: int, values: torch.Tensor, more: Sequence[float]) -> None:
         """Start to sum, without waiting for the network or the GPU.
 
         Args:
             step: updates done.
             values: (n,) fp32, on the device of the rank.
-            flags: what this rank wishes; the sum is how many ranks wish it.
+            more: numbers of the host, such as one or zero for what this rank wishes.
         """
         self.step = step
         on_gpu = values.is_cuda
-        wishes = torch.tensor(flags, dtype=values.dtype, pin_memory=on_gpu)
-        self._sums = torch.cat([values, wishes.to(values.device, non_blocking=True)])
+        host_values = torch.tensor(more, dtype=values.dtype, pin_memory=on_gpu)
+        self._sums = torch.cat([values, host_values.to(values.device, non_blocking=True)])
         self._work = dist.all_reduce(self._sums, async_op=True)
         self._copied: torch.cuda.Event | None = None
         if on_gpu:
@@ -87,7 +87,7 @@ class Agreement:
             self._copied.record()
 
     def result(self) -> list[float]:
-        """The sums of the values and of the flags; waits until they are here."""
+        """The sums of both; waits until they are here."""
         if self._copied is None:
             self._work.wait()
         else:

@@ -208,10 +208,17 @@ class World:
         Raises:
             ConfigError: the problem of the first rank that met one.
         """
+        first = self.first_problem(problem)
+        if first:
+            raise ConfigError(first)
+
+    def first_problem(self, problem: str) -> str:
+        """The problem of the first rank that met one, on every rank; nothing if none did."""
         first = torch.tensor([self.rank if problem else self.world_size])
         dist.all_reduce(first, dist.ReduceOp.MIN)
-        if first.item() < self.world_size:
-            raise ConfigError(self.broadcast_text(problem, int(first)))
+        if first.item() == self.world_size:
+            return ""
+        return self.broadcast_text(problem, int(first))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import train
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from train.checkpoint import export
 from train.run import RunDir, read_lines
 
 # 1,437 training samples in batches of 50: the last batch of the run is short, and neither it nor
@@ -31,8 +31,7 @@ def result(root: Path, world_size: int, *more: str) -> tuple[list[float], dict[s
         for key in ("loss", "accuracy")
     ]
     newest = max(run_dir.checkpoints.iterdir())
-    dcp_to_torch_save(newest, root / "weights.pt")
-    return losses, torch.load(root / "weights.pt")["model"]
+    return losses, export.read(newest)["model"]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import config
+from train import config, explain
 from train.config import Config, ConfigError, parse
 
 
@@ -86,3 +86,15 @@ def test_config_run_and_hosts_are_free_of_torch() -> None:
         "import sys, train, train.config, train.run, train.hosts; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_value_has_an_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("optim: {lr: 1e-4, name: sgd}\n")
+    assert explain.main([str(recipe), "optim.lr=2e-3", "train.steps=null"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {setting.strip(): origin for setting, _, origin in (x.partition("  # ") for x in lines)}
+    assert shown["optim.name=sgd"] == str(recipe)
+    assert shown["optim.lr=0.002"] == shown["train.steps=null"] == "command line"
+    assert shown["optim.weight_decay=0.0"] == "default"
+    assert len(shown) == len(list(config.describe()))

@@ -1,0 +1,109 @@
+"""What of a step only a GPU can show. Run with `./env/run pytest tests/gpu` where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import own
+import pytest
+import torch
+from ranks import train
+
+from train.run import RunDir, read_lines
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="torch sees no GPU; on a machine with one: ./env/run pytest tests/gpu",
+)
+WORDS = ["device=cuda", "log.every=1", "optim.schedule=constant", "optim.warmup_steps=0"]
+GPT = [
+    "gpt",
+    "train.steps=20",
+    "data.context=64",
+    "model.hidden=64",
+    "data.global_batch=32",
+    "checkpoint.every=null",
+]
+NUMBERED = ["data.name=own:numbered", "train.steps=6", "data.global_batch=16"]
+
+
+def run(root: Path, *words: str) -> RunDir:
+    name = f"run-{len(list(root.iterdir()))}"
+    train(1, [*words, *WORDS, f"run.root={root}", f"run.name={name}"], root / f"logs-{name}")
+    return RunDir(root, name)
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir.metrics)]
+
+
+def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run_dir.events) if line["event"] == name]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("tf32", 2e-3), ("bf16", 2e-2), ("fp16", 5e-3), ("fp8", 5e-2)],
+)
+def test_number_formats_stay_close_to_fp32(
+    tmp_path: Path, precision: str, tolerance: float
+) -> None:
+    expected = losses(run(tmp_path, *GPT))
+    found = losses(run(tmp_path, *GPT, f"precision={precision}"))
+    assert found != expected
+    # Steps of fp16 that overflowed have no line.
+    assert found[:10] == pytest.approx(expected[: len(found)][:10], rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "train.compile=true",
+        "model.activation_checkpointing=selective",
+        "optim.implementation=foreach",
+        "parallel.strategy=zero3",
+    ],
+)
+def test_other_ways_to_the_same_numbers(tmp_path: Path, word: str) -> None:
+    expected = losses(run(tmp_path, *GPT))
+    assert losses(run(tmp_path, *GPT, word)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_convolutions_pixel_by_pixel(tmp_path: Path) -> None:
+    words = ("digits", "train.steps=10", "model.name=own:normalised", "model.sync_batchnorm=true")
+    expected = losses(run(tmp_path, *words))
+    found = losses(run(tmp_path, *words, "model.channels_last=true"))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_step_that_is_not_finite_changes_nothing(
+    tmp_path: Path, implementation: str, name: str
+) -> None:
+    words = [*NUMBERED, f"optim.implementation={implementation}", f"optim.name={name}"]
+    run_dir = run(tmp_path, *words, "model.name=own:poisoned")
+    [fault] = events(run_dir, "skipped")
+    assert fault["samples"] == [own.BAD]
+    healthy = losses(run(tmp_path, *words, "model.name=own:healthy"))
+    del healthy[fault["step"] - 1 :]
+    assert losses(run_dir)[: len(healthy)] == pytest.approx(healthy, rel=1e-5)
+    assert all(loss < 10 for loss in losses(run_dir))
+
+
+def test_memory_that_runs_out(tmp_path: Path) -> None:
+    healthy = losses(run(tmp_path, *NUMBERED, "model.name=own:healthy"))
+    run_dir = run(tmp_path, *NUMBERED, "model.name=own:hungry")
+    assert [event["micro_batch"] for event in events(run_dir, "out_of_memory")] == [8, 4, 2]
+    assert losses(run_dir) == pytest.approx(healthy, rel=1e-5)
+    [first, *_] = sorted((run_dir.path / "faults").glob("memory-step-*-rank-0.pickle"))
+    assert first.stat().st_size > 0
+
+
+def test_the_share_of_the_peak_is_known(tmp_path: Path) -> None:
+    name = torch.cuda.get_device_name()
+    if not any(known in name for known in ("A100", "H100", "H200")):
+        pytest.skip(f"the peak of {name} is not in train/speed.py")
+    lines = list(read_lines(run(tmp_path, *GPT, "precision=bf16").metrics))
+    assert 0 < lines[-1]["mfu"] < 1 and lines[-1]["tokens_per_second"] > 0

@@ -1,0 +1,171 @@
+"""Checkpoints of several ranks: what one of them meets, all of them know."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kills
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from train.checkpoint import Checkpointer, manifest, shelf, verify
+from train.run import RunDir, read_lines
+from train.world import World
+
+WORDS = ["digits", "model.name=mlp", "log.every=1", "train.evaluate_every=null", "device=cpu"]
+
+
+def test_trouble_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [
+        FORKSERVER.Process(target=_meet_trouble, args=(rank, port, tmp_path)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(TIMEOUT)
+        process.kill()
+    first, second = (json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2))
+    assert first == second
+    assert "File too large" in first["problem"]
+    assert first["step"] == 1 and first["refused"] == [
+        [3, "rank-00001.bin is not what was written: model.sharded differs"]
+    ]
+
+
+def _state(filled: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.full((10, 300), filled), mesh, [Shard(0)])
+    return {"model": {"sharded": sharded, "whole": torch.full((10_000,), filled)}}
+
+
+def _meet_trouble(rank: int, port: int, place: Path) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in variables.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    world = World.join("cpu")
+    checkpoints = Checkpointer(place / "checkpoints", world)
+    checkpoints.save(1, _state(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    checkpoints.begin(2, _state(2))
+    outcome = checkpoints.drain()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    checkpoints.save(3, _state(3))
+    dist.barrier()
+    if rank == 0:
+        data = bytearray((place / "checkpoints/step-00000003/rank-00001.bin").read_bytes())
+        stored = json.loads((place / "checkpoints/step-00000003/manifest.json").read_text())
+        [sharded] = [entry for entry in stored["tensors"] if entry["key"][-1] == "sharded"]
+        [start] = [each["start"] for each in sharded["pieces"] if each["offset"] == [5, 0]]
+        data[start] ^= 1
+        (place / "checkpoints/step-00000003/rank-00001.bin").write_bytes(data)
+    dist.barrier()
+    refused: list[tuple[int, str]] = []
+    checkpoints.on_refusal = lambda *refusal: refused.append(refusal)
+    found = checkpoints.restore(lambda: _state(0))
+    assert outcome and found
+    assert found[1]["model"]["sharded"].full_tensor().eq(1).all()
+    result = {"problem": outcome.problem, "step": found[0], "refused": refused}
+    (place / f"rank-{rank}").write_text(json.dumps(result))
+    world.leave()
+
+
+def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "damaged")
+    words = [*WORDS, "checkpoint.every=4", f"run.root={tmp_path}", "run.name=damaged"]
+    train(2, [*words, "train.steps=8"], tmp_path / "logs")
+    newest = shelf.place(run_dir.checkpoints, 8)
+    file = newest / "rank-00001.bin"
+    file.write_bytes(bytes(file.stat().st_size))
+    output = train(2, [*words, "train.steps=12"], tmp_path / "logs")
+    assert f"{newest} is damaged and was set aside: rank-00001.bin is not what was" in output
+    [refused] = [line for line in read_lines(run_dir.events) if line["event"] == "refused"]
+    [resumed] = [line for line in read_lines(run_dir.events) if line["event"] == "resumed"]
+    assert (refused["step"], resumed["step"]) == (8, 4)
+    assert [line["step"] for line in read_lines(run_dir.metrics)] == list(range(1, 13))
+    names = {path.name for path in run_dir.checkpoints.iterdir()}
+    assert names == {"damaged-step-00000008", "step-00000008", "step-00000012"}
+    for place in shelf.published(run_dir.checkpoints).values():
+        file = place / "rank-00000.bin"
+        file.write_bytes(bytes(file.stat().st_size))
+    ranks = Ranks(2, [*words, "train.steps=16"], tmp_path / "logs")
+    assert ranks.wait() == [2, 2]
+    assert "holds no whole checkpoint" in ranks.output()
+    assert "nothing was deleted" in ranks.output()
+    assert len([*run_dir.checkpoints.iterdir()]) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: run it as root")
+def test_a_full_disk_does_not_stop_the_training(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "full")
+    run_dir.checkpoints.mkdir(parents=True)
+    words = [*WORDS, "checkpoint.every=5", "train.steps=15", f"run.root={tmp_path}"]
+    words += ["run.name=full", "model.hidden=2500"]  # 2.2 MB
+    size = ["-o", "size=3m,mode=0700"]
+    subprocess.run(["mount", "-t", "tmpfs", *size, "none", run_dir.checkpoints], check=True)
+    try:
+        ranks = Ranks(2, words, tmp_path / "logs")
+        assert ranks.wait() == [1, 1]
+        events = list(read_lines(run_dir.events))
+        saves = [(line["event"], line["step"]) for line in events if "seconds" in line]
+        failures = [line for line in events if line["event"] == "save_failed"]
+        assert saves == [("checkpointed", 5)]
+        assert [line["step"] for line in failures] == [10, 15, 15]  # at the end once more
+        assert all("No space left on device" in line["reason"] for line in failures)
+        assert not verify.problems(shelf.place(run_dir.checkpoints, 5))
+        verdict = run_dir.read_verdict()
+        assert verdict is not None and verdict.state == "failed"
+        assert "15 steps trained; step 15 was not saved: [Errno 28]" in verdict.reason
+        assert "saves that failed" in ranks.output()
+        larger = ["-o", "remount,size=30m"]
+        subprocess.run(["mount", *larger, run_dir.checkpoints], check=True)
+        train(2, words, tmp_path / "logs")
+        assert sorted(shelf.published(run_dir.checkpoints)) == [10, 15]
+    finally:
+        subprocess.run(["umount", run_dir.checkpoints], check=True)
+
+
+def test_the_best_and_the_multiples_stay(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "best")
+    words = [*WORDS, f"run.root={tmp_path}", "run.name=best", "train.epochs=4"]
+    words += ["checkpoint.every=10", "checkpoint.keep=1", "checkpoint.forever=40"]
+    words += ["checkpoint.best=accuracy", "train.evaluate_every=0.5", "optim.lr=0.03"]
+    train(1, words, tmp_path / "logs")
+    worth = {
+        line["step"]: line["accuracy"]
+        for line in read_lines(run_dir.events)
+        if line["event"] == "evaluated"
+    }
+    last = max(worth)
+    del worth[last]  # the evaluation at the end
+    best = max(worth, key=lambda step: (worth[step], -step))
+    assert set(shelf.published(run_dir.checkpoints)) == {40, 80, best, last}
+    stored = manifest.read(shelf.place(run_dir.checkpoints, best))
+    assert stored.facts["metrics"]["accuracy"] == worth[best]
+
+
+def test_saved_by_the_clock(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "clock")
+    words = [*WORDS, f"run.root={tmp_path}", "run.name=clock", "train.steps=150"]
+    words += ["checkpoint.every=null", "checkpoint.minutes=0.003", "checkpoint.keep=100"]
+    train(2, words, tmp_path / "logs")
+    saved = [line for line in read_lines(run_dir.events) if line["event"] == "checkpointed"]
+    assert len(saved) > 2
+    assert {line["step"] for line in saved} == set(shelf.published(run_dir.checkpoints))
+    assert all(0 < line["stall"] <= line["seconds"] for line in saved)
+
+
+def test_random_kills_lose_nothing(tmp_path: Path) -> None:
+    """The long form is `PYTHONPATH=. python tests/kills.py 200`."""
+    print(kills.campaign(20, tmp_path, seed=1))

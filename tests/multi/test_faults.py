@@ -1,0 +1,180 @@
+"""Faults of a step, made by a model at one sample, on the rank that has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import own
+import pytest
+import torch
+from ranks import Ranks
+
+from train.checkpoint import export
+from train.run import RunDir, read_lines
+
+# Six steps are one epoch: every sample once.
+WORDS = [
+    "data.name=own:numbered",
+    "train.steps=6",
+    "data.global_batch=16",
+    "checkpoint.every=2",
+    "log.every=1",
+    "optim.schedule=constant",
+    "optim.warmup_steps=0",
+]
+TOLERANCE = 1e-6  # relative, of losses: fp32 sums in another order
+
+
+class Result(NamedTuple):
+    codes: list[int | None]
+    output: str
+    run_dir: RunDir
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in read_lines(self.run_dir.metrics)}
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = max(self.run_dir.checkpoints.glob("step-*"))
+        return export.read(newest)["model"]  # type: ignore[no-any-return]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.run_dir.events) if line["event"] == name]
+
+
+def run(root: Path, world_size: int, *words: str, codes: list[int] | None = None) -> Result:
+    words = (*WORDS, f"run.root={root}", "run.name=faulty", *words)
+    ranks = Ranks(world_size, list(words), root / "logs")
+    found = ranks.wait()
+    assert found == (codes or [0] * world_size), f"exit codes {found}\n{ranks.output()}"
+    return Result(found, ranks.output(), RunDir(root, "faulty"))
+
+
+def assert_same_weights(result: Result, expected: Result) -> None:
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(result.weights[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run(tmp_path_factory.mktemp("healthy"), 1, "model.name=own:healthy")
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run(tmp_path_factory.mktemp("poisoned"), 1, "model.name=own:poisoned")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "pipeline"])
+def test_a_step_that_is_not_finite_changes_nothing(
+    tmp_path: Path, poisoned: Result, strategy: str
+) -> None:
+    result = run(tmp_path, 2, "model.name=own:poisoned", f"parallel.strategy={strategy}")
+    [fault], [expected] = result.events("skipped"), poisoned.events("skipped")
+    for event in (fault, expected):
+        assert event["samples"] == [own.BAD]
+        assert event["place"] == "the output of 0"
+        assert event["kind"] == "a loss that is not finite"
+    assert fault["step"] == expected["step"]
+    assert fault["rank"] == (0 if strategy == "pipeline" else fault["rows"][0] // 8)
+    assert result.losses == pytest.approx(poisoned.losses, rel=TOLERANCE)
+    assert set(range(1, 7)) - {fault["step"]} == result.losses.keys()
+    assert_same_weights(result, poisoned)
+
+
+def test_a_fault_can_be_replayed(tmp_path: Path, poisoned: Result) -> None:
+    step = poisoned.events("skipped")[0]["step"]
+    ranks = Ranks(1, ["replay", str(poisoned.run_dir.path), str(step)], tmp_path)
+    assert ranks.wait() == [0], ranks.output()
+    assert "now     the output of 0\n" in ranks.output()
+    assert f"sample  {own.BAD}: loss nan\n" in ranks.output()
+    ranks = Ranks(1, ["replay", str(poisoned.run_dir.path), "1"], tmp_path / "other")
+    assert ranks.wait() == [2]
+    assert f"no weights of this step were kept; there are {step}\n" in ranks.output()
+
+
+def test_a_gradient_that_is_not_finite_is_found(tmp_path: Path) -> None:
+    result = run(tmp_path, 2, "model.name=own:steep")
+    [fault] = result.events("skipped")
+    assert fault["kind"] == "a gradient that is not finite"
+    assert fault["place"] == "the gradient of 0.shift"
+    assert fault["rank"] == 1 and own.BAD in fault["samples"]
+
+
+def test_too_many_faults_stop_the_run(tmp_path: Path) -> None:
+    result = run(tmp_path, 2, "model.name=own:poisoned", "faults.limit=1", codes=[1, 1])
+    verdict = result.run_dir.read_verdict()
+    assert verdict is not None and verdict.state == "failed"
+    assert "a step changed nothing" in verdict.reason
+    assert result.output.count("rollcall: error: a step changed nothing") == 1
+    assert "Traceback" not in result.output
+
+
+def test_a_run_goes_back_past_the_bad_batch(tmp_path: Path, poisoned: Result) -> None:
+    words = ("model.name=own:poisoned", "faults.limit=1", "faults.then=back", "faults.evidence=0")
+    result = run(tmp_path, 2, *words)
+    bad = poisoned.events("skipped")[0]["step"]
+    [back] = result.events("went_back")
+    assert back["step"] == (bad - 1) // 2 * 2 and back["left_out"] == [bad]
+    left_out = result.run_dir.path / "faults" / "left-out.json"
+    assert json.loads(left_out.read_text()) == [bad - 1]  # for attempts to come
+    assert result.losses == pytest.approx(poisoned.losses, rel=TOLERANCE)
+    assert_same_weights(result, poisoned)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("hungry", ("parallel.strategy=ddp",)),
+        ("hungry", ("parallel.strategy=zero1", "data.micro_batch=3")),
+        ("hungry_backward", ("parallel.strategy=ddp", "parallel.bucket_mb=0.0001")),
+    ],
+)
+def test_a_rank_without_memory_lets_all_cut_the_batch_smaller(
+    tmp_path: Path, healthy: Result, model: str, words: tuple[str, ...]
+) -> None:
+    result = run(tmp_path, 2, f"model.name=own:{model}", *words)
+    events = result.events("out_of_memory")
+    assert len(events) == (2 if words == ("parallel.strategy=ddp",) else 1)
+    assert not result.events("skipped")
+    assert result.losses == pytest.approx(healthy.losses, rel=TOLERANCE)
+    assert_same_weights(result, healthy)
+    assert f"data.micro_batch={events[-1]['micro_batch']} " in result.output
+
+
+def test_where_ranks_cannot_go_on_the_next_attempt_does(tmp_path: Path, healthy: Result) -> None:
+    words = ("model.name=own:hungry", "parallel.strategy=zero3", "data.micro_batch=5")
+    failed = run(tmp_path, 2, *words, codes=[1, 1])
+    assert "The same command again goes on with data.micro_batch=2" in failed.output
+    result = run(tmp_path, 2, *words)
+    assert result.losses == pytest.approx(healthy.losses, rel=TOLERANCE)
+    assert_same_weights(result, healthy)
+
+
+def test_a_spike_of_the_loss_is_left_out(tmp_path: Path) -> None:
+    words = ("data.name=own:lines", "model.name=mlp", "train.loss=mse")
+    plain = run(tmp_path / "plain", 1, *words)
+    assert max(plain.losses.values()) > 1e5
+    result = run(tmp_path, 2, *words, "faults.spike=5")
+    [fault] = result.events("skipped")
+    assert fault["kind"] == "a loss spike" and fault["samples"][0] == own.BAD
+    assert max(result.losses.values()) < 100
+
+
+def test_a_replica_that_drifts_is_named(tmp_path: Path) -> None:
+    words = ("model.name=own:drifting", "train.steps=12", "data.global_batch=15")
+    result = run(tmp_path, 3, *words, "parallel.strategy=ddp")
+    [event] = result.events("diverged")
+    assert event["tensor"] == "4.weight" and event["ranks"] == [0]
+    stopped = run(tmp_path / "stop", 3, *words, "faults.divergence=stop", codes=[1, 1, 1])
+    assert stopped.events("diverged")[0]["ranks"] == [0]
+
+
+def test_compression_forgets_what_a_fault_left(tmp_path: Path) -> None:
+    """PowerSGD would send the NaN that it did not send in the step before."""
+    words = ("model.name=own:poisoned", "parallel.compression=powersgd")
+    result = run(tmp_path, 2, *words)
+    assert len(result.events("skipped")) == 1 and max(result.losses) == 6

@@ -1,0 +1,96 @@
+"""A hang ends the run, and the rank that the others wait for is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+from train.data.source import Source
+from train.run import RunDir, read_lines
+from train.schema import Model
+from train.watchdog import Report, diagnose
+
+ROOT = Path(__file__).parents[2]
+ENV = {"PYTHONPATH": f"{Path(__file__).parent}:{ROOT / 'tests'}"}
+WORDS = ["digits", "train.steps=100000", "log.every=1", "faults.hang_seconds=2"]
+WORDS += ["train.evaluate_every=null", "checkpoint.every=null"]
+
+
+class Stuck(nn.Module):
+    """A layer that never comes back on rank 1, in its sixth forward pass of training."""
+
+    def __init__(self, _: Model, source: Source) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, source.classes)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls == 6 and os.environ["RANK"] == "1":
+            self.never_returns()
+        out: torch.Tensor = self.layer(x.flatten(1))
+        return out
+
+    def never_returns(self) -> None:
+        time.sleep(300)
+
+
+def hang(
+    root: Path, size: int, do: Callable[[Ranks, RunDir], None], *words: str
+) -> tuple[str, Path]:
+    """Run until it hangs and has ended itself; the verdict's reason and the reports."""
+    run_dir = RunDir(root, "hung")
+    ranks = Ranks(size, [*WORDS, *words, f"run.root={root}", "run.name=hung"], root / "logs", ENV)
+    try:
+        do(ranks, run_dir)
+        ranks.processes[0].join(60)
+        assert ranks.processes[0].exitcode == 1, ranks.output()
+    finally:
+        ranks.kill()
+    verdict = run_dir.read_verdict()
+    assert verdict is not None and verdict.state == "failed"
+    assert verdict.reason in ranks.log(0).read_text().replace("\n", "")
+    events = [line["event"] for line in read_lines(run_dir.events)]
+    assert events.count("failed") == 1
+    (reports,) = (run_dir.path / "hang").iterdir()
+    return verdict.reason, reports
+
+
+@pytest.mark.parametrize("words", [[], ["exact=true"]])
+def test_the_rank_that_did_not_reach_the_collective_is_named(
+    tmp_path: Path, words: list[str]
+) -> None:
+    words = ["model.name=test_watchdog:Stuck", *words]
+    reason, reports = hang(tmp_path, 2, lambda *_: None, *words)
+    assert reason.startswith("hang after ") and "no progress for " in reason
+    assert "rank 1 on " in reason and "did not reach the collective" in reason
+    assert "rank 0" not in reason
+    assert "never_returns" in (reports / "rank-1.txt").read_text()
+    assert "never_returns" not in (reports / "rank-0.txt").read_text()
+
+
+def test_a_frozen_rank_is_named(tmp_path: Path) -> None:
+    def freeze(ranks: Ranks, run_dir: RunDir) -> None:
+        deadline = time.monotonic() + 60
+        while not list(read_lines(run_dir.metrics))[4:]:
+            assert time.monotonic() < deadline, ranks.output()
+            time.sleep(0.05)
+        os.kill(ranks.processes[1].pid or 0, signal.SIGSTOP)
+
+    reason, reports = hang(tmp_path, 3, freeze)
+    assert "rank 1 did not answer, so it is frozen" in reason
+    assert {path.name for path in reports.glob("*.json")} == {"rank-0.json", "rank-2.json"}
+
+
+def test_ranks_that_are_all_in_the_same_place_are_told() -> None:
+    reports = {rank: Report(rank, "n1", 7, 3, "reading data", {"0": 5}, 9.0) for rank in range(2)}
+    told = diagnose(reports, 2)
+    assert "same collectives" in told and "rank 0 on n1 was reading data after 3 steps" in told

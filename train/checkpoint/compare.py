@@ -1,0 +1,64 @@
+"""Where do two checkpoints differ?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from train.checkpoint import manifest, shelf
+from train.checkpoint.read import whole
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """A line for each tensor and value that differs, in the order of the first.
+
+    Raises:
+        Damaged: one of them is not what was written.
+        ConfigError: another version of rollcall wrote one.
+    """
+    with shelf.reading(first), shelf.reading(second):
+        one, other = manifest.read(first), manifest.read(second)
+        lines = []
+        same = []
+        for name, tensor in one.tensors.items():
+            match = other.tensors.get(name)
+            if match is None:
+                lines.append(f"{name}: only in {first}")
+            elif (tensor.dtype, tensor.shape) != (match.dtype, match.shape):
+                lines.append(f"{name}: {_form(tensor)} and {_form(match)}")
+            else:
+                same.append(name)
+        lines += [f"{name}: only in {second}" for name in other.tensors if name not in one.tensors]
+        pairs = zip(
+            whole(first, (one.tensors[name] for name in same)),
+            whole(second, (other.tensors[name] for name in same)),
+            strict=True,
+        )
+        for (tensor, left), (_, right) in pairs:
+            unequal = _unequal(left, right)
+            if unequal:
+                apart = (left.double() - right.double()).abs().max().item()
+                lines.append(
+                    f"{tensor.name}: {unequal} of {left.numel()} numbers differ, by {apart:.3g} "
+                    "at most"
+                )
+    for name in {**one.values, **other.values}:
+        values = [side.values.get(name, ("", "nothing"))[1] for side in (one, other)]
+        if values[0] != values[1]:
+            lines.append(f"{name}: {values[0]} and {values[1]}")
+    return lines
+
+
+def _unequal(left: torch.Tensor, right: torch.Tensor) -> int:
+    """How many numbers differ in any bit: NaN is equal to itself, and 0 is not -0."""
+    if not left.numel():
+        return 0
+    bits = [
+        side.reshape(-1).view(torch.uint8).view(-1, side.element_size()) for side in (left, right)
+    ]
+    return int((bits[0] != bits[1]).any(1).sum())
+
+
+def _form(tensor: manifest.Stored) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
