@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from train.run import RunDir, append_line, read_lines, write_atomic
+from train.run import Journal, RunDir, read_lines, write_atomic
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Metrics:
         """
         self._factors = factors or {}
         self._run_dir = run_dir
+        self._journal = Journal(run_dir.metrics)
         self._every = every
         self._first, self._last = first_step, last_step
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -92,8 +93,7 @@ class Metrics:
         self._rate = self._window_samples / seconds
         waited = self._window_waited / seconds
         self._window_start, self._window_samples, self._window_waited = now, 0, 0.0
-        append_line(
-            self._run_dir.metrics,
+        self._journal.append(
             {
                 "step": result.step,
                 "loss": result.loss,

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from stat import S_IWOTH
 from typing import Any, Literal
 
 State = Literal["done", "requeue", "failed", "stopped"]
+MOST_WAITING = 10_000
+"""Lines that wait for a disk that takes none; then the oldest are lost."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class RunDir:
         self.name = name
         self.path = Path(root).absolute() / name
         self._claim = ""
+        self._journal = Journal(self.events)
 
     @property
     def config(self) -> Path:
@@ -119,7 +123,7 @@ class RunDir:
 
     def record(self, event: str, **fields: Any) -> None:
         """Append one event with the time of day, in seconds since 1970."""
-        append_line(self.events, {"time": time.time(), "event": event, **fields})
+        self._journal.append({"time": time.time(), "event": event, **fields})
 
     def conclude(self, verdict: Verdict) -> None:
         """Write the verdict of this attempt, unless it is fenced off."""
@@ -181,6 +185,22 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Journal:
+    """A line file that a full disk does not stop: what it takes no more is written with the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
+
+    def append(self, fields: dict[str, Any]) -> None:
+        """Append one object as a line, or keep it for later."""
+        self._waiting.append(fields)
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                append_line(self._path, self._waiting[0])
+                self._waiting.popleft()
 
 
 def append_line(path: Path, fields: dict[str, Any]) -> None:

@@ -47,3 +47,18 @@ def test_a_requeued_job_finds_its_run_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert run.default_name("digits") == "digits-17"
+
+
+def test_lines_wait_for_a_disk_that_takes_none(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "name")
+    run_dir.create()
+    run_dir.events.mkdir()  # what can be opened no more than a file on a full disk can be written
+    run_dir.record("started")
+    run_dir.record("resumed", step=3)
+    run_dir.events.rmdir()
+    run_dir.record("finished")
+    assert [line["event"] for line in read_lines(run_dir.events)] == [
+        "started",
+        "resumed",
+        "finished",
+    ]

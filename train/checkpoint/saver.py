@@ -58,7 +58,6 @@ class Saver:
         self.seconds = 0.0
         self._saved_at: int | None = None
         self._failures: dict[int, str] = {}
-        self._untold: list[tuple[str, dict[str, object]]] = []
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._worth: dict[int, float] = {}  # of the checkpoints that are there, more is better
         self._due = self._slow = False
@@ -179,7 +178,7 @@ class Saver:
             self._interval = max(least, interval.best(outcome.stall, self._between_failures))
         if self._world.is_main:
             stall, seconds = round(outcome.stall, 4), round(outcome.seconds, 3)
-            self._record("checkpointed", step=step, seconds=seconds, stall=stall)
+            self._run_dir.record("checkpointed", step=step, seconds=seconds, stall=stall)
 
     def _refused(self, step: int, problem: str) -> None:
         path = shelf.place(self._run_dir.checkpoints, step)
@@ -189,16 +188,7 @@ class Saver:
     def _tell(self, event: str, text: str, **fields: object) -> None:
         if self._world.is_main:
             print(f"rollcall: {text}", flush=True)
-            self._record(event, **fields)
-
-    def _record(self, event: str, **fields: object) -> None:
-        """Record the event; where the disk is full, together with the next one."""
-        self._untold.append((event, fields))
-        with contextlib.suppress(OSError):
-            while self._untold:
-                name, values = self._untold[0]
-                self._run_dir.record(name, **values)
-                del self._untold[0]
+            self._run_dir.record(event, **fields)
 
     def _reckon_failures(self) -> float:
         # The last `started` is that of this attempt, which has not failed.
