@@ -188,7 +188,7 @@ def sync(path: Path) -> None:
 
 
 class Journal:
-    """A line file that a full disk does not stop: what it takes no more is written with the next."""
+    """A line file that outlasts a full disk: what it does not take comes with the next line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
