@@ -42,6 +42,7 @@ COMMANDS = {
 USAGE = """\
 Usage: python -m train [recipe or file.yaml] [key=value ...]
        torchrun --nproc_per_node=4 -m train [recipe or file.yaml] [key=value ...]
+       python -m train COMMAND --help    ({commands})
 
   --help          this text
   --print-config  the complete configuration, as YAML
@@ -240,7 +241,7 @@ def _refuse(error: Exception, everywhere: bool = False) -> int:
 
 
 def _help() -> str:
-    lines = [USAGE.format(recipes=", ".join(schema.recipes()))]
+    lines = [USAGE.format(commands=", ".join(COMMANDS), recipes=", ".join(schema.recipes()))]
     for name, kind, default, meaning in schema.describe():
         shown = "null" if default is None else default
         lines.append(f"  {name}={shown}  ({kind})\n      {meaning}")

@@ -13,10 +13,14 @@ from train.config import ConfigError, origins, parse
 
 def main(words: Sequence[str]) -> int:
     """Print a line for each key; return the exit code."""
+    if "--help" in words or "-h" in words:
+        print(__doc__)
+        return 0
     try:
         _, config = parse(words)
     except ConfigError as error:
-        print(f"explain: error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"explain: error: {line}", file=sys.stderr)
         return 2
     lines = []
     for key, origin in origins(words).items():

@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m train checkpoint", description="Look into checkpoints; nothing is run."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    where = "run directory, or the directory of one checkpoint"
+    where = "run directory, a name in runs/, or the directory of one checkpoint"
 
     def command(name: str, function: Any, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -153,17 +153,17 @@ def _parser() -> argparse.ArgumentParser:
         ("list", _list, "the checkpoints of runs"),
         ("verify", _verify, "read every byte and name each damaged file; exit code 1 if any"),
     ):
-        command(name, function, text).add_argument("paths", type=Path, nargs="+", help=where)
+        command(name, function, text).add_argument("paths", type=_place, nargs="+", help=where)
     for name, function, text in (
         ("show", _show, "what a checkpoint holds (of a run: the newest)"),
         ("convert", _convert, "what it takes to load it on another mesh"),
     ):
-        command(name, function, text).add_argument("path", type=Path, help=where)
+        command(name, function, text).add_argument("path", type=_place, help=where)
     differ = command("diff", _diff, "the first tensors that differ; exit code 1 if any")
-    differ.add_argument("first", type=Path, help=where)
-    differ.add_argument("second", type=Path, help=where)
+    differ.add_argument("first", type=_place, help=where)
+    differ.add_argument("second", type=_place, help=where)
     export = command("export", _export, "the weights as one file")
-    export.add_argument("path", type=Path, help=where)
+    export.add_argument("path", type=_place, help=where)
     export.add_argument("target", type=Path, help="a name ending in .safetensors or .pt")
     export.add_argument("--all", action="store_true", help="the optimizer's state, too")
     bench = command("bench", _bench, "what a save costs, beside torch's ways")
@@ -172,6 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--directory", type=Path, default=Path(), help="where to write (here)")
     bench.add_argument("--device", default="cpu", help="cpu or cuda")
     return parser
+
+
+def _place(text: str) -> Path:
+    """What stands there; else the run of this name in runs/."""
+    named = Path("runs", text)
+    return named if named.exists() and not Path(text).exists() else Path(text)
 
 
 def _is_checkpoint(path: Path) -> bool:
