@@ -6,10 +6,12 @@ pickle is ever written or read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import submitit
@@ -79,13 +81,31 @@ class Local(submitit.LocalExecutor):
         # here stays ignored in a new program.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _FROM_TERMINAL}
         try:
-            return self._submit_command(shlex.join(["env", *env, *command]))
+            with _without_output():
+                return self._submit_command(shlex.join(["env", *env, *command]))
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """What starts meanwhile has no output: it would keep a pipe open in which ours is read."""
+    sys.stdout.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.close(nowhere)
 
 
 def forget_surroundings() -> None:
