@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from launch import requeue, restarts, runs, slurm, spares, which
 from launch.job import STOP_LEAD
@@ -45,7 +46,22 @@ def main(argv: Sequence[str]) -> int:
     if job is None or not argv or argv[0].startswith("-"):
         print("batch: error: this is for a job's script: exec … batch srun …", file=sys.stderr)
         return 2
+    finished = _finished(argv)
+    if finished:
+        print(finished)
+        return 0
     return Batch(argv, job).run_it()
+
+
+def _finished(command: Sequence[str]) -> str:
+    """What a later job of a chain says before it starts anything; nothing if there is work."""
+    if "--run-dir" not in command or "SLURM_ARRAY_TASK_ID" in os.environ:
+        return ""
+    place = Path(command[command.index("--run-dir") + 1]).absolute()
+    verdict = RunDir(place.parent, place.name).read_verdict()
+    if verdict is None or verdict.state != "done":
+        return ""
+    return f"run {place.name} is finished: {verdict.reason}"
 
 
 class Batch:
