@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from launch import requeue, restarts, runs, slurm, spares, which
 from launch.job import STOP_LEAD
@@ -46,22 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if job is None or not argv or argv[0].startswith("-"):
         print("batch: error: this is for a job's script: exec … batch srun …", file=sys.stderr)
         return 2
-    finished = _finished(argv)
-    if finished:
-        print(finished)
-        return 0
     return Batch(argv, job).run_it()
-
-
-def _finished(command: Sequence[str]) -> str:
-    """What a later job of a chain says before it starts anything; nothing if there is work."""
-    if "--run-dir" not in command or "SLURM_ARRAY_TASK_ID" in os.environ:
-        return ""
-    place = Path(command[command.index("--run-dir") + 1]).absolute()
-    verdict = RunDir(place.parent, place.name).read_verdict()
-    if verdict is None or verdict.state != "done":
-        return ""
-    return f"run {place.name} is finished: {verdict.reason}"
 
 
 class Batch:
@@ -76,7 +60,7 @@ class Batch:
         self.command = command
         self.job = job
         self.run: RunDir | None = None
-        self._step = _start(command)
+        self._step: subprocess.Popen[bytes]
         self._dead: tuple[str, ...] = ()
         self._lost: dict[str, str] = {}
         self._was_asked = False
@@ -85,23 +69,28 @@ class Batch:
     def run_it(self) -> int:
         """Look after the step, and start it again on the hosts that are left; its exit code."""
         try:
-            self.run = which.of_step(self.command, os.environ, self.job)
+            self.run, is_named = which.of_step(self.command, os.environ, self.job)
         except ConfigError:
-            return self._follow()  # the step says what is wrong
+            return self._follow(self.command)  # the step says what is wrong
         except which.CommandError as error:
             print(f"batch: note: the job will not come back by itself: {error}", file=sys.stderr)
-            return self._follow()
+            return self._follow(self.command)
+        if is_named and (text := which.finished(self.run)):
+            print(text)
+            return 0
+        command = self.command
         while True:
-            code = self._follow()
+            code = self._follow(command)
             if self._is_queued:
                 return code
             hosts = self._after(self.run, code)
             if hosts is None:
                 return code
-            self._step = _start(spares.on(self.command, hosts))
+            command = spares.on(self.command, hosts)
 
-    def _follow(self) -> int:
-        """Wait for the end of the step; return its exit code."""
+    def _follow(self, command: Sequence[str]) -> int:
+        """Start a step and wait for its end; return its exit code."""
+        self._step = _start(command)
         end = float("inf")
         while self._step.poll() is None:
             info = signal.sigtimedwait(TAKEN, LOOK)

@@ -220,8 +220,8 @@ def main(argv: Sequence[str]) -> int:
         run, program, is_named = which.find(options, os.environ, node.job)
     except (NodeError, ValueError) as error:
         return _fail(str(error))
-    if is_named and (verdict := run.read_verdict()) is not None and verdict.state == "done":
-        print(f"run {run.name} is finished: {verdict.reason}")  # a later job of a chain
+    if is_named and (text := which.finished(run)):
+        print(text)
         return 0
     max_restarts = options.max_restarts
     if program[:2] == ["-m", "train"]:

@@ -70,8 +70,19 @@ def find(
     return RunDir(given.absolute().parent, given.name), program, True
 
 
-def of_step(command: Sequence[str], env: Mapping[str, str], job: str) -> RunDir:
+def finished(run: RunDir) -> str:
+    """What a later job of a chain says of a run that is done; nothing if there is work left."""
+    verdict = run.read_verdict()
+    if verdict is None or verdict.state != "done":
+        return ""
+    return f"run {run.name} is finished: {verdict.reason}"
+
+
+def of_step(command: Sequence[str], env: Mapping[str, str], job: str) -> tuple[RunDir, bool]:
     """The run of a job whose step has this command line, with srun or without.
+
+    Returns:
+        The run, and whether the command line names it.
 
     Raises:
         CommandError: it starts neither a supervisor nor our training.
@@ -80,9 +91,10 @@ def of_step(command: Sequence[str], env: Mapping[str, str], job: str) -> RunDir:
     pairs = list(pairwise(command))
     if ("launch", "supervise") in pairs:
         words = command[pairs.index(("launch", "supervise")) + 2 :]
-        return find(parser().parse_args(words), env, job)[0]
+        run, _, is_named = find(parser().parse_args(words), env, job)
+        return run, is_named
     if ("-m", "train") in pairs:
-        return _asked_for(command[pairs.index(("-m", "train")) :], job)
+        return _asked_for(command[pairs.index(("-m", "train")) :], job), False
     raise CommandError("the step starts neither python -m launch supervise nor python -m train")
 
 

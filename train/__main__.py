@@ -171,10 +171,7 @@ def _prepare(
     from train.randomness import set_seed
 
     source = data.load(config.data, world)
-    batch = config.data.global_batch
-    total = config.train.steps * batch if config.train.steps else 0
-    total = total or round(config.train.epochs * source.train_size)
-    order = Order(source.train_size, total, batch, config.seed)
+    order = Order.of_run(config, source.train_size)
     set_seed(config.seed, "model")
     model = models.adapt(models.build(config.model, source), config, world.device)
     crosscheck.check(world, config, model)

@@ -60,8 +60,7 @@ def _plan(config: Config, ranks: int, node_size: int) -> str:
         strategy = parallel.build(config, world, losses.Objective(losses.build(config.train.loss)))
         source = data.load(config.data, world)
         batch = config.data.global_batch
-        total = (config.train.steps or 0) * batch or round(config.train.epochs * source.train_size)
-        order = Order(source.train_size, total, batch, config.seed)
+        order = Order.of_run(config, source.train_size)
         set_seed(config.seed, "model")
         model = models.adapt(models.build(config.model, source), config, world.device)
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -69,7 +68,7 @@ def _plan(config: Config, ranks: int, node_size: int) -> str:
         strategy.place(model, example)
         rows = len(strategy.rows(batch))
         cuts = math.ceil(rows / (config.data.micro_batch or rows))
-        epochs = total / source.train_size
+        epochs = order.total / source.train_size
         return (
             f"{order.steps:,} steps of {batch:,} samples, {epochs:.3g} epochs of "
             f"{source.train_size:,}; {count:,} parameters; {rows:,} samples a step on each rank, "

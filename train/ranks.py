@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import json
 import logging
@@ -18,9 +17,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from train.orphans import die_with_parent
 from train.run import write_atomic
 
-PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGRTMIN + 1
 """At this signal a rank writes the stacks of its threads to its file in memory named STACK_FILE."""
 STACK_FILE = "stack-of-rank-{}"
@@ -39,7 +38,7 @@ def be_rank(options: argparse.Namespace) -> NoReturn:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     logging.disable(logging.NOTSET)
     # A rank whose agent is gone has nobody to end it (torch's choice is SIGINT, which it handles).
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     # USR1 and USR2 stay ignored until the program has handlers: they must not end it before.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from train import config as schema
 from train.checkpoint import manifest, shelf
 from train.config import Config, ConfigError
+from train.run import named
 
 if TYPE_CHECKING:
     from train.world import World
@@ -50,10 +51,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(name: str) -> Path:
-    for path in (Path(name), Path("runs", name)):
-        if (path / "config.yaml").exists():
-            return path
-    raise ConfigError(f"{name} is neither the directory of a run nor a name in runs/")
+    path = named(name, "config.yaml")
+    if path is None:
+        raise ConfigError(f"{name} is neither the directory of a run nor a name in runs/")
+    return path
 
 
 def _step(text: str) -> int:

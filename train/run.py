@@ -143,6 +143,12 @@ class RunDir:
         self.verdict.unlink(missing_ok=True)
 
 
+def named(word: str, holding: str = "") -> Path | None:
+    """The directory of this name, here or in runs/, that holds this file; None if neither does."""
+    places = (Path(word), Path("runs", word))
+    return next((path for path in places if (path / holding).exists()), None)
+
+
 def default_name(recipe: str) -> str:
     """The name of a run that was given none: the recipe, and the Slurm job or the time.
 

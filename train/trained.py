@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from train import config as schema
 from train.config import Config, ConfigError
-from train.run import RunDir, read_lines
+from train.run import RunDir, named, read_lines
 
 if TYPE_CHECKING:
     from train.data.source import Source
@@ -51,12 +51,11 @@ def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
     stray = [word for word in words if word.startswith("-") or "=" not in word]
     if stray:
         raise ConfigError(f"'{stray[0]}' is no option and no key=value pair; see --help")
-    places = [Path(run), Path("runs") / run]
-    place = next((path for path in places if (path / "config.yaml").is_file()), None)
+    place = named(run, "config.yaml")
     if place is None:
         raise ConfigError(
-            f"there is no run '{run}': neither {places[0].absolute()} nor {places[1].absolute()} "
-            "has a config.yaml"
+            f"there is no run '{run}': neither {Path(run).absolute()} nor "
+            f"{Path('runs', run).absolute()} has a config.yaml"
         )
     _, config = schema.parse([str(place.absolute() / "config.yaml"), *words])
     # Exact sums are a matter of training, and would bind the number of ranks.

@@ -6,7 +6,6 @@ message of the supervisor it forks an agent, tells its process id, and at its en
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from train.ranks import PR_SET_PDEATHSIG
+from train.orphans import die_with_parent
 
 LONGEST = 1 << 20
 """Bytes of a message: a command line as JSON."""
@@ -36,7 +35,7 @@ def serve(descriptor: int, agent: Callable[[Sequence[str]], int]) -> NoReturn:
         words = json.loads(message)
         pid = os.fork()
         if pid == 0:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             control.close()
             code = agent([*(f"--port-fd={number}" for number in descriptors), *words])
             sys.stderr.flush()

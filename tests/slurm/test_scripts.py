@@ -107,8 +107,7 @@ def test_the_next_job_continues_and_the_one_after_falls_away(lab: Lab, chain: Ch
     assert json.loads(chain.run.verdict.read_text())["state"] == "done"
     assert [lab.job(job, "JobState") for job in chain.jobs[1:]] == ["COMPLETED", "COMPLETED"]
     assert "run mine is finished" in output(chain, chain.jobs[2])
-    # Half a second, when the machine has nothing else to do.
-    assert lab.job(chain.jobs[2], "RunTime") <= "00:00:02"
+    assert lab.job(chain.jobs[2], "RunTime") in ("00:00:00", "00:00:01")
     assert len(list(chain.run.path.glob("logs/attempt-*"))) == 2
 
 

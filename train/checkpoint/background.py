@@ -9,7 +9,6 @@ that is allocated once.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -22,12 +21,11 @@ import torch
 
 from train.checkpoint.manifest import Damaged
 from train.checkpoint.read import view
+from train.orphans import die_with_parent
 from train.stop import PERSON, SCHEDULER
 
 Work = Callable[[], object]
 ALIGNMENT = 64  # bytes; every type of numbers may start at a multiple
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 
 
 class Job(Protocol):
@@ -157,7 +155,7 @@ def _child(work: Work, end: int, parent: int) -> NoReturn:
     problem = "interrupted"
     try:
         gc.disable()
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         os.closerange(3, end)
         os.closerange(end + 1, os.sysconf("SC_OPEN_MAX"))
         if os.getppid() == parent:

@@ -18,6 +18,7 @@ from typing import Any
 from train.checkpoint import manifest, shelf, verify
 from train.checkpoint.manifest import Damaged
 from train.config import ConfigError
+from train.run import named
 
 SHOWN = 10  # tensors that diff names
 ANYWHERE = """\
@@ -176,8 +177,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _place(text: str) -> Path:
     """What stands there; else the run of this name in runs/."""
-    named = Path("runs", text)
-    return named if named.exists() and not Path(text).exists() else Path(text)
+    return named(text) or Path(text)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -17,6 +17,7 @@ from train.data.loading import Loading
 from train.data.permutation import Permutation
 from train.data.reading import Pick
 from train.data.source import Batch, Source
+from train.schema import Config
 
 
 class Order:
@@ -33,6 +34,13 @@ class Order:
         self.global_batch = global_batch
         self.steps = math.ceil(self.total / global_batch)
         self.seed = seed
+
+    @classmethod
+    def of_run(cls, config: Config, size: int) -> Order:
+        """All samples of a run that trains on a set of `size`, by steps or by epochs."""
+        batch, steps = config.data.global_batch, config.train.steps
+        total = (steps or 0) * batch or round(config.train.epochs * size)
+        return cls(size, total, batch, config.seed)
 
     def count(self, step: int) -> int:
         """Samples of this step over all ranks."""

@@ -8,7 +8,6 @@ does not depend on how many workers there are.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import multiprocessing
@@ -27,13 +26,13 @@ import torch
 
 from train.data.reading import Fetched
 from train.data.source import Batch
+from train.orphans import die_with_parent
 
 Fetch = Callable[[int], Fetched]
 Layout = list[tuple[torch.dtype, torch.Size, int]]
 
 # Slurm and torchrun signal whole process groups. The rank finishes its step and ends its workers.
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-PR_SET_PDEATHSIG = 1
 DEATHS = 3
 """So often in a row a worker may die of the same batch."""
 
@@ -161,7 +160,7 @@ def _end(process: ForkProcess, pipe: Connection) -> None:
 
 def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: int) -> None:
     """The worker: fetch what is asked for until the rank ends it, or is no more."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         os._exit(0)
     for number in IGNORED:
