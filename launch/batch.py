@@ -10,6 +10,7 @@ Exit code: that of the step.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -20,9 +21,13 @@ from collections.abc import Sequence
 
 from launch import requeue, restarts, runs, slurm, spares, which
 from launch.job import STOP_LEAD
+from launch.options import span
 from launch.rendezvous import lost_hosts
 from launch.restarts import Cause
 from launch.slurm import SlurmError, Standing
+from launch.spares import Hosts
+from launch.takeover import Pulse
+from launch.widen import Widening
 from train.config import ConfigError
 from train.run import RunDir, Verdict
 
@@ -41,29 +46,40 @@ def main(argv: Sequence[str]) -> int:
     """Run the step to its end, and queue the job again if it is to come back."""
     # Blocked, not handled: each is taken when it can be used.
     signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
+    parser = argparse.ArgumentParser(prog="python -m launch batch", allow_abbrev=False)
+    nodes = "on how many the job's step can run"
+    parser.add_argument("--nodes", type=span, metavar="MIN-MAX", help=nodes)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--in-step", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="srun …")
+    options = parser.parse_args(argv)
     job = os.environ.get("SLURM_JOB_ID")
-    if job is None or not argv or argv[0].startswith("-"):
+    if job is None or not options.command:
         print("batch: error: this is for a job's script: exec … batch srun …", file=sys.stderr)
         return 2
-    return Batch(argv, job).run_it()
+    return Batch(options, job).run_it()
 
 
 class Batch:
     """A job's first process, above its step.
 
     Args:
-        command: srun and its words.
+        options: the command line.
         job: the id of the job.
     """
 
-    def __init__(self, command: Sequence[str], job: str) -> None:
-        self.command = command
+    def __init__(self, options: argparse.Namespace, job: str) -> None:
+        self.command: list[str] = options.command
         self.job = job
         self.run: RunDir | None = None
+        self._options = options
+        self._hosts = Hosts(self.command, os.environ, options.nodes)
         self._step: subprocess.Popen[bytes]
-        self._dead: tuple[str, ...] = ()
+        self._pulse: Pulse | None = None
+        self._widening: Widening | None = None
         self._lost: dict[str, str] = {}
         self._was_asked = False
+        self._is_widening = False
         self._is_queued = False
 
     def run_it(self) -> int:
@@ -78,12 +94,29 @@ class Batch:
         if is_named and (text := which.finished(self.run)):
             print(text)
             return 0
-        command = self.command
+        if self._hosts.may_change:
+            nodes = ["--nodes={}-{}".format(*self._options.nodes)] if self._options.nodes else []
+            words = [*nodes, *self.command]
+            self._pulse = Pulse(self.run, self.job, self._options.number, words)
+        if self._options.nodes:
+            self._widening = Widening(self.run, self.job, self._hosts)
+        if self._options.in_step is None:
+            return self._go_on(self.run, self.command)
+        code, hosts = os.EX_UNAVAILABLE, self._next_hosts(self.run)
+        if hosts is not None:
+            code = self._go_on(self.run, spares.on(self.command, hosts))
+        if not self._is_queued:
+            # Slurm waits for the end of the script, which has died with its host.
+            with contextlib.suppress(SlurmError):
+                slurm.tell("scancel", self.job)
+        return code
+
+    def _go_on(self, run: RunDir, command: Sequence[str]) -> int:
         while True:
             code = self._follow(command)
             if self._is_queued:
                 return code
-            hosts = self._after(self.run, code)
+            hosts = self._after(run, code)
             if hosts is None:
                 return code
             command = spares.on(self.command, hosts)
@@ -94,20 +127,31 @@ class Batch:
         end = float("inf")
         while self._step.poll() is None:
             info = signal.sigtimedwait(TAKEN, LOOK)
+            if self._pulse:
+                self._pulse.beat()
             if info is not None and info.si_signo in PASSED_ON:
                 self._was_asked = True
                 self._step.send_signal(info.si_signo)
             elif info is not None and info.si_signo == signal.SIGTERM:
                 self._was_asked = True
                 self._before_the_end()
+            self._widen()
             if end == float("inf") and self._new_losses():
                 end = time.monotonic() + LEAVE
             if time.monotonic() > end:  # srun waits for a dead host until Slurm has noticed
                 self._step.kill()
                 with contextlib.suppress(SlurmError):
-                    slurm.end_steps(self.job)
+                    slurm.end_steps(self.job, but=self._options.in_step)
         code = self._step.returncode
         return code if code >= 0 else 128 - code
+
+    def _widen(self) -> None:
+        """Ask the step to save and leave, where it could start on more hosts."""
+        is_free = not self._was_asked and not self._is_widening
+        if self._widening and is_free and self._widening.is_due():
+            self._is_widening = True
+            self._say("saves its run, to go on with more hosts")
+            self._step.send_signal(signal.SIGUSR1)
 
     def _new_losses(self) -> dict[str, str]:
         """The hosts that the supervisors of the present step have missed."""
@@ -134,6 +178,9 @@ class Batch:
             return None
         verdict = run.read_verdict()
         state = verdict.state if verdict else "requeue" if code == os.EX_TEMPFAIL else "failed"
+        is_widening = self._is_widening and not self._was_asked and not standing.is_preempted
+        if state != "done" and is_widening:
+            return self._wider_hosts(run)
         if state == "requeue" or (state == "failed" and self._was_asked):
             due = standing.end - time.time() < STOP_LEAD
             cause: Cause = "time limit" if due else "asked to stop"
@@ -155,13 +202,24 @@ class Batch:
         if not self._may_start(run, "lost node"):
             return None
         try:
-            hosts = spares.choose(self.command, os.environ, suspects, self._dead)
+            hosts = self._hosts.choose(suspects)
         except spares.NoSpareError as error:
             self._say(str(error))
             self._again(run, "lost node", error.dead)
             return None
-        self._dead = tuple(host for host in suspects if host not in hosts)
         restarts.note(run, self.job, "lost node", suspects)
+        self._say(f"starts its step again on {', '.join(hosts)}")
+        return hosts
+
+    def _wider_hosts(self, run: RunDir) -> list[str] | None:
+        """The hosts of a step that was left for more; None if the job is queued again for them."""
+        self._is_widening = False
+        if not (self._widening and self._widening.back):
+            self._again(run, "more hosts")
+            return None
+        self._widening.take_back()
+        restarts.note(run, self.job, "more hosts")
+        hosts = self._hosts.choose()
         self._say(f"starts its step again on {', '.join(hosts)}")
         return hosts
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from pathlib import Path
 
 from launch.node import Node
 from train.run import RunDir
@@ -42,7 +43,7 @@ class Heartbeat:
         if now - self._last < EVERY or not self._watched:
             return None
         self._count += 1
-        self._write(b"%08d" % self._count)
+        write(self._own, b"%08d" % self._count)
         if now - self._last > SILENCE / 2:
             # We were held up ourselves, by a suspended job or a slow disk: then so may others.
             self._seen.clear()
@@ -62,13 +63,14 @@ class Heartbeat:
     def end(self) -> None:
         """Say that nothing more is to be expected."""
         if self._watched:
-            self._write(OVER)
+            write(self._own, OVER)
 
-    def _write(self, count: bytes) -> None:
-        # In place: on NFS a renamed file can be seen late on other hosts.
-        with contextlib.suppress(OSError):  # a full disk: no reason to end a run
-            descriptor = os.open(self._own, os.O_WRONLY | os.O_CREAT, 0o600)
-            try:
-                os.pwrite(descriptor, count, 0)
-            finally:
-                os.close(descriptor)
+
+def write(path: Path, count: bytes) -> None:
+    """Put a count into a file; in place, since on NFS a renamed file can be seen late elsewhere."""
+    with contextlib.suppress(OSError):  # a full disk: no reason to end a run
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(descriptor, count, 0)
+        finally:
+            os.close(descriptor)

@@ -38,6 +38,7 @@ class Job:
         srun: further words for srun.
         setup: shell lines that come before the command on the first node.
         spares: further hosts, which wait.
+        min_nodes: with how many of `nodes` an elastic job starts and goes on; None for all of them.
         batch: what starts srun and looks after the job (launch.batch); empty leaves it to srun.
     """
 
@@ -55,6 +56,7 @@ class Job:
     srun: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     spares: int = 0
+    min_nodes: int | None = None
     batch: tuple[str, ...] = ()
 
 
@@ -70,21 +72,24 @@ def render(job: Job) -> str:
     # srun of 22.05 to 23.02 does not take --cpus-per-task from sbatch. The supervisors end their
     # nodes themselves: srun would kill a node that still saves because another was quicker.
     srun = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=0 --wait=0"
-    if job.spares:
-        srun += f" --nodes={job.nodes} --ntasks={job.nodes}"
+    if job.spares or job.min_nodes:
+        count = '"$SLURM_JOB_NUM_NODES"' if job.min_nodes else job.nodes
+        srun += f" --nodes={count} --ntasks={count} --no-kill"
     srun = " ".join([srun, *map(shlex.quote, job.srun)])
     lines += ["", f"cd {shlex.quote(job.directory)} || exit", *job.setup]
-    words = [*([shlex.join(job.batch)] if job.batch else []), srun, shlex.join(job.command)]
+    batch = (*job.batch, *([f"--nodes={job.min_nodes}-{job.nodes}"] if job.min_nodes else []))
+    words = [*([shlex.join(batch)] if job.batch else []), srun, shlex.join(job.command)]
     lines += ["exec " + " \\\n    ".join(words)]
     return "\n".join(lines) + "\n"
 
 
 def _options(job: Job) -> Iterator[str]:
     yield f"job-name={_quote(job.name)}"
-    yield f"nodes={job.nodes + job.spares}"
-    if job.spares:
+    yield f"nodes={f'{job.min_nodes}-' if job.min_nodes else ''}{job.nodes + job.spares}"
+    if job.spares or job.min_nodes:
         yield "no-kill"  # otherwise the job would end with the first host
-    yield "ntasks-per-node=1"
+    if not job.min_nodes:  # which with this would never have more (22.05)
+        yield "ntasks-per-node=1"
     yield f"cpus-per-task={job.cpus_per_task}"
     optional = {
         "gpus-per-node": job.gpus_per_node,

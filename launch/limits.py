@@ -30,8 +30,9 @@ def check(job: Job, script: str) -> str:
     """
     known = slurm.partitions()
     chosen = _chosen(job.partition, known)
+    nodes = f"{job.nodes} --spares {job.spares}" if job.spares else job.nodes
     asked: list[tuple[str, object, float | None, Callable[[Partition], float]]] = [
-        ("nodes", job.nodes, job.nodes, lambda entry: min(entry.nodes, entry.largest_job)),
+        ("nodes", nodes, job.nodes + job.spares, lambda entry: min(entry.nodes, entry.largest_job)),
         # Slurm itself queues such a job for ever (EnforcePartLimits=NO, its default).
         ("time", job.time, slurm.seconds(job.time or "0"), lambda entry: entry.limit),
         ("gpus-per-node", job.gpus_per_node, job.gpus_per_node, lambda entry: entry.gpus),

@@ -23,6 +23,7 @@ examples:
   submit.py --nodes 2 -- script.py --flag        a torchrun script of your own, as it is
   submit.py --nodes 2 -- -m package.module --flag
   submit.py --local --nodes 2 --wait             two simulated nodes on this machine
+  submit.py --nodes 2-8 mnist                    as many as are free, and on when one is lost
   submit.py --nodes 2 --name mine                submit it again to continue where it stopped
 """
 OURS_INSTEAD = {
@@ -87,6 +88,10 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
             )
     if own.local and own.spares:
         raise OptionError("--spares: a run on this machine (--local) has no other hosts")
+    least, most = own.nodes
+    if least < most and (own.local or own.spares):
+        other = "a run on this machine (--local)" if own.local else "a run with --spares"
+        raise OptionError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
 
 
 def _pass_on(
@@ -159,7 +164,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nodes", type=_positive, default=1, metavar="N", help="hosts (default: 1)")
+    nodes = "hosts (default: 1); MIN-MAX: as many as there are, and on with those that are left"
+    add("--nodes", type=span, default=(1, 1), metavar="N", help=nodes)
     spares = "further hosts of the job that wait and take the place of one that is lost"
     add("--spares", type=_whole, default=0, metavar="N", help=spares)
     again = "how often failed ranks start again (default: training as long as it gets on, a script "
@@ -193,6 +199,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--wait", action="store_true", help="show the output until the end; exit as the run does")
     add("words", nargs="*", metavar="[recipe] [key=value ...]", help="as for python -m train")
     return parser
+
+
+def span(text: str) -> tuple[int, int]:
+    """A number of nodes, or the least and the most, as in `2-8`.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
+    least, dash, most = text.partition("-")
+    found = _positive(least), _positive(most if dash else least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text}: MIN-MAX is expected, the smaller number first")
+    return found
 
 
 def _whole(text: str) -> int:

@@ -1,7 +1,8 @@
 """May a run that has come down start again? By what brought it down, and by its progress.
 
-job/restarts.jsonl has a line for each time that it did. A preempted run may come back for ever. All
-else counts: a run that came down so often without a new checkpoint between would do so again.
+job/restarts.jsonl has a line for each time that it did. A preempted run may come back for ever, and
+one that starts again on more hosts. All else counts: a run that came down so often without a new
+checkpoint between would do so again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any, Literal
 from launch import runs
 from train.run import RunDir, append_line, read_lines
 
-Cause = Literal["preempted", "time limit", "asked to stop", "crash", "lost node"]
+Cause = Literal["preempted", "time limit", "asked to stop", "crash", "lost node", "more hosts"]
+
+HARMLESS = ("preempted", "more hosts")
+"""Causes that tell nothing of the run: it may come down by them as often as it likes."""
 
 MOST = 3
 """How often in a row a run may come down without progress; the last time it has failed."""
@@ -24,14 +28,16 @@ BAD_HOST = 2
 
 def allowed(run: RunDir, job: str, cause: Cause) -> bool:
     """Whether a run that has just come down may start again in this job."""
-    if cause == "preempted":
+    if cause in HARMLESS:
         return True
-    saved, count = saved_step(run), 1
+    saved, count, next_cause = saved_step(run), 1, cause
     for line in reversed(_lines(run, job)):
-        if line["cause"] != "preempted":
+        if line["cause"] not in HARMLESS:
             if line["step"] != saved:
                 break
-            count += 1
+            # The ranks on other nodes crash before a node that is lost is missed.
+            count += (line["cause"], next_cause) != ("crash", "lost node")
+        next_cause = line["cause"]
     return count < MOST
 
 
@@ -57,6 +63,11 @@ def bad_hosts(run: RunDir, job: str) -> list[str]:
             told = runs.failures(run, attempt)
             blamed += {each["host"] for each in told if each["exit_code"] > 128}
     return sorted({host for host in blamed if blamed.count(host) >= BAD_HOST})
+
+
+def newest(run: RunDir, job: str) -> Cause | None:
+    """What brought the run down the last time that it started again; None if it never did."""
+    return next((line["cause"] for line in reversed(_lines(run, job))), None)
 
 
 def saved_step(run: RunDir) -> int:

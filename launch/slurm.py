@@ -7,9 +7,13 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 UNLIMITED = float("inf")
+TIMESTAMP = "%Y-%m-%dT%H:%M:%S"
 TIME_FORMATS = "M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S"
 FINAL = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
@@ -125,6 +129,30 @@ def test_only(script: str) -> tuple[bool, str]:
         ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False
     )
     return answer.returncode == 0, _plain(answer.stderr)
+
+
+def ask_for_nodes(script: Path, nodes: int) -> subprocess.Popen[str]:
+    """Ask when a job like this one would start on so many nodes, without waiting for the answer.
+
+    Raises:
+        SlurmError: there is no sbatch.
+    """
+    try:
+        return subprocess.Popen(
+            ["sbatch", "--test-only", f"--nodes={nodes}", str(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except OSError:
+        raise SlurmError("there is no sbatch on PATH") from None
+
+
+def expected_start(answer: str) -> float | None:
+    """When sbatch --test-only says that a job would start, in seconds since 1970."""
+    match = re.search(r"to start at (\S+)", answer)
+    return time.mktime(time.strptime(match[1], TIMESTAMP)) if match else None
 
 
 def preempting_partition(job_id: str) -> str | None:
@@ -303,7 +331,7 @@ def read_standing(answer: str) -> Standing:
     """
     state, reason, end, preempted = answer.strip().split("|")
     try:
-        when = time.mktime(time.strptime(end, "%Y-%m-%dT%H:%M:%S"))
+        when = time.mktime(time.strptime(end, TIMESTAMP))
     except ValueError:
         when = UNLIMITED  # N/A
     return Standing(state, reason, when, preempted not in ("N/A", "Unknown", "None", ""))
@@ -336,14 +364,19 @@ def tell_in_background(*command: str) -> subprocess.Popen[bytes]:
         raise SlurmError(f"there is no {command[0]} on PATH") from None
 
 
-def end_steps(job_id: str) -> None:
+def end_steps(job_id: str, but: str | None = None) -> None:
     """End what srun has started in a job, but not its script.
+
+    Args:
+        job_id: the job.
+        but: the id of a step that stays.
 
     Raises:
         SlurmError: Slurm does not answer or refuses.
     """
     names = _run("squeue", "-h", "-s", "-j", job_id, "-o", "%i").split()
-    if steps := [name for name in names if name.rpartition(".")[2].isdecimal()]:
+    ids = {name: name.rpartition(".")[2] for name in names}
+    if steps := [name for name in names if ids[name].isdecimal() and ids[name] != but]:
         tell("scancel", *steps)
 
 

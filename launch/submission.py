@@ -136,17 +136,19 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     run = _run_directory(config, guest.name if guest else recipe)
     command = guest.command(run.code) if guest else _training(words, run, config)
     job_id = "%A_%a" if "array" in line.passed else "%j"
+    least, most = own.nodes
+    ranks = own.nproc_per_node or own.gpus_per_node or RANKS_WITHOUT_GPU
+    if guest is None and least < most:
+        _check_every_size(config, range(least, most + 1), ranks)
     job = Job(
         name=run.name,
-        nodes=own.nodes,
+        nodes=most,
+        min_nodes=least if least < most else None,
         spares=own.spares,
         command=(*_supervisor(own, run), "--", *command),
         directory=str(launcher_copy(run) if guest else run.code),
         output=f"{str(run.job).replace('%', '%%')}/slurm-{job_id}.out",
-        cpus_per_task=own.cpus_per_task
-        or own.nproc_per_node
-        or own.gpus_per_node
-        or RANKS_WITHOUT_GPU,
+        cpus_per_task=own.cpus_per_task or ranks,
         gpus_per_node=own.gpus_per_node,
         mem=own.mem,
         time=own.time,
@@ -175,6 +177,20 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
         resume=own.resume,
         wait=own.wait,
     )
+
+
+def _check_every_size(config: Config, sizes: range, ranks: int) -> None:
+    """See that a run can train on each of these numbers of nodes.
+
+    Raises:
+        RefusedError: it cannot on one of them.
+    """
+    for nodes in sizes:
+        try:
+            config.parallel.degrees(nodes * ranks, ranks)
+        except ConfigError as error:
+            span = f"--nodes {sizes[0]}-{sizes[-1]}, with {nodes} of them"
+            raise RefusedError(f"{span}: {error}") from None
 
 
 def launcher_copy(run: RunDir) -> Path:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch import node as nodes
-from launch import processes, restarts, which
+from launch import processes, restarts, takeover, which
 from launch.attempt import Attempt, Watch
 from launch.forker import Forker
 from launch.node import Node, NodeError
@@ -85,7 +85,8 @@ class Supervisor:
                     if found is None:
                         return os.EX_TEMPFAIL  # asked to stop meanwhile
                     if isinstance(found, Over):
-                        return code
+                        failure = self.watch.failure
+                        return os.EX_UNAVAILABLE if failure and failure.is_lost else code
                     code, is_last = self._attempt(found, None)
                 if is_last:
                     return code
@@ -231,9 +232,12 @@ def main(argv: Sequence[str]) -> int:
     ranks = options.nproc_per_node or node.default_ranks
     try:
         run.create()
-        return Supervisor(run, node, ranks, program, options.start_method, max_restarts).go()
+        code = Supervisor(run, node, ranks, program, options.start_method, max_restarts).go()
     except (HostError, RendezvousError, OSError) as error:
         return _fail(f"node {node.number} ({node.host}): {error}")
+    if code == os.EX_UNAVAILABLE and not node.is_head:
+        takeover.take_over(run, node.job)
+    return code
 
 
 def _fail(message: str) -> int:

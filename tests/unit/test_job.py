@@ -85,3 +85,12 @@ def test_spare_hosts_belong_to_the_job_and_not_to_its_step() -> None:
     lines = render(replace(SMALL, nodes=2, spares=1)).splitlines()
     assert {"#SBATCH --nodes=3", "#SBATCH --no-kill"} <= set(lines)
     assert any("srun" in line and "--nodes=2 --ntasks=2" in line for line in lines)
+
+
+def test_an_elastic_step_takes_as_many_hosts_as_the_job_was_given() -> None:
+    script = render(replace(SMALL, nodes=4, min_nodes=2))
+    assert {"#SBATCH --nodes=2-4", "#SBATCH --no-kill"} <= set(script.splitlines())
+    assert "ntasks-per-node" not in script, "Slurm would give it 2, always"
+    count = '"$SLURM_JOB_NUM_NODES"'
+    assert f"--nodes={count} --ntasks={count} --no-kill" in script
+    assert "launch batch --nodes=2-4 \\\n" in script

@@ -43,6 +43,11 @@ def test_preemption_never_counts(run: RunDir) -> None:
     assert come_down(run, "preempted")
 
 
+def test_a_lost_node_counts_once_with_the_crash_that_it_caused(run: RunDir) -> None:
+    assert all(come_down(run, cause) for cause in ("crash", "lost node", "crash", "lost node"))
+    assert not come_down(run, "crash")
+
+
 def test_a_host_that_is_blamed_twice_is_left_out(run: RunDir) -> None:
     restarts.note(run, "7", "lost node", ["n1", "n2"])
     attempt = {"attempt": 0, "job": "7", "hosts": ["n1", "n2"], "ranks": 2, "time": 1.0}

@@ -1,0 +1,101 @@
+"""Who looks after a job whose first host has died, and its batch with it? Another supervisor.
+
+A batch whose step can do without a host counts aloud, as the supervisors do. Those that have lost
+another node look whether that count still goes on. If not, the first of them to make the file of
+the next count becomes the batch, on its own host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch import heartbeat
+from train.run import RunDir, write_atomic
+
+LOOK = 0.25
+"""Seconds between two looks at the count."""
+OF_THE_JOB = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_CONF", "SLURM_RESTART_COUNT")
+"""Variables of Slurm's that a step's process has in common with the job's script."""
+
+
+class Pulse:
+    """The count of a job's batch, and what another one must know in order to go on in its place.
+
+    Args:
+        number: how many batches of this start of the job have died.
+        words: the batch's command line.
+    """
+
+    def __init__(self, run: RunDir, job: str, number: int, words: Sequence[str]) -> None:
+        self._count = 0
+        start = {"job": job, "restarts": _restarts(os.environ), "number": number}
+        self._path = _path(run, start)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        output = str(Path("/proc/self/fd/1").readlink())
+        known = {**start, "words": list(words), "output": output}
+        self.beat()
+        write_atomic(run.job / "batch.json", json.dumps(known) + "\n")
+
+    def beat(self) -> None:
+        """Count."""
+        self._count += 1
+        heartbeat.write(self._path, b"%08d" % self._count)
+
+
+def take_over(run: RunDir, job: str) -> None:
+    """Become the job's batch if it is silent; return if it is not, or if another one does."""
+    try:
+        known = json.loads((run.job / "batch.json").read_text())
+    except FileNotFoundError:  # the job ends with its first host
+        return
+    if (known["job"], known["restarts"]) != (job, _restarts(os.environ)):
+        return
+    count, end = _path(run, known).read_bytes(), time.monotonic() + heartbeat.SILENCE
+    while time.monotonic() < end:
+        time.sleep(LOOK)
+        if _path(run, known).read_bytes() != count:
+            return
+    own = {**known, "number": known["number"] + 1}
+    try:
+        os.close(os.open(_path(run, own), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return
+    print("the job's first host is lost: this node looks after the job", file=sys.stderr)
+    _write_to(known["output"])
+    place = [f"--in-step={os.environ['SLURM_STEP_ID']}", f"--number={own['number']}"]
+    words = [sys.executable, "-m", "launch", "batch", *place, *known["words"]]
+    os.execve(sys.executable, words, _environment(os.environ))
+
+
+def _path(run: RunDir, start: Mapping[str, Any]) -> Path:
+    name = f"{start['job']}.{start['restarts']}.batch-{start['number']}"
+    return run.job / "heartbeats" / name
+
+
+def _restarts(env: Mapping[str, str]) -> str:
+    return env.get("SLURM_RESTART_COUNT", "0")
+
+
+def _write_to(output: str) -> None:
+    """Go on in the job's output: nobody reads any more what this step says."""
+    with contextlib.suppress(OSError):  # it was no file
+        descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+
+def _environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Without what srun would take for options of the step that this one is."""
+    return {
+        name: value
+        for name, value in env.items()
+        if not name.startswith(("SLURM_", "SRUN_")) or name.startswith(OF_THE_JOB)
+    }
