@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+import train.packages as _packages  # noqa: F401
+
 COMMANDS = {
     "submit": "start a run on Slurm, or on this machine",
     "supervise": "run one node's part of a run (what a job starts on every node)",

@@ -33,6 +33,8 @@ class _CalledWhenUsed(ModuleType):
 
 
 def _import_config() -> None:
+    import train.packages as _packages  # noqa: F401
+
     # pydantic imports these modules, an eighth of a dry run, to find plugins, which train.config
     # switches off, and to compare secrets.
     for name in ("importlib.metadata", "secrets"):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+import train.packages as _packages  # noqa: F401
 from train import config as schema
 from train.config import Config, ConfigError
 from train.run import FencedError, RunDir, Verdict, default_name, write_atomic

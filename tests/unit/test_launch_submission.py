@@ -77,6 +77,15 @@ def test_refusals_write_nothing(tmp_path: Path, words: list[str], message: str) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["launch/submit.py"], ["-m", "train"], ["-m", "launch"]])
+def test_a_python_without_the_packages_is_told_of_env_run(words: list[str]) -> None:
+    # -S: without site-packages.
+    done = subprocess.run([sys.executable, "-S", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "put ./env/run before the command" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", SUBMIT[1], "--dry-run"]
     traced = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
