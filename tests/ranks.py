@@ -29,18 +29,25 @@ class Ranks:
     """`python -m train WORDS` on several ranks of this machine, with torchrun's variables."""
 
     def __init__(
-        self, world_size: int, words: list[str], logs: Path, env: Mapping[str, str] | None = None
+        self,
+        world_size: int,
+        words: list[str],
+        logs: Path,
+        env: Mapping[str, str] | None = None,
+        node_size: int | None = None,
     ) -> None:
         self.logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         port = free_port()
+        node_size = node_size or world_size
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             place = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(rank % node_size),
                 "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(node_size),
+                "GROUP_RANK": str(rank // node_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 **(env or {}),

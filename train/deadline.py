@@ -36,12 +36,17 @@ class Deadline:
         """
         now = time.monotonic()
         step, self._last = now - self._last, now
+        if self.left() < 2 * (step + seconds) + MARGIN:
+            self.has_come = True
+        return self.has_come
+
+    def left(self) -> float:
+        """Seconds until the job ends, as far as anybody has told."""
+        now = time.monotonic()
         if now > self._next_look:
             self._next_look = now + LOOK
             try:
                 self._end = float(json.loads(self._path.read_text())["end"])
             except (OSError, ValueError, KeyError):
                 self._end = float("inf")
-        if self._end - time.time() < 2 * (step + seconds) + MARGIN:
-            self.has_come = True
-        return self.has_come
+        return self._end - time.time()

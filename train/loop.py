@@ -63,7 +63,7 @@ class Trainer:
         self.loading = Loading(config.data, config.seed, world.rank, world.device)
         self.stop = stop
         self.deadline = Deadline(run_dir.job)
-        self.saver = Saver(config, world, run_dir, self.update.state)
+        self.saver = Saver(config, world, run_dir, self.update.state, self.deadline)
         self.metrics: Metrics | None = None
         self.speed_factors: dict[str, float] = {}
         self.step = 0
@@ -73,7 +73,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        resumes = self.saver.checkpoints.newest() is not None
+        resumes = self.saver.open()
         self.identity = identity.check(
             self.world, self.run_dir, self.config.data.name, self.source, resumes
         )
@@ -108,6 +108,8 @@ class Trainer:
             if state == "done":
                 self._evaluate()
             self.saver.close()
+            if state == "done" and not self.saver.problem:
+                self.saver.remove_local()
         finally:
             if self.metrics:
                 self.metrics.close()

@@ -193,6 +193,12 @@ class Checkpoint(Section):
         description="validation metric whose best checkpoint stays, too; it is saved when it is "
         "evaluated (train.evaluate_every)",
     )
+    local: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory on each node's own disk, such as $TMPDIR: saves go there first and "
+        "are copied to the run's directory beside the training",
+    )
 
 
 class Log(Section):

@@ -34,8 +34,8 @@ def words(root: Path, name: str) -> list[str]:
 
 def wait_for_step(run_dir: RunDir, step: int) -> None:
     deadline = time.monotonic() + 60
-    while max(losses(run_dir), default=0) < step:
-        assert time.monotonic() < deadline, f"step {step} was not reached"
+    while max(losses(run_dir), default=0) < step or not any(run_dir.checkpoints.glob("step-*")):
+        assert time.monotonic() < deadline, f"step {step} was not reached, or nothing was saved"
         time.sleep(0.01)
 
 

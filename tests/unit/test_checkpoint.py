@@ -25,6 +25,7 @@ from train.__main__ import main
 from train.checkpoint import Checkpointer, export, interval, manifest, plan, saver, shelf, text
 from train.checkpoint.manifest import Damaged
 from train.config import ConfigError, parse
+from train.deadline import Deadline
 from train.run import RunDir, read_lines
 from train.world import World
 
@@ -454,7 +455,8 @@ def test_auto_saves_at_the_interval_that_follows(
     words = ["checkpoint.auto=true", "checkpoint.every=null", "checkpoint.failure_hours=1e-6"]
     run_dir = RunDir(tmp_path, "auto")
     run_dir.create()
-    saves = saver.Saver(parse(words)[1], world, run_dir, lambda: {"x": torch.ones(9)})
+    deadline = Deadline(run_dir.job)
+    saves = saver.Saver(parse(words)[1], world, run_dir, lambda: {"x": torch.ones(9)}, deadline)
     assert saves.resume() is None
     steps: list[float] = []
     began = time.monotonic()

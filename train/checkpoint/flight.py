@@ -1,8 +1,8 @@
 """One save on its way to disk: what each rank knows of it, and what all of them do.
 
-Every rank writes its part; rank 0 publishes when all have; all end it when that is done or one
-of them failed. How far the others are, a rank knows only from the sums of `signals` over all ranks,
-which every rank acts on at the same time.
+Every rank writes its part; rank 0 publishes when all have, or a rank of each node where each node
+has its own; all end it when that is done or one of them failed. How far the others are, a rank
+knows only from the sums of `signals` over all ranks, which every rank acts on at the same time.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ class Flight:
         step: int,
         written: Path,
         own: Job,
-        publish: Callable[[], object],
+        publish: Callable[[], object] | None,
         began: float,
+        publishers: int = 1,
     ) -> None:
         """The training goes on from here.
 
         Args:
             written: the directory in which all ranks write.
             own: the writing of this rank's part.
-            publish: what rank 0 does when all parts are written.
+            publish: what this rank does when all parts are written, if it is one that publishes.
             began: when, by the monotonic clock.
+            publishers: how many ranks publish.
         """
         self.late = ""  # why nobody waits for it any longer
         self._world = world
@@ -60,6 +62,7 @@ class Flight:
         self._written = written
         self._own = own
         self._publish = publish
+        self._publishers = publishers
         self._publishing: Job | None = None
         self._all_written = False
         self._began = began
@@ -75,11 +78,11 @@ class Flight:
         written, published, failed = sums
         if failed:
             return self._outcome(self._fail())
-        if published:
+        if published == self._publishers:
             return self._outcome("")
         if written == self._world.world_size and not self._all_written:
             self._all_written = True
-            if self._world.is_main:
+            if self._publish:
                 self._publishing = Threaded(self._publish)
         return None
 
@@ -92,7 +95,7 @@ class Flight:
         self._own.abandon()
         # Not what may be renamed right now: that would empty a published checkpoint.
         publishing = self._publishing is not None and not self._publishing.poll()
-        if self._world.is_main and not publishing:
+        if self._publish and not publishing:
             Threaded(partial(rmtree, self._written, ignore_errors=True))
         return problem
 

@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the checkpoint and its pieces, which cover it."""
+    """A tensor of the checkpoint and its pieces, which cover it (or this node's part of it)."""
 
     key: Key
     dtype: str
@@ -77,6 +77,11 @@ class Stored:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.item_size
+
+    @property
+    def held(self) -> int:
+        """Bytes of all its pieces."""
+        return sum(map(self.size, self.pieces))
 
     def size(self, piece: Piece) -> int:
         """Bytes of a piece."""
@@ -115,14 +120,17 @@ def dotted(key: Key) -> str:
     return ".".join(map(str, key))
 
 
-def read(directory: Path) -> Manifest:
+def read(directory: Path, whole: bool = True) -> Manifest:
     """The manifest of a checkpoint; what it promises of files is checked against their sizes.
+
+    Args:
+        whole: the pieces of every tensor must cover it; on a node's own disk they need not.
 
     Raises:
         Damaged: manifest or files are not what was written.
         ConfigError: another version of rollcall wrote it.
     """
-    manifest = load(directory)
+    manifest = load(directory, whole)
     for file in manifest.files:
         problem = size_problem(directory, manifest, file)
         if problem:
@@ -130,8 +138,11 @@ def read(directory: Path) -> Manifest:
     return manifest
 
 
-def load(directory: Path) -> Manifest:
+def load(directory: Path, whole: bool = True) -> Manifest:
     """The manifest alone.
+
+    Args:
+        whole: as for `read`.
 
     Raises:
         Damaged: it is not what was written.
@@ -145,7 +156,7 @@ def load(directory: Path) -> Manifest:
         raise Damaged(f"{NAME} is missing") from None
     except OSError as error:
         raise Damaged(f"{NAME} cannot be read: {error.strerror}") from None
-    return parse(data, directory)
+    return parse(data, directory, whole)
 
 
 def size_problem(directory: Path, manifest: Manifest, file: str) -> str:

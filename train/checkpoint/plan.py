@@ -29,12 +29,23 @@ Values = list[tuple[Key, Any]]
 
 
 class Plan:
-    """Divides the state over the ranks, and remembers how as long as the state keeps its form."""
+    """Divides the state over the ranks, and remembers how as long as the state keeps its form.
 
-    def __init__(self, world: World) -> None:
+    Attributes:
+        once: what this rank writes of the state where it is written once, and not once per node.
+    """
+
+    def __init__(self, world: World, nodes: Sequence[int] = ()) -> None:
+        """Nothing is known of the state yet.
+
+        Args:
+            nodes: the node of each rank, where every node writes what its ranks hold.
+        """
+        self.once: frozenset[int] = frozenset()
         self._world = world
+        self._nodes = nodes
         self._form: bytes | None = None
-        self._mine: set[int] = set()
+        self._mine: frozenset[int] = frozenset()
 
     def mine(self, state: dict[str, Any]) -> tuple[Tensors, Values]:
         """What this rank writes of the state; every rank must call it together.
@@ -43,18 +54,27 @@ class Plan:
             ConfigError: the state holds something that is neither a tensor nor a plain value.
         """
         tensors, values = boxes(state)
-        sizes = {_number(box.key, box.offset): tensor.nbytes for box, tensor in tensors}
-        sizes |= {_number(key, ()): 1 for key, _ in values}
+        sizes = {number(box.key, box.offset): tensor.nbytes for box, tensor in tensors}
+        sizes |= {number(key): 1 for key, _ in values}
         form = hashlib.blake2b(repr(sizes).encode()).digest()
         # Another form on any rank changes who holds what.
         most = torch.tensor([len(sizes), form != self._form])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if most[1]:
             self._form = form
-            self._mine = set(divide(_gather(sizes, int(most[0])))[self._world.rank])
+            held = _gather(sizes, int(most[0]))
+            shares = divide(held, self._nodes)
+            self._mine = self.once = frozenset(shares[self._world.rank])
+            if self._nodes:
+                # Of what the nodes write: so each rank finds in its own file what it is to copy.
+                written = [
+                    {box: boxes[box] for box in share}
+                    for boxes, share in zip(held, shares, strict=True)
+                ]
+                self.once = frozenset(divide(written)[self._world.rank])
         return (
-            [item for item in tensors if _number(item[0].key, item[0].offset) in self._mine],
-            [item for item in values if _number(item[0], ()) in self._mine],
+            [item for item in tensors if number(item[0].key, item[0].offset) in self._mine],
+            [item for item in values if number(item[0]) in self._mine],
         )
 
 
@@ -92,23 +112,29 @@ def boxes(state: dict[str, Any]) -> tuple[Tensors, Values]:
     return tensors, values
 
 
-def divide(held: Sequence[Mapping[int, int]]) -> list[list[int]]:
+def divide(held: Sequence[Mapping[int, int]], nodes: Sequence[int] = ()) -> list[list[int]]:
     """Who writes which box: each goes to the holder with the least to write, large ones first.
 
     Args:
         held: the sizes of the boxes that each rank holds.
+        nodes: the node of each rank, if each node is to write what its ranks hold.
     """
     sizes: dict[int, int] = {}
-    holders: dict[int, list[int]] = {}
+    holders: dict[tuple[int, int], list[int]] = {}
     for rank, boxes in enumerate(held):
         sizes.update(boxes)
         for box in boxes:
-            holders.setdefault(box, []).append(rank)
+            holders.setdefault((box, nodes[rank] if nodes else 0), []).append(rank)
     shares: list[list[int]] = [[] for _ in held]
     loads = [0] * len(held)
-    # Those with one holder first: they leave no choice.
-    for box in sorted(holders, key=lambda box: (len(holders[box]) > 1, -sizes[box], box)):
-        writer = min(holders[box], key=lambda rank: (loads[rank], rank))
+
+    def order(place: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
+        # Those with one holder first: they leave no choice.
+        return len(holders[place]) > 1, -sizes[place[0]], place
+
+    for place in sorted(holders, key=order):
+        box = place[0]
+        writer = min(holders[place], key=lambda rank: (loads[rank], rank))
         shares[writer].append(box)
         loads[writer] += sizes[box]
     return shares
@@ -123,8 +149,8 @@ def _cut(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, tensor[start : start + rows]
 
 
-def _number(key: Key, offset: tuple[int, ...]) -> int:
-    """A box as one number, equal on all ranks; 64 bits do not meet by chance."""
+def number(key: Key, offset: tuple[int, ...] = ()) -> int:
+    """A box or a value as one number, equal on all ranks; 64 bits do not meet by chance."""
     digest = hashlib.blake2b(repr((key, offset)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 

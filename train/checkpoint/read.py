@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.tensor import DTensor
 
 from train.checkpoint.manifest import Damaged, Manifest, Piece, Stored, open_regular
 from train.config import ConfigError
@@ -75,19 +78,24 @@ def view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def load(directory: Path, stored: Manifest, state: dict[str, Any]) -> None:
+def load(directory: Path, stored: Manifest, state: dict[str, Any], whole: bool = True) -> None:
     """Fill the tensors of `state` in place, and put the values into it.
 
+    Args:
+        whole: the checkpoint holds the whole state; otherwise it is seen whether it has enough.
+
     Raises:
-        Damaged: what was read is not what was written.
+        Damaged: what was read is not what was written, or not all that this rank needs.
         ConfigError: the checkpoint is of another model.
     """
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state)
     flat = planner.state_dict
-    _compare(directory, stored, flat)
+    _compare(directory, stored, flat, whole)
     metadata = Metadata({name: _metadata(stored, name) for name in flat})
     plan = create_default_local_load_plan(flat, metadata)
+    if not whole:
+        _check_cover(plan.items, flat)
 
     def place(item: Any) -> tuple[str, int]:
         if item.type == LoadItemType.BYTE_IO:
@@ -140,10 +148,22 @@ def _metadata(stored: Manifest, name: str) -> TensorStorageMetadata | BytesStora
     )
 
 
-def _compare(directory: Path, stored: Manifest, flat: dict[str, Any]) -> None:
+def _check_cover(items: Iterable[ReadItem], flat: dict[str, Any]) -> None:
+    found: Counter[str] = Counter()
+    for item in items:
+        found[item.dest_index.fqn] += math.prod(item.lengths)
+    for name, value in flat.items():
+        own = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(own, torch.Tensor) and found[name] != own.numel():
+            raise Damaged(f"it does not hold all of {name} that this rank needs")
+
+
+def _compare(directory: Path, stored: Manifest, flat: dict[str, Any], whole: bool) -> None:
     for name, value in flat.items():
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         problem = ""
+        if not whole and name not in {**stored.values, **stored.tensors}:
+            raise Damaged(f"it holds nothing of {name}")
         if shape is None:
             if name not in stored.values:
                 problem = f"it has no value {name}"

@@ -58,31 +58,32 @@ def dump(manifest: Manifest) -> bytes:
     return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
 
 
-def parse(data: bytes, directory: Path) -> Manifest:
+def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
     """Read the text of a manifest, and believe nothing of it.
 
     Args:
         directory: where it lies, for messages.
+        whole: the pieces of every tensor must cover it.
 
     Raises:
         Damaged: it is not what was written, or promises what cannot be.
         ConfigError: another version of rollcall wrote it.
     """
     end = re.search(rb',"crc32":"([0-9a-f]{8})"}\n\Z', data[-32:])
-    whole = end is not None and int(end[1], 16) == zlib.crc32(data[: -len(end[0])])
+    intact = end is not None and int(end[1], 16) == zlib.crc32(data[: -len(end[0])])
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError):
         raise Damaged(f"{NAME} is not whole") from None
     version = fields.get("format") if isinstance(fields, dict) else None
     # The first format had no digest.
-    if version == 1 or (whole and isinstance(version, int) and version > FORMAT):
+    if version == 1 or (intact and isinstance(version, int) and version > FORMAT):
         age = "an earlier" if version == 1 else "a newer"
         raise ConfigError(
             f"{directory} was written by {age} version of rollcall (format {version}; this one "
             f"reads {FORMAT}): go on with that version, or give this run another run.name"
         )
-    if not whole or version != FORMAT:
+    if not intact or version != FORMAT:
         raise Damaged(f"{NAME} is not what was written: its digest differs")
     try:
         manifest = Manifest(
@@ -91,17 +92,17 @@ def parse(data: bytes, directory: Path) -> Manifest:
             values={dotted(_key(key)): (_key(key), value) for key, value in fields["values"]},
             facts=dict(fields["facts"]),
         )
-        tensors = (_tensor(entry, manifest.files) for entry in fields["tensors"])
+        tensors = (_tensor(entry, manifest.files, whole) for entry in fields["tensors"])
         manifest.tensors.update((tensor.name, tensor) for tensor in tensors)
         _count(manifest.facts["step"])
-        if sum(tensor.nbytes for tensor in manifest.tensors.values()) != manifest.nbytes:
+        if sum(tensor.held for tensor in manifest.tensors.values()) != manifest.nbytes:
             raise ValueError("the tensors do not fill the files")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Damaged(f"{NAME} promises what cannot be: {error}") from None
     return manifest
 
 
-def _tensor(entry: dict[str, Any], files: dict[str, int]) -> Stored:
+def _tensor(entry: dict[str, Any], files: dict[str, int], whole: bool) -> Stored:
     key = _key(entry["key"])
     if entry["dtype"] not in ITEM_SIZES:
         raise ValueError(f"{dotted(key)} has the unknown type {entry['dtype']!r}")
@@ -118,12 +119,12 @@ def _tensor(entry: dict[str, Any], files: dict[str, int]) -> Stored:
     tensor = Stored(key, entry["dtype"], _counts(entry["shape"]), pieces)
     for piece in pieces:
         boxes = zip(piece.offset, piece.shape, tensor.shape, strict=True)
-        if any(offset + size > whole for offset, size, whole in boxes):
+        if any(offset + size > end for offset, size, end in boxes):
             raise ValueError(f"a piece of {dotted(key)} lies outside of its shape")
         if piece.start + tensor.size(piece) > files[piece.file]:
             raise ValueError(f"a piece of {dotted(key)} lies behind the end of {piece.file}")
     # Pieces that lie in files bound what a shape can make anybody allocate.
-    if sum(tensor.size(piece) for piece in pieces) != tensor.nbytes or len(
+    if (whole and tensor.held != tensor.nbytes) or len(
         {piece.offset for piece in pieces if math.prod(piece.shape)}
     ) != sum(math.prod(piece.shape) > 0 for piece in pieces):
         raise ValueError(f"the pieces of {dotted(key)} do not cover its shape")

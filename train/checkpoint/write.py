@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +40,14 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * manifest.ITEM_SIZES[self.dtype]
 
-Item = tuple[Box, memoryview]
+
+Item = tuple[Box, Callable[[], memoryview]]
+"""A box, and how its bytes are got when their turn has come."""
 
 
 def write_part(
@@ -50,18 +57,19 @@ def write_part(
 
     Raises:
         OSError: it could not be written.
+        Damaged: it could not be read from where it comes.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     file, start = f"rank-{rank:05d}.bin", 0
     index: dict[str, Any] = {"size": 0, "values": values, "boxes": []}
     if items:
-        starts = [0, *itertools.accumulate(len(view) for _, view in items)]
+        starts = [0, *itertools.accumulate(box.nbytes for box, _ in items)]
         start = starts.pop()
         with _create(directory / file) as data:
             # While one thread writes, another digests.
             with ThreadPoolExecutor(WRITERS) as pool:
                 put = partial(_put, data.fileno())
-                digests = list(pool.map(put, (view for _, view in items), starts))
+                digests = list(pool.map(put, (read for _, read in items), starts))
             os.fsync(data.fileno())
         for (box, _), place, crc32 in zip(items, starts, digests, strict=True):
             index["boxes"].append([*vars(box).values(), place, crc32])
@@ -73,41 +81,43 @@ def write_part(
 def publish(
     written: Path,
     final: Path,
-    ranks: int,
+    ranks: Sequence[int],
     facts: dict[str, Any],
     check: Callable[[], object],
+    whole: bool = True,
 ) -> None:
     """Join the parts under a manifest, bring all to disk, and give the checkpoint its name.
 
     Args:
-        written: where every rank's part lies.
+        written: where the parts of these ranks lie.
         check: called last before the rename; what it raises stops the publishing.
+        whole: the parts must make up the whole state.
 
     Raises:
         OSError: it could not be written.
         Damaged: the parts do not make up the whole state.
     """
-    indexes = [json.loads(_index(written, rank).read_bytes()) for rank in range(ranks)]
+    indexes = {rank: json.loads(_index(written, rank).read_bytes()) for rank in ranks}
     data = text.dump(join(indexes, facts))
-    text.parse(data, written)
+    text.parse(data, written, whole)
     with _create(written / manifest.NAME) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    manifest.read(written)
-    for rank in range(ranks):
+    manifest.read(written, whole)
+    for rank in ranks:
         _index(written, rank).unlink()
     sync(written)
     check()
     shelf.publish(written, final)
 
 
-def join(indexes: Iterable[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
-    """The manifest of the parts."""
+def join(indexes: Mapping[int, dict[str, Any]], facts: dict[str, Any]) -> Manifest:
+    """The manifest of the ranks' parts."""
     whole = Manifest({}, {}, {}, facts)
     pieces: dict[Key, list[Piece]] = {}
     about: dict[Key, tuple[str, tuple[int, ...]]] = {}
-    for rank, index in enumerate(indexes):
+    for rank, index in indexes.items():
         file = f"rank-{rank:05d}.bin"
         if index["boxes"]:
             whole.files[file] = index["size"]
@@ -127,9 +137,9 @@ def _index(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.json"
 
 
-def _put(file: int, view: memoryview, start: int) -> int:
+def _put(file: int, read: Callable[[], memoryview], start: int) -> int:
     """Write bytes at a place in a file; their CRC-32."""
-    crc32 = 0
+    view, crc32 = read(), 0
     for first in range(0, len(view), BLOCK):
         block, place = view[first : first + BLOCK], start + first
         crc32 = zlib.crc32(block, crc32)

@@ -1,0 +1,57 @@
+"""Disks for tests: small file systems to fill, to freeze or to make read-only. They need root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="mounts file systems: sudo -E ./env/run pytest tests/multi"
+)
+
+
+@contextmanager
+def mounted(place: Path, kind: str, size: str) -> Iterator[Path]:
+    """A file system of this kind at a place, as long as it lasts."""
+    place.mkdir(parents=True, exist_ok=True)
+    if kind == "tmpfs":
+        run("mount", "-t", kind, "-o", f"size={size},mode=0700", "none", place)
+    else:
+        image = place.with_name(f"{place.name}.image")
+        run("truncate", f"--size={size}", image)
+        run(f"mkfs.{kind}", "-q", image)
+        run("mount", "-o", "loop", image, place)
+        place.chmod(0o700)
+    try:
+        yield place
+    finally:
+        until(lambda: not subprocess.run(["umount", place], stderr=subprocess.DEVNULL).returncode)
+
+
+@contextmanager
+def frozen(place: Path) -> Iterator[None]:
+    """Whoever writes there waits, as for a server that does not answer."""
+    run("fsfreeze", "--freeze", place)
+    try:
+        yield
+    finally:
+        run("fsfreeze", "--unfreeze", place)
+
+
+def run(*words: str | Path) -> None:
+    """Run a command that must succeed."""
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+
+
+def until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for something, but not for ever."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,106 @@
+"""Disks that take no more for a while, and disks that do not answer: the training goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disks import frozen, mounted, needs_root, run, until
+from ranks import Ranks
+
+from train.checkpoint import shelf, verify
+from train.run import RunDir, read_lines
+
+WORDS = ["digits", "model.name=mlp", "log.every=1", "train.evaluate_every=null", "device=cpu"]
+WORDS += ["run.name=run", "train.steps=1000000", "checkpoint.every=5"]
+
+
+def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run_dir.events) if line["event"] == name]
+
+
+def goes_on_after(run_dir: RunDir, ranks: Ranks, forbid: Any, allow: Any) -> str:
+    """Forbid writing and allow it again; the reason that the run gives for what failed."""
+    until(lambda: bool(shelf.published(run_dir.checkpoints)))
+    until(forbid)
+    until(lambda: bool(events(run_dir, "save_failed")))
+    left = shelf.published(run_dir.checkpoints)
+    assert left and not any(verify.problems(path) for path in left.values())
+    assert allow()
+    last = events(run_dir, "save_failed")[-1]["step"]
+    until(lambda: max(shelf.published(run_dir.checkpoints)) > last)
+    ranks.processes[0].terminate()
+    assert ranks.wait() == [75, 75]
+    verdict = run_dir.read_verdict()
+    assert verdict is not None and verdict.state == "requeue"
+    assert max(shelf.published(run_dir.checkpoints)) == verdict.step
+    assert "saves that failed" in ranks.output()
+    return str(events(run_dir, "save_failed")[0]["reason"])
+
+
+@needs_root
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "run")
+
+    def remount(how: str) -> bool:
+        words = ["mount", "-o", f"remount,{how}", str(run_dir.checkpoints)]
+        return not subprocess.run(words, stderr=subprocess.DEVNULL).returncode  # busy
+
+    with mounted(run_dir.checkpoints, "tmpfs", "30m"):
+        ranks = Ranks(2, [*WORDS, f"run.root={tmp_path}"], tmp_path / "logs")
+        try:
+            reason = goes_on_after(run_dir, ranks, lambda: remount("ro"), lambda: remount("rw"))
+        finally:
+            ranks.kill()
+    assert "Read-only file system" in reason
+
+
+@needs_root
+@pytest.mark.skipif(
+    not shutil.which("mkfs.btrfs"),
+    reason="makes a file system with quotas: apt-get install btrfs-progs, then "
+    "sudo -E ./env/run pytest tests/multi/test_disks.py",
+)
+def test_a_quota(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "run")
+
+    def limit(size: str) -> bool:
+        run("btrfs", "qgroup", "limit", size, run_dir.checkpoints)
+        return True
+
+    with mounted(run_dir.checkpoints, "btrfs", "128M"):
+        run("btrfs", "quota", "enable", run_dir.checkpoints)
+        words = [*WORDS, f"run.root={tmp_path}", "model.hidden=2500"]  # 2.2 MB
+        ranks = Ranks(2, words, tmp_path / "logs")
+        try:
+            reason = goes_on_after(run_dir, ranks, lambda: limit("6M"), lambda: limit("none"))
+        finally:
+            ranks.kill()
+    assert "Disk quota exceeded" in reason
+
+
+@needs_root
+def test_the_end_of_the_job_is_not_waited_for(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "run")
+    with mounted(run_dir.checkpoints, "ext4", "16M"):
+        words = [*WORDS, f"run.root={tmp_path}", "checkpoint.every=null"]
+        ranks = Ranks(1, words, tmp_path / "logs")
+        try:
+            until(lambda: bool(events(run_dir, "first_step")))
+            with frozen(run_dir.checkpoints):
+                end = time.time() + 16
+                run_dir.job.mkdir()
+                (run_dir.job / "deadline.json").write_text(json.dumps({"end": end}))
+                assert ranks.wait() == [75]
+                assert time.time() < end
+        finally:
+            ranks.kill()
+    verdict = run_dir.read_verdict()
+    assert verdict is not None and verdict.state == "requeue"
+    assert "the end of the job is near; step" in verdict.reason
+    assert "when the job was about to end" in verdict.reason

@@ -1,0 +1,153 @@
+"""Node-local checkpoints of one process: where they lie, what of them stays, what is copied."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from train.checkpoint import Checkpointer, plan, saver, shelf, verify
+from train.checkpoint.local import Local, open_local, place
+from train.config import ConfigError, parse
+from train.deadline import Deadline
+from train.run import RunDir, read_lines
+from train.world import World
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World.join("cpu")
+    yield world
+    world.leave()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(tmp_path, "run")
+    run_dir.create()
+    return run_dir
+
+
+def state() -> dict[str, Any]:
+    return {"x": torch.arange(9)}
+
+
+def opened(run_dir: RunDir, world: World, shared: Checkpointer) -> Local:
+    return open_local(str(run_dir.path.parent / "disk"), run_dir, world, shared)
+
+
+def test_each_node_writes_what_its_ranks_hold_and_copies_are_shared() -> None:
+    everywhere = dict.fromkeys(range(8), 10)
+    shares = plan.divide([everywhere] * 4, nodes=[7, 7, 5, 5])
+    assert sorted(shares[0] + shares[1]) == sorted(shares[2] + shares[3]) == [*range(8)]
+    assert [len(share) for share in shares] == [4, 4, 4, 4]
+
+
+def test_where_they_lie(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    first = place("$SCRATCH", run_dir)
+    assert first.parent == Path("/scratch/me") and first.name.startswith("run-")
+    assert place("${SCRATCH}", RunDir(run_dir.path, "run")) != first
+    for text in ("$NOWHERE/x", "x", "~/x"):
+        with pytest.raises(ConfigError, match="expected an absolute path"):
+            place(text, run_dir)
+
+
+def test_a_planted_directory_is_refused(world: World, run_dir: RunDir, tmp_path: Path) -> None:
+    shared = Checkpointer(run_dir.checkpoints, world)
+    directory = opened(run_dir, world, shared).directory
+    assert directory.stat().st_mode & 0o777 == 0o700 and not [*directory.iterdir()]
+    directory.chmod(0o770)
+    with pytest.raises(ConfigError, match="others may write there"):
+        opened(run_dir, world, shared)
+    directory.rmdir()
+    directory.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is a link"):
+        opened(run_dir, world, shared)
+    directory.unlink()
+    directory.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(directory, 1234, 1234)
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            opened(run_dir, world, shared)
+
+
+def test_what_an_earlier_run_of_the_name_has_left_goes(world: World, run_dir: RunDir) -> None:
+    shared = Checkpointer(run_dir.checkpoints, world)
+    opened(run_dir, world, shared).save(3, state())
+    assert opened(run_dir, world, shared).newest() == 3
+    shutil.rmtree(run_dir.path)
+    run_dir.create()
+    assert opened(run_dir, world, shared).newest() is None
+
+
+def test_a_slow_copy_is_followed_by_that_of_the_newest(world: World, run_dir: RunDir) -> None:
+    shared = Checkpointer(run_dir.checkpoints, world, keep=9)
+    local = opened(run_dir, world, shared)
+    before = set(psutil.Process().children())
+    shared.begin(1, {"x": torch.ones(20_000_000)})
+    [writer] = set(psutil.Process().children()) - before
+    writer.suspend()
+    for step in (2, 3, 4, 5, 6):
+        local.save(step, state())
+        local.queue(stays=step == 3)
+    assert sorted(shelf.published(local.directory)) == [3, 5, 6]
+    writer.resume()
+    while shared.busy:
+        outcome = shared.drain()
+        assert outcome and not outcome.problem
+        local.copy_next()
+    assert sorted(shelf.published(shared.directory)) == [1, 3, 6]
+    assert not verify.problems(shelf.place(shared.directory, 6))
+    local.save(7, state())
+    assert sorted(shelf.published(local.directory)) == [6, 7]
+
+
+def test_what_a_local_disk_has_lost_is_not_copied(world: World, run_dir: RunDir) -> None:
+    shared = Checkpointer(run_dir.checkpoints, world)
+    local = opened(run_dir, world, shared)
+    local.save(1, state())
+    file = shelf.place(local.directory, 1) / "rank-00000.bin"
+    file.write_bytes(bytes(file.stat().st_size))
+    local.queue(stays=False)
+    outcome = shared.drain()
+    assert outcome and "rank-00000.bin is not what was written: x differs" in outcome.problem
+    assert shared.newest() is None
+
+
+def test_without_the_disk_saves_go_to_shared_storage(
+    world: World, run_dir: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = parse(["checkpoint.local=/proc/nothing/here"])[1]
+    saves = saver.Saver(config, world, run_dir, state, Deadline(run_dir.job))
+    assert not saves.open() and saves.resume() is None
+    assert not saves.is_due(1)
+    saves.begin(100)
+    saves.close()
+    assert saves.checkpoints.newest() == 100
+    [failure] = [line for line in read_lines(run_dir.events) if line["event"] == "save_failed"]
+    assert failure["local"] and "/proc/nothing" in failure["reason"]
+    assert "not used: /proc/nothing" in saves.summary()["local checkpoints"]
+    assert "saves go to shared storage" in capfd.readouterr().out
+
+
+def test_the_end_of_the_job_ends_the_waiting(world: World, tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path, world)
+    end = time.monotonic() + 0.2
+    checkpoints.is_late = lambda: time.monotonic() > end
+    before = set(psutil.Process().children())
+    checkpoints.begin(1, {"x": torch.ones(20_000_000)})
+    [writer] = set(psutil.Process().children()) - before
+    writer.suspend()
+    outcome = checkpoints.drain(600)
+    assert outcome is not None
+    assert outcome.problem == "it was not on disk after 0 s, when the job was about to end"
+    writer.wait(10)
