@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
-from launch import requeue, restarts, runs, slurm, spares, which
+from launch import requeue, restarts, runs, slurm, spares, takeover, which
 from launch.job import STOP_LEAD
 from launch.options import span
 from launch.rendezvous import lost_hosts
@@ -36,6 +37,9 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 TAKEN = (*PASSED_ON, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 LOOK = 1.0
 """Seconds between two looks at whether a host has been lost."""
+LAST_CHANCE: dict[str, Cause] = {"TimeLimit": "time limit", "JobLaunchFailure": "lost node"}
+"""Slurm's reasons for which a job that it ends comes back, and what that is to us. The second is
+that of a script on a host that Slurm took for dead, and that was back: Slurm kills it then."""
 LEAVE = 5.0
 """Seconds that the step has to end then."""
 ABSENCE = 600.0
@@ -50,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     nodes = "on how many the job's step can run"
     parser.add_argument("--nodes", type=span, metavar="MIN-MAX", help=nodes)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--in-step", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="srun …")
     options = parser.parse_args(argv)
     job = os.environ.get("SLURM_JOB_ID")
@@ -73,6 +77,7 @@ class Batch:
         self.job = job
         self.run: RunDir | None = None
         self._options = options
+        self._own_step = takeover.leave_step(options.output) if options.number else None
         self._hosts = Hosts(self.command, os.environ, options.nodes)
         self._step: subprocess.Popen[bytes]
         self._pulse: Pulse | None = None
@@ -100,7 +105,7 @@ class Batch:
             self._pulse = Pulse(self.run, self.job, self._options.number, words)
         if self._options.nodes:
             self._widening = Widening(self.run, self.job, self._hosts)
-        if self._options.in_step is None:
+        if self._own_step is None:
             return self._go_on(self.run, self.command)
         code, hosts = os.EX_UNAVAILABLE, self._next_hosts(self.run)
         if hosts is not None:
@@ -127,8 +132,8 @@ class Batch:
         end = float("inf")
         while self._step.poll() is None:
             info = signal.sigtimedwait(TAKEN, LOOK)
-            if self._pulse:
-                self._pulse.beat()
+            if self._pulse and not self._pulse.beat():
+                self._stand_aside()
             if info is not None and info.si_signo in PASSED_ON:
                 self._was_asked = True
                 self._step.send_signal(info.si_signo)
@@ -141,9 +146,16 @@ class Batch:
             if time.monotonic() > end:  # srun waits for a dead host until Slurm has noticed
                 self._step.kill()
                 with contextlib.suppress(SlurmError):
-                    slurm.end_steps(self.job, but=self._options.in_step)
+                    slurm.end_steps(self.job, but=self._own_step)
         code = self._step.returncode
         return code if code >= 0 else 128 - code
+
+    def _stand_aside(self) -> NoReturn:
+        """This host was silent for so long that another one looks after the job."""
+        self._step.kill()
+        self._say("has another batch by now; this one waits, since the job would end with it")
+        signal.sigwait([signal.SIGTERM])
+        sys.exit(os.EX_UNAVAILABLE)
 
     def _widen(self) -> None:
         """Ask the step to save and leave, where it could start on more hosts."""
@@ -161,10 +173,14 @@ class Batch:
         return {name: host for name, host in found.items() if name not in self._lost}
 
     def _before_the_end(self) -> None:
-        """Slurm ends the job: at its time limit, this is the last chance to queue it again."""
+        """Slurm ends the job: queue it again where Slurm will not."""
         standing = self._standing()
-        if standing is not None and standing.reason == "TimeLimit" and self.run is not None:
-            self._again(self.run, "time limit")
+        if standing is not None and self.run is not None:
+            self._use_last_chance(self.run, standing)
+
+    def _use_last_chance(self, run: RunDir, standing: Standing) -> None:
+        if standing.reason in LAST_CHANCE and not self._is_queued:
+            self._again(run, LAST_CHANCE[standing.reason], sorted(self._hosts.dead))
 
     def _after(self, run: RunDir, code: int) -> list[str] | None:
         """What follows the step's end: hosts for another step, or None for the end of the job."""
@@ -172,6 +188,7 @@ class Batch:
         if standing is None:
             return None
         if standing.state != "RUNNING":
+            self._use_last_chance(run, standing)
             # Slurm has queued it again, or it was cancelled: then this is refused.
             with contextlib.suppress(SlurmError):
                 requeue.start_soon(self.job)

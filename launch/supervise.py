@@ -236,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     except (HostError, RendezvousError, OSError) as error:
         return _fail(f"node {node.number} ({node.host}): {error}")
     if code == os.EX_UNAVAILABLE and not node.is_head:
-        takeover.take_over(run, node.job)
+        takeover.take_over(run, node.job, node.host)
     return code
 
 

@@ -2,7 +2,7 @@
 
 A batch whose step can do without a host counts aloud, as the supervisors do. Those that have lost
 another node look whether that count still goes on. If not, the first of them to make the file of
-the next count becomes the batch, on its own host.
+the next count starts another batch, on its own host.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import heartbeat
+from launch import heartbeat, slurm
 from train.run import RunDir, write_atomic
 
 LOOK = 0.25
@@ -37,20 +38,25 @@ class Pulse:
         self._count = 0
         start = {"job": job, "restarts": _restarts(os.environ), "number": number}
         self._path = _path(run, start)
+        self._successor = _path(run, {**start, "number": number + 1})
         self._path.parent.mkdir(parents=True, exist_ok=True)
         output = str(Path("/proc/self/fd/1").readlink())
         known = {**start, "words": list(words), "output": output}
         self.beat()
         write_atomic(run.job / "batch.json", json.dumps(known) + "\n")
 
-    def beat(self) -> None:
-        """Count."""
+    def beat(self) -> bool:
+        """Count; whether this is still the job's batch."""
         self._count += 1
         heartbeat.write(self._path, b"%08d" % self._count)
+        return not self._successor.exists()
 
 
-def take_over(run: RunDir, job: str) -> None:
-    """Become the job's batch if it is silent; return if it is not, or if another one does."""
+def take_over(run: RunDir, job: str, host: str) -> None:
+    """Start another batch on this host if the job's own is silent, and no other host does it.
+
+    Returns when there is nothing to do, or with the end of the other batch.
+    """
     try:
         known = json.loads((run.job / "batch.json").read_text())
     except FileNotFoundError:  # the job ends with its first host
@@ -67,11 +73,31 @@ def take_over(run: RunDir, job: str) -> None:
         os.close(os.open(_path(run, own), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return
-    print("the job's first host is lost: this node looks after the job", file=sys.stderr)
-    _write_to(known["output"])
-    place = [f"--in-step={os.environ['SLURM_STEP_ID']}", f"--number={own['number']}"]
-    words = [sys.executable, "-m", "launch", "batch", *place, *known["words"]]
-    os.execve(sys.executable, words, _environment(os.environ))
+    # In a step of its own: the one of the dead host ends when Slurm notices, or when it comes back.
+    place = [*slurm.step(job, [host]), "--mem=0", "--output=none"]
+    start = [f"--number={own['number']}", f"--output={known['output']}"]
+    words = [sys.executable, "-m", "launch", "batch", *start, *known["words"]]
+    environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
+    # Waited for: Slurm would end it with this process, which is its step's last one.
+    subprocess.run([*place, *words], env=environment, start_new_session=True, check=False)
+
+
+def leave_step(output: str) -> str:
+    """Be the job's script instead of a step; return the id of that.
+
+    Args:
+        output: where the job writes. The srun of the step would write it, but ends early.
+    """
+    with contextlib.suppress(OSError):  # it was no file
+        descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    # Else the next srun would take what describes this step for its options.
+    step = os.environ["SLURM_STEP_ID"]
+    for name in [name for name in os.environ if not _is_of_the_job(name)]:
+        del os.environ[name]
+    return step
 
 
 def _path(run: RunDir, start: Mapping[str, Any]) -> Path:
@@ -83,19 +109,6 @@ def _restarts(env: Mapping[str, str]) -> str:
     return env.get("SLURM_RESTART_COUNT", "0")
 
 
-def _write_to(output: str) -> None:
-    """Go on in the job's output: nobody reads any more what this step says."""
-    with contextlib.suppress(OSError):  # it was no file
-        descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-
-
-def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Without what srun would take for options of the step that this one is."""
-    return {
-        name: value
-        for name, value in env.items()
-        if not name.startswith(("SLURM_", "SRUN_")) or name.startswith(OF_THE_JOB)
-    }
+def _is_of_the_job(name: str) -> bool:
+    """Whether a variable is none of Slurm's, or one that the job's script has, too."""
+    return not name.startswith(("SLURM_", "SRUN_")) or name.startswith(OF_THE_JOB)

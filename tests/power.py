@@ -14,13 +14,26 @@ from lab import Lab, wait_until
 
 def off(lab: Lab, host: str) -> None:
     """Let a host die, with all that runs on it; its namespaces stay."""
-    keeper = (_place(lab) / "hosts" / host / "pid").read_text().strip()
-    victims = [process.name for process in _processes(lab, host) if process.name != keeper]
-    # All are stopped first: no daemon is to tell Slurm how another process ended.
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in victims:
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), number)
+    # Stopped first: no daemon is to tell Slurm how another process ended.
+    for pid in freeze(lab, host):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def freeze(lab: Lab, host: str) -> list[int]:
+    """Let a host hang with all that runs on it; the ids of its processes, for `thaw`."""
+    found = _victims(lab, host)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    return found
+
+
+def thaw(pids: list[int]) -> None:
+    """Let a host that hangs go on."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def is_on(lab: Lab, host: str) -> bool:
@@ -42,6 +55,12 @@ def on(lab: Lab, host: str) -> None:
 
     up = ("idle", "mixed", "allocated")
     wait_until(lambda: state() in up, 60, lambda: f"{host} is {state()}")
+
+
+def _victims(lab: Lab, host: str) -> list[int]:
+    """All of the host's processes but the one that keeps its namespaces."""
+    keeper = (_place(lab) / "hosts" / host / "pid").read_text().strip()
+    return [int(process.name) for process in _processes(lab, host) if process.name != keeper]
 
 
 def _processes(lab: Lab, host: str) -> Iterator[Path]:
