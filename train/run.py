@@ -173,15 +173,31 @@ def write_atomic(path: Path, text: str) -> None:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("w") as file:
+        descriptor, has_name = _open_beside(path, beside)
+        with open(descriptor, "w") as file:  # noqa: PTH123 (a descriptor)
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(descriptor)
+            if not has_name:
+                beside.unlink(missing_ok=True)
+                # With a directory, which this path does not need, Python follows the link.
+                os.link(f"/proc/self/fd/{descriptor}", beside, src_dir_fd=0)
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def _open_beside(path: Path, beside: Path) -> tuple[int, bool]:
+    """A new file for what is to replace `path`; whether it has the name `beside` already.
+
+    Without a name, who is killed while writing leaves nothing behind.
+    """
+    try:
+        return os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), False
+    except OSError:  # NFS has no such files
+        return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), True
 
 
 def sync(path: Path) -> None:
