@@ -1,8 +1,8 @@
 """`python -m launch drill RUN WHAT`: do to a live run what will happen to it one day, and measure.
 
 It says first what it is going to do, and asks. The run is meant to go on by itself: it prints after
-what time the run's files told of the fault, after what time the run trained again, and how many
-steps it then had to do again.
+what time the run's files told of the fault, after what time the run could have its nodes again (if
+it lost them), after what time it trained again, and how many steps it then had to do again.
 
 Exit code: 0 the run trains again, 1 it does not, 2 nothing was done.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch import runs, slurm, states
+from launch import runs, states
 from launch.faults import FAULTS, Fault, Target
 from launch.runs import NoRunError
 from launch.slurm import SlurmError
@@ -24,14 +24,13 @@ from train.run import RunDir, read_lines
 PATIENCE = 600.0
 """Seconds that a run has to train again."""
 ENDED = ("done", "failed", "stopped", "requeue")
+"""States from which a run does not come to train."""
 BEGIN = 60.0
 """Seconds that a run that has just been submitted has to train."""
 LOOK = 0.05
 """Seconds between two looks at the run's files."""
-ASK = 1.0
+ASK = 0.5
 """Seconds between two questions to Slurm."""
-
-
 ORDINARY = {"started", "resumed", "first_step", "checkpointed", "evaluated", "finished"}
 """Events that tell of no fault."""
 
@@ -42,11 +41,13 @@ class Measured:
 
     Attributes:
         noticed: the first word of it in the run's files.
+        free: the run could have its nodes again.
         again: the first step after it.
         lost: steps that had to be done again.
     """
 
     noticed: float | None = None
+    free: float | None = None
     again: float | None = None
     lost: int | None = None
 
@@ -59,23 +60,25 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         run = runs.find(options.run, options.root)
-        target = _find(run)
+        target = await_training(run)
         fault = FAULTS[options.what](target)
         print(f"{options.what}: {fault.plan}", flush=True)
         if not options.yes and input("Do it? [y/N] ").strip().lower() not in ("y", "yes"):
             return 2
-        measured = _measure(target, fault)
+        measured = measure(target, fault)
     except (NoRunError, SlurmError) as error:
         return runs.refuse("drill", error)
     except EOFError:
         return runs.refuse("drill", "nobody answers here: add --yes")
     print(f"noticed after         {_seconds(measured.noticed)}")
+    if fault.is_free is not None:
+        print(f"nodes free after      {_seconds(measured.free)}")
     print(f"training again after  {_seconds(measured.again)}")
     print(f"steps done again      {'?' if measured.lost is None else measured.lost}")
     return 0 if measured.again is not None else 1
 
 
-def _find(run: RunDir) -> Target:
+def await_training(run: RunDir) -> Target:
     """The run's present attempt, once it trains.
 
     Raises:
@@ -98,11 +101,14 @@ def _seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f} s"
 
 
-def _measure(target: Target, fault: Fault) -> Measured:
-    """Strike, and watch the run's files until it trains again, or has failed."""
+def measure(target: Target, fault: Fault) -> Measured:
+    """Strike, and watch the run's files until it trains again, or has ended.
+
+    Raises:
+        SlurmError: the fault does not come about.
+    """
     run, found = target.run, Measured()
     known, words = len(_events(run)), _words(run)
-    undo = fault.undo
     fault.strike()
     start = asked = time.monotonic()
     furthest = 0
@@ -115,22 +121,31 @@ def _measure(target: Target, fault: Fault) -> Measured:
         if "resumed" not in names:
             step = max([0, *(line["step"] for line in runs.last_lines(run.metrics))])
             if fault.is_endured and 0 < furthest < step:
-                return Measured(found.noticed, now, 0)
+                found.again, found.lost = now, 0
+                return found
             furthest = max(furthest, step)
         if "first_step" in names:
             at = next((line["step"] for line in new if line["event"] == "resumed"), 0)
-            return Measured(found.noticed, now, max(0, furthest - at))
-        verdict = run.read_verdict()
-        if verdict is not None and verdict.state in ("done", "failed") and _has_ended(target):
+            found.again, found.lost = now, max(0, furthest - at)
             return found
-        if undo is not None and time.monotonic() - asked > ASK:
+        if time.monotonic() - asked > ASK:
             asked = time.monotonic()
-            if slurm.state(target.job.id) == "PENDING":
-                with contextlib.suppress(SlurmError):
-                    undo()
-                undo = None
+            if not _may_go_on(run, fault, found, now):
+                return found
         time.sleep(LOOK)
     return found
+
+
+def _may_go_on(run: RunDir, fault: Fault, found: Measured, now: float) -> bool:
+    """Ask Slurm whether the nodes are free, and whether the run may still come back."""
+    (condition,), complaint = states.look([run])  # first: a run that has ended may be free then
+    with contextlib.suppress(SlurmError):  # it answers later
+        if fault.is_free is not None and found.free is None and fault.is_free():
+            found.free = now
+            if fault.undo is not None:
+                fault.undo()
+            return True
+    return condition.is_live or bool(complaint)
 
 
 def _events(run: RunDir) -> list[dict[str, Any]]:
@@ -140,7 +155,3 @@ def _events(run: RunDir) -> list[dict[str, Any]]:
 def _words(run: RunDir) -> int:
     """How often a supervisor has told of an attempt."""
     return len(list(read_lines(run.job / "attempts.jsonl")))
-
-
-def _has_ended(target: Target) -> bool:
-    return not states.look([target.run])[0][0].is_live

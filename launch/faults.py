@@ -43,13 +43,15 @@ class Fault(NamedTuple):
     Attributes:
         plan: what it will do, in words.
         strike: does it.
-        undo: what to do as soon as the job waits again.
+        is_free: whether the run could have its nodes again; None if it keeps them.
+        undo: what to do then.
         is_endured: whether the run is to go on as if there were none.
     """
 
     plan: str
-    strike: Callable[[], None]
-    undo: Callable[[], None] | None = None
+    strike: Callable[[], object]
+    is_free: Callable[[], bool] | None = None
+    undo: Callable[[], object] | None = None
     is_endured: bool = False
 
 
@@ -59,10 +61,16 @@ def preempt(target: Target) -> Fault:
     if partition is None:
         raise NoRunError("no partition here preempts the run's; drill time-limit is the nearest")
     nodes = ",".join(target.attempt.hosts)
-    words = ["sbatch", "--output=/dev/null", f"--partition={partition}", f"--nodelist={nodes}"]
-    words += ["--exclusive", f"--wrap=sleep {TAKEN}"]
+    words = ["sbatch", "--parsable", "--output=/dev/null", f"--partition={partition}"]
+    words += [f"--nodelist={nodes}", "--exclusive", f"--wrap=sleep {TAKEN}"]
+    taker = ""
+
+    def strike() -> None:
+        nonlocal taker
+        taker = slurm.tell(*words).partition(";")[0]  # with clusters: "17;name"
+
     plan = f"a job in partition {partition} takes {nodes} for {TAKEN} s"
-    return Fault(plan, lambda: slurm.tell(*words))
+    return Fault(plan, strike, lambda: slurm.state(taker) in (None, *slurm.FINAL))
 
 
 def time_limit(target: Target) -> Fault:
@@ -74,6 +82,7 @@ def time_limit(target: Target) -> Fault:
     return Fault(
         f"the time limit of job {job} becomes {minutes} minutes instead of {limit}, for this once",
         lambda: slurm.tell(*update, f"TimeLimit={minutes}"),
+        lambda: slurm.state(job) == "PENDING",
         lambda: slurm.tell(*update, f"TimeLimit={limit}"),
     )
 

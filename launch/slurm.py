@@ -337,14 +337,15 @@ def read_standing(answer: str) -> Standing:
     return Standing(state, reason, when, preempted not in ("N/A", "Unknown", "None", ""))
 
 
-def tell(*command: str) -> None:
-    """Run a command of Slurm's that changes something.
+def tell(*command: str) -> str:
+    """Run a command of Slurm's that changes something; what it answers.
 
     Raises:
         SlurmError: it is not there or refuses.
     """
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
     except FileNotFoundError:
         raise SlurmError(f"there is no {command[0]} on PATH") from None
     except subprocess.CalledProcessError as error:

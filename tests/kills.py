@@ -3,14 +3,15 @@
 `PYTHONPATH=. python tests/kills.py 200` goes on until so many attempts were killed. Two ranks
 change a state, part of it sharded, and have a save in flight all the time. After every kill each
 published checkpoint must be whole; every run must end with the right numbers and no file left over.
+With `--trainings` the runs are whole trainings, with all that starts them (tests/killed_runs.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import killed_runs
 import torch
 import torch.distributed as dist
 from ranks import FORKSERVER, TIMEOUT, free_port
@@ -146,6 +148,12 @@ def _advance(numbers: torch.Tensor, steps: range) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    with tempfile.TemporaryDirectory(prefix="kills-") as directory:
-        print(campaign(number, Path(directory), seed=number))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kills", type=int, nargs="?", default=200)
+    parser.add_argument("--trainings", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    run = killed_runs.campaign if options.trainings else campaign
+    directory = Path(tempfile.mkdtemp(prefix="kills-"))  # it stays where something was lost
+    print(run(options.kills, directory, options.seed))
+    shutil.rmtree(directory)

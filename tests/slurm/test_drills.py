@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import power
 import pytest
 from lab import Lab, running_lab, wait_until
 
@@ -92,7 +92,7 @@ def test_a_spare_takes_the_place_of_a_dead_host(
         run = RunDir(tmp_path, "spared")
         job = submit(three, run, "--spares=1")
         wait_for_checkpoint(run)
-        kill_host(three, "n2")
+        power.off(three, "n2")
 
         def has_moved() -> bool:
             starts = [line for line in read_lines(run.events) if line["event"] == "first_step"]
@@ -104,16 +104,3 @@ def test_a_spare_takes_the_place_of_a_dead_host(
         assert attempts[0]["hosts"] == ["n1", "n2"]
         assert attempts[-1]["hosts"] == ["n1", "n3"]
         assert three.job(job, "Restarts") == "0"
-
-
-def kill_host(lab: Lab, host: str) -> None:
-    """Let a host die, with all that runs on it; its namespaces stay."""
-    mark = f" rollcall-lab:{lab.name}:{host} "
-    keeper = Path(f"/var/lib/rollcall-lab/{lab.name}/hosts/{host}/pid").read_text().strip()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            is_there = mark in (process / "mountinfo").read_text()
-        except OSError:
-            continue
-        if is_there and process.name != keeper:
-            subprocess.run(["kill", "-KILL", process.name], check=False)
