@@ -63,7 +63,7 @@ def result(run: RunDir) -> str:
         return [line["weights"] for line in read_lines(run.events) if line.get("state") == "done"]
 
     outputs = run.job.glob("slurm-*.out")
-    wait_until(lambda: bool(found()), 120, lambda: "".join(path.read_text() for path in outputs))
+    wait_until(lambda: bool(found()), 300, lambda: "".join(path.read_text() for path in outputs))
     return found()[0]
 
 

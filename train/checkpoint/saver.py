@@ -62,7 +62,9 @@ class Saver:
         self.checkpoints = Checkpointer(run_dir.checkpoints, world, keep, forever)
         self.checkpoints.on_refusal = self._refused
         self.checkpoints.before_publishing = run_dir.check_claim
-        self.checkpoints.is_late = lambda: deadline.left() < LEFT
+        self.checkpoints.is_late = lambda: deadline.left() < self._margin
+        self._deadline = deadline
+        self._margin = LEFT
         self._local: Local | None = None
         self._local_at: int | None = None
         self._local_trouble = ""  # why saves do not go to the nodes' disks, though they were to
@@ -170,6 +172,9 @@ class Saver:
 
     def finish(self, step: int, **facts: Any) -> None:
         """Begin the last save, to shared storage unless it is there; `close` waits for it."""
+        left = self._deadline.left()
+        # Half of what is left, where that is little; who was told wrong is not stopped by it.
+        self._margin = min(LEFT, left / 2) if left > 0 else -math.inf
         self.close()
         if self._saved_at != step:
             self._begin(self.checkpoints, step, facts)
