@@ -219,7 +219,8 @@ class Batch:
         if not self._may_start(run, "lost node"):
             return None
         try:
-            hosts = self._hosts.choose(suspects)
+            bad = restarts.bad_hosts(run, self.job, suspects)
+            hosts = self._hosts.choose(suspects, bad)
         except spares.NoSpareError as error:
             self._say(str(error))
             self._again(run, "lost node", error.dead)

@@ -18,6 +18,8 @@ EVERY = 0.5
 """Seconds between two counts, and between two looks."""
 SILENCE = 5.0
 """Seconds without a new count after which a node counts as lost."""
+BEGIN = 300.0
+"""Seconds that a node has until its first count."""
 LEFT = 60.0
 """Seconds after which a node that has ended counts as lost if we still go on: all end together."""
 OVER = b"over    "
@@ -35,7 +37,7 @@ class Heartbeat:
         ]
         self._count = 0
         self._last = 0.0
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen = dict.fromkeys(self._watched, (b"", time.monotonic()))
 
     def beat(self) -> int | None:
         """Count, if it is time to, and look at the others; the node that is silent, if one is."""
@@ -46,17 +48,17 @@ class Heartbeat:
         write(self._own, b"%08d" % self._count)
         if now - self._last > SILENCE / 2:
             # We were held up ourselves, by a suspended job or a slow disk: then so may others.
-            self._seen.clear()
+            self._seen = dict.fromkeys(self._watched, (b"", now))
         self._last = now
         for number in self._watched:
             with contextlib.suppress(OSError):  # it has not begun
                 found = (self._place / f"node-{number}").read_bytes()
-                if found != self._seen.get(number, (b"", 0))[0]:
+                if found != self._seen[number][0]:
                     self._seen[number] = (found, now)
         late = (
             number
             for number, (count, since) in self._seen.items()
-            if now - since > (LEFT if count == OVER else SILENCE)
+            if now - since > {OVER: LEFT, b"": BEGIN}.get(count, SILENCE)
         )
         return next(late, None)
 

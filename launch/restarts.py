@@ -54,9 +54,15 @@ def note(run: RunDir, job: str, cause: Cause, hosts: Sequence[str] = ()) -> None
     append_line(run.job / "restarts.jsonl", {**fields, "hosts": list(hosts)})
 
 
-def bad_hosts(run: RunDir, job: str) -> list[str]:
-    """The hosts that the job is to leave out from now on: lost, or their ranks killed, twice."""
-    blamed = [host for line in _lines(run, job) for host in line["hosts"]]
+def bad_hosts(run: RunDir, job: str, lost: Sequence[str] = ()) -> list[str]:
+    """The hosts that the job is to leave out from now on: lost, or their ranks killed, twice.
+
+    Args:
+        run: the run.
+        job: the id of its job.
+        lost: hosts that are being lost, and not noted yet.
+    """
+    blamed = [*lost, *(host for line in _lines(run, job) for host in line["hosts"])]
     for attempt in runs.attempts(run):
         if attempt.job == job:
             # Only an agent tells of a rank that a signal ended; its peers fail by themselves.

@@ -66,11 +66,12 @@ class Hosts:
         """How many hosts fewer the job has than it may have."""
         return max(0, self.wanted - len(self.all) + len(self.dead))
 
-    def choose(self, suspects: Sequence[str] = ()) -> list[str]:
+    def choose(self, suspects: Sequence[str] = (), bad: Sequence[str] = ()) -> list[str]:
         """The hosts for the next step; those of the last one where they live.
 
         Args:
             suspects: hosts whose supervisor is silent; are they themselves?
+            bad: hosts that are taken only if there are no others.
 
         Raises:
             NoSpareError: too few are left.
@@ -79,7 +80,8 @@ class Hosts:
         alive = [host for host in self.all if host not in self.dead]
         if len(alive) < self.least:
             raise NoSpareError(sorted(self.dead))
-        return alive[: self.most]
+        chosen = sorted(alive, key=lambda host: host in bad)[: self.most]
+        return sorted(chosen, key=self.all.index)
 
 
 def on(step: Sequence[str], chosen: Sequence[str]) -> list[str]:

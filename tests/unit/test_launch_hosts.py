@@ -30,7 +30,9 @@ def command(place: Path, name: str, line: str) -> None:
 def test_a_spare_takes_the_place_of_a_dead_host(slurm: Path) -> None:
     hosts = Hosts(SRUN, JOB, None)
     assert hosts.choose(["n1"]) == ["n1", "n2"], "its supervisor was lost, not the host"
+    assert hosts.choose(["n1"], ["n1"]) == ["n2", "n3"], "it was lost twice"
     assert hosts.choose(["n2"]) == ["n1", "n3"]
+    assert hosts.choose(["n1"], ["n1"]) == ["n1", "n3"], "there is no other"
     command(slurm, "srun", "exit 1")
     with pytest.raises(NoSpareError, match="cannot reach n1, n2"):
         hosts.choose(["n1"])

@@ -83,6 +83,16 @@ def test_a_silent_node_is_missed_and_one_that_has_ended_is_not(
     assert missed(others[0]) is None
 
 
+def test_a_node_that_never_begins_is_missed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 0.01)
+    monkeypatch.setattr(heartbeat, "BEGIN", 0.2)
+    head = Heartbeat(run, Node(0, 2, ("n1", "n2"), "7", "7.0.0", None, 1))
+    end = time.monotonic() + 2
+    while (found := head.beat()) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found == 1
+
+
 def test_the_end_of_the_job_is_near_when_a_checkpoint_would_not_fit(tmp_path: Path) -> None:
     assert not Deadline(tmp_path).is_near(1e9), "nobody has told of an end"
     (tmp_path / "deadline.json").write_text(json.dumps({"end": time.time() + MARGIN + 60}))
