@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -178,13 +179,21 @@ def test_watching_goes_on_until_it_is_interrupted(
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "launch", "watch", "--root", str(tmp_path)]
     env = {**os.environ, "PATH": "/nowhere", "COLUMNS": str(columns), "TERM": "xterm"}
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=theirs) as watching:
+
+    def heed_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
+
+    start = partial(subprocess.Popen, command, cwd=ROOT, env=env, preexec_fn=heed_interrupts)
+    with start(stdout=theirs) as watching:
         os.close(theirs)
         shown = b""
-        while b"unknown" not in shown or b"no squeue" not in shown:
-            shown += os.read(ours, 1000)
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(20) == 0
+        try:
+            while b"unknown" not in shown or b"no squeue" not in shown:
+                shown += os.read(ours, 1000)
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(20) == 0
+        finally:
+            watching.kill()
     os.close(ours)
     assert (b"samples/s" not in shown) == is_narrow
 
