@@ -48,6 +48,11 @@ class Watch:
         self._deadline = Deadline(run, node)
         self._peer_check = 0.0
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether another node was missed in this round."""
+        return self.failure is not None and self.failure.is_lost
+
     def listen(self, timeout: float) -> bool:
         """Wait for a signal, and look at the other nodes; whether it asks to stop."""
         info = signal.sigtimedwait([*REQUESTS, signal.SIGCHLD], timeout)

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from launch import requeue, restarts, runs, slurm, spares, takeover, which
 from launch.job import STOP_LEAD
+from launch.node import start_of
 from launch.options import span
 from launch.rendezvous import lost_hosts
 from launch.restarts import Cause
@@ -77,6 +78,7 @@ class Batch:
         self.job = job
         self.run: RunDir | None = None
         self._options = options
+        self._this_start = start_of(job, os.environ)
         self._own_step = takeover.leave_step(options.output) if options.number else None
         self._hosts = Hosts(self.command, os.environ, options.nodes)
         self._step: subprocess.Popen[bytes]
@@ -102,14 +104,14 @@ class Batch:
         if self._hosts.may_change:
             nodes = ["--nodes={}-{}".format(*self._options.nodes)] if self._options.nodes else []
             words = [*nodes, *self.command]
-            self._pulse = Pulse(self.run, self.job, self._options.number, words)
+            self._pulse = Pulse(self.run, self._this_start, self._options.number, words)
         if self._options.nodes:
             self._widening = Widening(self.run, self.job, self._hosts)
         if self._own_step is None:
             return self._go_on(self.run, self.command)
         code, hosts = os.EX_UNAVAILABLE, self._next_hosts(self.run)
         if hosts is not None:
-            code = self._go_on(self.run, spares.on(self.command, hosts))
+            code = self._go_on(self.run, self._again_on(hosts))
         if not self._is_queued:
             # Slurm waits for the end of the script, which has died with its host.
             with contextlib.suppress(SlurmError):
@@ -124,7 +126,11 @@ class Batch:
             hosts = self._after(run, code)
             if hosts is None:
                 return code
-            command = spares.on(self.command, hosts)
+            command = self._again_on(hosts)
+
+    def _again_on(self, hosts: Sequence[str]) -> list[str]:
+        self._say(f"starts its step again on {', '.join(hosts)}")
+        return spares.on(self.command, hosts)
 
     def _follow(self, command: Sequence[str]) -> int:
         """Start a step and wait for its end; return its exit code."""
@@ -169,7 +175,7 @@ class Batch:
         """The hosts that the supervisors of the present step have missed."""
         if self.run is None:
             return {}
-        found = lost_hosts(self.run, self.job, os.environ.get("SLURM_RESTART_COUNT", "0"))
+        found = lost_hosts(self.run, self._this_start)
         return {name: host for name, host in found.items() if name not in self._lost}
 
     def _before_the_end(self) -> None:
@@ -226,7 +232,6 @@ class Batch:
             self._again(run, "lost node", error.dead)
             return None
         restarts.note(run, self.job, "lost node", suspects)
-        self._say(f"starts its step again on {', '.join(hosts)}")
         return hosts
 
     def _wider_hosts(self, run: RunDir) -> list[str] | None:
@@ -237,9 +242,7 @@ class Batch:
             return None
         self._widening.take_back()
         restarts.note(run, self.job, "more hosts")
-        hosts = self._hosts.choose()
-        self._say(f"starts its step again on {', '.join(hosts)}")
-        return hosts
+        return self._hosts.choose()
 
     def _again(self, run: RunDir, cause: Cause, hosts: Sequence[str] = ()) -> None:
         """Queue the job again, without these hosts, if it may start again."""

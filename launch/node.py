@@ -73,6 +73,11 @@ def find(env: Mapping[str, str]) -> Node:
     return Node(0, 1, (host,), job, key, None, len(visible_gpus(env)) or RANKS_WITHOUT_GPU)
 
 
+def start_of(job: str, env: Mapping[str, str]) -> str:
+    """Names this start of a Slurm job; when Slurm queues it again, the next one has another."""
+    return f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}"
+
+
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """The NVIDIA GPUs that CUDA would show, by CUDA_VISIBLE_DEVICES or by the driver's list."""
     if "CUDA_VISIBLE_DEVICES" in env:
@@ -95,7 +100,7 @@ def _slurm(env: Mapping[str, str]) -> Node:
             f"the step has {tasks} tasks on {count} nodes, but one per node is needed, which "
             "starts that node's ranks: srun --ntasks-per-node=1"
         )
-    key = f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}.{env['SLURM_STEP_ID']}"
+    key = f"{start_of(job, env)}.{env['SLURM_STEP_ID']}"
     gpus = int(env.get("SLURM_GPUS_ON_NODE") or 0)
     return Node(number, count, tuple(names), job, key, None, gpus or RANKS_WITHOUT_GPU)
 

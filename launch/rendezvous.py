@@ -193,16 +193,15 @@ class Meeting:
         beside.unlink()
 
 
-def lost_hosts(run: RunDir, job: str, restarts: str) -> dict[str, str]:
+def lost_hosts(run: RunDir, start: str) -> dict[str, str]:
     """Which host was missed in a round, by the names of the rounds in which one was.
 
     Args:
         run: the run.
-        job: the id of its job.
-        restarts: how often Slurm has started it again.
+        start: of its job.
     """
     found = {}
-    for path in (run.job / "rendezvous").glob(f"{job}.{restarts}.*.failed.json"):
+    for path in (run.job / "rendezvous").glob(f"{start}.*.failed.json"):
         failure = Failure(**json.loads(path.read_text()))
         if failure.is_lost:
             found[path.name] = failure.host

@@ -131,22 +131,14 @@ def test_only(script: str) -> tuple[bool, str]:
     return answer.returncode == 0, _plain(answer.stderr)
 
 
-def ask_for_nodes(script: Path, nodes: int) -> subprocess.Popen[str]:
+def ask_for_nodes(script: Path, nodes: int) -> subprocess.Popen[bytes]:
     """Ask when a job like this one would start on so many nodes, without waiting for the answer.
 
     Raises:
         SlurmError: there is no sbatch.
     """
-    try:
-        return subprocess.Popen(
-            ["sbatch", "--test-only", f"--nodes={nodes}", str(script)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except OSError:
-        raise SlurmError("there is no sbatch on PATH") from None
+    command = ["sbatch", "--test-only", f"--nodes={nodes}", str(script)]
+    return _in_background(command, stderr=subprocess.PIPE)
 
 
 def expected_start(answer: str) -> float | None:
@@ -314,13 +306,7 @@ def ask_standing(job_id: str) -> subprocess.Popen[bytes]:
     Raises:
         SlurmError: there is no squeue.
     """
-    null = subprocess.DEVNULL
-    try:
-        return subprocess.Popen(
-            [*STANDING, job_id], stdin=null, stdout=subprocess.PIPE, stderr=null
-        )
-    except OSError:
-        raise SlurmError("there is no squeue on PATH") from None
+    return _in_background([*STANDING, job_id], stdout=subprocess.PIPE)
 
 
 def read_standing(answer: str) -> Standing:
@@ -358,11 +344,7 @@ def tell_in_background(*command: str) -> subprocess.Popen[bytes]:
     Raises:
         SlurmError: it is not there.
     """
-    null = subprocess.DEVNULL
-    try:
-        return subprocess.Popen(command, stdin=null, stdout=null, stderr=null)
-    except OSError:
-        raise SlurmError(f"there is no {command[0]} on PATH") from None
+    return _in_background(command)
 
 
 def end_steps(job_id: str, but: str | None = None) -> None:
@@ -386,6 +368,15 @@ def step(job_id: str, hosts: Sequence[str]) -> list[str]:
     # Without --overlap it would wait until the job ends.
     place = [f"--jobid={job_id}", "--overlap", f"--nodelist={','.join(hosts)}"]
     return ["srun", *place, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--cpus-per-task=1"]
+
+
+def _in_background(
+    command: Sequence[str], stdout: int = subprocess.DEVNULL, stderr: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+    except OSError:
+        raise SlurmError(f"there is no {command[0]} on PATH") from None
 
 
 def _run(*command: str) -> str:

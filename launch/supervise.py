@@ -85,8 +85,7 @@ class Supervisor:
                     if found is None:
                         return os.EX_TEMPFAIL  # asked to stop meanwhile
                     if isinstance(found, Over):
-                        failure = self.watch.failure
-                        return os.EX_UNAVAILABLE if failure and failure.is_lost else code
+                        return os.EX_UNAVAILABLE if self.watch.has_lost else code
                     code, is_last = self._attempt(found, None)
                 if is_last:
                     return code
@@ -111,7 +110,7 @@ class Supervisor:
         while (found := self.meeting.read(self.ranks)) is None:
             if self.watch.listen(0.1):
                 return None
-            if self.watch.failure and self.watch.failure.is_lost:
+            if self.watch.has_lost:
                 return Over(str(self.watch.failure))
             if self.watch.failure:
                 raise RendezvousError(str(self.watch.failure))
@@ -164,8 +163,7 @@ class Supervisor:
         The head decides for all; the others learn it where they meet again.
         """
         failure = self.watch.failure
-        is_lost = failure is not None and failure.is_lost
-        if state != "failed" or is_lost:
+        if state != "failed" or self.watch.has_lost:
             self._speak_for_guest(state, code)
             return (os.EX_UNAVAILABLE if state == "failed" else code), True
         print(f"node {self.node.number} ({self.node.host}) ends: {failure}", file=sys.stderr)

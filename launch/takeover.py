@@ -13,11 +13,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launch import heartbeat, slurm
+from launch.node import start_of
 from train.run import RunDir, write_atomic
 
 LOOK = 0.25
@@ -30,18 +30,18 @@ class Pulse:
     """The count of a job's batch, and what another one must know in order to go on in its place.
 
     Args:
-        number: how many batches of this start of the job have died.
+        start: of the job.
+        number: how many batches of this start have died.
         words: the batch's command line.
     """
 
-    def __init__(self, run: RunDir, job: str, number: int, words: Sequence[str]) -> None:
+    def __init__(self, run: RunDir, start: str, number: int, words: Sequence[str]) -> None:
         self._count = 0
-        start = {"job": job, "restarts": _restarts(os.environ), "number": number}
-        self._path = _path(run, start)
-        self._successor = _path(run, {**start, "number": number + 1})
+        self._path = _path(run, start, number)
+        self._successor = _path(run, start, number + 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         output = str(Path("/proc/self/fd/1").readlink())
-        known = {**start, "words": list(words), "output": output}
+        known = {"start": start, "number": number, "words": list(words), "output": output}
         self.beat()
         write_atomic(run.job / "batch.json", json.dumps(known) + "\n")
 
@@ -61,22 +61,25 @@ def take_over(run: RunDir, job: str, host: str) -> None:
         known = json.loads((run.job / "batch.json").read_text())
     except FileNotFoundError:  # the job ends with its first host
         return
-    if (known["job"], known["restarts"]) != (job, _restarts(os.environ)):
+    start, number = start_of(job, os.environ), known["number"]
+    if known["start"] != start:
         return
-    count, end = _path(run, known).read_bytes(), time.monotonic() + heartbeat.SILENCE
+    pulse = _path(run, start, number)
+    count, end = pulse.read_bytes(), time.monotonic() + heartbeat.SILENCE
     while time.monotonic() < end:
         time.sleep(LOOK)
-        if _path(run, known).read_bytes() != count:
+        if pulse.read_bytes() != count:
             return
-    own = {**known, "number": known["number"] + 1}
     try:
-        os.close(os.open(_path(run, own), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(
+            os.open(_path(run, start, number + 1), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        )
     except FileExistsError:
         return
     # In a step of its own: the one of the dead host ends when Slurm notices, or when it comes back.
     place = [*slurm.step(job, [host]), "--mem=0", "--output=none"]
-    start = [f"--number={own['number']}", f"--output={known['output']}"]
-    words = [sys.executable, "-m", "launch", "batch", *start, *known["words"]]
+    own = [f"--number={number + 1}", f"--output={known['output']}"]
+    words = [sys.executable, "-m", "launch", "batch", *own, *known["words"]]
     environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
     # Waited for: Slurm would end it with this process, which is its step's last one.
     subprocess.run([*place, *words], env=environment, start_new_session=True, check=False)
@@ -100,13 +103,8 @@ def leave_step(output: str) -> str:
     return step
 
 
-def _path(run: RunDir, start: Mapping[str, Any]) -> Path:
-    name = f"{start['job']}.{start['restarts']}.batch-{start['number']}"
-    return run.job / "heartbeats" / name
-
-
-def _restarts(env: Mapping[str, str]) -> str:
-    return env.get("SLURM_RESTART_COUNT", "0")
+def _path(run: RunDir, start: str, number: int) -> Path:
+    return run.job / "heartbeats" / f"{start}.batch-{number}"
 
 
 def _is_of_the_job(name: str) -> bool:

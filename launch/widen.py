@@ -44,7 +44,7 @@ class Widening:
         self._may_queue = self._is_queued_again() and not self._was_in_vain()
         self._next = time.monotonic() + LOOK
         self._probes: dict[str, subprocess.Popen[bytes]] = {}
-        self._question: subprocess.Popen[str] | None = None
+        self._question: subprocess.Popen[bytes] | None = None
         self._free_since = float("inf")
 
     def is_due(self) -> bool:
@@ -90,9 +90,9 @@ class Widening:
                 self.back.add(host)
         if self._question is None or self._question.poll() is None:
             return
-        answer = self._question.stderr.read() if self._question.stderr else ""
+        answer = self._question.stderr.read() if self._question.stderr else b""
         self._question = None
-        start = slurm.expected_start(answer)
+        start = slurm.expected_start(answer.decode())
         if start is None or start > time.time() + LOOK:
             self._free_since = float("inf")
         else:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import kills
-import pytest
 import torch
 import torch.distributed as dist
+from disks import mounted, needs_root, run
 from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -106,15 +105,12 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     assert len([*run_dir.checkpoints.iterdir()]) == 3
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system: run it as root")
+@needs_root
 def test_a_full_disk_does_not_stop_the_training(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "full")
-    run_dir.checkpoints.mkdir(parents=True)
     words = [*WORDS, "checkpoint.every=5", "train.steps=15", f"run.root={tmp_path}"]
     words += ["run.name=full", "model.hidden=2500"]  # 2.2 MB
-    size = ["-o", "size=3m,mode=0700"]
-    subprocess.run(["mount", "-t", "tmpfs", *size, "none", run_dir.checkpoints], check=True)
-    try:
+    with mounted(run_dir.checkpoints, "tmpfs", "3m"):
         ranks = Ranks(2, words, tmp_path / "logs")
         assert ranks.wait() == [1, 1]
         events = list(read_lines(run_dir.events))
@@ -128,12 +124,9 @@ def test_a_full_disk_does_not_stop_the_training(tmp_path: Path) -> None:
         assert verdict is not None and verdict.state == "failed"
         assert "15 steps trained; step 15 was not saved: [Errno 28]" in verdict.reason
         assert "saves that failed" in ranks.output()
-        larger = ["-o", "remount,size=30m"]
-        subprocess.run(["mount", *larger, run_dir.checkpoints], check=True)
+        run("mount", "-o", "remount,size=30m", run_dir.checkpoints)
         train(2, words, tmp_path / "logs")
         assert sorted(shelf.published(run_dir.checkpoints)) == [10, 15]
-    finally:
-        subprocess.run(["umount", run_dir.checkpoints], check=True)
 
 
 def test_the_best_and_the_multiples_stay(tmp_path: Path) -> None:

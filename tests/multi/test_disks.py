@@ -24,8 +24,17 @@ def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(run_dir.events) if line["event"] == name]
 
 
-def goes_on_after(run_dir: RunDir, ranks: Ranks, forbid: Any, allow: Any) -> str:
-    """Forbid writing and allow it again; the reason that the run gives for what failed."""
+def goes_on_after(run_dir: RunDir, forbid: Any, allow: Any, *words: str) -> str:
+    """Train, forbid writing and allow it again; the reason that the run gives for what failed."""
+    root = run_dir.path.parent
+    ranks = Ranks(2, [*WORDS, f"run.root={root}", *words], root / "logs")
+    try:
+        return _goes_on_after(run_dir, ranks, forbid, allow)
+    finally:
+        ranks.kill()
+
+
+def _goes_on_after(run_dir: RunDir, ranks: Ranks, forbid: Any, allow: Any) -> str:
     until(lambda: bool(shelf.published(run_dir.checkpoints)))
     until(forbid)
     until(lambda: bool(events(run_dir, "save_failed")))
@@ -52,11 +61,7 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
         return not subprocess.run(words, stderr=subprocess.DEVNULL).returncode  # busy
 
     with mounted(run_dir.checkpoints, "tmpfs", "30m"):
-        ranks = Ranks(2, [*WORDS, f"run.root={tmp_path}"], tmp_path / "logs")
-        try:
-            reason = goes_on_after(run_dir, ranks, lambda: remount("ro"), lambda: remount("rw"))
-        finally:
-            ranks.kill()
+        reason = goes_on_after(run_dir, lambda: remount("ro"), lambda: remount("rw"))
     assert "Read-only file system" in reason
 
 
@@ -75,12 +80,8 @@ def test_a_quota(tmp_path: Path) -> None:
 
     with mounted(run_dir.checkpoints, "btrfs", "128M"):
         run("btrfs", "quota", "enable", run_dir.checkpoints)
-        words = [*WORDS, f"run.root={tmp_path}", "model.hidden=2500"]  # 2.2 MB
-        ranks = Ranks(2, words, tmp_path / "logs")
-        try:
-            reason = goes_on_after(run_dir, ranks, lambda: limit("6M"), lambda: limit("none"))
-        finally:
-            ranks.kill()
+        size = "model.hidden=2500"  # 2.2 MB
+        reason = goes_on_after(run_dir, lambda: limit("6M"), lambda: limit("none"), size)
     assert "Disk quota exceeded" in reason
 
 
