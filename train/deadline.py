@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -12,6 +13,10 @@ MARGIN = 20.0
 """Seconds that shall be left besides: Slurm's timers are no better than that."""
 LOOK = 5.0
 """Seconds between two looks at the file: preemption brings the end nearer."""
+VERDICT = 10.0
+"""Seconds before the end at which the last save is given up: the run has to leave in order."""
+LEAST = 1.0
+"""With less than that left there is no leaving in order, and the save is not given up."""
 
 
 class Deadline:
@@ -24,9 +29,10 @@ class Deadline:
     def __init__(self, job: Path) -> None:
         self.has_come = False
         self._path = job / FILE
-        self._end = float("inf")
+        self._end = math.inf
         self._next_look = 0.0
         self._last = time.monotonic()
+        self._margin = VERDICT
 
     def is_near(self, seconds: float) -> bool:
         """Whether it is time to stop; asked once per step, which tells how long one takes.
@@ -45,8 +51,25 @@ class Deadline:
         now = time.monotonic()
         if now > self._next_look:
             self._next_look = now + LOOK
+            told = self._end
             try:
                 self._end = float(json.loads(self._path.read_text())["end"])
             except (OSError, ValueError, KeyError):
-                self._end = float("inf")
+                self._end = math.inf
+            if self._end != told:
+                self._share_out()
         return self._end - time.time()
+
+    def begin_last_save(self) -> None:
+        """Give the last save what is left until `VERDICT`, or half of it where that is little."""
+        self._next_look = 0.0
+        self.left()
+        self._share_out()
+
+    def is_late(self) -> bool:
+        """Whether the last save must be given up, as it leaves no time for the verdict."""
+        return self.left() < self._margin
+
+    def _share_out(self) -> None:
+        left = self._end - time.time()
+        self._margin = min(VERDICT, left / 2) if left > LEAST else -math.inf

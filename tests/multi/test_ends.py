@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from train.deadline import MARGIN
 from train.run import RunDir, read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def test_a_second_attempt_fences_the_first_one_off_and_leaves_in_time(tmp_path: 
             assert "another attempt of run it has begun: this one ends" in errors
             assert run.read_verdict() is None
             run.job.mkdir()
-            (run.job / "deadline.json").write_text(json.dumps({"end": time.time() + 5}))
+            (run.job / "deadline.json").write_text(json.dumps({"end": time.time() + MARGIN}))
             errors = second.communicate(timeout=60)[1]
             assert second.returncode == os.EX_TEMPFAIL, errors
     verdict = run.read_verdict()

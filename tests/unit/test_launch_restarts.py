@@ -1,14 +1,17 @@
 """When a run that has come down may start again, who is silent, and when time is short."""
 
+import functools
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launch import heartbeat, restarts
 from launch.heartbeat import Heartbeat
 from launch.node import Node
+from train import deadline
 from train.deadline import MARGIN, Deadline
 from train.run import RunDir, append_line
 
@@ -98,3 +101,31 @@ def test_the_end_of_the_job_is_near_when_a_checkpoint_would_not_fit(tmp_path: Pa
     (tmp_path / "deadline.json").write_text(json.dumps({"end": time.time() + MARGIN + 60}))
     assert not Deadline(tmp_path).is_near(20)
     assert Deadline(tmp_path).is_near(40)
+
+
+@pytest.mark.parametrize("told_before", [True, False])
+@pytest.mark.parametrize(("left", "waited"), [(60, 50), (8, 4), (0.5, None), (-5, None)])
+def test_the_last_save_has_what_is_left_but_for_the_verdict(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: float,
+    waited: float | None,
+    told_before: bool,
+) -> None:
+    now = 1000.0
+    clock = SimpleNamespace(time=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(deadline, "LOOK", 0.0)
+    told = Deadline(tmp_path)
+    answer = json.dumps({"end": now + left})
+    write = functools.partial((tmp_path / "deadline.json").write_text, answer)
+    if told_before:
+        write()
+    told.begin_last_save()
+    write()
+    now += 0.1
+    assert not told.is_late()
+    now += (waited or 500) - 0.2
+    assert not told.is_late()
+    now += 0.2
+    assert told.is_late() == (waited is not None)

@@ -21,7 +21,6 @@ from train.world import World
 State = dict[str, Any]
 PATIENCE = 60.0  # seconds for which a due save waits for the one before it
 LAST = 600.0  # and for which the end of a run waits for the last one
-LEFT = 10.0  # seconds before the end of the job at which that ends, too: a verdict must be written
 FIRST = 60.0  # seconds until the first save of `auto`, which has nothing to reckon with before
 # A save that is in flight costs steps too: `auto` spends at most a tenth of the time in saves.
 SHARE = 0.1
@@ -62,9 +61,8 @@ class Saver:
         self.checkpoints = Checkpointer(run_dir.checkpoints, world, keep, forever)
         self.checkpoints.on_refusal = self._refused
         self.checkpoints.before_publishing = run_dir.check_claim
-        self.checkpoints.is_late = lambda: deadline.left() < self._margin
+        self.checkpoints.is_late = deadline.is_late
         self._deadline = deadline
-        self._margin = LEFT
         self._local: Local | None = None
         self._local_at: int | None = None
         self._local_trouble = ""  # why saves do not go to the nodes' disks, though they were to
@@ -172,9 +170,7 @@ class Saver:
 
     def finish(self, step: int, **facts: Any) -> None:
         """Begin the last save, to shared storage unless it is there; `close` waits for it."""
-        left = self._deadline.left()
-        # Half of what is left, where that is little; who was told wrong is not stopped by it.
-        self._margin = min(LEFT, left / 2) if left > 0 else -math.inf
+        self._deadline.begin_last_save()
         self.close()
         if self._saved_at != step:
             self._begin(self.checkpoints, step, facts)
