@@ -21,6 +21,7 @@ from launch.options import CommandLine, OptionError
 from launch.slurm import SlurmError
 from launch.snapshot import Snapshot, SnapshotError
 from launch.words import word
+from train.commands import COMMANDS
 from train.config import Config, ConfigError, parse
 from train.run import RunDir
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ("-m", "train")
+OTHERS = [(name,) for name in COMMANDS]
+"""What stands behind `TRAIN` where nothing is trained: such a command runs as a user's program."""
 
 
 class RefusedError(Exception):
@@ -120,9 +123,10 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
         Exception: one of MISTAKES.
     """
     own = line.own
-    words = list(line.program[2:] if line.program[:2] == TRAIN else own.words)
+    is_training = line.program[:2] == TRAIN and line.program[2:3] not in OTHERS
+    words = list(line.program[2:] if is_training else own.words)
     guest = None
-    if line.program and line.program[:2] != TRAIN:
+    if line.program and not is_training:
         from launch import program  # here, because few command lines need it
 
         guest = program.guest(line.program)

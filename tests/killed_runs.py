@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 from lab import wait_until
 
-from train import fingerprint
 from train.checkpoint import shelf, verify
+from train.proof import fingerprint
 from train.run import RunDir, read_lines
 
 ROOT = Path(__file__).parents[1]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import train.packages as _packages  # noqa: F401
 from train import config as schema
+from train.commands import COMMANDS
 from train.config import Config, ConfigError
 from train.run import FencedError, RunDir, Verdict, default_name, write_atomic
 
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
     from train.world import World
 
 EXIT_CODES = {"done": 0, "requeue": os.EX_TEMPFAIL, "stopped": os.EX_TEMPFAIL, "failed": 1}
-COMMANDS = {
-    "checkpoint": "train.checkpoint.command",
-    "explain": "train.explain",
-    "generate": "train.generate",
-    "matrix": "train.matrix",
-    "plan": "train.plan",
-    "predict": "train.predict",
-    "replay": "train.replay",
-    "verify": "train.verify",
-}
-"""Modules with a `main(words)`, by the first word of the command line."""
 USAGE = """\
 Usage: python -m train [recipe or file.yaml] [key=value ...]
        torchrun --nproc_per_node=4 -m train [recipe or file.yaml] [key=value ...]
@@ -78,7 +68,7 @@ def main(words: Sequence[str]) -> int:
 
 def _run(recipe: str, config: Config) -> int:
     # Only now torch: a mistake in the words is answered before it is imported.
-    from train.faults import FaultError
+    from train.faults.response import FaultError
     from train.stop import StopSignals
     from train.world import World
 
@@ -100,7 +90,9 @@ def _run(recipe: str, config: Config) -> int:
 
 def train(recipe: str, config: Config, world: World, stop: StopSignals) -> State:
     """Train to the end or to a stop, in a world that is joined."""
-    from train import losses, memory, parallel, precision, trace, watchdog
+    from train import losses, parallel, precision
+    from train.faults import memory, watchdog
+    from train.proof import trace
 
     started = time.perf_counter()
     precision.prepare(config.precision, world.device)
@@ -166,8 +158,9 @@ def _prepare(
     stop: StopSignals,
 ) -> Trainer:
     """Data, order, model, optimizer: the parts of a run, in the order they need."""
-    from train import crosscheck, data, models, optim, speed
+    from train import data, models, optim, speed
     from train.data.order import Order, training_batches
+    from train.faults import crosscheck
     from train.loop import Trainer
     from train.randomness import set_seed
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from train import alike, garbage, optim
+from train import garbage, optim
 from train.checkpoint.saver import Saver
 from train.config import Config
 from train.data import identity
@@ -22,14 +22,15 @@ from train.data.order import Order, training_batches
 from train.data.source import Batch, Source
 from train.deadline import Deadline
 from train.evaluate import Evaluation, evaluate
-from train.faults import FaultError, Faults
+from train.faults import alike
+from train.faults.response import FaultError, Faults
+from train.faults.straggler import Stopwatch, Stragglers
 from train.losses import Objective
 from train.metrics import Metrics, StepResult
 from train.outcome import Outcome
 from train.parallel import Strategy
 from train.run import RunDir, State
 from train.stop import Agreement, StopSignals
-from train.straggler import Stopwatch, Stragglers
 from train.update import Update, Updated
 from train.world import World
 

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from train import alike, memory, optim
+from train import optim
 from train.config import Config
 from train.data.order import Order
 from train.data.source import Batch
 from train.ema import Ema, gather_anew
+from train.faults import alike, memory
+from train.faults.spikes import Spikes
 from train.losses import Objective
 from train.parallel import Strategy
 from train.parallel.shard import local_optimizer
 from train.randomness import set_seed
 from train.run import RunDir
-from train.spikes import Spikes
 from train.world import World
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from ranks import Ranks
 from torch import nn
 
-from train.crosscheck import differences
 from train.data.source import Source
+from train.faults.crosscheck import differences
 from train.schema import Model
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,11 @@ import torch
 from ranks import Ranks, train
 from torch import nn
 
-from train import config, fingerprint
+from train import config
 from train.config import ConfigError
 from train.data.source import Source
 from train.parallel.exact import Tree
+from train.proof import fingerprint
 from train.run import RunDir, read_lines
 from train.schema import Model
 

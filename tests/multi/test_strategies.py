@@ -1,6 +1,6 @@
 """Every strategy and composition trains the same model as one process, and resumes any other's.
 
-All runs of one number of ranks are done by one group of them (`train.matrix.run`), in one go.
+All runs of one number of ranks are done by one group of them (`train.proof.matrix.run`), in one go.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ranks import FORKSERVER, TIMEOUT, Ranks, free_port
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train import data, losses, matrix, models, parallel
+from train import data, losses, models, parallel
 from train.checkpoint import export
 from train.config import parse
 from train.data.order import validation_batches
-from train.matrix import Job
 from train.parallel.schedules import SCHEDULES
 from train.parallel.strategy import Composed
+from train.proof import matrix
+from train.proof.matrix import Job
 from train.run import RunDir, read_lines
 from train.world import World
 

@@ -13,8 +13,8 @@ import torch
 from ranks import Ranks
 from torch import nn
 
-from train import difference, verify
 from train.data.source import Source
+from train.proof import difference, verify
 from train.run import RunDir
 from train.schema import Model
 

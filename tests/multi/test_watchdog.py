@@ -14,9 +14,9 @@ from ranks import Ranks
 from torch import nn
 
 from train.data.source import Source
+from train.faults.watchdog import Report, diagnose
 from train.run import RunDir, read_lines
 from train.schema import Model
-from train.watchdog import Report, diagnose
 
 ROOT = Path(__file__).parents[2]
 ENV = {"PYTHONPATH": f"{Path(__file__).parent}:{ROOT / 'tests'}"}

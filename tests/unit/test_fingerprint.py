@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from train import fingerprint
+from train.proof import fingerprint
 
 
 def test_the_hash_depends_on_every_name_shape_type_and_bit_and_on_no_order() -> None:

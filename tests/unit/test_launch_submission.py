@@ -147,6 +147,13 @@ def test_a_script_of_ones_own_is_copied_from_its_checkout(tmp_path: Path) -> Non
     assert "fit.py: git ignores it, so no copy would have it" in refused.stderr
 
 
+def test_our_other_commands_are_no_training(tmp_path: Path) -> None:
+    words = ["--dry-run", "--root", str(tmp_path), "--name", "a", "--", "-m", "train"]
+    predicts = submit(*words, "predict", "trained", cwd=ROOT).stdout
+    assert f"-- -m launch.guest {tmp_path}/a/code -m train predict trained\n" in predicts
+    assert "-- -m train digits" in submit(*words, "digits", cwd=ROOT).stdout
+
+
 @pytest.mark.parametrize(
     ("state", "code", "message"),
     [

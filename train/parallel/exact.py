@@ -28,7 +28,7 @@ from train.randomness import set_seed
 from train.world import World
 
 if TYPE_CHECKING:
-    from train.trace import Recorder
+    from train.proof.trace import Recorder
 
 
 class Exact(Composed):

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from train.data.source import Batch
+from train.inference.trained import Trained
 from train.run import sync, write_atomic
-from train.trained import Trained
 
 
 class Format(Protocol):

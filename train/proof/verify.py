@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train import config as schema
-from train import difference
 from train.config import ConfigError
+from train.proof import difference
 from train.run import RunDir, read_lines
 
-SUBMIT = Path(__file__).parents[1] / "launch" / "submit.py"
+SUBMIT = Path(__file__).parents[2] / "launch" / "submit.py"
 USAGE = """\
 python -m train verify equal|resume|launch [--ranks N,…] [recipe or file.yaml] [key=value …]
        python -m train verify runs DIRECTORY DIRECTORY …

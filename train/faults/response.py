@@ -14,13 +14,13 @@ from train.checkpoint import Checkpointer
 from train.config import Config
 from train.data.order import Order
 from train.data.source import Batch
+from train.faults.memory import faults_of
+from train.faults.witness import BACKWARD, NOWHERE, Finding, Witness
 from train.losses import Objective
-from train.memory import faults_of
 from train.outcome import Outcome
 from train.parallel import Strategy
 from train.run import RunDir, write_atomic
 from train.update import Update
-from train.witness import BACKWARD, NOWHERE, Finding, Witness
 from train.world import World
 
 SHOWN = 8

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train import trained
 from train.config import Config, ConfigError
-from train.parts import Parts
+from train.inference import trained
+from train.inference.parts import Parts
 from train.run import RunDir
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from train.outputs import Format
+    from train.inference.outputs import Format
+    from train.inference.trained import Trained
     from train.stop import StopSignals
-    from train.trained import Trained
     from train.world import World
 
 USAGE = """\
@@ -84,7 +83,7 @@ def main(words: Sequence[str]) -> int:
 def _predict(
     run_dir: RunDir, config: Config, options: argparse.Namespace, world: World, stop: StopSignals
 ) -> bool:
-    from train.outputs import FORMATS
+    from train.inference.outputs import FORMATS
 
     with trained.load(run_dir, config, world, options.input is None) as model:
         dataset, facts = _samples(model, options)
@@ -202,9 +201,3 @@ def _is_first_of_share(share: int, world: World) -> bool:
     shares = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
     dist.all_gather(shares, torch.tensor([share]))
     return [int(other) for other in shares].index(share) == world.rank
-
-
-if __name__ == "__main__":  # submit.py takes `-m train` for a training
-    from train.__main__ import _exit
-
-    _exit(main(sys.argv[1:]))

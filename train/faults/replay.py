@@ -88,8 +88,8 @@ def _again(config: Config, world: World, run: Path, fault: dict[str, Any]) -> in
     from train import parallel as strategies
     from train.checkpoint import Checkpointer
     from train.data.order import Order, training_batches
+    from train.faults.witness import NOWHERE, Witness
     from train.randomness import set_seed
-    from train.witness import NOWHERE, Witness
 
     step, batch_size = fault["step"], config.data.global_batch
     precision.prepare(config.precision, world.device)

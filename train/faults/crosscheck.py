@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.difference import dotted
+from train.proof.difference import dotted
 from train.world import World
 
 # What libraries read to choose other kernels, or another order of additions.

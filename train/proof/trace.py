@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train import crosscheck, fingerprint
 from train.data.source import Batch
-from train.difference import FINGERPRINTS
+from train.faults import crosscheck
 from train.loop import Trainer
 from train.parallel.exact import Exact
+from train.proof import fingerprint
+from train.proof.difference import FINGERPRINTS
 from train.run import append_line, read_lines, write_atomic
 
 

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from train import trained
 from train.config import Config, ConfigError
+from train.inference import trained
 from train.run import RunDir
 
 if TYPE_CHECKING:
     import torch
 
+    from train.inference.trained import Trained
     from train.stop import StopSignals
-    from train.trained import Trained
     from train.world import World
 
 USAGE = """\

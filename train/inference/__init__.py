@@ -1,0 +1,1 @@
+"""What does a trained model say?"""
