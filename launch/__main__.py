@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 import train.packages as _packages  # noqa: F401
@@ -31,7 +32,10 @@ COMMANDS = {
 def main(argv: list[str]) -> int:
     """Run the command that the first word names; return its exit code."""
     if argv and argv[0] in COMMANDS:
-        code: int = importlib.import_module(f"launch.{argv[0]}").main(argv[1:])
+        try:
+            code: int = importlib.import_module(f"launch.{argv[0]}").main(argv[1:])
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
         return code
     listing = "\n".join(f"  {name:<10} {meaning}" for name, meaning in COMMANDS.items())
     usage = f"Usage: python -m launch COMMAND [--help] ...\n\n{listing}"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from launch import runs, slurm, states
 from launch.runs import NoRunError
+from launch.slurm import SlurmError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,14 +30,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         run = runs.find(name, options.root)
         job, attempt = states.live_attempt(run)
-    except NoRunError as error:
+        if not 0 <= options.node < len(attempt.hosts):
+            last = len(attempt.hosts) - 1
+            raise NoRunError(f"--node {options.node}: run {run.name} has nodes 0 to {last}")
+        if not job.is_local:
+            terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+            command = [*slurm.step(job.id, [attempt.hosts[options.node]]), *terminal, *command]
+    except (NoRunError, SlurmError) as error:
         return runs.refuse("attach", error)
-    if not 0 <= options.node < len(attempt.hosts):
-        last = len(attempt.hosts) - 1
-        return runs.refuse("attach", f"--node {options.node}: run {run.name} has nodes 0 to {last}")
-    if not job.is_local:
-        terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-        command = [*slurm.step(job.id, [attempt.hosts[options.node]]), *terminal, *command]
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -138,7 +139,7 @@ class Attempt:
         output = Output([self.log] if self.node.is_head else [])
         while (code := forker.poll()) is None:
             self.watch.listen(TICK)
-            output.show()
+            _show(output)
             stamps.look()
             comment.update()
             ranks = processes.children(forker.agent) if forker.agent else []
@@ -150,6 +151,17 @@ class Attempt:
             if self.watch.kill_at is not None and time.monotonic() > self.watch.kill_at:
                 forker.kill_agent()
         processes.end_orphans(keep=forker.pid)
-        output.show()
+        _show(output)
         stamps.look(at_once=True)
         return code
+
+
+def _show(output: Output) -> None:
+    try:
+        output.show()
+    except OSError as error:  # a run needs nobody who reads its output, nor room for it
+        if error.errno in (errno.EIO, errno.EPIPE):  # the terminal or the reader has gone for good
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in (1, 2):
+                os.dup2(nowhere, descriptor)
+            os.close(nowhere)

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from launch import requeue, restarts, runs, slurm, spares, takeover, which
 from launch.job import STOP_LEAD
-from launch.node import start_of
+from launch.node import job_of, start_of
 from launch.options import span
 from launch.rendezvous import lost_hosts
 from launch.restarts import Cause
@@ -43,6 +43,8 @@ LAST_CHANCE: dict[str, Cause] = {"TimeLimit": "time limit", "JobLaunchFailure": 
 that of a script on a host that Slurm took for dead, and that was back: Slurm kills it then."""
 LEAVE = 5.0
 """Seconds that the step has to end then."""
+REFUSED = 2
+"""Exit code of a supervisor whose request would be refused again."""
 ABSENCE = 600.0
 """Seconds for which Slurm's controller may be away when the step has ended."""
 
@@ -58,11 +60,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="srun …")
     options = parser.parse_args(argv)
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None or not options.command:
+    if "SLURM_JOB_ID" not in os.environ or not options.command:
         print("batch: error: this is for a job's script: exec … batch srun …", file=sys.stderr)
         return 2
-    return Batch(options, job).run_it()
+    try:
+        return Batch(options, job_of(os.environ)).run_it()
+    except OSError as error:  # there is no srun, or the run directory cannot be written
+        print(f"batch: error: {error}", file=sys.stderr)
+        return REFUSED
 
 
 class Batch:
@@ -115,13 +120,16 @@ class Batch:
         if not self._is_queued:
             # Slurm waits for the end of the script, which has died with its host.
             with contextlib.suppress(SlurmError):
-                slurm.tell("scancel", self.job)
+                if slurm.standing(self.job).state == "RUNNING":
+                    slurm.tell("scancel", self.job)
         return code
 
     def _go_on(self, run: RunDir, command: Sequence[str]) -> int:
         while True:
             code = self._follow(command)
             if self._is_queued:
+                with contextlib.suppress(SlurmError):
+                    requeue.start_soon(self.job)  # counted from now: it may have saved for long
                 return code
             hosts = self._after(run, code)
             if hosts is None:
@@ -181,12 +189,14 @@ class Batch:
     def _before_the_end(self) -> None:
         """Slurm ends the job: queue it again where Slurm will not."""
         standing = self._standing()
-        if standing is not None and self.run is not None:
+        if standing is not None and standing.state != "RUNNING" and self.run is not None:
             self._use_last_chance(self.run, standing)
 
     def _use_last_chance(self, run: RunDir, standing: Standing) -> None:
-        if standing.reason in LAST_CHANCE and not self._is_queued:
-            self._again(run, LAST_CHANCE[standing.reason], sorted(self._hosts.dead))
+        # With PreemptMode=CANCEL a preempted job has ended for Slurm.
+        cause = "preempted" if standing.is_preempted else LAST_CHANCE.get(standing.reason)
+        if cause is not None and not self._is_queued:
+            self._again(run, cause, sorted(self._hosts.dead))
 
     def _after(self, run: RunDir, code: int) -> list[str] | None:
         """What follows the step's end: hosts for another step, or None for the end of the job."""
@@ -201,10 +211,13 @@ class Batch:
             return None
         verdict = run.read_verdict()
         state = verdict.state if verdict else "requeue" if code == os.EX_TEMPFAIL else "failed"
+        if code == REFUSED and state == "requeue":
+            state = "failed"  # what is there is the verdict of an earlier start
         is_widening = self._is_widening and not self._was_asked and not standing.is_preempted
         if state != "done" and is_widening:
             return self._wider_hosts(run)
-        if state == "requeue" or (state == "failed" and self._was_asked):
+        was_asked = self._was_asked or standing.is_preempted  # of which only the step is told
+        if state == "requeue" or (state == "failed" and was_asked):
             due = standing.end - time.time() < STOP_LEAD
             cause: Cause = "time limit" if due else "asked to stop"
             self._again(run, "preempted" if standing.is_preempted else cause)
@@ -231,7 +244,7 @@ class Batch:
             self._say(str(error))
             self._again(run, "lost node", error.dead)
             return None
-        restarts.note(run, self.job, "lost node", suspects)
+        self._note(run, "lost node", suspects)
         return hosts
 
     def _wider_hosts(self, run: RunDir) -> list[str] | None:
@@ -241,32 +254,48 @@ class Batch:
             self._again(run, "more hosts")
             return None
         self._widening.take_back()
-        restarts.note(run, self.job, "more hosts")
+        self._note(run, "more hosts")
         return self._hosts.choose()
 
     def _again(self, run: RunDir, cause: Cause, hosts: Sequence[str] = ()) -> None:
         """Queue the job again, without these hosts, if it may start again."""
         if not self._may_start(run, cause):
             return
-        restarts.note(run, self.job, cause, hosts)
+        self._note(run, cause, hosts)
         self._is_queued = True
         self._say(f"is queued again: {cause}")
+        bad = sorted({*hosts, *restarts.bad_hosts(run, self.job)})
         try:
-            requeue.again(self.job, sorted({*hosts, *restarts.bad_hosts(run, self.job)}))
-        except SlurmError as error:
-            self._say(f"does not come back: {error}")
+            self._requeue(bad)
+        except SlurmError:
+            # Refused, or not heard: a busy controller answers nothing for a while.
+            self._standing(ABSENCE)
+            try:
+                self._requeue(bad)
+            except SlurmError as error:
+                self._say(f"does not come back: {error}")
+
+    def _requeue(self, bad: Sequence[str]) -> None:
+        nodes = self._options.nodes[0] if self._options.nodes else len(self._hosts.all)
+        leave_out = slurm.without(self.job, bad, nodes) if bad else []
+        if bad and not leave_out:
+            self._say(f"cannot do without {', '.join(bad)}: there are no others for it")
+        requeue.again(self.job, leave_out)
+
+    def _note(self, run: RunDir, cause: Cause, hosts: Sequence[str] = ()) -> None:
+        with contextlib.suppress(OSError):  # a full disk: no reason to end a run
+            restarts.note(run, self.job, cause, hosts)
 
     def _may_start(self, run: RunDir, cause: Cause) -> bool:
         """Whether no person has cancelled the job, and it gets on."""
-        env = os.environ
-        as_task = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
-        if {self.job, as_task} & runs.cancelled(run):
+        if self.job in runs.cancelled(run):
             return False
         if restarts.allowed(run, self.job, cause):
             return True
         step = restarts.saved_step(run)
         reason = f"{cause}, {restarts.MOST} times in a row without a checkpoint after step {step}"
-        run.conclude(Verdict("failed", step, reason))
+        with contextlib.suppress(OSError):
+            run.conclude(Verdict("failed", step, reason))
         self._say(f"does not start again: {reason}")
         return False
 

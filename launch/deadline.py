@@ -19,6 +19,8 @@ from train.run import RunDir, write_atomic
 
 EVERY = 300.0
 """Seconds between two questions: a limit can be changed."""
+SOON = 10.0
+"""The same where Slurm has not answered: its controller may be busy."""
 
 
 class Deadline:
@@ -54,4 +56,4 @@ class Deadline:
                 end = slurm.read_standing(text.decode()).end
                 write_atomic(self._path, json.dumps({"end": end}) + "\n")
             except (ValueError, OSError):  # no answer, a full disk: no reason to end a run
-                return
+                self._next = min(self._next, time.monotonic() + SOON)

@@ -10,8 +10,10 @@ Exit code: 0 the run trains again, 1 it does not, 2 nothing was done.
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +109,39 @@ def measure(target: Target, fault: Fault) -> Measured:
     Raises:
         SlurmError: the fault does not come about.
     """
-    run, found = target.run, Measured()
-    known, words = len(_events(run)), _words(run)
-    fault.strike()
+    found = Measured()
+    known, words = len(_events(target.run)), _words(target.run)
+    # A Ctrl-C must not leave half of it: a disk that stays full.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        fault.strike()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        _watch(target.run, fault, found, known, words)
+    finally:
+        if fault.undo is not None and found.free is None:
+            _take_back(fault.plan, fault.undo)
+    return found
+
+
+def _take_back(plan: str, undo: Callable[[], object]) -> None:
+    try:
+        undo()
+    except SlurmError as error:
+        print(f"drill: note: this stays, since {error}: {plan}", file=sys.stderr)
+
+
+def _watch(run: RunDir, fault: Fault, found: Measured, known: int, words: int) -> None:
+    """Measure, until the run trains again or has ended.
+
+    Args:
+        run: the run.
+        fault: what it has been struck with.
+        found: gets what is measured.
+        known: how many events there were before.
+        words: how often supervisors had told of attempts.
+    """
     start = asked = time.monotonic()
     furthest = 0
     while time.monotonic() - start < PATIENCE:
@@ -122,18 +154,17 @@ def measure(target: Target, fault: Fault) -> Measured:
             step = max([0, *(line["step"] for line in runs.last_lines(run.metrics))])
             if fault.is_endured and 0 < furthest < step:
                 found.again, found.lost = now, 0
-                return found
+                return
             furthest = max(furthest, step)
         if "first_step" in names:
             at = next((line["step"] for line in new if line["event"] == "resumed"), 0)
             found.again, found.lost = now, max(0, furthest - at)
-            return found
+            return
         if time.monotonic() - asked > ASK:
             asked = time.monotonic()
             if not _may_go_on(run, fault, found, now):
-                return found
+                return
         time.sleep(LOOK)
-    return found
 
 
 def _may_go_on(run: RunDir, fault: Fault, found: Measured, now: float) -> bool:
@@ -141,9 +172,9 @@ def _may_go_on(run: RunDir, fault: Fault, found: Measured, now: float) -> bool:
     (condition,), complaint = states.look([run])  # first: a run that has ended may be free then
     with contextlib.suppress(SlurmError):  # it answers later
         if fault.is_free is not None and found.free is None and fault.is_free():
-            found.free = now
             if fault.undo is not None:
                 fault.undo()
+            found.free = now
             return True
     return condition.is_live or bool(complaint)
 

@@ -76,12 +76,16 @@ def preempt(target: Target) -> Fault:
 def time_limit(target: Target) -> Fault:
     """The job's time limit comes within two minutes."""
     job = _slurm_job(target)
-    limit, used = slurm.times(job)
-    minutes = int(used // 60) + 1
+    limit, _ = slurm.times(job)
     update = ("scontrol", "update", f"JobId={job}")
+
+    def strike() -> None:
+        minutes = int(slurm.times(job)[1] // 60) + 1  # the answer to the question may take some
+        slurm.tell(*update, f"TimeLimit={minutes}")
+
     return Fault(
-        f"the time limit of job {job} becomes {minutes} minutes instead of {limit}, for this once",
-        lambda: slurm.tell(*update, f"TimeLimit={minutes}"),
+        f"the time limit of job {job}, {limit}, comes within two minutes, for this once",
+        strike,
         lambda: slurm.state(job) == "PENDING",
         lambda: slurm.tell(*update, f"TimeLimit={limit}"),
     )
@@ -125,14 +129,15 @@ def slow_network(target: Target) -> Fault:
 
 def corrupt_checkpoint(target: Target) -> Fault:
     """A bit of the newest checkpoint turns, and a rank is killed, so that the run must load one."""
-    folders = sorted(target.run.checkpoints.glob("step-*"))
-    if len(folders) < 2:
+    checkpoints = target.run.checkpoints
+    if len(list(checkpoints.glob("step-*"))) < 2:
         raise NoRunError(f"run {target.run.name} has no two checkpoints yet, to fall back to one")
-    files = sorted(path for path in folders[-1].rglob("*") if path.is_file())
     rank = target.any_rank
 
     def strike() -> None:
-        with files[0].open("r+b") as file:
+        newest = max(checkpoints.glob("step-*"))
+        victim = min(path for path in newest.rglob("*") if path.is_file())
+        with victim.open("r+b") as file:
             middle = file.seek(0, 2) // 2
             file.seek(middle)
             byte = file.read(1)[0]
@@ -140,7 +145,7 @@ def corrupt_checkpoint(target: Target) -> Fault:
             file.write(bytes([byte ^ 1]))
         _on_nodes(target, "kill-rank", rank)
 
-    return Fault(f"a bit of {files[0]} turns, then rank {rank} gets SIGKILL", strike)
+    return Fault(f"a bit of the newest checkpoint turns, then rank {rank} gets SIGKILL", strike)
 
 
 FAULTS: dict[str, Callable[[Target], Fault]] = {

@@ -73,6 +73,22 @@ def find(env: Mapping[str, str]) -> Node:
     return Node(0, 1, (host,), job, key, None, len(visible_gpus(env)) or RANKS_WITHOUT_GPU)
 
 
+def job_of(env: Mapping[str, str]) -> str:
+    """What Slurm calls the job of this process, and no other job.
+
+    One task of an array has the number of the whole array for its own, by which Slurm's commands
+    mean all of the tasks: that one is `12_3`.
+
+    Raises:
+        KeyError: there is no job.
+    """
+    number = env["SLURM_JOB_ID"]
+    # Only then: in a job that was submitted by a task, the other variables are that task's (22.05).
+    if number == env.get("SLURM_ARRAY_JOB_ID"):
+        return f"{number}_{env['SLURM_ARRAY_TASK_ID']}"
+    return number
+
+
 def start_of(job: str, env: Mapping[str, str]) -> str:
     """Names this start of a Slurm job; when Slurm queues it again, the next one has another."""
     return f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}"
@@ -92,7 +108,7 @@ def _slurm(env: Mapping[str, str]) -> Node:
         number, count = int(env["SLURM_NODEID"]), int(env["SLURM_STEP_NUM_NODES"])
         tasks = int(env["SLURM_STEP_NUM_TASKS"])
         names = hosts.expand(env["SLURM_STEP_NODELIST"])
-        job = env["SLURM_JOB_ID"]
+        job = job_of(env)
     except (KeyError, ValueError) as error:
         raise NodeError(f"this Slurm step's variables are incomplete: {error}") from None
     if tasks != count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
@@ -11,6 +12,8 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 def problem(root: Path) -> str | None:
     """Why no run can be made under this directory; None if one can."""
+    if match := re.search("%[jtaA]", str(root)):
+        return f"{root}: {match[0]} in a path stands for a number of the job: take another place"
     parent = root if root.is_dir() else root.parent
     if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
         return f"{parent}: you may not write there"

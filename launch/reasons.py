@@ -83,7 +83,15 @@ def ended(state: str) -> str:
     return ENDED.get(state, f"Slurm says {state}")
 
 
+def signal_of(exit_code: int) -> int | None:
+    """The signal that an exit code tells of; None for one that a program chose, such as 255."""
+    return exit_code - 128 if exit_code - 128 in signal.valid_signals() else None
+
+
 def of_signal(number: int) -> str:
     """A signal's name and what usually sends it."""
-    name = signal.Signals(number).name
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time one, of which only the first and the last have names
+        return f"signal {number}"
     return f"{name}, {SIGNALS[number]}" if number in SIGNALS else name  # type: ignore[index]

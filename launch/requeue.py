@@ -52,7 +52,11 @@ def again(job_id: str, leave_out: Sequence[str] = ()) -> None:
     Raises:
         SlurmError: Slurm refuses, for instance because the job was submitted with --no-requeue.
     """
-    slurm.tell("scontrol", "requeue", job_id)
+    try:
+        slurm.tell("scontrol", "requeue", job_id)
+    except SlurmError as error:
+        if "pending" not in str(error):  # Slurm has queued it again itself, or has heard us before
+            raise
     start_soon(job_id, *([f"ExcNodeList={','.join(leave_out)}"] if leave_out else []))
 
 

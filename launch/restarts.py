@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from launch import runs
+from launch import reasons, runs
 from train.run import RunDir, append_line, read_lines
 
 Cause = Literal["preempted", "time limit", "asked to stop", "crash", "lost node", "more hosts"]
@@ -30,10 +30,10 @@ def allowed(run: RunDir, job: str, cause: Cause) -> bool:
     """Whether a run that has just come down may start again in this job."""
     if cause in HARMLESS:
         return True
-    saved, count, next_cause = saved_step(run), 1, cause
+    reached, count, next_cause = _reached(run), 1, cause
     for line in reversed(_lines(run, job)):
         if line["cause"] not in HARMLESS:
-            if line["step"] != saved:
+            if line["step"] != reached:
                 break
             # The ranks on other nodes crash before a node that is lost is missed.
             count += (line["cause"], next_cause) != ("crash", "lost node")
@@ -50,7 +50,7 @@ def note(run: RunDir, job: str, cause: Cause, hosts: Sequence[str] = ()) -> None
         cause: what brought it down.
         hosts: which did it, where that is known.
     """
-    fields = {"time": time.time(), "job": job, "cause": cause, "step": saved_step(run)}
+    fields = {"time": time.time(), "job": job, "cause": cause, "step": _reached(run)}
     append_line(run.job / "restarts.jsonl", {**fields, "hosts": list(hosts)})
 
 
@@ -67,7 +67,7 @@ def bad_hosts(run: RunDir, job: str, lost: Sequence[str] = ()) -> list[str]:
         if attempt.job == job:
             # Only an agent tells of a rank that a signal ended; its peers fail by themselves.
             told = runs.failures(run, attempt)
-            blamed += {each["host"] for each in told if each["exit_code"] > 128}
+            blamed += {each["host"] for each in told if reasons.signal_of(each["exit_code"])}
     return sorted({host for host in blamed if blamed.count(host) >= BAD_HOST})
 
 
@@ -80,6 +80,18 @@ def saved_step(run: RunDir) -> int:
     """The step from which the run would go on: that of its newest checkpoint, 0 without one."""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in run.checkpoints.glob("step-*"))
     return max((int(match[1]) for match in names if match), default=0)
+
+
+def _reached(run: RunDir) -> int:
+    """What grows as a run gets on: the step of its newest checkpoint.
+
+    A program of the user's own has its checkpoints elsewhere, and says by its exit code that it has
+    saved: then it is how often it has said so.
+    """
+    if step := saved_step(run):
+        return step
+    is_ours = run.config.exists()
+    return 0 if is_ours else sum(attempt.state == "stopped" for attempt in runs.attempts(run))
 
 
 def _lines(run: RunDir, job: str) -> list[dict[str, Any]]:

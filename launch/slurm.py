@@ -17,9 +17,10 @@ TIMESTAMP = "%Y-%m-%dT%H:%M:%S"
 TIME_FORMATS = "M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S"
 FINAL = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
-    "TIMEOUT",
+    *("PREEMPTED", "TIMEOUT"),
 }
-"""States in which a job stays; PREEMPTED is none: it is requeued."""
+"""States in which a job stays. A preempted one that is queued again is COMPLETING, then PENDING."""
+os.environ["SLURM_TIME_FORMAT"] = "standard"  # else times are written as the user likes them
 AT_ONCE = 5000
 """Jobs in one question: Linux allows a word of a command line 128 kB."""
 
@@ -198,7 +199,10 @@ def configuration(name: str) -> str | None:
 
 
 def state(job_id: str) -> str | None:
-    """The state of a job that waits or runs, None once Slurm no longer lists it."""
+    """The state of a job that waits or runs, None once Slurm no longer lists it.
+
+    Of an array it is that of a task that has not ended, if there is one.
+    """
     answer = subprocess.run(
         ["squeue", "-h", "-j", job_id, "-t", "all", "-o", "%T"],
         capture_output=True,
@@ -206,7 +210,8 @@ def state(job_id: str) -> str | None:
         check=False,
     )
     if answer.returncode == 0:
-        return answer.stdout.strip() or None
+        states = answer.stdout.split()
+        return next((state for state in states if state not in FINAL), (*states, None)[0])
     if "Invalid job id" in answer.stderr:
         return None
     raise SlurmError(f"squeue does not answer: {_plain(answer.stderr)}")
@@ -246,10 +251,14 @@ def queue(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     # Only where one job is asked for is it an error that it is gone (22.05).
     if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
         raise SlurmError(f"squeue does not answer: {_plain(answer.stderr)}")
-    found = {}
+    found: dict[str, JobInfo] = {}
     for line in answer.stdout.splitlines():
         name, raw, state, reason, start, nodes = line.split("|")
-        found[name] = found[raw] = JobInfo(state, reason, start, int(nodes))
+        info = JobInfo(state, reason, start, int(nodes))
+        # An array's number, which one of its tasks has, too, stands for one that has not ended.
+        for key in (name, raw, name.partition("_")[0]):
+            if key not in found or found[key].state in FINAL:
+                found[key] = info
     return found
 
 
@@ -297,7 +306,10 @@ def standing(job_id: str) -> Standing:
     Raises:
         SlurmError: Slurm does not answer, or does not know it.
     """
-    return read_standing(_run(*STANDING, job_id))
+    try:
+        return read_standing(_run(*STANDING, job_id))
+    except ValueError:  # of a task of an array that is gone there is nothing, not even an error
+        raise SlurmError(f"squeue does not know job {job_id}") from None
 
 
 def ask_standing(job_id: str) -> subprocess.Popen[bytes]:
@@ -321,6 +333,30 @@ def read_standing(answer: str) -> Standing:
     except ValueError:
         when = UNLIMITED  # N/A
     return Standing(state, reason, when, preempted not in ("N/A", "Unknown", "None", ""))
+
+
+def without(job_id: str, bad: Sequence[str], nodes: int) -> list[str]:
+    """All hosts that a job leaves out when it leaves out these, too.
+
+    Empty if it would not find so many others like them: then it would wait for ever.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    from train import hosts  # here, because few commands need it
+
+    fields = _run("squeue", "-h", "-j", job_id, "-o", "%P|%n|%x|%v").strip().split("|")
+    if len(fields) != 4:
+        raise SlurmError(f"squeue does not know job {job_id}")
+    partition, asked, excluded, reservation = fields
+    if asked or reservation != "(null)":
+        return []
+    listed = _run("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%c|%m|%G|%f").splitlines()
+    kinds = dict(line.split("|", 1) for line in listed)
+    out = {*bad, *hosts.expand(excluded)}
+    wanted = {kinds.get(host) for host in bad}
+    others = sum(kinds[name] in wanted for name in kinds.keys() - out)
+    return sorted(out) if others >= nodes else []
 
 
 def tell(*command: str) -> str:
@@ -364,7 +400,13 @@ def end_steps(job_id: str, but: str | None = None) -> None:
 
 
 def step(job_id: str, hosts: Sequence[str]) -> list[str]:
-    """The srun that starts one process on each of these hosts of a running job, beside its own."""
+    """The srun that starts one process on each of these hosts of a running job, beside its own.
+
+    Raises:
+        SlurmError: it is the task 12_3 of an array, and Slurm does not tell its number.
+    """
+    if "_" in job_id:  # srun does not take 12_3 (22.05)
+        job_id = _run("squeue", "-h", "-j", job_id, "-o", "%A").strip()
     # Without --overlap it would wait until the job ends.
     place = [f"--jobid={job_id}", "--overlap", f"--nodelist={','.join(hosts)}"]
     return ["srun", *place, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--cpus-per-task=1"]

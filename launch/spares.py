@@ -36,6 +36,7 @@ class Hosts:
         dead: those that do not answer.
         most, least: on how many of them its step may run.
         wanted: how many hosts the job may have.
+        job: the number of the job, as srun takes it.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Hosts:
         self.most = next((int(match[1]) for match in asked if match), len(self.all))
         least, self.wanted = span or (self.most, self.most)
         self.least = min(least, self.most)
-        self._job = env["SLURM_JOB_ID"]
+        self.job = env["SLURM_JOB_ID"]
 
     @property
     def may_change(self) -> bool:
@@ -76,7 +77,7 @@ class Hosts:
         Raises:
             NoSpareError: too few are left.
         """
-        self.dead |= _silent(self._job, [host for host in suspects if host not in self.dead])
+        self.dead |= _silent(self.job, [host for host in suspects if host not in self.dead])
         alive = [host for host in self.all if host not in self.dead]
         if len(alive) < self.least:
             raise NoSpareError(sorted(self.dead))

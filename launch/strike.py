@@ -26,6 +26,8 @@ FOR = 5.0
 def main(argv: Sequence[str]) -> int:
     """Do it; return the exit code."""
     what, logs, number = argv[0], Path(argv[1]), int(argv[2])
+    # What lasts for a while is taken back also where the job, and with it this step, ends.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
     if what == "slow-network":
         if int(os.environ["SLURM_NODEID"]) == number:
             print("struck", flush=True)

@@ -35,8 +35,9 @@ from launch.rendezvous import (
     RendezvousError,
     attempt_directory,
 )
+from launch.words import word
 from train.hosts import HostError
-from train.run import RunDir, Verdict, append_line, write_atomic
+from train.run import RunDir, State, Verdict, append_line, write_atomic
 
 REFUSED = 2
 """Exit code for a request that would be refused again."""
@@ -138,9 +139,11 @@ class Supervisor:
             self.meeting.fail(f"its ranks ended with exit code {code}", leaves=code == REFUSED)
             self.watch.failure = self.meeting.failure()
         ended = {**started, "ended": time.time(), "state": state, "exit_code": code}
-        write_atomic(state_file, json.dumps(ended) + "\n")
+        with contextlib.suppress(OSError):  # a full disk does not change how the ranks have ended
+            write_atomic(state_file, json.dumps(ended) + "\n")
         if self.node.is_head:
-            self._note(rendezvous, "ended", state=state, exit_code=code)
+            with contextlib.suppress(OSError):
+                self._note(rendezvous, "ended", state=state, exit_code=code)
         return self._conclude(state, code)
 
     def _outcome(self, code: int) -> tuple[str, int]:
@@ -166,7 +169,7 @@ class Supervisor:
         if state != "failed" or self.watch.has_lost:
             self._speak_for_guest(state, code)
             return (os.EX_UNAVAILABLE if state == "failed" else code), True
-        print(f"node {self.node.number} ({self.node.host}) ends: {failure}", file=sys.stderr)
+        _say(f"node {self.node.number} ({self.node.host}) ends: {failure}")
         if not self.node.is_head:
             return code, False
         leaves = failure is not None and failure.leaves
@@ -174,13 +177,15 @@ class Supervisor:
             self._speak_for_guest(state, code)
             return code, True
         restarts.note(self.run, self.node.job, "crash")
-        print("the ranks start again, from the last checkpoint", file=sys.stderr, flush=True)
+        _say("the ranks start again, from the last checkpoint")
         return code, False
 
     def _may_restart(self) -> bool:
         if self.max_restarts is not None and self.meeting.round >= self.max_restarts:
             return False
-        if restarts.allowed(self.run, self.node.job, "crash"):
+        is_own = list(self.program[:2]) != ["-m", "train"]
+        # Whether a program of the user's own gets on, nobody but its author knows.
+        if is_own or restarts.allowed(self.run, self.node.job, "crash"):
             return True
         from launch import why  # here, because few runs need it
 
@@ -192,14 +197,12 @@ class Supervisor:
         """Write the verdict of a program of the user's own, which writes none."""
         if not self.node.is_head or list(self.program[:2]) != ["-m", "launch.guest"]:
             return
-        reason = f"the program ended with exit code {code}"
-        if state == "finished":
-            self.run.conclude(Verdict("done", 0, reason))
-        elif state == "failed":
-            self.run.conclude(Verdict("failed", 0, reason))
-        else:
-            asked = any(request.number != signal.SIGINT for request in self.watch.requests)
-            self.run.conclude(Verdict("requeue" if asked else "stopped", 0, reason))
+        asked = any(request.number != signal.SIGINT for request in self.watch.requests)
+        verdict: State = "requeue" if asked else "stopped"
+        if state != "stopped":
+            verdict = "done" if state == "finished" else "failed"
+        with contextlib.suppress(OSError):
+            self.run.conclude(Verdict(verdict, 0, f"the program ended with exit code {code}"))
 
     def _note(self, rendezvous: Rendezvous, event: str, **fields: Any) -> None:
         attempt = {"attempt": rendezvous.attempt, "job": self.node.job}
@@ -224,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     max_restarts = options.max_restarts
     if program[:2] == ["-m", "train"]:
-        program += [f"run.name={run.name}", f"run.root={run.path.parent}"]
+        program += [word("run.name", run.name), word("run.root", str(run.path.parent))]
     elif max_restarts is None:
         max_restarts = 0  # only its author knows whether it can start again
     ranks = options.nproc_per_node or node.default_ranks
@@ -239,5 +242,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"supervise: error: {message}", file=sys.stderr)
+    _say(f"supervise: error: {message}")
     return REFUSED
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it, or there is no room for it
+        print(text, file=sys.stderr, flush=True)

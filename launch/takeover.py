@@ -77,7 +77,7 @@ def take_over(run: RunDir, job: str, host: str) -> None:
     except FileExistsError:
         return
     # In a step of its own: the one of the dead host ends when Slurm notices, or when it comes back.
-    place = [*slurm.step(job, [host]), "--mem=0", "--output=none"]
+    place = [*slurm.step(os.environ["SLURM_JOB_ID"], [host]), "--mem=0", "--output=none"]
     own = [f"--number={number + 1}", f"--output={known['output']}"]
     words = [sys.executable, "-m", "launch", "batch", *own, *known["words"]]
     environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}

@@ -94,7 +94,9 @@ def of_step(command: Sequence[str], env: Mapping[str, str], job: str) -> tuple[R
         run, _, is_named = find(parser().parse_args(words), env, job)
         return run, is_named
     if ("-m", "train") in pairs:
-        return _asked_for(command[pairs.index(("-m", "train")) :], job), False
+        # As train.run.default_name has it: the number, also for a task of an array.
+        words = command[pairs.index(("-m", "train")) :]
+        return _asked_for(words, env["SLURM_JOB_ID"]), False
     raise CommandError("the step starts neither python -m launch supervise nor python -m train")
 
 

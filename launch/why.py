@@ -132,8 +132,9 @@ def _of_rank(
     code = first["exit_code"]
     place = f"rank {first['rank']} on {first['host']} (node {first['node']})"
     hint = ""
-    if first["who"] == "agent" and code > 128:
-        name, _, hint = reasons.of_signal(code - 128).partition(", ")
+    number = reasons.signal_of(code)
+    if first["who"] == "agent" and number is not None:
+        name, _, hint = reasons.of_signal(number).partition(", ")
         what = f"{place} was ended by {name}"
         if slurm_says:
             hint = slurm_says

@@ -76,7 +76,7 @@ class Widening:
             process.terminate()
             process.wait()
         missing = self._hosts.dead.difference(restarts.bad_hosts(self._run, self._job))
-        self._probes = {host: spares.probe(self._job, host) for host in missing}
+        self._probes = {host: spares.probe(self._hosts.job, host) for host in missing}
         if self._hosts.lacking and self._may_queue and self._question is None:
             try:
                 self._question = slurm.ask_for_nodes(self._script, self._hosts.lacking)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,29 @@ def test_a_failed_run_goes_on_with_the_code_it_has_or_with_new_code(tmp_path: Pa
     assert submitted("--resume").returncode == 0
     states = [attempt.state for attempt in runs.attempts(RunDir(tmp_path / "runs", "a"))]
     assert states == ["failed", "failed", "finished", "finished"]
+
+
+def supervised(place: Path, output: int) -> str | None:
+    """How a training of one step ends whose directory is this, and whose output goes there."""
+    words = ["supervise", f"--run-dir={place}", "--nproc-per-node=1", "--", "-m", "train", "digits"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words, "train.steps=1", "checkpoint.every=null"],
+        cwd=Path(SUBMIT[1]).parents[1],
+        stdout=output,
+        stderr=subprocess.PIPE,
+    )
+    verdict = RunDir(place.parent, place.name).read_verdict()
+    return verdict.state if verdict and done.returncode == 0 else done.stderr.decode()
+
+
+def test_a_run_needs_nobody_who_reads_its_output(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert supervised(tmp_path / "a", writer) == "done"
+    os.close(writer)
+
+
+def test_a_run_goes_where_it_is_sent_though_there_is_no_room_for_its_output(tmp_path: Path) -> None:
+    """And whatever YAML would read in the words for that place."""
+    with Path("/dev/full").open("w") as full:
+        assert supervised(tmp_path / "my runs: all #1" / "007", full.fileno()) == "done"

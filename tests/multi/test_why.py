@@ -36,7 +36,7 @@ def launch(command: str, *words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 
@@ -76,7 +76,7 @@ def test_a_head_that_never_came(tmp_path: Path) -> None:
         f'{{"job": "{os.getpid()}", "time": {time.time()}}}\n'
     )
     node = [sys.executable, "-c", ALONE, "--run-dir", str(run.path), "--", "-m", "train"]
-    ended = subprocess.run(node, cwd=ROOT, env=os.environ | env, capture_output=True, timeout=60)
+    ended = subprocess.run(node, cwd=ROOT, env=os.environ | env, capture_output=True, timeout=120)
     assert ended.returncode == 2
     said = launch("why", "alone", "--root", str(tmp_path))
     assert said.returncode == 0, said.stdout + said.stderr

@@ -27,6 +27,14 @@ def test_every_start_has_its_own_key() -> None:
     assert len({node.find(env).key for env in (STEP, again, step)}) == 3
 
 
+def test_a_task_of_an_array_is_a_job_of_its_own() -> None:
+    task = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
+    found = node.find(STEP | task)
+    assert (found.job, found.key) == ("17_3", "17_3.0.0")
+    submitted_by_a_task = task | {"SLURM_ARRAY_JOB_ID": "5"}
+    assert node.find(STEP | submitted_by_a_task).job == "17"
+
+
 def test_a_shell_inside_an_allocation_is_no_task() -> None:
     shell = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
     found = node.find(shell | {"CUDA_VISIBLE_DEVICES": ""})

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from launch import deadline as asking
 from launch import heartbeat, restarts
 from launch.heartbeat import Heartbeat
 from launch.node import Node
@@ -36,6 +38,17 @@ def test_crashes_without_a_new_checkpoint_end_a_run(run: RunDir) -> None:
     assert come_down(run, "crash", job="8"), "another job begins anew"
     (run.checkpoints / "step-00000050").mkdir(parents=True)
     assert [come_down(run, "crash") for _ in range(3)] == [True, True, False]
+
+
+def test_a_script_of_ones_own_that_saves_each_time_may_start_for_ever(run: RunDir) -> None:
+    for number in range(5):
+        assert come_down(run, "time limit"), number
+        attempt = {"attempt": number, "job": "7", "hosts": ["n1"], "ranks": 1, "time": 1.0}
+        append_line(run.job / "attempts.jsonl", {**attempt, "event": "started"})
+        ended = {"event": "ended", "state": "stopped"}
+        append_line(run.job / "attempts.jsonl", {**attempt, **ended})
+    run.config.touch()
+    assert [come_down(run, "time limit") for _ in range(3)] == [True, True, False], "a training"
 
 
 def test_preemption_never_counts(run: RunDir) -> None:
@@ -70,8 +83,8 @@ def test_a_silent_node_is_missed_and_one_that_has_ended_is_not(
     names = ("n1", "n2", "n3")
     head, *others = (Heartbeat(run, Node(n, 3, names, "7", "7.0.0", None, 1)) for n in range(3))
 
-    def missed(*beating: Heartbeat) -> int | None:
-        end = time.monotonic() + 0.5
+    def missed(*beating: Heartbeat, seconds: float = 0.5) -> int | None:
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             for other in beating:
                 other.beat()
@@ -81,7 +94,7 @@ def test_a_silent_node_is_missed_and_one_that_has_ended_is_not(
         return None
 
     assert missed(*others) is None
-    assert missed(others[0]) == 2
+    assert missed(others[0], seconds=20) == 2
     others[1].end()
     assert missed(others[0]) is None
 
@@ -90,10 +103,28 @@ def test_a_node_that_never_begins_is_missed(run: RunDir, monkeypatch: pytest.Mon
     monkeypatch.setattr(heartbeat, "EVERY", 0.01)
     monkeypatch.setattr(heartbeat, "BEGIN", 0.2)
     head = Heartbeat(run, Node(0, 2, ("n1", "n2"), "7", "7.0.0", None, 1))
-    end = time.monotonic() + 2
+    end = time.monotonic() + 20
     while (found := head.beat()) is None and time.monotonic() < end:
         time.sleep(0.01)
     assert found == 1
+
+
+def test_the_end_of_the_job_is_asked_for_until_slurm_answers(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue, asked = tmp_path / "squeue", tmp_path / "asked"
+    answer = "echo 'RUNNING|None|2030-01-01T00:00:00|N/A'"
+    squeue.write_text(f"#!/bin/sh\n[ -e {asked} ] && {answer} || {{ touch {asked}; exit 1; }}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(asking, "SOON", 0.01)
+    ours = asking.Deadline(run, Node(0, 1, ("n1",), "7", "7.0.0", None, 1))
+    end = time.monotonic() + 20
+    while not (run.job / "deadline.json").exists() and time.monotonic() < end:
+        ours.update()
+        time.sleep(0.01)
+    assert json.loads((run.job / "deadline.json").read_text())["end"] > 1.8e9
 
 
 def test_the_end_of_the_job_is_near_when_a_checkpoint_would_not_fit(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """What Slurm's commands say, from small executables in their place; times as Slurm reads them."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -107,3 +110,41 @@ def test_a_cluster_that_does_not_answer_is_an_error(fake: Fake) -> None:
 def test_a_job_that_slurm_has_forgotten_has_no_state(fake: Fake) -> None:
     fake("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert slurm.state("7") is None
+
+
+def test_a_task_of_an_array_that_slurm_has_forgotten_is_an_error(fake: Fake) -> None:
+    fake("squeue", "exit 0")  # 22.05 says nothing
+    with pytest.raises(slurm.SlurmError, match="does not know job 7_2"):
+        slurm.standing("7_2")
+
+
+def test_times_are_read_whatever_way_the_user_likes_to_see_them(fake: Fake) -> None:
+    fake("squeue", 'echo "RUNNING|None|${SLURM_TIME_FORMAT:-none}|N/A"')
+    ask = "import launch.slurm as slurm; print(slurm._run(*slurm.STANDING, '7'))"
+    answer = subprocess.run(
+        [sys.executable, "-c", ask],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "SLURM_TIME_FORMAT": "relative"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "|standard|" in answer.stdout
+
+
+def test_srun_gets_the_number_of_a_task(fake: Fake) -> None:
+    fake("squeue", '[ "$*" = "-h -j 7_2 -o %A" ] && echo 9')
+    assert "--jobid=9" in slurm.step("7_2", ["n1"])
+
+
+def test_an_array_lives_as_long_as_one_of_its_tasks(fake: Fake) -> None:
+    """Slurm gives one task the number of the array."""
+    tasks = "7_2|7|COMPLETED|None|N/A|1\n7_1|9|RUNNING|None|N/A|1\n7_0|8|FAILED|None|N/A|1"
+    fake("squeue", f'case "$*" in *%i*) echo "{tasks}" ;; *) printf "COMPLETED\nRUNNING\n" ;; esac')
+    found = slurm.queue(["7"])
+    assert {name: info.state for name, info in found.items() if name != "9"} == {
+        **{"7": "RUNNING", "7_2": "COMPLETED", "7_1": "RUNNING", "7_0": "FAILED", "8": "FAILED"}
+    }
+    assert slurm.state("7") == "RUNNING"
+    fake("squeue", 'printf "COMPLETED\nCOMPLETED\n"')
+    assert slurm.state("7") == "COMPLETED"

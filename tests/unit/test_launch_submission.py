@@ -178,6 +178,8 @@ def test_places_in_memory_or_below_tmp_are_node_local(tmp_path: Path) -> None:
     assert place.is_node_local(Path("/tmp/runs"))
     assert not place.is_node_local(Path("/usr"))
     assert place.problem(tmp_path / "runs") is None
+    assert place.problem(tmp_path / "50%") is None
+    assert "%a in a path" in str(place.problem(tmp_path / "50%a")), "submitit puts a number there"
     assert place.problem(tmp_path / "a" / "b" / "runs") == (
         f"there is no {tmp_path}/a/b, only {tmp_path}: correct --root, or `mkdir -p {tmp_path}/a/b`"
     )

@@ -191,7 +191,7 @@ def test_watching_goes_on_until_it_is_interrupted(
             while b"unknown" not in shown or b"no squeue" not in shown:
                 shown += os.read(ours, 1000)
             watching.send_signal(signal.SIGINT)
-            assert watching.wait(20) == 0
+            assert watching.wait(60) == 0
         finally:
             watching.kill()
     os.close(ours)
@@ -263,3 +263,32 @@ def test_why_blames_no_rank_that_lost_its_peers(
     assert "rank 2 on n (node 1) raised Bad: x" in shown
     assert "3 ranks ended because of it" in shown
     assert "| this is rank 2" in shown and "this is rank 1" not in shown
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (137, "rank 0 on n (node 0) was ended by SIGKILL"),
+        (163, "rank 0 on n (node 0) was ended by signal 35"),
+        (255, "rank 0 on n (node 0) ended with exit code 255"),
+    ],
+)
+def test_not_every_large_exit_code_is_a_signal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, told: str
+) -> None:
+    run = make(tmp_path, "7", ended="failed")
+    logs = run.log(0, 0, 0).parent
+    logs.mkdir(parents=True)
+    failure = {"time": 1.0, "host": "n", "rank": 0, "exit_code": code, "error": "rank 0 failed"}
+    (logs / "agent.failed.json").write_text(json.dumps(failure))
+    assert why.main(["it", "--root", str(tmp_path)]) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_a_job_that_was_preempted_and_not_queued_again_has_ended(
+    tmp_path: Path, fake: Fake
+) -> None:
+    fake("sacct", "echo '7|7|PREEMPTED|2030-01-02T03:04:05|2'")
+    condition = look(make(tmp_path, "7", ended="running"))
+    assert (condition.state, condition.note) == ("failed", "another job took its nodes")
