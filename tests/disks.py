@@ -49,7 +49,7 @@ def run(*words: str | Path) -> None:
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
-def until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+def until(is_so: Callable[[], bool], seconds: float = 120) -> None:
     """Wait for something, but not for ever."""
     deadline = time.monotonic() + seconds
     while not is_so():

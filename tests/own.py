@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from train.data.source import InMemory, Source
+from train.models.cnn import cnn
 from train.schema import Data, Model
 from train.world import World
 
@@ -28,6 +32,25 @@ def normalised(_: Model, source: Source) -> nn.Module:
         nn.Flatten(),
         nn.Linear(8 * 16, source.classes),
     )
+
+
+def gated(config: Model, source: Source) -> nn.Module:
+    """The small cnn, held up by GATE=NUMBER:SECONDS:FILE in the environment.
+
+    From that forward pass on each takes so long, as long as there is no such file. What a test does
+    to a run in its middle then happens there, however slow or quick the machine is.
+    """
+    model = cnn(config, source)
+    passes = itertools.count(1)
+    number, seconds, file = os.environ.get("GATE", "0:0:").split(":", 2)
+
+    def wait(*_: Any) -> None:
+        end = time.monotonic() + float(seconds) * (next(passes) >= int(number))
+        while not Path(file).exists() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    model.register_forward_pre_hook(wait)
+    return model
 
 
 def numbered(_: Data, _world: World) -> Source:

@@ -19,6 +19,7 @@ import train.packages as _packages  # noqa: F401
 from train import config as schema
 from train.commands import COMMANDS
 from train.config import Config, ConfigError
+from train.output import outlast_full_disks
 from train.run import FencedError, RunDir, Verdict, default_name, write_atomic
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def _run(recipe: str, config: Config) -> int:
     from train.stop import StopSignals
     from train.world import World
 
+    outlast_full_disks()
     with StopSignals() as stop:
         try:
             world = World.join(config.device)
@@ -116,6 +118,8 @@ def train(recipe: str, config: Config, world: World, stop: StopSignals) -> State
         with watchdog.watch(trainer):
             state = trainer.run()
         weights = trace.conclude(trainer) if config.exact else ""
+    except FencedError:  # what is told of the run is another attempt's now
+        raise
     except Exception as error:
         if world.is_main:
             step = trainer.step

@@ -31,6 +31,7 @@ class Deadline:
         self._path = job / FILE
         self._end = math.inf
         self._next_look = 0.0
+        self._began = time.time()
         self._last = time.monotonic()
         self._margin = VERDICT
 
@@ -55,6 +56,8 @@ class Deadline:
             try:
                 self._end = float(json.loads(self._path.read_text())["end"])
             except (OSError, ValueError, KeyError):
+                self._end = math.inf
+            if self._end < self._began:  # that of an earlier job: here nobody tells of an end
                 self._end = math.inf
             if self._end != told:
                 self._share_out()

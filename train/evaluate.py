@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -55,8 +56,12 @@ def evaluate(
     world: World,
     config: Config,
     loss: PerSample = per_sample_loss,
-) -> Evaluation:
+    is_asked_to_stop: Callable[[], bool] = bool,
+) -> Evaluation | None:
     """Evaluate on all ranks together; the result is the same on each.
+
+    Returns:
+        None if some rank was asked to stop meanwhile: there may be no time for all of it.
 
     Raises:
         ConfigError: more samples than `data.skip_unreadable` could not be read.
@@ -71,6 +76,8 @@ def evaluate(
         before = loading.unreadable
         batches = validation_batches(source, size, share, shares, loading)
         for batch in (batch.to(world.device) for batch in batches):
+            if world.has_any(is_asked_to_stop()):
+                return None
             outputs, targets = strategy.forward(batch), batch.targets
             is_classified = not targets.is_floating_point() and outputs.shape[:-1] == targets.shape
             is_sequence = is_classified and targets.ndim > 1

@@ -15,7 +15,7 @@ import torch
 
 from train import garbage, optim
 from train.checkpoint.saver import Saver
-from train.config import Config
+from train.config import Config, ConfigError
 from train.data import identity
 from train.data.loading import Loading
 from train.data.order import Order, training_batches
@@ -29,7 +29,7 @@ from train.losses import Objective
 from train.metrics import Metrics, StepResult
 from train.outcome import Outcome
 from train.parallel import Strategy
-from train.run import RunDir, State
+from train.run import FencedError, RunDir, State
 from train.stop import Agreement, StopSignals
 from train.update import Update, Updated
 from train.world import World
@@ -61,7 +61,7 @@ class Trainer:
         self.stopwatch = Stopwatch(strategy.model, world.device)
         self.stragglers = Stragglers(world)
         self.faults = Faults(config, world, run_dir, order, strategy, objective, self.update)
-        self.loading = Loading(config.data, config.seed, world.rank, world.device)
+        self.loading = self._make_loading()
         self.stop = stop
         self.deadline = Deadline(run_dir.job)
         self.saver = Saver(config, world, run_dir, self.update.state, self.deadline)
@@ -71,6 +71,9 @@ class Trainer:
         self._pending: tuple[Agreement, Batch] | None = None
         self.result: Evaluation | None = None
         self.identity: dict[str, Any] = {}
+
+    def _make_loading(self) -> Loading:
+        return Loading(self.config.data, self.config.seed, self.world.rank, self.world.device)
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -106,8 +109,8 @@ class Trainer:
         try:
             state = self._all_steps()
             self.saver.finish(self.step, data=self.identity)
-            if state == "done":
-                self._evaluate()
+            if state == "done" and not self._evaluate():
+                state = "stopped" if self.world.has_any(self.stop.by_person) else "requeue"
             self.saver.close()
             if state == "done" and not self.saver.problem:
                 self.saver.remove_local()
@@ -121,11 +124,12 @@ class Trainer:
             try:
                 with garbage.between_steps():
                     return self._steps()
-            except FaultError:
-                if self.config.faults.then == "stop":
+            except FaultError:  # on all ranks; what is being saved is from before
+                self.saver.close()
+                if self.config.faults.then == "stop" or not self.faults.row:
                     raise
-            self.saver.close()
             self._pending = None
+            self.loading = self._make_loading()  # it counts the samples anew that it reads again
             self.faults.leave_out(self._load())
             if self.metrics:
                 self.metrics.forget_after(self.step)
@@ -186,16 +190,20 @@ class Trainer:
         numbers, saving = _split(sums, len(Outcome._fields))
         outcome = Outcome(*numbers)
         self.saver.settle(saving)
-        self.loading.refuse(self.world, outcome.unreadable)
+        try:
+            self.loading.refuse(self.world, outcome.unreadable)
+        except ConfigError:  # on all ranks
+            self.saver.close()
+            raise
         if outcome.exhausted:
             self._do_again(agreement.step, batch)
             return self._settle()
         if outcome.skipped:
             self._repair(agreement.step, batch, outcome)
         else:
-            self.faults.fine()
+            self.faults.fine(agreement.step)
             self.stragglers.step(times)
-            self._log(agreement.step, outcome)
+            self._log(agreement, outcome)
             name, _ = alike.piece(self.strategy.model, agreement.step - 1)
             self.faults.compare(agreement.step, name, prints)
         if outcome.by_person:
@@ -221,12 +229,13 @@ class Trainer:
             self.metrics.say(f"step {step} did not fit into memory: again, {size} samples at once")
         self._pending = self._propose(self.update(batch, step - 1), step), batch
 
-    def _log(self, step: int, outcome: Outcome) -> None:
+    def _log(self, agreement: Agreement, outcome: Outcome) -> None:
         if self.metrics:
+            step = agreement.step
             samples = self.order.count(step - 1)
             unreadable = round(outcome.unreadable)
             self.metrics.step(
-                StepResult(step, outcome.loss / samples, samples, outcome.waited),
+                StepResult(step, outcome.loss / samples, samples, outcome.waited, agreement.begun),
                 epoch=round(step * self.order.global_batch / self.order.size, 3),
                 lr=optim.learning_rate(self.config, step - 1, self.order.steps),
                 grad_norm=outcome.grad_norm,
@@ -249,19 +258,36 @@ class Trainer:
                 self._settle()
                 self._evaluate()
         if self.saver.is_due(self.step):
-            self.run_dir.check_claim()
+            self._leave_if_fenced()
             self._settle()  # only what all ranks know to be good is kept
             if not self.faults.row:
                 self.saver.begin(self.step, data=self.identity)
 
-    def _evaluate(self) -> None:
-        per_sample = self.objective.per_sample
+    def _leave_if_fenced(self) -> None:
+        try:
+            self.run_dir.check_claim()
+        except FencedError:
+            raise
+        except OSError:  # whoever publishes asks again, and a save that fails ends nothing
+            pass
+
+    def _evaluate(self) -> bool:
+        """Whether there was time for it."""
+        what = self.strategy, self.source, self.world, self.config, self.objective.per_sample
         with self.update.evaluated():
-            self.result = evaluate(self.strategy, self.source, self.world, self.config, per_sample)
+            result = evaluate(*what, self._is_asked_to_stop)
+        if result is None:
+            return False
+        self.result = result
         self._record("evaluated", step=self.step, **self.result.figures())
         self.saver.evaluated(self.step, self.result.figures())
         if self.metrics:
             self.metrics.say(f"step {self.step}/{self.order.steps}  validation {self.result}")
+        return True
+
+    def _is_asked_to_stop(self) -> bool:
+        ends = self.world.is_main and self.deadline.is_near(self.saver.seconds)
+        return ends or self.stop.received is not None
 
     def _record(self, event: str, **fields: object) -> None:
         if self.world.is_main:

@@ -28,12 +28,14 @@ class StepResult:
         loss: mean over the samples of the step.
         samples: how many those were.
         waited: seconds for data, as a mean over the ranks.
+        ended: when the update was begun, by time.perf_counter: what was waited was so before.
     """
 
     step: int
     loss: float
     samples: int
-    waited: float = 0.0
+    waited: float
+    ended: float
 
 
 class Metrics:
@@ -88,11 +90,10 @@ class Metrics:
             self._bar.update(self._task, completed=result.step, loss=result.loss, rate=self._rate)
         if result.step % self._every and result.step not in (self._first + 1, self._last):
             return
-        now = time.perf_counter()
-        seconds = now - self._window_start
+        seconds = result.ended - self._window_start
         self._rate = self._window_samples / seconds
         waited = self._window_waited / seconds
-        self._window_start, self._window_samples, self._window_waited = now, 0, 0.0
+        self._window_start, self._window_samples, self._window_waited = result.ended, 0, 0.0
         self._journal.append(
             {
                 "step": result.step,

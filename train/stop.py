@@ -6,6 +6,7 @@ One small collective per step carries the flags of all ranks, and what else they
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -63,6 +64,7 @@ class Agreement:
 
     Attributes:
         step: updates done.
+        begun: when, by time.perf_counter.
     """
 
     def __init__(self, step: int, values: torch.Tensor, more: Sequence[float]) -> None:
@@ -73,7 +75,7 @@ class Agreement:
             values: (n,) fp32, on the device of the rank.
             more: numbers of the host, such as one or zero for what this rank wishes.
         """
-        self.step = step
+        self.step, self.begun = step, time.perf_counter()
         on_gpu = values.is_cuda
         host_values = torch.tensor(more, dtype=values.dtype, pin_memory=on_gpu)
         self._sums = torch.cat([values, host_values.to(values.device, non_blocking=True)])

@@ -174,7 +174,14 @@ class Update:
 
     def state(self) -> dict[str, Any]:
         """Everything that updates change, under global names, to save or to fill in place."""
+        own = local_optimizer(self._optimizer)
+        has_begun = bool(own.state)
         state = self._strategy.state(self._optimizer)
+        if not has_begun:  # torch fills it by a step of its own, which it counts (2.11, 2.15)
+            for values in own.state.values():
+                for value in values.values():
+                    if isinstance(value, torch.Tensor):
+                        value.zero_()
         if self._ema:
             state["ema"] = self._ema.state()
         if self._objective.scaler:

@@ -220,6 +220,12 @@ class World:
             return ""
         return self.broadcast_text(problem, int(first))
 
+    def has_any(self, flag: bool) -> bool:
+        """Whether the flag of any rank is set; every rank must call it."""
+        flags = torch.tensor(float(flag))
+        dist.all_reduce(flags)
+        return bool(flags)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         dist.all_reduce(torch.zeros(1))

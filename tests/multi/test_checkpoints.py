@@ -11,7 +11,7 @@ from typing import Any
 import kills
 import torch
 import torch.distributed as dist
-from disks import mounted, needs_root, run
+from disks import mounted, needs_root, run, until
 from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -150,11 +150,17 @@ def test_the_best_and_the_multiples_stay(tmp_path: Path) -> None:
 
 def test_saved_by_the_clock(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "clock")
-    words = [*WORDS, f"run.root={tmp_path}", "run.name=clock", "train.steps=150"]
-    words += ["checkpoint.every=null", "checkpoint.minutes=0.003", "checkpoint.keep=100"]
-    train(2, words, tmp_path / "logs")
-    saved = [line for line in read_lines(run_dir.events) if line["event"] == "checkpointed"]
-    assert len(saved) > 2
+    words = [*WORDS, f"run.root={tmp_path}", "run.name=clock", "train.steps=1000000"]
+    words += ["checkpoint.every=null", "checkpoint.minutes=0.003", "checkpoint.keep=10000"]
+    ranks = Ranks(2, words, tmp_path / "logs")
+
+    def saves() -> list[dict[str, Any]]:
+        return [line for line in read_lines(run_dir.events) if line["event"] == "checkpointed"]
+
+    until(lambda: len(saves()) > 2)
+    ranks.processes[0].terminate()
+    assert ranks.wait() == [os.EX_TEMPFAIL] * 2
+    saved = saves()
     assert {line["step"] for line in saved} == set(shelf.published(run_dir.checkpoints))
     assert all(0 < line["stall"] <= line["seconds"] for line in saved)
 

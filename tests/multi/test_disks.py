@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -9,12 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from disks import frozen, mounted, needs_root, run, until
 from ranks import Ranks
 
 from train.checkpoint import shelf, verify
-from train.run import RunDir, read_lines
+from train.deadline import MARGIN
+from train.run import RunDir, read_lines, write_atomic
 
 WORDS = ["digits", "model.name=mlp", "log.every=1", "train.evaluate_every=null", "device=cpu"]
 WORDS += ["run.name=run", "train.steps=1000000", "checkpoint.every=5"]
@@ -66,6 +69,38 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
 
 
 @needs_root
+def test_a_full_disk_that_holds_the_logs_too(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "disk", "run")
+    root = run_dir.path.parent
+    with mounted(root, "tmpfs", "8m"):
+        ranks = Ranks(2, [*WORDS, f"run.root={root}"], root / "logs")
+        try:
+            until(lambda: bool(shelf.published(run_dir.checkpoints)))
+            main = psutil.Process(ranks.processes[0].pid)
+            before = main.io_counters().write_count
+            until(lambda: fill(root / "large") and main.io_counters().write_count > before + 300)
+            (root / "large").unlink()
+            last = max(shelf.published(run_dir.checkpoints))
+            until(lambda: max(shelf.published(run_dir.checkpoints)) > last)
+            ranks.processes[0].terminate()
+            assert ranks.wait() == [75, 75]
+        finally:
+            ranks.kill()
+        assert "No space left on device" in events(run_dir, "save_failed")[0]["reason"]
+        steps = [line["step"] for line in read_lines(run_dir.metrics)]
+        assert steps == [*range(1, len(steps) + 1)]
+        assert "saves that failed" in ranks.output()
+
+
+def fill(path: Path) -> bool:
+    """Take what room there is on a disk."""
+    with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return True
+
+
+@needs_root
 @pytest.mark.skipif(
     not shutil.which("mkfs.btrfs"),
     reason="makes a file system with quotas: apt-get install btrfs-progs, then "
@@ -85,6 +120,20 @@ def test_a_quota(tmp_path: Path) -> None:
     assert "Disk quota exceeded" in reason
 
 
+def test_a_claim_that_cannot_be_read(tmp_path: Path) -> None:
+    """As for a moment when a server does not know the file; others are kept off meanwhile."""
+    run_dir = RunDir(tmp_path, "run")
+    claim = run_dir.path / "claim"
+
+    def move(source: Path, target: Path) -> bool:
+        source.rename(target)
+        return True
+
+    away = claim.with_name("elsewhere")
+    reason = goes_on_after(run_dir, lambda: move(claim, away), lambda: move(away, claim))
+    assert f"No such file or directory: '{claim}'" in reason
+
+
 @needs_root
 def test_the_end_of_the_job_is_not_waited_for(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "run")
@@ -94,9 +143,9 @@ def test_the_end_of_the_job_is_not_waited_for(tmp_path: Path) -> None:
         try:
             until(lambda: bool(events(run_dir, "first_step")))
             with frozen(run_dir.checkpoints):
-                end = time.time() + 16
+                end = time.time() + MARGIN + 4  # the save is given up ten seconds before
                 run_dir.job.mkdir()
-                (run_dir.job / "deadline.json").write_text(json.dumps({"end": end}))
+                write_atomic(run_dir.job / "deadline.json", json.dumps({"end": end}))
                 assert ranks.wait() == [75]
                 assert time.time() < end
         finally:

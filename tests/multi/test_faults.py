@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import own
 import pytest
 import torch
+from disks import frozen, mounted, needs_root
 from ranks import Ranks
+from torch import nn
 
 from train.checkpoint import export
+from train.data.order import Order
+from train.data.source import Batch, Rows, Source
+from train.faults import response
 from train.run import RunDir, read_lines
+from train.schema import Data, Model
+from train.world import World
 
 # Six steps are one epoch: every sample once.
 WORDS = [
@@ -24,6 +33,9 @@ WORDS = [
     "optim.schedule=constant",
     "optim.warmup_steps=0",
 ]
+ORDER = Order(own.SIZE, own.SIZE, 16, seed=0)
+TORN = ORDER.samples(2, range(1))[0][0]
+"""The number of a sample that cannot be read, seen before the one that breaks a step."""
 TOLERANCE = 1e-6  # relative, of losses: fp32 sums in another order
 
 
@@ -125,6 +137,85 @@ def test_a_run_goes_back_past_the_bad_batch(tmp_path: Path, poisoned: Result) ->
     assert_same_weights(result, poisoned)
 
 
+def test_a_run_goes_back_twice_to_one_checkpoint_if_that_helped(
+    tmp_path: Path, poisoned: Result
+) -> None:
+    """With a sample that cannot be read: it is left out each time, and counted once an epoch."""
+    bad = poisoned.events("skipped")[0]["step"]
+    words = ["data.name=test_faults:torn", "model.name=own:poisoned", "checkpoint.every=null"]
+    words += ["faults.limit=1", "faults.then=back", "data.skip_unreadable=1"]
+    run(tmp_path, 1, *words, "train.steps=1")
+    left = tmp_path / "faulty" / "faults" / ".saving-00000001-another-host-17-0123abcd"
+    left.mkdir(parents=True)
+    os.utime(left, (0, 0))
+    result = run(tmp_path, 1, *words, "train.steps=12")
+    assert [event["step"] for event in result.events("went_back")] == [1, 1]
+    lines = list(read_lines(result.run_dir.metrics))
+    assert bad not in result.losses and len(result.losses) == 10
+    assert [line["unreadable"] for line in lines if "unreadable" in line][-1] == 1
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "sample", "code"), [("numbered", own.BAD, 1), ("torn", TORN, 2)], ids=["loss", "data"]
+)
+def test_what_is_being_saved_when_a_run_is_stopped_is_not_lost(
+    tmp_path: Path, data: str, sample: int, code: int
+) -> None:
+    """By a fault of its model, or by a sample that cannot be read."""
+    [last] = [step for step in range(6) if sample in ORDER.samples(step, range(16))[0]]
+    words = [f"data.name=test_faults:{data}", f"checkpoint.every={last}", "faults.limit=1"]
+    words += ["model.name=test_faults:large"]
+    result = run(tmp_path, 2, *words, codes=[code, code])
+    assert [line["step"] for line in result.events("checkpointed")] == [last]
+
+
+numbered = own.numbered
+
+
+def large(config: Model, source: Source) -> nn.Module:
+    """The poisoned model, and much to save."""
+    model = own.poisoned(config, source)
+    model.register_buffer("more", torch.zeros(10_000_000))
+    return model
+
+
+@needs_root
+def test_a_fault_does_not_wait_for_ever_for_a_disk(tmp_path: Path, poisoned: Result) -> None:
+    place = tmp_path / "faulty" / "faults"
+    with mounted(place, "ext4", "16M"), frozen(place):
+        result = run(tmp_path, 2, "model.name=test_faults:impatient")
+    [lost] = result.events("evidence_lost")
+    assert lost["step"] == poisoned.events("skipped")[0]["step"] and max(result.losses) == 6
+    assert "could not be kept: it was not on disk after 0 s" in result.output
+
+
+def impatient(config: Model, source: Source) -> nn.Module:
+    """The poisoned model, in a run that waits a short time only."""
+    response.PATIENCE = 0.3
+    return own.poisoned(config, source)
+
+
+def torn(config: Data, world: World) -> Source:
+    """The numbered samples, of which another one cannot be read."""
+    source = own.numbered(config, world)
+    return replace(source, train=Torn(source.train))
+
+
+class Torn(Rows):
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitems__(self, rows: list[int]) -> Batch:
+        if TORN in rows:
+            raise OSError("it is torn")
+        batch: Batch = self._rows.__getitems__(rows)
+        return batch
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -169,8 +260,10 @@ def test_a_replica_that_drifts_is_named(tmp_path: Path) -> None:
     result = run(tmp_path, 3, *words, "parallel.strategy=ddp")
     [event] = result.events("diverged")
     assert event["tensor"] == "4.weight" and event["ranks"] == [0]
-    stopped = run(tmp_path / "stop", 3, *words, "faults.divergence=stop", codes=[1, 1, 1])
+    stop = ("faults.divergence=stop", "faults.then=back")  # back is for steps that were skipped
+    stopped = run(tmp_path / "stop", 3, *words, *stop, codes=[1, 1, 1])
     assert stopped.events("diverged")[0]["ranks"] == [0]
+    assert "error: rank 0 of 3: other weights" in stopped.output
 
 
 def test_compression_forgets_what_a_fault_left(tmp_path: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
+from disks import until
 from ranks import Ranks, train
 
+from train.checkpoint import shelf
 from train.run import RunDir, read_lines
 
 WORDS = [
     "digits",
+    "model.name=own:gated",
     "train.steps=60",
     "train.evaluate_every=null",
     "checkpoint.every=7",
@@ -32,11 +34,14 @@ def words(root: Path, name: str) -> list[str]:
     return [*WORDS, f"run.root={root}", f"run.name={name}"]
 
 
-def wait_for_step(run_dir: RunDir, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while max(losses(run_dir), default=0) < step or not any(run_dir.checkpoints.glob("step-*")):
-        assert time.monotonic() < deadline, f"step {step} was not reached, or nothing was saved"
-        time.sleep(0.01)
+def start(root: Path, name: str, first: int) -> Ranks:
+    """Start a run again after `first` steps, and let it do ten more and save."""
+    # A step has two forward passes on each rank: 20 steps later they wait for the file `gate`.
+    ranks = Ranks(4, words(root, name), root / "logs", {"GATE": f"40:300:{root / 'gate'}"})
+    run_dir = RunDir(root, name)
+    until(lambda: max(losses(run_dir), default=0) >= first + 10)
+    until(lambda: max(shelf.published(run_dir.checkpoints), default=0) > first)
+    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +57,8 @@ def test_killed_run_resumes_to_identical_losses(
     tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
     run_dir = RunDir(tmp_path, "killed")
-    for step in (10, 30):
-        ranks = Ranks(4, words(tmp_path, "killed"), tmp_path / "logs")
-        wait_for_step(run_dir, step)
-        ranks.kill()
+    for _ in range(2):
+        start(tmp_path, "killed", max(shelf.published(run_dir.checkpoints), default=0)).kill()
         assert run_dir.read_verdict() is None
     train(4, words(tmp_path, "killed"), tmp_path / "logs")
     resumed = [line["step"] for line in read_lines(run_dir.events) if line["event"] == "resumed"]
@@ -67,11 +70,11 @@ def test_signal_to_one_rank_stops_all_and_loses_no_step(
     tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
     run_dir = RunDir(tmp_path, "stopped")
-    ranks = Ranks(4, words(tmp_path, "stopped"), tmp_path / "logs")
-    wait_for_step(run_dir, 10)
+    ranks = start(tmp_path, "stopped", 0)
     pid = ranks.processes[2].pid
     assert pid is not None
     os.kill(pid, signal.SIGTERM)
+    (tmp_path / "gate").touch()
     assert ranks.wait() == [os.EX_TEMPFAIL] * 4
     verdict = run_dir.read_verdict()
     assert verdict is not None and verdict.state == "requeue"

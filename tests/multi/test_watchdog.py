@@ -77,6 +77,17 @@ def test_the_rank_that_did_not_reach_the_collective_is_named(
     assert "never_returns" not in (reports / "rank-0.txt").read_text()
 
 
+def test_a_hang_ends_where_no_report_can_be_written(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "hung")
+    run_dir.create()
+    (run_dir.path / "hang").touch()  # in the place of the directory
+    words = [*WORDS, "model.name=test_watchdog:Stuck", f"run.root={tmp_path}", "run.name=hung"]
+    ranks = Ranks(2, words, tmp_path / "logs", ENV)
+    assert ranks.wait() == [1, 1], ranks.output()
+    verdict = run_dir.read_verdict()
+    assert verdict is not None and "no rank could write where it is" in verdict.reason
+
+
 def test_a_frozen_rank_is_named(tmp_path: Path) -> None:
     def freeze(ranks: Ranks, run_dir: RunDir) -> None:
         deadline = time.monotonic() + 60

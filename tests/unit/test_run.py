@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from train import run
+from train.deadline import FILE, Deadline
 from train.run import RunDir, Verdict, read_lines, write_atomic
 
 
@@ -62,3 +65,10 @@ def test_lines_wait_for_a_disk_that_takes_none(tmp_path: Path) -> None:
         "resumed",
         "finished",
     ]
+
+
+def test_the_end_of_an_earlier_job_is_not_ours(tmp_path: Path) -> None:
+    """As of a run that a person continues outside of Slurm after a time limit."""
+    for end, is_near in ((time.time() - 3600, False), (time.time() + 5, True)):
+        (tmp_path / FILE).write_text(json.dumps({"end": end}))
+        assert Deadline(tmp_path).is_near(0) == is_near

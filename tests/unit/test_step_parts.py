@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from pathlib import Path
 
 import own
 import pytest
@@ -10,13 +12,18 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from train import activations, fp8, models, optim, speed
+from train import activations, fp8, models, optim, parallel, speed
 from train.config import ConfigError, parse
+from train.data.order import Order
 from train.data.source import Batch, Source
 from train.losses import Objective, per_sample_loss
 from train.models import batchnorm
+from train.parallel.shard import local_optimizer
 from train.precision import Scaler, prepare
-from train.schema import Model
+from train.run import RunDir
+from train.schema import Data, Model
+from train.update import Update
+from train.world import World
 
 
 def source(*shape: int) -> Source:
@@ -222,3 +229,35 @@ def test_operations_of_a_transformer_are_counted() -> None:
     attention = 2 * 2 * length * width  # of the scores and of the values, in both blocks
     expected = 6 * rows * length * (per_token + attention)
     assert speed.operations_of(model, batch) == expected
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_to_look_at_the_state_before_the_first_update_changes_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    """As for a save after first steps that were all skipped; momentum and decay are on."""
+    _, config = parse([f"optim.name={name}", "optim.weight_decay=0.1", "data.global_batch=8"])
+    world = World.join("cpu")
+    weights = []
+    try:
+        for looks in (False, True):
+            objective = Objective(per_sample_loss)
+            strategy = parallel.build(config, world, objective)
+            data = own.numbered(Data(), world)
+            torch.manual_seed(0)
+            batch = data.train.__getitems__([*range(8)])  # type: ignore[attr-defined]
+            strategy.place(own.healthy(Model(), data), batch)
+            optimizer = strategy.optimizer(partial(optim.build, config.optim))
+            order = Order.of_run(config, data.train_size)
+            rest = RunDir(tmp_path, "run"), order, strategy, optimizer, objective
+            update = Update(config, world, *rest)
+            if looks:
+                counts = [value for key, value in update.state()["optim"].items() if "step" in key]
+                assert not any(counts) and bool(counts) == (name != "sgd")
+            for step in range(3):
+                update(batch, step)
+            assert local_optimizer(optimizer).state
+            weights.append(list(strategy.model.parameters()))
+    finally:
+        world.leave()
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))

@@ -87,7 +87,9 @@ class Forked:
             self._problem = "abandoned"
 
     def _death(self) -> str:
-        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+        ended = None
+        with contextlib.suppress(ChildProcessError):  # as in _has_ended
+            ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
         return f"the writing process ended with {ended.si_status if ended else 'nothing'}"
 
 
@@ -140,7 +142,8 @@ def in_place(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     Memory that is shared between processes is copied: a fork would see it change.
     """
     views = []
-    for tensor in tensors:
+    for lazy in tensors:
+        tensor = lazy.resolve_conj().resolve_neg()
         is_shared = tensor.is_shared()  # type: ignore[no-untyped-call]
         views.append(view(tensor.clone() if is_shared else tensor.contiguous()))
     return views

@@ -66,7 +66,7 @@ class Checkpointer:
         self._flight: Flight | None = None
         self._owner = self._nonce = ""
         self._count = 0
-        self._refused: set[int] = set()
+        self._refused: set[int] = set()  # those that lie where they were
 
     @property
     def busy(self) -> bool:
@@ -202,7 +202,8 @@ class Checkpointer:
         """Remove what need not stay, as every save does; after a load has shown what is whole."""
         if self._publishes:
             found = shelf.published(self.directory)
-            for step in self._stale(list(found)):
+            # Not the refused ones that could not be set aside: they keep no whole one from staying.
+            for step in self._stale([step for step in found if step not in self._refused]):
                 shelf.retire(found[step])
 
     def _stale(self, steps: Sequence[int]) -> list[int]:
@@ -236,12 +237,15 @@ class Checkpointer:
     def _writer(self) -> str:
         return self._owner.rpartition("-")[0]
 
-    def _load(self, step: int, state: dict[str, Any]) -> str:
+    def _load(self, step: int, state: dict[str, Any], fill: bool = True) -> str:
         path = shelf.place(self.directory, step)
         unfit, damage = "", ""
         with shelf.reading(path):
             try:
-                read.load(path, manifest.read(path, self._whole), state, self._whole)
+                stored = manifest.read(path, self._whole)
+                if stored.step != step:
+                    raise Damaged(f"{manifest.NAME} is that of step {stored.step}")
+                read.load(path, stored, state, self._whole, fill)
             except ConfigError as error:
                 unfit = str(error)
             except Damaged as error:
@@ -250,11 +254,11 @@ class Checkpointer:
             return self._world.first_problem(damage)
 
     def _refuse(self, step: int, problem: str) -> None:
-        self._refused.add(step)
         if self._world.is_main:
             try:
                 shelf.set_aside(shelf.place(self.directory, step))
             except OSError as error:
+                self._refused.add(step)
                 problem += f" (it could not be set aside: {error.strerror})"
         self.on_refusal(step, problem)
 
@@ -272,6 +276,7 @@ class Checkpointer:
     def _publish(self, written: Path, step: int, facts: dict[str, Any]) -> None:
         final = shelf.place(self.directory, step)
         write.publish(written, final, self._ranks, facts, self.before_publishing, self._whole)
+        self._refused.discard(step)
         self.retire()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -32,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     try:
         code: int = arguments.command(arguments)
     except (ConfigError, Damaged, OSError) as error:
-        print(f"checkpoint: error: {error}", file=sys.stderr)
+        print(f"checkpoint: error: {_plain(str(error))}", file=sys.stderr)
         return 2
     return code
 
@@ -49,7 +50,7 @@ def _list(arguments: argparse.Namespace) -> int:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-            print(f"  {line}".rstrip())
+            print(f"  {_plain(line)}".rstrip())
     return 0
 
 
@@ -59,7 +60,10 @@ def _row(path: Path) -> tuple[str, ...]:
     except (Damaged, ConfigError) as error:
         return (path.name, "", "", "", "", f"damaged: {error}")
     facts = stored.facts
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
+    try:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
+    except (OverflowError, ValueError, OSError):
+        saved = "?"
     worth = ", ".join(f"{name} {_number(value):.4g}" for name, value in _metrics(facts).items())
     ranks = str(facts.get("world_size"))
     return (str(stored.step), saved, _size(stored.nbytes), ranks, str(facts.get("torch")), worth)
@@ -67,7 +71,8 @@ def _row(path: Path) -> tuple[str, ...]:
 
 def _show(arguments: argparse.Namespace) -> int:
     path = _checkpoint(arguments.path)
-    stored = manifest.read(path)
+    with manifest.naming(path):
+        stored = manifest.read(path)
     print(f"{path}: {len(stored.tensors)} tensors, {_size(stored.nbytes)}")
     for name, fact in stored.facts.items():
         print(f"  {_plain(name)}: {_plain(json.dumps(fact))}")
@@ -87,6 +92,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         places = [path] if _is_checkpoint(path) else sorted(shelf.published(_shelf(path)).values())
         for place in places:
             found = verify.problems(place)
+            if place != path and not place.exists():  # a training has removed it meanwhile
+                continue
             print(f"{place}: {'damaged' if found else 'whole'}")
             for problem in found:
                 print(f"  {_plain(problem)}")
@@ -115,14 +122,16 @@ def _export(arguments: argparse.Namespace) -> int:
     write = {".safetensors": export.to_safetensors, ".pt": export.to_torch}.get(target.suffix)
     if write is None:
         raise ConfigError(f"{target}: expected a name that ends in .safetensors or .pt")
-    count = write(path, target, None if arguments.all else "model")
+    with manifest.naming(path):
+        count = write(path, target, None if arguments.all else "model")
     print(f"{target}: {count} tensors of {path}")
     return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     path = _checkpoint(arguments.path)
-    stored = manifest.read(path)
+    with manifest.naming(path):
+        stored = manifest.read(path)
     facts = stored.facts
     mesh = f"{facts.get('world_size')} ranks, mesh {facts.get('mesh') or 'none'}"
     print(f"{path} was written by {_plain(mesh)}.\n{ANYWHERE}")
@@ -208,7 +217,10 @@ def _metrics(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    try:
+        return float(value) if isinstance(value, int | float) else 0.0
+    except OverflowError:
+        return math.inf
 
 
 def _size(count: int) -> str:

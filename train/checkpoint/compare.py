@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ def differences(first: Path, second: Path) -> list[str]:
         ConfigError: another version of rollcall wrote one.
     """
     with shelf.reading(first), shelf.reading(second):
-        one, other = manifest.read(first), manifest.read(second)
+        one, other = _read(first), _read(second)
         lines = []
         same = []
         for name, tensor in one.tensors.items():
@@ -31,23 +32,36 @@ def differences(first: Path, second: Path) -> list[str]:
                 same.append(name)
         lines += [f"{name}: only in {second}" for name in other.tensors if name not in one.tensors]
         pairs = zip(
-            whole(first, (one.tensors[name] for name in same)),
-            whole(second, (other.tensors[name] for name in same)),
+            _whole(first, (one.tensors[name] for name in same)),
+            _whole(second, (other.tensors[name] for name in same)),
             strict=True,
         )
         for (tensor, left), (_, right) in pairs:
             unequal = _unequal(left, right)
             if unequal:
-                apart = (left.double() - right.double()).abs().max().item()
+                wide = torch.complex128 if left.is_complex() else torch.float64
+                apart = (left.to(wide) - right.to(wide)).abs().max().item()
                 lines.append(
                     f"{tensor.name}: {unequal} of {left.numel()} numbers differ, by {apart:.3g} "
                     "at most"
                 )
     for name in {**one.values, **other.values}:
         values = [side.values.get(name, ("", "nothing"))[1] for side in (one, other)]
-        if values[0] != values[1]:
+        if repr(values[0]) != repr(values[1]):
             lines.append(f"{name}: {values[0]} and {values[1]}")
     return lines
+
+
+def _read(path: Path) -> manifest.Manifest:
+    with manifest.naming(path):
+        return manifest.read(path)
+
+
+def _whole(
+    path: Path, tensors: Iterable[manifest.Stored]
+) -> Iterator[tuple[manifest.Stored, torch.Tensor]]:
+    with manifest.naming(path):
+        yield from whole(path, tensors)
 
 
 def _unequal(left: torch.Tensor, right: torch.Tensor) -> int:

@@ -62,11 +62,11 @@ def to_safetensors(path: Path, target: Path, part: str | None) -> int:
 
     Raises:
         Damaged: the checkpoint is not what was written.
-        ConfigError: a type that the format does not know.
+        ConfigError: a type that the format does not know, or nothing under this key.
     """
     with shelf.reading(path), _beside(target) as file:
         stored = manifest.read(path)
-        chosen = _chosen(stored, part)
+        chosen = _chosen(path, stored, part)
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(stored.step)}}
         end = 0
         for name, tensor in chosen.items():
@@ -98,19 +98,24 @@ def to_torch(path: Path, target: Path, part: str | None) -> int:
 
     Raises:
         Damaged: the checkpoint is not what was written.
+        ConfigError: it has nothing under this key.
     """
     with shelf.reading(path), _beside(target) as file:
+        chosen = _chosen(path, manifest.read(path), part)
         state = read(path)
         torch.save(state if part is None else state[part], file)
-        return len(_chosen(manifest.read(path), part))
+        return len(chosen)
 
 
-def _chosen(stored: manifest.Manifest, part: str | None) -> dict[str, manifest.Stored]:
-    return {
+def _chosen(path: Path, stored: manifest.Manifest, part: str | None) -> dict[str, manifest.Stored]:
+    chosen = {
         manifest.dotted(tensor.key[part is not None :]): tensor
         for tensor in stored.tensors.values()
         if part in (None, tensor.key[0])
     }
+    if part and not chosen:
+        raise ConfigError(f"{path} holds no tensor under {part}: --all exports what it holds")
+    return chosen
 
 
 @contextlib.contextmanager

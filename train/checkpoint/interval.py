@@ -39,12 +39,12 @@ def between_failures(events: Iterable[dict[str, Any]], assumed: float) -> float:
     for line in events:
         if line["event"] == "started":
             if started is not None:
-                seconds += last - started
+                seconds += max(0.0, last - started)  # the clock may have been set back
                 failures += not ended
             started, ended = line["time"], False
         ended = ended or line["event"] == "finished"
         last = line["time"]
     if started is not None:
-        seconds += last - started
+        seconds += max(0.0, last - started)
         failures += not ended
     return (assumed + seconds) / (1 + failures)

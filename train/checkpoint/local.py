@@ -146,7 +146,7 @@ class Local(Checkpointer):
         needed = {saved.step for saved in (*self._waiting, *self._copying)}
         return [step for step in super()._stale(steps) if step not in needed]
 
-    def _load(self, step: int, state: dict[str, Any]) -> str:
+    def _load(self, step: int, state: dict[str, Any], fill: bool = True) -> str:
         save, problem = "", ""
         try:
             save = str(_load(shelf.place(self.directory, step)).facts.get("save"))
@@ -155,7 +155,11 @@ class Local(Checkpointer):
         # An attempt that was fenced off may have saved the same step a little differently.
         if save != self._world.broadcast_text(save) and not problem:
             problem = f"{self._where}it is of another save than that of rank 0"
-        return self._world.first_problem(problem) or super()._load(step, state)
+        problem = self._world.first_problem(problem)
+        if not problem and self._shared.newest() is None:
+            # If it is damaged the run begins afresh: nothing of it may get into any rank's state.
+            problem = super()._load(step, state, fill=False)
+        return problem or super()._load(step, state, fill)
 
     def _refuse(self, step: int, problem: str) -> None:
         self._refused.add(step)
@@ -192,11 +196,12 @@ def open_local(text: str, run_dir: RunDir, world: World, shared: Checkpointer) -
         OSError: a disk takes no files.
     """
     unfit = trouble = run = ""
+    word = world.broadcast_text(os.urandom(4).hex())  # an attempt that was killed has left others
     with contextlib.ExitStack() as stack:
         try:
             directory = place(text, run_dir)
             _make(directory)
-            stack.enter_context(_probe(directory, world.rank))
+            stack.enter_context(_probe(directory, f"{word}-{world.rank}"))
             run = _word(run_dir) if world.is_main else ""
         except ConfigError as error:
             unfit = f"{error} (rank {world.rank} on {world.host})"
@@ -207,7 +212,7 @@ def open_local(text: str, run_dir: RunDir, world: World, shared: Checkpointer) -
         if trouble:
             raise OSError(trouble)
         nodes, pids = _gather(_identity(directory, world), os.getpid())
-        elsewhere = nodes[world.rank] != nodes[0] and _probe_of(directory, 0).exists()
+        elsewhere = nodes[world.rank] != nodes[0] and _probe_of(directory, f"{word}-0").exists()
         world.raise_together(
             f"checkpoint.local={text} is one directory for several hosts: expected one on each "
             "node's own disk"
@@ -219,6 +224,8 @@ def open_local(text: str, run_dir: RunDir, world: World, shared: Checkpointer) -
     opened = Local(directory, world, shared, run, nodes, writer)
     if opened._publishes:
         _forget_others(directory, run)
+        for probe in directory.glob(_probe_of(directory, "*").name):
+            probe.unlink(missing_ok=True)
     return opened
 
 
@@ -267,14 +274,14 @@ def _make(directory: Path) -> None:
         )
 
 
-def _probe_of(directory: Path, rank: int) -> Path:
-    return directory / f".probe-{rank}"
+def _probe_of(directory: Path, name: str) -> Path:
+    return directory / f".probe-{name}"
 
 
 @contextlib.contextmanager
-def _probe(directory: Path, rank: int) -> Iterator[None]:
+def _probe(directory: Path, name: str) -> Iterator[None]:
     """A file of this rank, for a while: the disk takes files, and others may look for it."""
-    path = _probe_of(directory, rank)
+    path = _probe_of(directory, name)
     path.touch()
     try:
         yield

@@ -8,9 +8,11 @@ beside the writing; it is no defence against somebody who can write to the direc
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,15 @@ def load(directory: Path, whole: bool = True) -> Manifest:
     except OSError as error:
         raise Damaged(f"{NAME} cannot be read: {error.strerror}") from None
     return parse(data, directory, whole)
+
+
+@contextlib.contextmanager
+def naming(directory: Path) -> Iterator[None]:
+    """Let the message about damage name the checkpoint, too."""
+    try:
+        yield
+    except Damaged as error:
+        raise Damaged(f"{directory} is damaged: {error}") from None
 
 
 def size_problem(directory: Path, manifest: Manifest, file: str) -> str:

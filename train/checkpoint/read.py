@@ -78,11 +78,18 @@ def view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def load(directory: Path, stored: Manifest, state: dict[str, Any], whole: bool = True) -> None:
+def load(
+    directory: Path,
+    stored: Manifest,
+    state: dict[str, Any],
+    whole: bool = True,
+    fill: bool = True,
+) -> None:
     """Fill the tensors of `state` in place, and put the values into it.
 
     Args:
         whole: the checkpoint holds the whole state; otherwise it is seen whether it has enough.
+        fill: if not, everything is read and checked, and the state stays as it is.
 
     Raises:
         Damaged: what was read is not what was written, or not all that this rank needs.
@@ -107,7 +114,8 @@ def load(directory: Path, stored: Manifest, state: dict[str, Any], whole: bool =
         for item in sorted(plan.items, key=place):
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                _put(state, *stored.values[name])
+                if fill:
+                    _put(state, *stored.values[name])
                 continue
             tensor = stored.tensors[name]
             number = item.storage_index.index
@@ -115,7 +123,8 @@ def load(directory: Path, stored: Manifest, state: dict[str, Any], whole: bool =
             numbers = files.piece(tensor, tensor.pieces[number])
             spans = zip(item.storage_offsets, item.lengths, strict=True)
             part = numbers[tuple(slice(first, first + length) for first, length in spans)]
-            planner.resolve_tensor(item).detach().copy_(part)
+            if fill:
+                planner.resolve_tensor(item).detach().copy_(part)
 
 
 def whole(directory: Path, tensors: Iterable[Stored]) -> Iterator[tuple[Stored, torch.Tensor]]:
@@ -162,7 +171,7 @@ def _compare(directory: Path, stored: Manifest, flat: dict[str, Any], whole: boo
     for name, value in flat.items():
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         problem = ""
-        if not whole and name not in {**stored.values, **stored.tensors}:
+        if not whole and name not in stored.values and name not in stored.tensors:
             raise Damaged(f"it holds nothing of {name}")
         if shape is None:
             if name not in stored.values:

@@ -13,7 +13,7 @@ from train.checkpoint import interval, manifest, shelf
 from train.checkpoint.checkpointer import Checkpointer, restore
 from train.checkpoint.flight import Outcome
 from train.checkpoint.local import Local, open_local
-from train.config import Config
+from train.config import Config, ConfigError
 from train.deadline import Deadline
 from train.run import RunDir, read_lines
 from train.world import World
@@ -318,7 +318,7 @@ class Saver:
         worth: list[tuple[int, float | None]] = []
         if self._world.is_main:
             for step, path in shelf.published(self._run_dir.checkpoints).items():
-                with contextlib.suppress(manifest.Damaged):
+                with contextlib.suppress(manifest.Damaged, ConfigError):
                     metrics = manifest.read(path).facts.get("metrics")
                     worth.append((step, self._worth_of(metrics) if metrics else None))
         known = json.loads(self._world.broadcast_text(json.dumps(worth)))

@@ -95,6 +95,10 @@ def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
         tensors = (_tensor(entry, manifest.files, whole) for entry in fields["tensors"])
         manifest.tensors.update((tensor.name, tensor) for tensor in tensors)
         _count(manifest.facts["step"])
+        keys = {key for key, _ in manifest.values.values()}
+        keys |= {tensor.key for tensor in manifest.tensors.values()}
+        if any(key[:length] in keys for key in keys for length in range(1, len(key))):
+            raise ValueError("a key leads through a tensor or a value")
         if sum(tensor.held for tensor in manifest.tensors.values()) != manifest.nbytes:
             raise ValueError("the tensors do not fill the files")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

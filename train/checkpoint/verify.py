@@ -6,7 +6,7 @@ import os
 import zlib
 from pathlib import Path
 
-from train.checkpoint import manifest
+from train.checkpoint import manifest, shelf
 from train.checkpoint.manifest import Damaged, Manifest, open_regular
 
 BLOCK = 2**20
@@ -18,6 +18,11 @@ def problems(directory: Path) -> list[str]:
     Raises:
         ConfigError: another version of rollcall wrote it.
     """
+    with shelf.reading(directory):
+        return _problems(directory)
+
+
+def _problems(directory: Path) -> list[str]:
     try:
         stored = manifest.load(directory)
     except Damaged as error:

@@ -85,7 +85,7 @@ class Loading:
         Raises:
             ConfigError: names the rank, the file and the sample, on every rank.
         """
-        if unreadable > self._config.skip_unreadable:
+        if unreadable > self._config.skip_unreadable + 0.5:  # shares of ranks do not add up exactly
             world.raise_together(self._problem)
 
     def _checked(self, read: Iterator[Fetched], count: int) -> Iterator[Batch]:

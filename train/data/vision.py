@@ -95,6 +95,10 @@ def _place(kind: Any, root: Path) -> _Place:
     return _Place(root / kind.__name__ / "raw", archives, [Path(name).stem for name in archives])
 
 
+def _is_there(place: _Place) -> bool:
+    return all((place.directory / name).exists() for name in place.unpacked)
+
+
 def _is_first_on_file_system(root: Path, world: World) -> bool:
     """Rank 0 leaves a mark; a node that sees it shares rank 0's disk and leaves the work to it."""
     mark = root / world.broadcast_text(f".mark-{os.getpid()}-{os.urandom(4).hex()}")
@@ -116,7 +120,7 @@ def _is_first_on_file_system(root: Path, world: World) -> bool:
 def _download(kind: Any, config: Data, root: Path) -> str:
     """Fetch a data set into `root` unless it is there; return what went wrong, or nothing."""
     place = _place(kind, root)
-    if all((place.directory / name).exists() for name in place.unpacked):
+    if _is_there(place):
         return ""
     try:
         place.directory.mkdir(parents=True, exist_ok=True)
@@ -131,6 +135,8 @@ def _download(kind: Any, config: Data, root: Path) -> str:
             for name in place.unpacked:
                 (fresh / name).replace(place.directory / name)
     except (OSError, RuntimeError) as error:
+        if _is_there(place):  # another run was faster
+            return ""
         return (
             f"data.name={config.name}: cannot be downloaded to {root}: "
             f"{' '.join(str(error).split())}. Put {', '.join(place.archives)} into "

@@ -100,7 +100,7 @@ class _Worker:
             try:
                 reply = pickle.loads(self._pipe.recv_bytes())
                 break
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # the latter in the middle of an answer
                 self._start_again(number)
         self._asked.popleft()
         self._deaths = 0

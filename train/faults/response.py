@@ -25,6 +25,8 @@ from train.world import World
 
 SHOWN = 8
 """Samples that a message names."""
+PATIENCE = 60.0
+"""Seconds for which the training waits until the weights of a fault are on disk."""
 LEFT_OUT = "left-out.json"
 
 
@@ -95,7 +97,9 @@ class Faults:
         self._evidence = Checkpointer(faults_of(run_dir), world, keep) if keep else None
 
     def resume(self) -> None:
-        """Learn which steps an earlier attempt has left out."""
+        """Learn which steps an earlier attempt has left out; remove what it has half written."""
+        if self._evidence:
+            self._evidence.clean()
         path = faults_of(self._run_dir) / LEFT_OUT
         text = path.read_text() if self._world.is_main and path.exists() else "[]"
         self.left_out = {int(step) for step in json.loads(self._world.broadcast_text(text))}
@@ -138,9 +142,11 @@ class Faults:
             return {}
         return {"steps that changed nothing": f"{len(self._skipped)}, last {self._skipped[-1]}"}
 
-    def fine(self) -> None:
-        """A step changed the weights."""
+    def fine(self, step: int) -> None:
+        """The update that made it `step` of them changed the weights."""
         self.row.clear()
+        if step > max(self.left_out, default=step):  # so to go back has helped
+            self._returned_to = None
 
     def leave_out(self, saved_at: int | None) -> None:
         """Decide to go on from a checkpoint without the batches of the last faults.
@@ -251,14 +257,11 @@ class Faults:
         if self._evidence is None:
             return
         state = {"model": self._update.state()["model"]}
-        try:
-            self._evidence.save(fault.step, state, fault=asdict(fault))
-        except OSError as error:
-            self._tell(
-                "evidence_lost",
-                f"the weights of step {fault.step} could not be kept: {error}",
-                step=fault.step,
-            )
+        self._evidence.begin(fault.step, state, fault=asdict(fault))
+        outcome = self._evidence.drain(PATIENCE)
+        if outcome and outcome.problem:
+            text = f"the weights of step {fault.step} could not be kept: {outcome.problem}"
+            self._tell("evidence_lost", text, step=fault.step)
 
     def _tell(self, event: str, text: str, **fields: Any) -> None:
         if self._world.is_main:

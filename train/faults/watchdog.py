@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -145,9 +145,9 @@ class Watchdog:
                 in_step, place = self._place()
                 in_step = in_step and seen[0] > began[0]
                 if in_step or now - since > OUTSIDE * self._limit:
-                    self._report(now - since, place)
+                    report = self._report(now - since, place)
                     if self._are_all_stuck(now - since, seen):
-                        self._end()
+                        self._end(report)
 
     def _place(self) -> tuple[bool, str]:
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
@@ -162,14 +162,16 @@ class Watchdog:
                         return in_step, place
         return True, "between steps"
 
-    def _report(self, seconds: float, place: str) -> None:
-        self._reports.mkdir(parents=True, exist_ok=True)
+    def _report(self, seconds: float, place: str) -> Report:
         rank, step = self._world.rank, self._trainer.step
-        with (self._reports / f"rank-{rank}.txt").open("w") as stacks:
-            faulthandler.dump_traceback(stacks)
         begun = {**_begun(), "forward passes": self._forwards}
         report = Report(rank, self._world.host, os.getpid(), step, place, begun, round(seconds, 1))
-        write_atomic(self._file, json.dumps(asdict(report)) + "\n")
+        with suppress(OSError):  # where no file can be written, the hang has to end all the same
+            self._reports.mkdir(parents=True, exist_ok=True)
+            with (self._reports / f"rank-{rank}.txt").open("w") as stacks:
+                faulthandler.dump_traceback(stacks)
+            write_atomic(self._file, json.dumps(asdict(report)) + "\n")
+        return report
 
     def _are_all_stuck(self, seconds: float, seen: tuple[int, int]) -> bool:
         """Give the other ranks time to report, and this one a last chance to go on."""
@@ -177,7 +179,8 @@ class Watchdog:
         while time.monotonic() < deadline and len(self._read()) < self._world.world_size:
             time.sleep(0.1)
         if self._progress != seen:
-            self._file.unlink()
+            with suppress(OSError):
+                self._file.unlink()
             return False
         return not self._ended.is_set()
 
@@ -185,21 +188,28 @@ class Watchdog:
     def _file(self) -> Path:
         return self._reports / f"rank-{self._world.rank}.json"
 
-    def _end(self) -> None:
+    def _end(self, mine: Report) -> None:
         reports = self._read()
-        if self._world.rank == min(reports):
-            self._conclude(reports)
-        else:
-            time.sleep(2)  # our end breaks connections, and the verdict shall come first
-        os._exit(EXIT_CODE)
+        try:
+            if mine.rank == min(reports, default=0):
+                self._conclude(mine, reports)
+            else:
+                time.sleep(2)  # our end breaks connections, and the verdict shall come first
+        finally:
+            os._exit(EXIT_CODE)
 
     def _read(self) -> dict[int, Report]:
-        found = [line for path in self._reports.glob("rank-*.json") for line in read_lines(path)]
+        found: list[dict[str, Any]] = []
+        for path in self._reports.glob("rank-*.json"):
+            with suppress(OSError):  # its rank has just taken it back
+                found += read_lines(path)
         return {line["rank"]: Report(**line) for line in found}
 
-    def _conclude(self, reports: dict[int, Report]) -> None:
-        mine = reports[self._world.rank]
-        text = f"no progress for {mine.seconds:.0f} s: {diagnose(reports, self._world.world_size)}"
+    def _conclude(self, mine: Report, reports: dict[int, Report]) -> None:
+        told = f"{mine}; no rank could write where it is"
+        if reports:
+            told = diagnose(reports, self._world.world_size)
+        text = f"no progress for {mine.seconds:.0f} s: {told}"
         reason = f"hang after {mine.step} steps, {text}; stacks of all ranks: {self._reports}"
         print(f"rollcall: {reason}", file=sys.stderr, flush=True)
         self._trainer.run_dir.record("failed", step=mine.step, reason=reason)

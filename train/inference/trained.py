@@ -125,8 +125,7 @@ def load(
     from train.parallel.strategy import OPTIONS
 
     checkpoints = Checkpointer(run_dir.checkpoints, world)
-    step = checkpoints.newest()
-    if step is None:
+    if checkpoints.newest() is None:
         raise ConfigError(f"{run_dir.path} has no checkpoint yet: train it first")
     precision.prepare(config.precision, world.device)
     strategy = parallel.build(config, world, losses.Objective(losses.build(config.train.loss)))
@@ -142,6 +141,8 @@ def load(
     if config.optim.ema and config.optim.evaluate_ema:
         averages = Ema(strategy.model, config.optim.ema)
         state["ema"] = averages.state()
+    step = checkpoints.newest()  # only now: a training removes old ones meanwhile
+    assert step is not None, "the newest one is never removed"
     checkpoints.load(step, state)
     state_dict.set_model_state_dict(strategy.model, state["model"], options=OPTIONS)
     with averages.in_place() if averages else nullcontext():
