@@ -43,16 +43,18 @@ def campaign(kills: int, root: Path, seed: int) -> str:
         AssertionError: something was lost.
     """
     chance = random.Random(seed)
+    longest = float(TIMEOUT)
     for number in range(2):  # the first one waits for torch to be imported
         began = time.monotonic()
         assert _end(_start(root / f"undisturbed-{number}"), TIMEOUT) == [0] * RANKS
-        longest = time.monotonic() - began
+        longest = min(longest, time.monotonic() - began)
     counts: Counter[str] = Counter()
     while counts["killed"] < kills:
         counts["runs"] += 1
         place = root / f"run-{counts['runs']}"
-        while not _attempt(place, chance, counts, longest):
-            pass
+        within = longest
+        while not _attempt(place, chance, counts, within):
+            within *= 1.1  # a machine that has become slower must come to the end, too
         names = {path.name for path in place.iterdir()}
         expected = shelf.place(place, STEPS).name
         assert expected in names and len(names) <= KEEP, names

@@ -29,7 +29,7 @@ class Lab:
         self,
         host: str,
         *command: str,
-        timeout: float = 60,
+        timeout: float = 120,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ class Lab:
             check=False,
         )
 
-    def output(self, host: str, *command: str, timeout: float = 60) -> str:
+    def output(self, host: str, *command: str, timeout: float = 120) -> str:
         """What `command` prints in `host`. Fails the test unless it exits with 0."""
         result = self.exec(host, *command, timeout=timeout)
         assert result.returncode == 0, f"{host}: {command} -> {result.returncode}: {result.stderr}"
@@ -58,7 +58,7 @@ class Lab:
         fields = self.output("login", "scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(item.split("=", 1) for item in fields if "=" in item)[field]
 
-    def wait_job(self, job_id: str, timeout: float = 60) -> str:
+    def wait_job(self, job_id: str, timeout: float = 120) -> str:
         """Wait until the job has ended, requeues included, and return its state."""
 
         def state() -> str:

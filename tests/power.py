@@ -45,7 +45,7 @@ def is_on(lab: Lab, host: str) -> bool:
 def on(lab: Lab, host: str) -> None:
     """Start the host's Slurm daemon again, and wait until Slurm counts on it."""
     path = f"PATH={os.environ['PATH']}:/usr/sbin:/sbin"
-    conf = f"SLURM_CONF={_place(lab) / 'slurm.conf'}"
+    conf = f"SLURM_CONF={place(lab) / 'slurm.conf'}"
     daemon = ["env", "-i", path, "LANG=C.UTF-8", conf, "setsid", "slurmd", "-D"]
     null = subprocess.DEVNULL
     subprocess.Popen(lab.argv(host, *daemon), stdin=null, stdout=null, stderr=null, cwd="/")
@@ -54,12 +54,12 @@ def on(lab: Lab, host: str) -> None:
         return lab.output("login", "sinfo", "-h", f"--nodes={host}", "--partition=main", "-o%T")
 
     up = ("idle", "mixed", "allocated")
-    wait_until(lambda: state() in up, 60, lambda: f"{host} is {state()}")
+    wait_until(lambda: state() in up, 120, lambda: f"{host} is {state()}")
 
 
 def _victims(lab: Lab, host: str) -> list[int]:
     """All of the host's processes but the one that keeps its namespaces."""
-    keeper = (_place(lab) / "hosts" / host / "pid").read_text().strip()
+    keeper = (place(lab) / "hosts" / host / "pid").read_text().strip()
     return [int(process.name) for process in _processes(lab, host) if process.name != keeper]
 
 
@@ -72,5 +72,6 @@ def _processes(lab: Lab, host: str) -> Iterator[Path]:
                 yield process
 
 
-def _place(lab: Lab) -> Path:
+def place(lab: Lab) -> Path:
+    """The directory of a lab: its configuration, its logs, its hosts."""
     return Path("/var/lib/rollcall-lab") / lab.name

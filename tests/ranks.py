@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["train.loop", "torch._dynamo", "sklearn.datasets"])
-TIMEOUT = 120
+TIMEOUT = 240
 
 
 def free_port() -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from disks import until
 from ranks import Ranks, train
 from torch import nn
 
@@ -66,14 +66,13 @@ def test_a_transformer_is_equal(tmp_path: Path) -> None:
 def test_stopped_on_four_ranks_and_resumed_on_one(
     tmp_path: Path, alone: tuple[str, float, float, list[float]]
 ) -> None:
-    run_dir = RunDir(tmp_path, "moved")
-    words = [*DIGITS, f"run.root={tmp_path}", "run.name=moved"]
-    ranks = Ranks(4, words, tmp_path / "logs")
-    deadline = time.monotonic() + 60
-    while len(list(read_lines(run_dir.metrics))) < 10:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    run_dir, gate = RunDir(tmp_path, "moved"), tmp_path / "gate"
+    words = [*DIGITS, "model.name=own:gated", f"run.root={tmp_path}", "run.name=moved"]
+    # A step has two passes on each rank: they wait at the latest in step 20 of 30.
+    ranks = Ranks(4, words, tmp_path / "logs", {"GATE": f"40:300:{gate}"})
+    until(lambda: len(list(read_lines(run_dir.metrics))) >= 10)
     os.kill(ranks.processes[1].pid or 0, signal.SIGTERM)
+    gate.touch()
     assert ranks.wait() == [os.EX_TEMPFAIL] * 4
     train(1, words, tmp_path / "logs")
     assert results(run_dir) == alone

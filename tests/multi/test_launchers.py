@@ -24,7 +24,7 @@ def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **env},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
 
 

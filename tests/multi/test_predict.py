@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from disks import until
 from PIL import Image
 from ranks import Ranks, train
 from sklearn.datasets import load_digits
@@ -74,21 +74,22 @@ def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -
     predict(1, run, whole, "--split", "train", "--batch", "2")
     output = tmp_path / "parts.npy"
     words = ["predict", str(run), "--output", str(output), "--split", "train", "--batch", "1"]
+    words += ["model.name=own:gated"]
     parts = tmp_path / "parts.npy.parts"
     kept: dict[Path, int] = {}
-    for ending in (signal.SIGKILL, signal.SIGTERM):
-        ranks = Ranks(2, words, tmp_path / "logs")
-        deadline = time.monotonic() + 60
-        while len({*parts.glob("[0-9]*.npy")} - {*kept}) < 1:
-            assert time.monotonic() < deadline, ranks.output()
-            time.sleep(0.002)
+    for ending, count in ((signal.SIGKILL, 2), (signal.SIGTERM, 6)):
+        gate = tmp_path / ending.name
+        # A part is 180 passes: both ranks wait in their second one.
+        ranks = Ranks(2, words, tmp_path / "logs", {"GATE": f"200:300:{gate}"})
+        until(lambda: len([*parts.glob("[0-9]*.npy")]) == len(kept) + 2)
         if ending == signal.SIGKILL:
             ranks.kill()
         else:
             os.kill(ranks.processes[1].pid or 0, ending)
+            gate.touch()
             assert ranks.wait() == [os.EX_TEMPFAIL] * 2, ranks.output()
         kept.update({path: path.stat().st_mtime_ns for path in parts.glob("[0-9]*.npy")})
-        assert 0 < len(kept) < 8 and not output.exists()
+        assert len(kept) == count and not output.exists()
     again = ["predict", str(run), "--output", str(output)]
     ranks = Ranks(1, again, tmp_path / "logs")
     assert ranks.wait() == [2] and "holds parts of something else (input" in ranks.output()

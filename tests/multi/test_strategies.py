@@ -224,6 +224,7 @@ def _record_gradients(roots: list[Path]) -> None:
     setattr(Composed, "clip", clip_and_record)  # noqa: B010
 
 
+@pytest.mark.timeout(900)  # the first one makes all of as many ranks
 @pytest.mark.parametrize(("model", "name"), CELLS)
 def test_strategy_equals_one_process(model: str, name: str, made: Made) -> None:
     chosen = CONTRACT[model][1][name]
@@ -249,6 +250,7 @@ def test_strategy_equals_one_process(model: str, name: str, made: Made) -> None:
         torch.testing.assert_close(tensor, expected_weights[key], rtol=0, atol=WEIGHTS_TOLERANCE)
 
 
+@pytest.mark.timeout(900)
 def test_any_strategy_resumes_any_other(tmp_path: Path) -> None:
     """And the matrix in the docs is what the command prints, but for the noise of its numbers."""
     cells = matrix.measure(tmp_path)

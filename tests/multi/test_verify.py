@@ -113,7 +113,7 @@ def test_the_command_names_a_difference_and_fails(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": HERE, "PLANTED": "ranks"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("uninterrupted ")]

@@ -39,7 +39,7 @@ def wait_for_checkpoint(run: RunDir) -> None:
         return newest is not None and "checkpointed" in names[newest:]
 
     outputs = run.job.glob("slurm-*.out")
-    wait_until(is_there, 90, lambda: "".join(path.read_text() for path in outputs))
+    wait_until(is_there, 120, lambda: "".join(path.read_text() for path in outputs))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def drilled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunD
     yield run
     lab.output("login", sys.executable, "-m", "launch", "cancel", str(run.path))
     assert lab.wait_job(job) == "CANCELLED"
-    wait_until(lambda: run.read_verdict() is not None, 30, lambda: "there is no verdict")
+    wait_until(lambda: run.read_verdict() is not None, 60, lambda: "there is no verdict")
     assert steps(run) == list(range(1, len(steps(run)) + 1))
 
 
@@ -99,7 +99,7 @@ def test_a_spare_takes_the_place_of_a_dead_host(
             return len(starts) > 1
 
         output = run.job / f"slurm-{job}.out"
-        wait_until(has_moved, 60, output.read_text)
+        wait_until(has_moved, 120, output.read_text)
         attempts = [line for line in read_lines(run.job / "attempts.jsonl") if "hosts" in line]
         assert attempts[0]["hosts"] == ["n1", "n2"]
         assert attempts[-1]["hosts"] == ["n1", "n3"]

@@ -34,11 +34,21 @@ def traces(name: str, networks: set[str]) -> set[str]:
     return {str(path) for path in (*inside, *groups, *files)}
 
 
-def surroundings() -> set[str]:
-    """Network links and mounts outside all labs. A lab changes none, not even while it is up."""
+def surroundings(own: Path) -> set[str]:
+    """Network links and mounts outside all labs. A lab changes none, not even while it is up.
+
+    Tests that run at the same time mount file systems in temporary directories other than `own`.
+    """
+
+    def is_of_others(mount: str) -> bool:
+        place = Path(mount.split()[4])
+        of_tests = any(part.startswith("pytest-of-") for part in place.parts)
+        return of_tests and own not in (place, *place.parents)
+
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
     mounts = read(Path("/proc/self/mountinfo")).splitlines()
-    return {line.split(":")[1] for line in links.stdout.splitlines()} | set(mounts)
+    found = {mount for mount in mounts if not is_of_others(mount)}
+    return {line.split(":")[1] for line in links.stdout.splitlines()} | found
 
 
 def read(path: Path) -> str:
@@ -69,17 +79,17 @@ def test_exec_passes_input_exit_code_directory_and_environment(lab: Lab, tmp_pat
         text=True,
         cwd=tmp_path,
         env=os.environ | {"WORD": "kept"},
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert result.stdout.splitlines() == ["from outside", str(tmp_path), "kept"]
     assert result.returncode == 7
     with subprocess.Popen(lab.argv("n2", "sleep", "60")) as sleeper:
         wait_until(
-            lambda: "sleep" in read(Path(f"/proc/{sleeper.pid}/comm")), 10, lambda: "no sleep"
+            lambda: "sleep" in read(Path(f"/proc/{sleeper.pid}/comm")), 60, lambda: "no sleep"
         )
         sleeper.terminate()
-        assert sleeper.wait(10) == -signal.SIGTERM, "exec becomes the command: signals reach it"
+        assert sleeper.wait(60) == -signal.SIGTERM, "exec becomes the command: signals reach it"
 
 
 def test_a_step_over_two_hosts_gets_fake_gpus_and_is_accounted_for(lab: Lab) -> None:
@@ -96,7 +106,7 @@ def test_a_step_over_two_hosts_gets_fake_gpus_and_is_accounted_for(lab: Lab) -> 
     def accounted() -> str:
         return lab.output("login", *sacct, f"--jobs={job_id}")
 
-    wait_until(lambda: accounted() == "COMPLETED|root", 20, accounted)
+    wait_until(lambda: accounted() == "COMPLETED|root", 60, accounted)
 
 
 def test_the_urgent_partition_requeues_a_job_of_the_main_one(lab: Lab, tmp_path: Path) -> None:
@@ -108,7 +118,7 @@ def test_the_urgent_partition_requeues_a_job_of_the_main_one(lab: Lab, tmp_path:
     def state() -> str:
         return lab.job(job_id, "JobState")
 
-    wait_until(lambda: state() == "RUNNING", 20, state)
+    wait_until(lambda: state() == "RUNNING", 60, state)
     lab.output("login", "srun", "--partition=urgent", "--nodes=4", "--exclusive", "true")
     assert lab.job(job_id, "Restarts") == "1"
     assert lab.wait_job(job_id) == "COMPLETED"
@@ -123,10 +133,11 @@ def proctrack(lab: Lab) -> str:
 def test_a_lab_beside_another_leaves_no_trace(
     lab: Lab, lab_options: list[str], tmp_path: Path, kind: str
 ) -> None:
-    before = surroundings()
+    own = tmp_path.parent
+    before = surroundings(own)
     options = ("--nodes", "2", "--gpus", "0", "--proctrack", kind)
     with running_lab(f"{lab.name}-b", *options, *lab_options) as second:
-        assert surroundings() == before
+        assert surroundings(own) == before
         assert proctrack(second) == kind
         assert sorted(second.output("n1", "srun", "-N2", "hostname").split()) == ["n1", "n2"]
         # What a careless `down` would leave: an orphan of a job, and, frozen, a suspended job.
@@ -135,28 +146,30 @@ def test_a_lab_beside_another_leaves_no_trace(
         script = f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; exec sleep 602"
         sbatch = ("sbatch", "--parsable", "--output=/dev/null", f"--wrap={script}")
         job_id = second.output("login", *sbatch)
-        wait_until(pid_file.exists, 20, lambda: "the job does not run")
+        wait_until(pid_file.exists, 60, lambda: "the job does not run")
         second.output("login", "scontrol", "suspend", job_id)
         stat = Path("/proc", pid_file.read_text().strip(), "stat")
         suspended = ") D " if kind == "cgroup" else ") T "
-        wait_until(lambda: suspended in read(stat), 20, lambda: read(stat))
+        wait_until(lambda: suspended in read(stat), 60, lambda: read(stat))
         networks = namespaces(second.name)
         assert len(networks) == 3
         assert len(lab.output("login", "sinfo", "--noheader", "--Node", "-pmain").split("\n")) == 4
     assert traces(second.name, networks) == set()
 
 
-def test_a_failing_up_shows_the_log_and_cleans_up(lab: Lab, tmp_path: Path) -> None:
+def test_a_failing_up_shows_the_log_and_cleans_up(
+    lab: Lab, lab_options: list[str], tmp_path: Path
+) -> None:
     name = f"{lab.name}-c"
     broken = tmp_path / "slurmctld"
     broken.write_text("#!/bin/sh\necho 'fatal: broken on purpose' >&2\nexit 1\n")
     broken.chmod(0o755)
     up = subprocess.run(
-        [str(COMMANDS / "up"), "--name", name, "--share", str(tmp_path)],
+        [str(COMMANDS / "up"), "--name", name, *lab_options],
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert up.returncode == 1
@@ -169,7 +182,7 @@ def test_down_clears_away_what_a_killed_up_leaves(lab: Lab) -> None:
     name = f"{lab.name}-d"
     with subprocess.Popen([str(COMMANDS / "up"), "--name", name], stderr=subprocess.DEVNULL) as up:
         log = Path(f"/var/lib/rollcall-lab/{name}/log/slurmdbd-ctl.log")
-        wait_until(log.exists, 30, lambda: f"there is no {log}")
+        wait_until(log.exists, 120, lambda: f"there is no {log}")
         up.kill()
     networks = namespaces(name)
     again = run_command("up", "--name", name)

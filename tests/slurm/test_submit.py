@@ -216,7 +216,7 @@ def test_a_signal_before_the_first_step_is_not_lost(lab: Lab, tmp_path: Path) ->
     options = ["--nodes", "2", "--name", "early", "--no-requeue"]
     lab.output("login", *SUBMIT, *options, f"run.root={tmp_path}", *ENDLESS)
     job = next(read_lines(run.job / "submissions.jsonl"))["job"]
-    wait_until(lambda: len(agents(job)) == 2, 60, lambda: "there are no agents")
+    wait_until(lambda: len(agents(job)) >= 2, 120, lambda: "there are no agents")
     lab.output("login", "scancel", f"--signal={signal.SIGUSR2.name}", "--batch", job)
     lab.wait_job(job)
     output = (run.job / f"slurm-{job}.out").read_text()

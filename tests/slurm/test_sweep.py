@@ -23,10 +23,13 @@ grid: {{lr: [1, 2, 3], depth: [1, 2]}}
 options: {{nproc-per-node: 1, time: 10}}
 throttle: 4
 """
-# It fails for the largest rate, until somebody mends what it reads.
+# It fails for the largest rate, until somebody mends what it reads. The first cells wait until the
+# test has seen that the sweep is live.
 SCRIPT = """
-import sys
+import sys, time
 from pathlib import Path
+while not Path({seen!r}).exists():
+    time.sleep(0.1)
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if words["--lr"] == "3" and not Path({mended!r}).exists():
     raise RuntimeError("diverged")
@@ -46,11 +49,11 @@ def ending(cell: RunDir) -> str | None:
 
 
 def test_submitting_again_runs_the_failed_cells_only(lab: Lab, tmp_path: Path) -> None:
-    mended = tmp_path / "mended"
+    mended, seen = tmp_path / "mended", tmp_path / "seen"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
     (tmp_path / "bin" / "scontrol").chmod(0o755)
-    (tmp_path / "fit.py").write_text(SCRIPT.format(mended=str(mended)))
+    (tmp_path / "fit.py").write_text(SCRIPT.format(mended=str(mended), seen=str(seen)))
     (tmp_path / "rates.yaml").write_text(SWEEP.format())
     place = RunDir(tmp_path / "runs", "rates")
 
@@ -59,6 +62,7 @@ def test_submitting_again_runs_the_failed_cells_only(lab: Lab, tmp_path: Path) -
     assert "6 of 6 cells: lr-1_depth-1, lr-1_depth-2" in submitted.stdout
     live = sweep(lab, tmp_path, "submit", "rates.yaml")
     assert "run rates is live" in live.stderr
+    seen.touch()
     jobs = [line["job"] for line in read_lines(place.job / "submissions.jsonl")]
     scripts = [(place.job / f"{job}_submission.sh").read_text() for job in jobs]
     assert [line for text in scripts for line in text.splitlines() if "--array" in line] == [
@@ -69,7 +73,7 @@ def test_submitting_again_runs_the_failed_cells_only(lab: Lab, tmp_path: Path) -
 
     wait_until(
         lambda: lab.output("login", "squeue", "-h", "-j", ",".join(jobs)) == "",
-        90,
+        150,
         lambda: lab.output("login", "squeue"),
     )
     names = [path.parent.name for path in place.path.glob("*/verdict.json")]
@@ -85,7 +89,7 @@ def test_submitting_again_runs_the_failed_cells_only(lab: Lab, tmp_path: Path) -
     assert "2 of 6 cells: lr-3_depth-1, lr-3_depth-2\n" in again.stdout, again.stderr
     wait_until(
         lambda: {ending(cell) for cell in failed.values()} == {"done"},
-        60,
+        120,
         lambda: lab.output("login", "squeue"),
     )
     for name, cell in cells.items():

@@ -82,7 +82,7 @@ class Machine:
         self, *command: str, root: Path = ROOT, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         process = self.start(*command, root=root, **environ)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def refused(self, *command: str, **environ: str) -> str:
@@ -110,7 +110,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
         time.sleep(0.02)
@@ -145,7 +145,7 @@ def test_the_command_takes_the_place_of_env_run(machine: Machine) -> None:
     ignored = subprocess.check_output(ask, text=True).split()[3]
     for _ in ("making the environment", "finding it ready"):
         process = machine.start(*ask)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=60)
         assert out.split() == ["Pid:", str(process.pid), "SigIgn:", ignored]
 
 
@@ -251,8 +251,8 @@ def test_many_at_once_build_once(machine: Machine) -> None:
         assert other.stderr is not None
         assert "waiting for process" in other.stderr.readline()
     release(machine)
-    assert builder.wait(timeout=30) == 0
-    assert [other.communicate(timeout=30)[0] for other in others] == ["in\n"] * 4
+    assert builder.wait(timeout=60) == 0
+    assert [other.communicate(timeout=60)[0] for other in others] == ["in\n"] * 4
     assert sum(call.startswith("uv venv") for call in machine.calls()) == 1
 
 
@@ -277,7 +277,7 @@ def test_those_who_wait_learn_why_the_builder_failed(machine: Machine) -> None:
     assert other.stderr is not None
     assert "waiting for process" in other.stderr.readline()
     release(machine)
-    messages = [process.communicate(timeout=30)[1] for process in (builder, other)]
+    messages = [process.communicate(timeout=60)[1] for process in (builder, other)]
     assert all("the disk or your quota on it is full" in message for message in messages)
     assert (builder.returncode, other.returncode) == (1, 1)
     assert machine.environments() == []
@@ -293,7 +293,7 @@ def test_a_killed_builder_is_replaced(machine: Machine, number: signal.Signals) 
         os.killpg(builder.pid, number)  # and its children: what the death of a node leaves behind
     else:
         builder.send_signal(number)
-    builder.communicate(timeout=30)
+    builder.communicate(timeout=60)
     killed = ["install.log", "lock.0", "venv", "venv"]
     assert remains(machine) == (killed if number == signal.SIGKILL else ["install.log"])
     (machine.folder / "hold").unlink()
@@ -304,7 +304,7 @@ def test_a_killed_builder_is_replaced(machine: Machine, number: signal.Signals) 
 def test_a_builder_of_a_dead_node_is_replaced_by_one(tmp_path: Path) -> None:
     (tmp_path / "lock.4").write_text("elsewhere 1 17\n")
     script = (
-        "import sys, pathlib, turn; turn.DEAD_S, turn.POLL_S = 0.3, 0.05\n"
+        "import sys, pathlib, turn; turn.DEAD_S, turn.POLL_S = 1.0, 0.05\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "if lock := turn.take_turn(folder, print):\n"
         "    print('build in', lock.path.name)\n"
@@ -316,10 +316,10 @@ def test_a_builder_of_a_dead_node_is_replaced_by_one(tmp_path: Path) -> None:
         subprocess.Popen(start, cwd=ROOT / "env", stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    lines = "".join(process.communicate(timeout=30)[0] for process in processes).splitlines()
-    waiting = "waiting for process 1 on elsewhere, which is making this environment"
-    assert sorted(set(lines)) == ["build in lock.5", waiting]
-    assert lines.count("build in lock.5") == 1
+    lines = "".join(process.communicate(timeout=60)[0] for process in processes).splitlines()
+    # One that comes late may wait for the one that builds.
+    assert "waiting for process 1 on elsewhere, which is making this environment" in lines
+    assert [line for line in lines if "waiting" not in line] == ["build in lock.5"]
 
 
 def test_too_little_space_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
