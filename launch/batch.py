@@ -31,6 +31,7 @@ from launch.spares import Hosts
 from launch.takeover import Pulse
 from launch.widen import Widening
 from train.config import ConfigError
+from train.output import outlast_full_disks
 from train.run import RunDir, Verdict
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the step to its end, and queue the job again if it is to come back."""
     # Blocked, not handled: each is taken when it can be used.
     signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
+    outlast_full_disks()
     parser = argparse.ArgumentParser(prog="python -m launch batch", allow_abbrev=False)
     nodes = "on how many the job's step can run"
     parser.add_argument("--nodes", type=span, metavar="MIN-MAX", help=nodes)

@@ -37,6 +37,7 @@ from launch.rendezvous import (
 )
 from launch.words import word
 from train.hosts import HostError
+from train.output import outlast_full_disks
 from train.run import RunDir, State, Verdict, append_line, write_atomic
 
 REFUSED = 2
@@ -216,6 +217,7 @@ def main(argv: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [*REQUESTS, signal.SIGCHLD])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the run outlives the terminal
     processes.adopt_orphans()
+    outlast_full_disks()
     options = which.parser().parse_args(argv)
     try:
         node = nodes.find(os.environ)

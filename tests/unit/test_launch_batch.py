@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -49,6 +50,7 @@ def batch(run: RunDir, tmp_path: Path) -> Batch:
         srun: str = "",
         scontrol: str = "",
         room: int = resource.RLIM_INFINITY,
+        output: int | IO[str] = subprocess.PIPE,
     ) -> subprocess.CompletedProcess[str]:
         told = json.dumps({"state": verdict, "step": 5, "reason": "asked"})
         wrote = f"echo '{told}' >{run.verdict}" if verdict else ""
@@ -77,7 +79,8 @@ def batch(run: RunDir, tmp_path: Path) -> Batch:
             cwd=ROOT,
             env=env,
             preexec_fn=limit,
-            capture_output=True,
+            stdout=output,
+            stderr=output,
             text=True,
             timeout=120,
             check=False,
@@ -133,8 +136,9 @@ def test_a_refused_request_ends_the_job_whatever_an_earlier_start_has_left(
 
 
 def test_a_full_disk_keeps_no_job_from_coming_back(run: RunDir, batch: Batch) -> None:
-    done = batch(75, verdict="requeue", room=0)
-    assert told(run) == AGAIN, done.stderr
+    with Path("/dev/full").open("w") as full:
+        done = batch(75, verdict="requeue", room=0, output=full)
+    assert (done.returncode, told(run)) == (75, AGAIN)
 
 
 @pytest.mark.parametrize(("hosts", "left_out"), [("n1", " ExcNodeList=n2,n8,n9"), ("n[1-2]", "")])
