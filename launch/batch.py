@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from launch import requeue, restarts, runs, slurm, spares, takeover, which
+from launch import cluster, requeue, restarts, runs, slurm, spares, takeover, which
 from launch.job import STOP_LEAD
 from launch.node import job_of, start_of
 from launch.options import span
@@ -279,7 +279,7 @@ class Batch:
 
     def _requeue(self, bad: Sequence[str]) -> None:
         nodes = self._options.nodes[0] if self._options.nodes else len(self._hosts.all)
-        leave_out = slurm.without(self.job, bad, nodes) if bad else []
+        leave_out = cluster.without(self.job, bad, nodes) if bad else []
         if bad and not leave_out:
             self._say(f"cannot do without {', '.join(bad)}: there are no others for it")
         requeue.again(self.job, leave_out)

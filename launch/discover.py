@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch import slurm
+from launch import cluster, slurm
 from launch.profile import users_folder
 from launch.slurm import SlurmError
 
@@ -34,8 +34,8 @@ def main(name: str | None) -> int:
     """
     if not slurm.is_available():
         raise SlurmError("--discover: there is no sbatch here; run it on the cluster's login node")
-    partitions = slurm.partitions()
-    name = name or slurm.configuration("ClusterName") or "cluster"
+    partitions = cluster.partitions()
+    name = name or cluster.configuration("ClusterName") or "cluster"
     path = users_folder() / f"{name}.yaml"
     text = describe(name, partitions)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +48,9 @@ def main(name: str | None) -> int:
     return 0
 
 
-def describe(name: str, partitions: dict[str, slurm.Partition]) -> str:
+def describe(name: str, partitions: dict[str, cluster.Partition]) -> str:
     """The profile's text: what is there as a comment, and the default partition as an option."""
-    size = int(slurm.configuration("MaxArraySize") or 1001)
+    size = int(cluster.configuration("MaxArraySize") or 1001)
     default = next((entry.name for entry in partitions.values() if entry.is_default), None)
     rows = [("partition", "nodes", "limit", "a node has")]
     for entry in partitions.values():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import slurm
+from launch import cluster, slurm
 from launch.runs import Attempt, Job, NoRunError
 from launch.slurm import SlurmError
 from train.run import RunDir
@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
 def preempt(target: Target) -> Fault:
     """Another job of a higher tier takes the nodes."""
-    partition = slurm.preempting_partition(_slurm_job(target))
+    partition = cluster.preempting_partition(_slurm_job(target))
     if partition is None:
         raise NoRunError("no partition here preempts the run's; drill time-limit is the nearest")
     nodes = ",".join(target.attempt.hosts)

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from launch import slurm
+from launch import cluster, slurm
+from launch.cluster import Partition
 from launch.job import Job
-from launch.slurm import Partition, SlurmError
+from launch.slurm import SlurmError
 
 MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
@@ -28,7 +29,7 @@ def check(job: Job, script: str) -> str:
     Raises:
         SlurmError: it would not; the message names the option and what would be valid.
     """
-    known = slurm.partitions()
+    known = cluster.partitions()
     chosen = _chosen(job.partition, known)
     nodes = f"{job.nodes} --spares {job.spares}" if job.spares else job.nodes
     asked: list[tuple[str, object, float | None, Callable[[Partition], float]]] = [
@@ -43,7 +44,7 @@ def check(job: Job, script: str) -> str:
         if value is not None and value > max(most(entry) for entry in chosen):
             raise SlurmError(_too_much(f"--{option} {text}", value, option, chosen, known, most))
     _check_array(job.options.get("array"))
-    accepted, message = slurm.test_only(script)
+    accepted, message = cluster.test_only(script)
     if accepted:
         start = re.search(r"to start at (\S+) .*on nodes (\S+)", message)
         return f"expected to start at {start[1]} on {start[2]}" if start else message
@@ -63,7 +64,7 @@ def _refusal(job: Job, message: str, chosen: Sequence[Partition]) -> str:
     for said, given, kind in TOLD:
         asked = [f"--{name} {job.options[name]}" for name in given if name in job.options]
         if said in message and asked:
-            there = f"the {kind} here are {', '.join(slurm.names(kind)) or 'none'}"
+            there = f"the {kind} here are {', '.join(cluster.names(kind)) or 'none'}"
             return f"sbatch refuses {' '.join(asked)}: {message}; {there}"
     return f"sbatch refuses the job: {message}"
 
@@ -110,7 +111,7 @@ def _check_array(array: str | None) -> None:
     if array is None:
         return
     indices = [int(number) for number in re.findall(r"\d+", re.sub(r"[:%]\d+", "", array))]
-    size = int(slurm.configuration("MaxArraySize") or 1001)
+    size = int(cluster.configuration("MaxArraySize") or 1001)
     if indices and max(indices) >= size:
         raise SlurmError(
             f"--array {array}: the largest index here is {size - 1} (MaxArraySize={size})"

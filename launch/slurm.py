@@ -1,4 +1,4 @@
-"""What does Slurm know and allow? The only place where its commands are run and their text read."""
+"""What does Slurm know of jobs? Here and in cluster.py alone are its commands run and read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 UNLIMITED = float("inf")
 TIMESTAMP = "%Y-%m-%dT%H:%M:%S"
@@ -27,30 +27,6 @@ AT_ONCE = 5000
 
 class SlurmError(Exception):
     """Slurm refused, or a command of it failed; the message says what would be valid."""
-
-
-class Partition(NamedTuple):
-    """A partition and what it allows.
-
-    Attributes:
-        nodes: hosts in it.
-        largest_job: hosts that one job may have.
-        limit: longest time of a job, in seconds.
-        limit_text: the same, as Slurm writes it.
-        cpus, megabytes, gpus: what its largest nodes have.
-        kinds: its different nodes, in words.
-    """
-
-    name: str
-    is_default: bool
-    nodes: int
-    largest_job: float
-    limit: float
-    limit_text: str
-    cpus: int
-    megabytes: int
-    gpus: int
-    kinds: tuple[str, ...]
 
 
 def is_available() -> bool:
@@ -82,120 +58,16 @@ def seconds(text: str) -> float:
     return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
 
 
-def partitions() -> dict[str, Partition]:
-    """All partitions that take jobs, by name.
-
-    Raises:
-        SlurmError: sinfo does not answer.
-    """
-    found: dict[str, Partition] = {}
-    # --exact: otherwise nodes of different kinds share a line, which tells the smallest ("8+").
-    listed = _run("sinfo", "-h", "--exact", "-o", "%P|%D|%s|%l|%a|%c|%m|%G")
-    for line in listed.splitlines():
-        name, nodes, size, limit, state, cpus, megabytes, gres = line.split("|")
-        if state != "up":
-            continue
-        plain = name.rstrip("*")
-        gpus = sum(int(count) for count in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", gres))
-        kind = f"{cpus} CPUs, {megabytes} MB and {gpus or 'no'} GPUs"
-        largest = size.rpartition("-")[2]
-        entry = Partition(
-            plain,
-            name.endswith("*"),
-            int(nodes),
-            UNLIMITED if largest == "infinite" else int(largest),
-            seconds(limit),
-            limit,
-            int(cpus),
-            int(megabytes),
-            gpus,
-            (kind,),
-        )
-        # A partition has a line per kind of node and state they are in; the hosts add up.
-        if before := found.get(plain):
-            entry = entry._replace(
-                nodes=entry.nodes + before.nodes,
-                cpus=max(entry.cpus, before.cpus),
-                megabytes=max(entry.megabytes, before.megabytes),
-                gpus=max(entry.gpus, before.gpus),
-                kinds=tuple(dict.fromkeys((*before.kinds, kind))),
-            )
-        found[plain] = entry
-    return found
-
-
-def test_only(script: str) -> tuple[bool, str]:
-    """Whether sbatch would take a script, and what it says about it."""
-    answer = subprocess.run(
-        ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False
-    )
-    return answer.returncode == 0, _plain(answer.stderr)
-
-
-def ask_for_nodes(script: Path, nodes: int) -> subprocess.Popen[bytes]:
-    """Ask when a job like this one would start on so many nodes, without waiting for the answer.
-
-    Raises:
-        SlurmError: there is no sbatch.
-    """
-    command = ["sbatch", "--test-only", f"--nodes={nodes}", str(script)]
-    return _in_background(command, stderr=subprocess.PIPE)
-
-
-def expected_start(answer: str) -> float | None:
-    """When sbatch --test-only says that a job would start, in seconds since 1970."""
-    match = re.search(r"to start at (\S+)", answer)
-    return time.mktime(time.strptime(match[1], TIMESTAMP)) if match else None
-
-
-def preempting_partition(job_id: str) -> str | None:
-    """A partition of a higher tier that has all nodes of a job's own; None if there is none.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    own = _run("squeue", "-h", "-j", job_id, "-o", "%P").strip()
-    listed = _run("scontrol", "-o", "show", "partition").splitlines()
-    found = {}
-    for line in listed:
-        fields = dict(item.split("=", 1) for item in line.split() if "=" in item)
-        found[fields["PartitionName"]] = (int(fields["PriorityTier"]), fields["Nodes"])
-    tier, nodes = found[own]
-    return next((name for name in found if found[name][0] > tier and found[name][1] == nodes), None)
-
-
 def times(job_id: str) -> tuple[str, float]:
     """The time limit of a running job, as Slurm writes it, and the seconds it has used.
 
     Raises:
         SlurmError: Slurm does not answer, or the job has ended.
     """
-    answer = _run("squeue", "-h", "-j", job_id, "-o", "%l %M").split()
+    answer = ask("squeue", "-h", "-j", job_id, "-o", "%l %M").split()
     if len(answer) != 2:
         raise SlurmError(f"job {job_id} does not run any more")
     return answer[0], seconds(answer[1])
-
-
-def names(kind: Literal["nodes", "features", "reservations"]) -> list[str]:
-    """What there is of a kind that a job can name.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    if kind == "reservations":
-        return re.findall(r"ReservationName=(\S+)", _run("scontrol", "-o", "show", "reservation"))
-    listed = _run("sinfo", "-h", "-N", "-o", "%N" if kind == "nodes" else "%f")
-    return sorted({name for name in re.split(r"[,\s]+", listed) if name not in ("", "(null)")})
-
-
-def configuration(name: str) -> str | None:
-    """A value of slurm.conf, such as MaxArraySize; None if Slurm does not tell.
-
-    Raises:
-        SlurmError: scontrol does not answer.
-    """
-    shown = re.search(rf"^{name}\s*= (.*)$", _run("scontrol", "show", "config"), re.MULTILINE)
-    return shown[1].strip() if shown else None
 
 
 def state(job_id: str) -> str | None:
@@ -214,7 +86,7 @@ def state(job_id: str) -> str | None:
         return next((state for state in states if state not in FINAL), (*states, None)[0])
     if "Invalid job id" in answer.stderr:
         return None
-    raise SlurmError(f"squeue does not answer: {_plain(answer.stderr)}")
+    raise SlurmError(f"squeue does not answer: {plain(answer.stderr)}")
 
 
 class JobInfo(NamedTuple):
@@ -250,7 +122,7 @@ def queue(job_ids: Sequence[str]) -> dict[str, JobInfo]:
         raise SlurmError("there is no squeue on PATH") from None
     # Only where one job is asked for is it an error that it is gone (22.05).
     if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
-        raise SlurmError(f"squeue does not answer: {_plain(answer.stderr)}")
+        raise SlurmError(f"squeue does not answer: {plain(answer.stderr)}")
     found: dict[str, JobInfo] = {}
     for line in answer.stdout.splitlines():
         name, raw, state, reason, start, nodes = line.split("|")
@@ -307,7 +179,7 @@ def standing(job_id: str) -> Standing:
         SlurmError: Slurm does not answer, or does not know it.
     """
     try:
-        return read_standing(_run(*STANDING, job_id))
+        return read_standing(ask(*STANDING, job_id))
     except ValueError:  # of a task of an array that is gone there is nothing, not even an error
         raise SlurmError(f"squeue does not know job {job_id}") from None
 
@@ -318,7 +190,7 @@ def ask_standing(job_id: str) -> subprocess.Popen[bytes]:
     Raises:
         SlurmError: there is no squeue.
     """
-    return _in_background([*STANDING, job_id], stdout=subprocess.PIPE)
+    return in_background([*STANDING, job_id], stdout=subprocess.PIPE)
 
 
 def read_standing(answer: str) -> Standing:
@@ -335,30 +207,6 @@ def read_standing(answer: str) -> Standing:
     return Standing(state, reason, when, preempted not in ("N/A", "Unknown", "None", ""))
 
 
-def without(job_id: str, bad: Sequence[str], nodes: int) -> list[str]:
-    """All hosts that a job leaves out when it leaves out these, too.
-
-    Empty if it would not find so many others like them: then it would wait for ever.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    from train import hosts  # here, because few commands need it
-
-    fields = _run("squeue", "-h", "-j", job_id, "-o", "%P|%n|%x|%v").strip().split("|")
-    if len(fields) != 4:
-        raise SlurmError(f"squeue does not know job {job_id}")
-    partition, asked, excluded, reservation = fields
-    if asked or reservation != "(null)":
-        return []
-    listed = _run("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%c|%m|%G|%f").splitlines()
-    kinds = dict(line.split("|", 1) for line in listed)
-    out = {*bad, *hosts.expand(excluded)}
-    wanted = {kinds.get(host) for host in bad}
-    others = sum(kinds[name] in wanted for name in kinds.keys() - out)
-    return sorted(out) if others >= nodes else []
-
-
 def tell(*command: str) -> str:
     """Run a command of Slurm's that changes something; what it answers.
 
@@ -371,7 +219,7 @@ def tell(*command: str) -> str:
     except FileNotFoundError:
         raise SlurmError(f"there is no {command[0]} on PATH") from None
     except subprocess.CalledProcessError as error:
-        raise SlurmError(f"{command[0]} refuses: {_plain(error.stderr)}") from None
+        raise SlurmError(f"{command[0]} refuses: {plain(error.stderr)}") from None
 
 
 def tell_in_background(*command: str) -> subprocess.Popen[bytes]:
@@ -380,7 +228,7 @@ def tell_in_background(*command: str) -> subprocess.Popen[bytes]:
     Raises:
         SlurmError: it is not there.
     """
-    return _in_background(command)
+    return in_background(command)
 
 
 def end_steps(job_id: str, but: str | None = None) -> None:
@@ -393,7 +241,7 @@ def end_steps(job_id: str, but: str | None = None) -> None:
     Raises:
         SlurmError: Slurm does not answer or refuses.
     """
-    names = _run("squeue", "-h", "-s", "-j", job_id, "-o", "%i").split()
+    names = ask("squeue", "-h", "-s", "-j", job_id, "-o", "%i").split()
     ids = {name: name.rpartition(".")[2] for name in names}
     if steps := [name for name in names if ids[name].isdecimal() and ids[name] != but]:
         tell("scancel", *steps)
@@ -406,33 +254,43 @@ def step(job_id: str, hosts: Sequence[str]) -> list[str]:
         SlurmError: it is the task 12_3 of an array, and Slurm does not tell its number.
     """
     if "_" in job_id:  # srun does not take 12_3 (22.05)
-        job_id = _run("squeue", "-h", "-j", job_id, "-o", "%A").strip()
+        job_id = ask("squeue", "-h", "-j", job_id, "-o", "%A").strip()
     # Without --overlap it would wait until the job ends.
     place = [f"--jobid={job_id}", "--overlap", f"--nodelist={','.join(hosts)}"]
     return ["srun", *place, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--cpus-per-task=1"]
 
 
-def _in_background(
+def in_background(
     command: Sequence[str], stdout: int = subprocess.DEVNULL, stderr: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
+    """Run a command of Slurm's without waiting for it.
+
+    Raises:
+        SlurmError: it is not there.
+    """
     try:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
     except OSError:
         raise SlurmError(f"there is no {command[0]} on PATH") from None
 
 
-def _run(*command: str) -> str:
+def ask(*command: str) -> str:
+    """What a command of Slurm's answers that changes nothing.
+
+    Raises:
+        SlurmError: it is not there or does not answer.
+    """
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
         raise SlurmError(f"there is no {command[0]} on PATH, though sbatch is") from None
     except subprocess.CalledProcessError as error:
         raise SlurmError(
-            f"{command[0]} does not answer: {_plain(error.stderr)} (--local needs no Slurm)"
+            f"{command[0]} does not answer: {plain(error.stderr)} (--local needs no Slurm)"
         ) from None
 
 
-def _plain(stderr: str) -> str:
+def plain(stderr: str) -> str:
     """Slurm's message in one line, without `sbatch: error:` before every sentence."""
     lines = [re.sub(r"^\w+: (error: )?", "", line) for line in stderr.strip().splitlines()]
     return "; ".join(lines)

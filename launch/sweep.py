@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import cells, profile, runs, slurm, submission
+from launch import cells, cluster, profile, runs, slurm, submission
 from launch.cells import Cell, Sweep, SweepError
 from launch.job import Job
 from launch.submission import MISTAKES, TRAIN, Submission
@@ -95,7 +95,7 @@ def _plan(sweep: Sweep, root: str, left: Sequence[Cell], argv: Sequence[str]) ->
     if is_training:
         for cell in left:
             parse([*base.job.command[at + 3 :], *cell.words(True)])  # refuses what train would
-    size = int(slurm.configuration("MaxArraySize") or 1001)
+    size = int(cluster.configuration("MaxArraySize") or 1001)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     jobs: list[Job] = []
     files: dict[str, str] = {}

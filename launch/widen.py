@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from launch import restarts, runs, slurm, spares
+from launch import cluster, restarts, runs, spares
 from launch.slurm import SlurmError
 from launch.spares import Hosts
 from train.run import RunDir
@@ -79,7 +79,7 @@ class Widening:
         self._probes = {host: spares.probe(self._hosts.job, host) for host in missing}
         if self._hosts.lacking and self._may_queue and self._question is None:
             try:
-                self._question = slurm.ask_for_nodes(self._script, self._hosts.lacking)
+                self._question = cluster.ask_for_nodes(self._script, self._hosts.lacking)
             except SlurmError:  # no sbatch on the nodes
                 self._may_queue = False
 
@@ -92,7 +92,7 @@ class Widening:
             return
         answer = self._question.stderr.read() if self._question.stderr else b""
         self._question = None
-        start = slurm.expected_start(answer.decode())
+        start = cluster.expected_start(answer.decode())
         if start is None or start > time.time() + LOOK:
             self._free_since = float("inf")
         else:

@@ -120,7 +120,7 @@ def test_a_task_of_an_array_that_slurm_has_forgotten_is_an_error(fake: Fake) -> 
 
 def test_times_are_read_whatever_way_the_user_likes_to_see_them(fake: Fake) -> None:
     fake("squeue", 'echo "RUNNING|None|${SLURM_TIME_FORMAT:-none}|N/A"')
-    ask = "import launch.slurm as slurm; print(slurm._run(*slurm.STANDING, '7'))"
+    ask = "import launch.slurm as slurm; print(slurm.ask(*slurm.STANDING, '7'))"
     answer = subprocess.run(
         [sys.executable, "-c", ask],
         cwd=Path(__file__).parents[2],
