@@ -19,7 +19,7 @@ from launch import again, executors, limits, place, slurm, snapshot
 from launch.follow import Output, exit_code, follow
 from launch.job import Job, render
 from launch.node import visible_gpus
-from launch.submission import ROOT, RefusedError, Submission, launcher_copy, note
+from launch.submission import ROOT, RefusedError, Submission, TakenError, launcher_copy, note
 from train.run import RunDir, append_line, write_atomic
 
 ASK_EVERY = 2.0
@@ -31,6 +31,7 @@ def start(submission: Submission, local: bool) -> int:
 
     Raises:
         RefusedError, SlurmError: the run cannot start; nothing is queued and nothing is left.
+        TakenError: another submission has just made the same run.
     """
     run = submission.run
     try:
@@ -83,7 +84,11 @@ def _submit(submission: Submission, job: Job) -> str:
         job_id = executors.Slurm(submission.run.job, render(job)).start()
     except executors.SubmitError as error:
         raise RefusedError(str(error)) from None
-    _record(submission, job_id)
+    try:
+        _record(submission, job_id)
+    except OSError:
+        slurm.tell("scancel", job_id)  # nobody would find it
+        raise
     return job_id
 
 
@@ -126,7 +131,9 @@ def _on_this_machine(submission: Submission) -> int:
 def _prepared(submission: Submission) -> Iterator[None]:
     """Make the run directory with code and recipe; take a new one away if starting fails."""
     run = submission.run
-    is_new = not run.path.exists()
+    is_new = _claim(run)
+    if submission.is_new and not is_new:
+        raise TakenError(f"run {run.name} has just been made by another submission")
     try:
         run.create()
         run.job.mkdir(exist_ok=True)
@@ -155,6 +162,22 @@ def _prepared(submission: Submission) -> Iterator[None]:
         if isinstance(error, OSError):
             raise RefusedError(f"{error.filename}: {error.strerror}") from None
         raise
+
+
+def _claim(run: RunDir) -> bool:
+    """Whether this process is the one that makes the run directory.
+
+    Raises:
+        RefusedError: the place cannot be written.
+    """
+    try:
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise RefusedError(f"{error.filename}: {error.strerror}") from None
+    return True
 
 
 def _record(submission: Submission, job_id: str) -> None:

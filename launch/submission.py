@@ -5,6 +5,7 @@ This is all that a dry run needs, so nothing here imports submitit, psutil or to
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import sys
@@ -38,6 +39,10 @@ class RefusedError(Exception):
     """The request cannot be met; nothing has been written."""
 
 
+class TakenError(RefusedError):
+    """Another submission has made the run's directory since the plan."""
+
+
 MISTAKES = (RefusedError, ConfigError, OptionError, JobError, SlurmError, SnapshotError)
 """What is told to the user in a sentence."""
 
@@ -51,6 +56,7 @@ class Submission:
         recipes: recipe files of the user's own, which the run gets a copy of.
         code: what to copy as the run's code; None if the run has its code already.
         launcher: what to copy as rollcall itself, where the code is the user's own.
+        is_new: whether the run directory is to be made.
         later: further jobs of the run, each after the one before.
         files: what else belongs into job/, by name.
         resume: whether a run that has failed or is finished goes on.
@@ -63,6 +69,7 @@ class Submission:
     code: Snapshot | None
     launcher: Snapshot | None
     job: Job
+    is_new: bool = False
     later: tuple[Job, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     resume: bool = False
@@ -77,16 +84,17 @@ def main(argv: Sequence[str]) -> int:
             from launch import discover  # here, because few command lines need it
 
             return discover.main(line.own.cluster)
-        submission = plan(line, argv, setup)
         local = line.own.local or not slurm.is_available()
         if line.own.dry_run:
-            show(submission, local)
+            show(plan(line, argv, setup), local)
             return 0
         if local and not line.own.local:
             note("there is no sbatch here: the run starts on this machine")
         from launch import start  # here, because it imports submitit
 
-        return start.start(submission, local)
+        while True:
+            with contextlib.suppress(TakenError):
+                return start.start(plan(line, argv, setup), local)
     except MISTAKES as error:
         for text in str(error).splitlines():
             print(f"submit: error: {text}", file=sys.stderr)
@@ -138,6 +146,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     if (problem := place.problem(Path(config.run.root).absolute())) is not None:
         raise RefusedError(f"run.root: {problem}")
     run = _run_directory(config, guest.name if guest else recipe)
+    is_new = config.run.name is None or not run.path.exists()
     command = guest.command(run.code) if guest else _training(words, run, config)
     job_id = "%A_%a" if "array" in line.passed else "%j"
     least, most = own.nodes
@@ -177,6 +186,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
         code,
         launcher,
         job,
+        is_new=is_new,
         later=(job,) * (own.chain - 1),
         resume=own.resume,
         wait=own.wait,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import executors, options, place, snapshot
+from launch import executors, options, place, snapshot, start, submission
 from launch.words import word
 from train.config import parse
 from train.run import RunDir, State, Verdict
@@ -171,6 +171,16 @@ def test_a_run_that_has_ended_is_told_and_not_submitted(
     answer = submit("--local", "--name", "a", cwd=tmp_path)
     assert (answer.returncode, message in answer.stderr) == (code, True), answer.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_two_submissions_at_once_do_not_make_one_run(tmp_path: Path) -> None:
+    argv = ["--root", str(tmp_path), "--name", "a", "digits"]
+    line, setup = submission.read(argv)
+    one, other = (submission.plan(line, argv, setup) for _ in range(2))
+    with start._prepared(one):
+        with pytest.raises(submission.TakenError), start._prepared(other):
+            pass
+        assert (one.run.job / "job.json").exists()
 
 
 def test_places_in_memory_or_below_tmp_are_node_local(tmp_path: Path) -> None:
