@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from checkpoints import stopped
 from disks import until
 
 from train.checkpoint import Checkpointer, plan, saver, shelf, verify, write
@@ -22,13 +21,6 @@ from train.config import ConfigError, parse
 from train.deadline import Deadline
 from train.run import RunDir, read_lines
 from train.world import World
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.join("cpu")
-    yield world
-    world.leave()
 
 
 @pytest.fixture
@@ -90,14 +82,6 @@ def test_what_an_earlier_run_of_the_name_has_left_goes(world: World, run_dir: Ru
     shutil.rmtree(run_dir.path)
     run_dir.create()
     assert opened(run_dir, world, shared).newest() is None
-
-
-def stopped(
-    *words: Any, write_part: Callable[..., object] = write.write_part, **named: Any
-) -> None:
-    """Write a part when somebody lets this process go on."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-    write_part(*words, **named)
 
 
 def test_a_slow_copy_is_followed_by_that_of_the_newest(
