@@ -11,11 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from checkpoints import state, stopped
+from checkpoints import assert_same, state, stopped
 from disks import until
 
 from train.checkpoint import (
     Checkpointer,
+    background,
     manifest,
     saver,
     shelf,
@@ -60,6 +61,31 @@ def test_a_disk_that_does_not_answer_is_given_up(
     assert outcome and re.fullmatch(r"it was not on disk after \d+ s", outcome.problem)
     assert not checkpoints.busy and sorted(shelf.published(tmp_path)) == [1]
     writer.wait(60)
+
+
+@pytest.mark.parametrize("hanging", [1, background.TRIES])
+def test_a_writer_that_never_begins_is_replaced(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: int
+) -> None:
+    """A fork can meet a lock that another thread held; with all of them hanging none is left."""
+    tries = tmp_path / "tries"
+
+    def hang() -> None:
+        with tries.open("ab") as file:
+            file.write(b".")
+        if tries.stat().st_size <= hanging:
+            signal.pause()
+
+    monkeypatch.setattr(background, "die_with_parent", hang)
+    monkeypatch.setattr(background, "BEGIN", 1.0)
+    checkpoints = Checkpointer(tmp_path / "checkpoints", world)
+    checkpoints.begin(1, state(1))
+    outcome = checkpoints.drain(60)
+    assert outcome is not None and not outcome.problem
+    assert tries.stat().st_size == min(1 + hanging, background.TRIES)
+    found = checkpoints.restore(lambda: state(0))
+    assert found is not None
+    assert_same(found[1], state(1))
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])

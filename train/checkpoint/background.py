@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 import threading
 import warnings
@@ -26,6 +27,9 @@ from train.stop import PERSON, SCHEDULER
 
 Work = Callable[[], object]
 ALIGNMENT = 64  # bytes; every type of numbers may start at a multiple
+BEGIN = 5.0  # seconds in which a forked process begins; it may hang in what another thread held
+TRIES = 3
+BEGUN = b"\1"
 
 
 class Job(Protocol):
@@ -45,25 +49,19 @@ class Forked:
 
     def __init__(self, work: Work) -> None:
         self._problem: str | None = None
-        self._pid = 0
         Forked._ending = [pid for pid in Forked._ending if not _has_ended(pid)]
-        self._end, end = os.pipe()
-        os.set_blocking(self._end, False)
-        parent = os.getpid()
-        # Blocked in the child for good: who stops the job does not stop the save.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PERSON | SCHEDULER)
-        try:
-            with warnings.catch_warnings():
-                # Python 3.12 warns of forks beside threads: the child takes no lock of theirs.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._pid = os.fork()
-            if self._pid == 0:
-                _child(work, end, parent)
-        except OSError:  # no memory for another process, even one that shares it: then at once
-            self._problem = _attempt(work)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(end)
+        for _ in range(TRIES):
+            try:
+                self._pid, self._end = _fork(work)
+            except OSError:  # no memory for another process, even one that shares it
+                break
+            if _tells(self._end, BEGIN):
+                os.read(self._end, len(BEGUN))
+                return
+            os.kill(self._pid, signal.SIGKILL)
+            os.close(self._end)
+            Forked._ending.append(self._pid)
+        self._problem = _attempt(work)
 
     def poll(self) -> str | None:
         """None while it runs, then the problem that it met, or nothing."""
@@ -149,6 +147,41 @@ def in_place(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     return views
 
 
+def _fork(work: Work) -> tuple[int, int]:
+    """Fork a process; its id, and a pipe that tells when it begins with the work and how it ends.
+
+    Raises:
+        OSError: there is no memory for another process, even one that shares it.
+    """
+    own_end, end = os.pipe()
+    os.set_blocking(own_end, False)
+    parent = os.getpid()
+    # Blocked in the child for good: who stops the job does not stop the save.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PERSON | SCHEDULER)
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks beside threads: a child that meets a lock of theirs is
+            # replaced by another.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _child(work, end, parent)
+    except OSError:
+        os.close(own_end)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(end)
+    return pid, own_end
+
+
+def _tells(end: int, seconds: float) -> bool:
+    """Wait until there is something in a pipe, or its other end is closed."""
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
 def _child(work: Work, end: int, parent: int) -> NoReturn:
     """Do the work and nothing else: no collection of others' objects, no exit hooks.
 
@@ -161,6 +194,7 @@ def _child(work: Work, end: int, parent: int) -> NoReturn:
         die_with_parent()
         os.closerange(3, end)
         os.closerange(end + 1, os.sysconf("SC_OPEN_MAX"))
+        os.write(end, BEGUN)
         if os.getppid() == parent:
             problem = _attempt(work)
         with contextlib.suppress(OSError):
