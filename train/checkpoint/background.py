@@ -58,9 +58,7 @@ class Forked:
             if _tells(self._end, BEGIN):
                 os.read(self._end, len(BEGUN))
                 return
-            os.kill(self._pid, signal.SIGKILL)
-            os.close(self._end)
-            Forked._ending.append(self._pid)
+            self._kill()
         self._problem = _attempt(work)
 
     def poll(self) -> str | None:
@@ -72,17 +70,22 @@ class Forked:
                 return None
             # What it had to say comes before its end, and a long time before with much memory.
             self._problem = text[1:].decode() if text else self._death()
-            os.close(self._end)
-            Forked._ending.append(self._pid)
+            self._let_go()
         return self._problem
 
     def abandon(self) -> None:
         """Kill the process; one that hangs in the file system dies when that answers."""
         if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
-            os.close(self._end)
-            Forked._ending.append(self._pid)
+            self._kill()
             self._problem = "abandoned"
+
+    def _kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        os.close(self._end)
+        Forked._ending.append(self._pid)
 
     def _death(self) -> str:
         ended = None

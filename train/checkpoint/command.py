@@ -71,8 +71,7 @@ def _row(path: Path) -> tuple[str, ...]:
 
 def _show(arguments: argparse.Namespace) -> int:
     path = _checkpoint(arguments.path)
-    with manifest.naming(path):
-        stored = manifest.read(path)
+    stored = manifest.read_named(path)
     print(f"{path}: {len(stored.tensors)} tensors, {_size(stored.nbytes)}")
     for name, fact in stored.facts.items():
         print(f"  {_plain(name)}: {_plain(json.dumps(fact))}")
@@ -130,8 +129,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     path = _checkpoint(arguments.path)
-    with manifest.naming(path):
-        stored = manifest.read(path)
+    stored = manifest.read_named(path)
     facts = stored.facts
     mesh = f"{facts.get('world_size')} ranks, mesh {facts.get('mesh') or 'none'}"
     print(f"{path} was written by {_plain(mesh)}.\n{ANYWHERE}")

@@ -19,7 +19,7 @@ def differences(first: Path, second: Path) -> list[str]:
         ConfigError: another version of rollcall wrote one.
     """
     with shelf.reading(first), shelf.reading(second):
-        one, other = _read(first), _read(second)
+        one, other = manifest.read_named(first), manifest.read_named(second)
         lines = []
         same = []
         for name, tensor in one.tensors.items():
@@ -50,11 +50,6 @@ def differences(first: Path, second: Path) -> list[str]:
         if repr(values[0]) != repr(values[1]):
             lines.append(f"{name}: {values[0]} and {values[1]}")
     return lines
-
-
-def _read(path: Path) -> manifest.Manifest:
-    with manifest.naming(path):
-        return manifest.read(path)
 
 
 def _whole(

@@ -170,6 +170,12 @@ def naming(directory: Path) -> Iterator[None]:
         raise Damaged(f"{directory} is damaged: {error}") from None
 
 
+def read_named(directory: Path) -> Manifest:
+    """`read`, for a message that names the checkpoint, too."""
+    with naming(directory):
+        return read(directory)
+
+
 def size_problem(directory: Path, manifest: Manifest, file: str) -> str:
     """What is wrong with a data file as far as its size tells, or nothing."""
     try:
