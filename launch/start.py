@@ -131,11 +131,11 @@ def _on_this_machine(submission: Submission) -> int:
 def _prepared(submission: Submission) -> Iterator[None]:
     """Make the run directory with code and recipe; take a new one away if starting fails."""
     run = submission.run
-    is_new = _claim(run)
-    if submission.is_new and not is_new:
-        raise TakenError(f"run {run.name} has just been made by another submission")
+    is_new = False
     try:
-        run.create()
+        is_new = run.create()
+        if submission.is_new and not is_new:
+            raise TakenError(f"run {run.name} has just been made by another submission")
         run.job.mkdir(exist_ok=True)
         for recipe in submission.recipes:
             shutil.copyfile(recipe, run.job / recipe.name)
@@ -162,22 +162,6 @@ def _prepared(submission: Submission) -> Iterator[None]:
         if isinstance(error, OSError):
             raise RefusedError(f"{error.filename}: {error.strerror}") from None
         raise
-
-
-def _claim(run: RunDir) -> bool:
-    """Whether this process is the one that makes the run directory.
-
-    Raises:
-        RefusedError: the place cannot be written.
-    """
-    try:
-        run.path.parent.mkdir(parents=True, exist_ok=True)
-        run.path.mkdir(mode=0o700)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise RefusedError(f"{error.filename}: {error.strerror}") from None
-    return True
 
 
 def _record(submission: Submission, job_id: str) -> None:

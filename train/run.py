@@ -88,20 +88,27 @@ class RunDir:
         """The output of one rank in one attempt."""
         return self.path / "logs" / f"attempt-{attempt}" / f"node-{node}" / f"rank-{rank}.log"
 
-    def create(self) -> None:
-        """Make the directory, for this user alone.
+    def create(self) -> bool:
+        """Make the directory, for this user alone; whether it was not there.
 
         Raises:
             OSError: the place cannot be written, or others can write what lies there.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        is_new = True
+        try:
+            self.path.mkdir(mode=0o700)
+        except FileExistsError:
+            if not self.path.is_dir():
+                raise
+            is_new = False
         # In a place such as /tmp others may have put a link or a directory of theirs there.
         link, directory = self.path.lstat(), self.path.stat()
         me = os.geteuid()
         if link.st_uid != me or directory.st_uid != me or directory.st_mode & S_IWOTH:
             reason = "it belongs to another user, or everybody may write there"
             raise PermissionError(errno.EPERM, reason, str(self.path))
+        return is_new
 
     def claim(self) -> None:
         """Make this attempt the one that may write, in place of one that may still be alive.
