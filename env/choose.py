@@ -1,7 +1,7 @@
-"""Which torch build fits this machine: the driver decides, ROLLCALL_TORCH overrides.
+"""Choose the torch build for this machine: by the NVIDIA driver, unless ROLLCALL_TORCH is set.
 
-A choice is written ``[VERSION+]BUILD``: ``default`` (what the registry offers), ``cpu``,
-``cu128``, ``2.11.0+cu128``. Only the standard library is used here: nothing is installed yet.
+A choice is written ``[VERSION+]BUILD``: ``default`` (the package registry's build), ``cpu``,
+``cu128``, ``2.11.0+cu128``. This file uses only the standard library: nothing is installed yet.
 """
 
 import os
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 INDEX = "https://download.pytorch.org/whl/"  # PyTorch's own wheel index: one folder per build
 PROBE_S = 4.0
 
-# Oldest Linux driver of each build, newest build first (NVIDIA's CUDA release notes, table 2). The
-# registry's default has been CUDA 13 since torch 2.11; cu128 is the first with Blackwell, which
-# needs 570. Below 525, CUDA 12 does not load.
+# Oldest Linux driver for each build, newest build first (NVIDIA's CUDA release notes, table 2). The
+# registry's default build has used CUDA 13 since torch 2.11. cu128 is the first to support
+# Blackwell GPUs, which need driver 570. CUDA 12 does not load with a driver below 525.
 BUILDS = ((580, "default"), (570, "cu128"), (525, "cu126"))
 
 REQUEST = re.compile(
@@ -25,29 +25,29 @@ REQUEST = re.compile(
 
 
 class CannotBuild(Exception):
-    """The environment cannot be made; the message names the cause and the cure."""
+    """The environment cannot be made; the message gives the cause and the remedy."""
 
 
 def parse(request: str) -> tuple[str, str]:
     """Split ROLLCALL_TORCH into version and build; either may be empty.
 
     Raises:
-        CannotBuild: when it is not of the form ``[VERSION][+BUILD]``.
+        CannotBuild: it does not have the form ``[VERSION][+BUILD]``.
     """
     match = REQUEST.fullmatch(request)
     if not match:
         raise CannotBuild(
-            f"ROLLCALL_TORCH={request} is not of the form [VERSION][+BUILD], such as 2.11.0, cpu, "
-            "cu128, 2.11.0+cu128 or default."
+            f"ROLLCALL_TORCH={request}: expected [VERSION][+BUILD], such as 2.11.0, cpu, cu128, "
+            "2.11.0+cu128 or default."
         )
     return match[1] or "", match[2] or ""
 
 
 def build_for(driver: str) -> str:
-    """Name the newest build that an NVIDIA driver supports.
+    """Return the newest build that an NVIDIA driver supports.
 
     Raises:
-        CannotBuild: when the driver is older than every build of torch that we support.
+        CannotBuild: the driver is too old for every build listed here.
     """
     major = int(driver.split(".")[0])
     for oldest, build in BUILDS:
@@ -61,16 +61,15 @@ def build_for(driver: str) -> str:
 
 
 def choose(request: str, driver: str, ready: Iterable[str], say: Callable[[str], None]) -> str:
-    """Complete a request to a choice.
+    """Turn a request into a complete choice.
 
     Args:
-        request: ROLLCALL_TORCH, or nothing.
-        driver: the NVIDIA driver's version as the kernel tells it, or nothing.
-        ready: the choices for which an environment is ready.
-        say: shows one line to the user.
+        request: ROLLCALL_TORCH, or an empty string.
+        driver: the NVIDIA driver's version as the kernel reports it, or an empty string.
+        ready: the choices for which an environment exists.
 
     Raises:
-        CannotBuild: when the request is malformed or the driver too old.
+        CannotBuild: the request is malformed or the driver too old.
     """
     version, build = parse(request)
     prefix = f"{version}+" if version else ""
@@ -83,35 +82,31 @@ def _fitting_build(
     if driver:
         return build_for(driver)
     if "SLURM_JOB_ID" not in os.environ and "gpu" in _output("sinfo", "-h", "-o", "%G"):
-        say("no NVIDIA driver, but this Slurm cluster has GPUs: taking the registry's CUDA build")
+        say("no NVIDIA driver, but this Slurm cluster has GPUs: using the registry's CUDA build")
         return "default"
-    # Any build serves without a driver. A node without network must not try to make another one.
+    # Without a driver any build works. A node without a network must not try to make another one.
     for build in ("cpu", "default"):
         if prefix + build in ready:
             return build
     if _answers(f"{INDEX}cpu/torch/"):
         return "cpu"
-    say(f"no NVIDIA driver, and {INDEX}cpu does not answer: taking the registry's default build")
+    say(f"no NVIDIA driver, and {INDEX}cpu does not answer: using the registry's default build")
     return "default"
 
 
 def _driver_of_nvidia_smi() -> str:
-    # Where the kernel's files do not show it (WSL, some containers), nvidia-smi may know.
-    found = re.search(
-        r"^\d{3,}(\.\d+)+$",
-        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        re.MULTILINE,
-    )
+    # In WSL and some containers the kernel's files are missing, but nvidia-smi may work.
+    output = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = re.search(r"^\d{3,}(\.\d+)+$", output, re.MULTILINE)
     return found[0] if found else ""
 
 
 def _output(*command: str) -> str:
-    # What a probe prints, nothing when the program is missing, fails or hangs.
+    # The output of a probe; empty if the program is missing, fails or hangs.
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
 
 
 def _answers(url: str) -> bool:
@@ -124,7 +119,7 @@ def _answers(url: str) -> bool:
         except OSError:
             pass
 
-    # In a thread, because urlopen's timeout does not cover the name look-up.
+    # In a thread, because urlopen's timeout does not cover the name lookup.
     probe = threading.Thread(target=ask, daemon=True)
     probe.start()
     probe.join(PROBE_S)

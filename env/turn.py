@@ -1,13 +1,14 @@
-"""Whose turn it is to build, among processes of any number of nodes on a shared file system.
+"""Decide which process builds, among processes on any number of nodes with a shared file system.
 
-The folder of an environment holds ``ready`` (written last, names the virtual environment to use),
-``lock.N`` (somebody builds) and ``failed`` (why the last one could not). A lock is a file created
-exclusively, which also holds on Lustre and NFS where flock may not. Its owner rewrites it every few
-seconds; one that no longer changes belongs to a dead owner, and whoever creates the next number has
-its turn, so that two can never take over at once. A lock only saves work: every builder fills a
-folder of its own, so that a builder thought dead by mistake does no harm.
+The folder of an environment contains ``ready`` (written last; names the environment to use),
+``lock.N`` (a process is building) and ``failed`` (why the last build failed). A lock is a file
+created exclusively, which also works on Lustre and NFS, where flock may not. Its owner rewrites it
+every few seconds. If a lock no longer changes, its owner is dead, and the process that creates the
+next number builds; two processes can never take over at once. A lock only saves work: every builder
+fills a separate folder, so a builder that is believed dead by mistake does no harm.
 """
 
+import contextlib
 import os
 import shutil
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 from choose import CannotBuild
 
 BEAT_S = 5.0
-DEAD_S = 60.0  # a lock unchanged for so long has no living owner
+DEAD_S = 60.0  # if a lock has not changed for this long, its owner is dead
 POLL_S = 0.5
 
 
@@ -27,7 +28,7 @@ class Lock:
     """The right to build in ``folder``, kept alive by a thread until released."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        """Create the lock file; FileExistsError when another process was quicker."""
+        """Create the lock file; raise FileExistsError if another process was faster."""
         self.path = folder / f"lock.{number}"
         self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self._done = threading.Event()
@@ -43,7 +44,7 @@ class Lock:
 
     def _beat(self, beat: int) -> None:
         os.pwrite(self._file, f"{socket.gethostname()} {os.getpid()} {beat}\n".encode(), 0)
-        os.fsync(self._file)  # NFS shows a write to other nodes only once it is flushed
+        os.fsync(self._file)  # on NFS, other nodes see a write only after it is flushed
 
     def release(self) -> None:
         """Stop the heartbeat and remove the lock."""
@@ -54,23 +55,23 @@ class Lock:
 
 
 def take_turn(folder: Path, say: Callable[[str], None]) -> Lock | None:
-    """Wait until ``folder`` is ready (None) or ours to build in (its lock).
+    """Wait until ``folder`` is ready (return None) or this process may build (return its lock).
 
     Raises:
-        CannotBuild: with the builder's reason, when the one that we waited for failed.
+        CannotBuild: another process built and failed; the message is its reason.
     """
     seen, since, waited = "", time.monotonic(), False
     while True:
-        # One listing per look: NFS may cache the answer for single names, one missing above all.
+        # List the folder: for single names, missing ones above all, NFS may return a cached answer.
         names = [path.name for path in folder.iterdir()]
         if "ready" in names:
             return None
         last = max((int(name[5:]) for name in names if name.startswith("lock.")), default=-1)
         if last < 0:
             if waited and "failed" in names:
-                raise CannotBuild((folder / "failed").read_text().strip())
+                raise CannotBuild(read(folder / "failed"))
         else:
-            owner = _read(folder / f"lock.{last}")
+            owner = read(folder / f"lock.{last}")
             if owner != seen:
                 seen, since = owner, time.monotonic()
             if not _is_dead(owner) and time.monotonic() - since < DEAD_S:
@@ -80,7 +81,9 @@ def take_turn(folder: Path, say: Callable[[str], None]) -> Lock | None:
                     waited = True
                 time.sleep(POLL_S)
                 continue
-        lock = _try_lock(folder, last + 1)
+        lock = None
+        with contextlib.suppress(FileExistsError):
+            lock = Lock(folder, last + 1)
         if lock and not (folder / "ready").exists():
             _clear(folder, keep=lock.path.name)
             return lock
@@ -89,7 +92,7 @@ def take_turn(folder: Path, say: Callable[[str], None]) -> Lock | None:
 
 
 def _clear(folder: Path, keep: str) -> None:
-    # Remove what earlier builders left: their locks, their notes, half an environment.
+    # Remove what earlier builders left: locks, reasons of failures, unfinished environments.
     for path in folder.iterdir():
         if path.name.startswith("venv-"):
             shutil.rmtree(path, ignore_errors=True)
@@ -97,22 +100,16 @@ def _clear(folder: Path, keep: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _try_lock(folder: Path, number: int) -> Lock | None:
+def read(path: Path) -> str:
+    """Read a short file; return an empty string if it is missing."""
     try:
-        return Lock(folder, number)
-    except FileExistsError:
-        return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
+        return path.read_text().strip()
     except FileNotFoundError:
         return ""
 
 
 def _is_dead(owner: str) -> bool:
-    # Only a process of this host can be asked; any other shows by its heartbeat that it lives.
+    # Only processes on this host can be checked; others are alive as long as their lock changes.
     host, _, rest = owner.partition(" ")
     if host != socket.gethostname():
         return False

@@ -1,4 +1,4 @@
-"""States to save, damage, writers that wait, and manifests that lie."""
+"""States to save, and ways to damage or forge a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from train.checkpoint import write
+from rollcall.train.checkpoint import write
 
 
 def state(seed: int) -> dict[str, Any]:
-    """Tensors of several kinds, and values, that follow from the seed."""
+    """Return tensors and values of several types, determined by the seed."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "model": {
@@ -32,7 +32,7 @@ def state(seed: int) -> dict[str, Any]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """See that two states are equal to the last bit."""
+    """Check that two states are equal to the last bit."""
     for name, tensor in expected["model"].items():
         assert found["model"][name].dtype == tensor.dtype
         assert torch.equal(found["model"][name], tensor), name
@@ -40,7 +40,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Write a manifest that says what we want, with the digest that belongs to it."""
+    """Change the fields of a manifest and give it a valid digest."""
     fields = json.loads(path.read_bytes())
     del fields["crc32"]
     change(fields)
@@ -49,22 +49,22 @@ def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def entry_of(fields: dict[str, Any], name: str) -> Any:
-    """What a manifest tells of a tensor."""
+    """Return a tensor's entry in a manifest."""
     return next(entry for entry in fields["tensors"] if entry["key"][-1] == name)
 
 
 def cut(path: Path) -> None:
-    """Take the last byte of a file away."""
+    """Remove the last byte of a file."""
     os.truncate(path, path.stat().st_size - 1)
 
 
 def empty(path: Path) -> None:
-    """Take everything out of a file."""
+    """Remove the content of a file."""
     os.truncate(path, 0)
 
 
 def flip(path: Path) -> None:
-    """Turn a bit in the middle of a file."""
+    """Flip a bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -73,6 +73,6 @@ def flip(path: Path) -> None:
 def stopped(
     *words: Any, write_part: Callable[..., object] = write.write_part, **named: Any
 ) -> None:
-    """Write a part when somebody lets this process go on."""
+    """Stop this process, and write the part once somebody continues it."""
     os.kill(os.getpid(), signal.SIGSTOP)
     write_part(*words, **named)

@@ -1,4 +1,4 @@
-"""Disks for tests: small file systems to fill, to freeze or to make read-only. They need root."""
+"""Small file systems that a test can fill, freeze or make read-only. They need root."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_root = pytest.mark.skipif(
 
 @contextmanager
 def mounted(place: Path, kind: str, size: str) -> Iterator[Path]:
-    """A file system of this kind at a place, as long as it lasts."""
+    """Mount a file system of this type and size in a directory while the context is open."""
     place.mkdir(parents=True, exist_ok=True)
     if kind == "tmpfs":
         run("mount", "-t", kind, "-o", f"size={size},mode=0700", "none", place)
@@ -36,7 +36,7 @@ def mounted(place: Path, kind: str, size: str) -> Iterator[Path]:
 
 @contextmanager
 def frozen(place: Path) -> Iterator[None]:
-    """Whoever writes there waits, as for a server that does not answer."""
+    """Block all writes to a file system, like a file server that does not answer."""
     run("fsfreeze", "--freeze", place)
     try:
         yield
@@ -50,7 +50,7 @@ def run(*words: str | Path) -> None:
 
 
 def until(is_so: Callable[[], bool], seconds: float = 120) -> None:
-    """Wait for something, but not for ever."""
+    """Wait until a condition is true; fail after a number of seconds."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline

@@ -1,6 +1,6 @@
-"""One row of tests/drill_table.py, in the lab's login host: `drill_row.py LAB RUN WHAT`.
+"""Measure one row of tests/drill_table.py on the lab's login host: `drill_row.py LAB RUN WHAT`.
 
-It prints what was measured and the hash of the weights as one line of JSON.
+Prints the measurements and the hash of the weights as one line of JSON.
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import power
+import lab_power
 from lab import Lab, wait_until
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch import drill, runs, slurm  # noqa: E402
-from launch.faults import FAULTS, Fault, Target  # noqa: E402
-from launch.runs import NoRunError  # noqa: E402
-from launch.slurm import SlurmError  # noqa: E402
-from train.run import RunDir, read_lines  # noqa: E402
+from rollcall.launch.drill import drill  # noqa: E402
+from rollcall.launch.drill.faults import FAULTS, Fault, Target  # noqa: E402
+from rollcall.launch.runs import find  # noqa: E402
+from rollcall.launch.runs.find import NoRunError  # noqa: E402
+from rollcall.launch.scheduler import slurm  # noqa: E402
+from rollcall.launch.scheduler.slurm import SlurmError  # noqa: E402
+from rollcall.records.files import read_lines  # noqa: E402
+from rollcall.run_dir import RunDir  # noqa: E402
 
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 WORDS = ["digits", "device=cpu", "exact=true", "checkpoint.every=50", "log.every=1"]
 STEPS = 400
-"""How long most runs are: some seconds longer than it takes to strike."""
+"""Steps of most runs, enough to last some seconds longer than the drill needs to start."""
 
 
 class Row(NamedTuple):
-    """What is done to a run.
+    """A failure to cause in a run.
 
     Attributes:
-        fault: of the run, in this lab.
-        options: of submit.py.
-        steps: how long the run must be for the fault to find it.
+        fault: causes the failure in a run of this lab.
+        options: further options of submit.py.
+        steps: number of steps, enough that the run still trains when the failure happens.
     """
 
     fault: Callable[[Lab, Target], Fault]
@@ -46,36 +49,37 @@ class Row(NamedTuple):
 
 
 def plain(what: str, steps: int = STEPS) -> Row:
-    """A drill, as `python -m launch drill` does it."""
+    """A drill of `rollcall drill`."""
     return Row(lambda _, target: FAULTS[what](target), steps=steps)
 
 
 def on_one_node(what: str) -> Row:
-    """A drill after which a person goes on with one node, as soon as the job has left its own."""
+    """A drill after which a user resumes on one node, as soon as the job has released its nodes."""
 
     def fault(_: Lab, target: Target) -> Fault:
         job = target.job.id
-        over = (None, "PENDING", *slurm.FINAL)
+        released = (None, "PENDING", *slurm.FINAL)
         return FAULTS[what](target)._replace(
-            is_free=lambda: slurm.state(job) in over, undo=lambda: _go_on(target.run, STEPS)
+            is_free=lambda: slurm.state(job) in released,
+            undo=lambda: _resume_on_one_node(target.run, STEPS),
         )
 
     return Row(fault, ("--max-restarts=0",))
 
 
 def kill_host(number: int, *options: str) -> Row:
-    """A host of the run loses its power."""
+    """Cut the power of a host of the run."""
 
     def fault(lab: Lab, target: Target) -> Fault:
         host = target.attempt.hosts[number]
-        return Fault(f"{host} loses its power", lambda: power.off(lab, host))
+        return Fault(f"{host} loses its power", lambda: lab_power.off(lab, host))
 
     return Row(fault, options)
 
 
 ROWS = {
     **{what: plain(what) for what in FAULTS},
-    # What a run endures takes 5 s of it, and Slurm looks at time limits every 30 s.
+    # These faults last 5 s, and Slurm checks time limits every 30 s.
     "full-disk": plain("full-disk", 900),
     "slow-network": plain("slow-network", 900),
     "time-limit": plain("time-limit", 1800),
@@ -88,14 +92,14 @@ ROWS = {
 
 
 def submit(run: RunDir, steps: int, *options: str) -> None:
-    """Start a run of 2 ranks per node, or let it go on."""
+    """Start or resume a run with 2 ranks per node."""
     place = ["--time=10", "--name", run.name, "--root", str(run.path.parent)]
     words = [*SUBMIT, "--nodes=2", *place, *options, *WORDS, f"train.steps={steps}"]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
 def weights(run: RunDir) -> str:
-    """The hash of the weights that a run ends with."""
+    """Wait for a run to end; return the hash of its final weights, or "none" if it failed."""
 
     def ended() -> list[str]:
         return [line["weights"] for line in read_lines(run.events) if line.get("state") == "done"]
@@ -108,26 +112,26 @@ def weights(run: RunDir) -> str:
     return next(iter(ended()), "none")
 
 
-def _go_on(run: RunDir, steps: int) -> None:
-    """As a person does it: end what waits for two nodes, and ask for one."""
+def _resume_on_one_node(run: RunDir, steps: int) -> None:
+    """Cancel the job that waits for two nodes, and resume on one."""
     cancel = [sys.executable, "-m", "launch", "cancel", str(run.path)]
-    subprocess.run(cancel, cwd=ROOT, capture_output=True, check=False)  # or it has ended
+    subprocess.run(cancel, cwd=ROOT, capture_output=True, check=False)  # fails if it has ended
     submit(run, steps, "--nodes=1", "--resume")
 
 
 def main() -> None:
-    """Submit the run, strike, measure and print."""
+    """Submit a run, cause the failure, and print the measurements."""
     lab, path, row = Lab(sys.argv[1]), Path(sys.argv[2]), ROWS[sys.argv[3]]
     run = RunDir(path.parent, path.name)
     submit(run, row.steps, *row.options)
     wait_until(lambda: len(list(run.checkpoints.glob("step-*"))) > 1, 120, lambda: "no checkpoints")
     target = drill.await_training(run)
     measured = asdict(drill.measure(target, row.fault(lab, target)))
-    ranks = runs.attempts(run)[-1].ranks
-    dead = [host for host in target.attempt.hosts if not power.is_on(lab, host)]
+    ranks = find.attempts(run)[-1].ranks
+    dead = [host for host in target.attempt.hosts if not lab_power.is_on(lab, host)]
     print(json.dumps({**measured, "ranks": ranks, "weights": weights(run)}))
     for host in dead:
-        power.on(lab, host)
+        lab_power.on(lab, host)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Print docs/reliability.md's table: every drill on labs of every kind, 4 ranks on two hosts.
+"""Print the table of docs/reliability.md: every drill on several labs, 4 ranks on two hosts.
 
     sudo -E python tests/drill_table.py [--proctrack cgroup] [--grace 0] [WHAT ...]
 
-Every drill has a run of its own in exact mode (tests/drill_row.py), which must end with the weights
-of a run that nothing befell; those are the same on 4 ranks and on 2.
+Every drill has a separate run in exact mode (tests/drill_row.py). It must end with the weights of
+an undisturbed run, which are the same on 4 ranks and on 2.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from pathlib import Path
 from drill_row import ROWS, STEPS, SUBMIT, WORDS, weights
 from lab import Lab, running_lab
 
-from train.run import RunDir
+from rollcall.run_dir import RunDir
 
-HEAD = "| drill | proctrack, grace | noticed | nodes free | again | ranks | steps again | weights |"
+HEAD = (
+    "| drill | proctrack, grace | noticed after | nodes free after | training again after | ranks "
+    "| steps repeated | weights |"
+)
 LINE = "| {} | {}, {} s | {} | {} | {} | {} | {} | {} |"
 LIMIT = 420
-"""Seconds for a row."""
+"""Seconds until a row is given up."""
 
 
 def main() -> None:
-    """Bring up a lab after the other, and print a row for every drill."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # labs are taken down
+    """Start one lab after another, and print a row for every drill."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stop the labs
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--proctrack", action="append", choices=("cgroup", "linuxproc"))
     parser.add_argument("--grace", action="append", type=int)
@@ -54,10 +57,10 @@ def main() -> None:
 
 
 def undisturbed(place: Path, steps: int) -> str:
-    """The hash of the weights of a run that nothing befalls.
+    """Return the hash of an undisturbed run's weights.
 
     Raises:
-        AssertionError: on 2 ranks they are others than on 4.
+        AssertionError: the weights on 2 ranks and on 4 ranks differ.
     """
     found = []
     for nodes in (2, 1) if steps == STEPS else (2,):
@@ -71,12 +74,12 @@ def undisturbed(place: Path, steps: int) -> str:
 
 
 def drill(lab: Lab, run: Path, what: str, expected: str) -> list[str]:
-    """A drill's measurements, and whether the weights are those of the undisturbed run."""
+    """Return a drill's measurements and whether the weights equal the undisturbed run's."""
     script = str(Path(__file__).with_name("drill_row.py"))
     try:
         done = lab.exec("login", sys.executable, script, lab.name, str(run), what, timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        return [f"not over after {LIMIT} s", "", "", "", "", ""]
+        return [f"not finished after {LIMIT} s", "", "", "", "", ""]
     if done.returncode != 0:
         return [done.stderr.strip().splitlines()[-1], "", "", "", "", ""]
     found = json.loads(done.stdout)

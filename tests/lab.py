@@ -1,4 +1,4 @@
-"""A Slurm cluster of several hosts on this machine, as the tests use it: slurm/lab as Python."""
+"""Start and use a Slurm cluster of several hosts on this machine: slurm/lab from Python."""
 
 import atexit
 import os
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 COMMANDS = Path(__file__).parents[1] / "slurm" / "lab"
-CANNOT = 3  # the exit code of `up` where the machine or the user lacks something
+CANNOT = 3  # exit code of `up` if a package or a permission is missing
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
 class Lab:
-    """A running lab. Its hosts are `login` and the nodes `n1`, `n2`, ..."""
+    """A running lab. Its hosts are `login` and the nodes `n1`, `n2`, …"""
 
     def __init__(self, name: str):
         self.name = name
 
     def argv(self, host: str, *command: str) -> list[str]:
-        """The command line that runs `command` in `host`, for subprocess.Popen."""
+        """Return the command line that runs `command` on `host`, for subprocess.Popen."""
         return [str(COMMANDS / "exec"), "--name", self.name, host, *command]
 
     def exec(
@@ -33,7 +33,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `command` in `host`; `env` comes on top of this process's environment.
+        """Run `command` on `host`; `env` is added to this process's environment.
 
         Raises subprocess.TimeoutExpired after `timeout` seconds.
         """
@@ -48,18 +48,18 @@ class Lab:
         )
 
     def output(self, host: str, *command: str, timeout: float = 120) -> str:
-        """What `command` prints in `host`. Fails the test unless it exits with 0."""
+        """Return what `command` prints on `host`; fail the test unless it exits with 0."""
         result = self.exec(host, *command, timeout=timeout)
         assert result.returncode == 0, f"{host}: {command} -> {result.returncode}: {result.stderr}"
         return result.stdout.strip()
 
     def job(self, job_id: str, field: str) -> str:
-        """One field of `scontrol show job`, such as JobState or Restarts."""
+        """Return one field of `scontrol show job`, such as JobState or Restarts."""
         fields = self.output("login", "scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(item.split("=", 1) for item in fields if "=" in item)[field]
 
     def wait_job(self, job_id: str, timeout: float = 120) -> str:
-        """Wait until the job has ended, requeues included, and return its state."""
+        """Wait until the job has ended, including requeues, and return its state."""
 
         def state() -> str:
             return self.job(job_id, "JobState")
@@ -69,7 +69,7 @@ class Lab:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, complaint: Callable[[], str]) -> None:
-    """Poll until `condition` holds. Raises TimeoutError with the complaint after `timeout` s."""
+    """Poll until `condition` is true; raise TimeoutError with the complaint after `timeout` s."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -79,15 +79,15 @@ def wait_until(condition: Callable[[], bool], timeout: float, complaint: Callabl
 
 @contextmanager
 def running_lab(name: str, *options: str) -> Iterator[Lab]:
-    """Bring a lab up with `options` of slurm/lab/up, and take it down in any case.
+    """Start a lab with `options` of slurm/lab/up, and always stop it.
 
-    Skips the test where the machine or the user lacks something: in CI that is a failure.
+    If a package or a permission is missing, the test is skipped; in CI it fails.
     """
 
     def take_down() -> subprocess.CompletedProcess[str]:
         return run_command("down", "--name", name)
 
-    atexit.register(take_down)  # for a pytest that ends without tearing its fixtures down
+    atexit.register(take_down)  # in case pytest exits without tearing down its fixtures
     try:
         up = run_command("up", "--name", name, *options)
         if up.returncode == CANNOT and os.environ.get("CI") != "true":
@@ -101,7 +101,7 @@ def running_lab(name: str, *options: str) -> Iterator[Lab]:
 
 
 def run_command(command: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run one of the lab's own commands: up, down, status."""
+    """Run one of the lab's commands: up, down or status."""
     return subprocess.run(
         [str(COMMANDS / command), *options],
         capture_output=True,

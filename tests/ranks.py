@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes forked from one server that has imported torch once."""
+"""Ranks for tests: processes forked from one server that imports torch once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import time
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-# Read when the server imports torch: two threads in each of four ranks would fight for two cores.
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+
+# Read when the server imports torch. With more threads, four ranks would compete for two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["train.loop", "torch._dynamo", "sklearn.datasets"])
+FORKSERVER.set_forkserver_preload(["rollcall.train.training", "torch._dynamo", "sklearn.datasets"])
 TIMEOUT = 240
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -59,7 +63,7 @@ class Ranks:
             self.processes.append(process)
 
     def log(self, rank: int) -> Path:
-        """Where this rank's output goes."""
+        """The file with this rank's output."""
         return self.logs / f"rank-{rank}.log"
 
     def output(self) -> str:
@@ -67,7 +71,7 @@ class Ranks:
         return "".join(self.log(rank).read_text() for rank in range(len(self.processes)))
 
     def wait(self) -> list[int | None]:
-        """The exit codes, minus the signal for a rank that was killed; ends what hangs."""
+        """Return the exit codes (the negative signal for a killed rank); kill ranks that hang."""
         deadline = time.monotonic() + TIMEOUT
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -76,7 +80,7 @@ class Ranks:
         return codes
 
     def kill(self) -> None:
-        """End every rank at once, as a power cut would."""
+        """Kill all ranks at once, like a power cut."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -86,7 +90,7 @@ def train(world_size: int, words: list[str], logs: Path) -> str:
     """Train to the end; return the output of all ranks.
 
     Raises:
-        AssertionError: a rank did not end with 0.
+        AssertionError: a rank did not exit with code 0.
     """
     ranks = Ranks(world_size, words, logs)
     codes = ranks.wait()
@@ -94,8 +98,13 @@ def train(world_size: int, words: list[str], logs: Path) -> str:
     return ranks.output()
 
 
+def logged_steps(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl about training steps, not about validations."""
+    return [line for line in read_lines(run_dir.metrics) if "loss" in line]
+
+
 def _run_rank(words: list[str], env: Mapping[str, str], log: Path, cwd: str) -> None:
-    from train.__main__ import main
+    from rollcall.train.main import main
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)

@@ -1,105 +1,187 @@
-"""How good is the model? Figures over the validation set, every sample counted once."""
-
-from __future__ import annotations
+"""Evaluate the model on the validation set; every target that counts does so once."""
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from train.config import Config
-from train.data.loading import Loading
-from train.data.order import validation_batches
-from train.data.source import Source
-from train.losses import PerSample, per_sample_loss
-from train.parallel import Strategy
-from train.world import World
+from rollcall.activity import doing
+from rollcall.config import Config, ConfigError
+from rollcall.train.data.loading import Loading
+from rollcall.train.data.order import validation_batches
+from rollcall.train.data.source import Batch, Source
+from rollcall.train.dist.world import World
+from rollcall.train.numerics.losses import Loss, valid_share
+from rollcall.train.numerics.metrics import Metric
+from rollcall.train.parallel import Strategy
 
 ROWS = 256
-"""Samples of one forward pass on a rank, at least."""
+"""The fewest samples of one forward pass on a rank."""
 MANY_CLASSES = 20
-"""With so many it also tells whether the answer is among the five that the model prefers."""
+"""From this number of classes on, top-5 accuracy is reported too."""
+
+
+Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""For each figure its sums and weights: (rows,), or (rows, n) for a metric of several counts."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the whole validation set; None for what does not suit the data.
+    """Figures over the whole validation data; figures of further sets are named set/figure."""
 
-    Attributes:
-        loss: mean loss.
-        accuracy: share of correct answers.
-        top5: share of answers among the five best, where there are many classes.
-        perplexity: exp(loss), for sequences of classes.
-    """
+    values: Mapping[str, float]
 
-    loss: float
-    accuracy: float | None = None
-    top5: float | None = None
-    perplexity: float | None = None
+    @property
+    def loss(self) -> float:
+        """The mean loss of the first validation set."""
+        return self.values["loss"]
 
     def figures(self) -> dict[str, float]:
-        """Those that suit the data, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the figures that apply to the data, by name."""
+        return dict(self.values)
 
     def __str__(self) -> str:
-        shares = {"accuracy": self.accuracy, "top 5": self.top5}
-        words = [f"loss {self.loss:.4f}"]
-        words += [f"{name} {share:.2%}" for name, share in shares.items() if share is not None]
-        words += [] if self.perplexity is None else [f"perplexity {self.perplexity:.2f}"]
-        return "  ".join(words)
+        return "  ".join(f"{name} {shown(name, value)}" for name, value in self.values.items())
 
 
+def shown(name: str, value: float) -> str:
+    """Return a figure for people: shares as per cent."""
+    kind = name.rpartition("/")[2]
+    if kind in ("accuracy", "top5"):
+        return f"{value:.2%}"
+    return f"{value:.2f}" if kind == "perplexity" else f"{value:.4f}"
+
+
+@doing("evaluating", may_take_long=True)
 def evaluate(
     strategy: Strategy,
     source: Source,
     world: World,
     config: Config,
-    loss: PerSample = per_sample_loss,
-    is_asked_to_stop: Callable[[], bool] = bool,
+    loss: Loss,
+    is_asked_to_stop: Callable[[], bool] = bool,  # asked after every batch
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation | None:
-    """Evaluate on all ranks together; the result is the same on each.
-
-    Returns:
-        None if some rank was asked to stop meanwhile: there may be no time for all of it.
+    """Evaluate on all ranks together, with one result; None if a rank was asked to stop.
 
     Raises:
-        ConfigError: more samples than `data.skip_unreadable` could not be read.
+        ConfigError: more samples than `data.skip_unreadable` could not be read, or none counts.
     """
-    own, shares = strategy.shares
-    size = max(ROWS, len(strategy.rows(config.data.global_batch)) // len(own))
-    loading = Loading(config.data, config.seed, world.rank, world.device)
-    is_classified = is_sequence = has_many = False
-    terms = []
-    for share in own:
-        sums = torch.zeros(5, dtype=torch.float64)
-        before = loading.unreadable
-        batches = validation_batches(source, size, share, shares, loading)
-        for batch in (batch.to(world.device) for batch in batches):
-            if world.has_any(is_asked_to_stop()):
-                return None
-            outputs, targets = strategy.forward(batch), batch.targets
-            is_classified = not targets.is_floating_point() and outputs.shape[:-1] == targets.shape
-            is_sequence = is_classified and targets.ndim > 1
-            has_many = is_classified and outputs.shape[-1] >= MANY_CLASSES and not is_sequence
-            hits = _hits(outputs, targets, 1) if is_classified else torch.zeros_like(batch.weights)
-            hits5 = _hits(outputs, targets, 5) if has_many else hits
-            values = (loss(outputs, targets), hits, hits5, torch.ones_like(batch.weights))
-            for place, value in enumerate(values):
-                sums[place] += (value * batch.weights).sum().cpu()
-        sums[-1] = (loading.unreadable - before) * strategy.data_ranks / world.world_size
-        terms.append(sums)
-    total, hit, hit5, count, unreadable = strategy.add(terms).tolist()
-    loading.refuse(world, unreadable)
-    return Evaluation(
-        total / count,
-        hit / count if is_classified else None,
-        hit5 / count if has_many else None,
-        math.exp(min(total / count, 700)) if is_sequence else None,
-    )
+    found: dict[str, float] = {}
+    for name in source.validations:
+        one = _Set(strategy, source, world, config, loss, metrics or {}, name)
+        totals = one.totals(is_asked_to_stop)
+        if totals is None:
+            return None
+        found |= {f"{name}/{key}" if name else key: value for key, value in one.of(totals).items()}
+    return Evaluation(found)
+
+
+class _Set:
+    """The evaluation of one validation set."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        source: Source,
+        world: World,
+        config: Config,
+        loss: Loss,
+        metrics: Mapping[str, Metric],
+        name: str,
+    ) -> None:
+        self._strategy, self._source, self._world = strategy, source, world
+        self._config, self._loss, self._metrics, self._name = config, loss, metrics, name
+        self._sizes: dict[str, tuple[int, int]] = {}  # of each figure: sums and weights
+        self._is_sequence = False
+
+    def totals(self, is_asked_to_stop: Callable[[], bool]) -> list[float] | None:
+        """Return the sums of all figures over all ranks; None if a rank was asked to stop."""
+        strategy, world, config = self._strategy, self._world, self._config
+        own, shares = strategy.shares
+        size = max(ROWS, len(strategy.rows(config.data.global_batch)) // len(own))
+        loading = Loading(config.data, config.seed, world.rank, world.device)
+        terms = []
+        for share in own:
+            total: torch.Tensor | None = None
+            before = loading.unreadable
+            batches = validation_batches(self._source, size, share, shares, loading, self._name)
+            for batch in (batch.to(world.device) for batch in batches):
+                if world.has_any(is_asked_to_stop()):
+                    return None
+                sums = self._sums(self._terms(batch), batch.weights)
+                total = sums if total is None else total + sums
+            assert total is not None, "a validation set has samples"
+            unreadable = loading.unreadable - before
+            terms.append(torch.cat([total, torch.tensor([unreadable], dtype=torch.float64)]))
+        *totals, unreadable = strategy.add(terms).tolist()
+        loading.refuse(world, unreadable)
+        return totals
+
+    def of(self, totals: list[float]) -> dict[str, float]:
+        """Return the figures of these sums."""
+        found, at = {}, 0
+        for name, (sums, weights) in self._sizes.items():
+            one, at = totals[at : at + sums], at + sums
+            weight, at = totals[at : at + weights], at + weights
+            if name in self._metrics:
+                found.update(self._metrics[name].figures(name, one, weight[0]))
+            elif not weight[0]:
+                raise ConfigError(
+                    "the validation data has no target that counts: expected class numbers, got "
+                    "only -100"
+                )
+            else:
+                found[name] = one[0] / weight[0]
+        if self._is_sequence:
+            found["perplexity"] = math.exp(min(found["loss"], 700))
+        return found
+
+    def _terms(self, batch: Batch) -> Terms:
+        if self._loss.takes_model:
+            sums = self._strategy.sums(batch)
+            rows = torch.zeros_like(batch.weights)
+            rows[batch.weights.argmax()] = 1  # a row that counts, if there is one
+            return {
+                name: (one * rows, weight * rows)
+                for name, (one, weight) in {
+                    "loss": (sums.losses * sums.counts, sums.weights * sums.counts),
+                    **sums.figures,
+                }.items()
+            }
+        outputs = self._strategy.forward(batch)
+        terms = {"loss": self._loss(outputs, batch.targets)}
+        outputs, targets = self._loss.aligned(outputs, batch.targets)
+        terms |= self._shares(outputs, targets)
+        for name, metric in self._metrics.items():
+            terms[name] = metric.terms(outputs, targets, len(batch.weights))
+        return terms
+
+    def _shares(self, outputs: Any, targets: Any) -> Terms:
+        """Return the share of right answers, if the targets are classes."""
+        is_tensor = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        if not is_tensor or targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+            return {}
+        self._is_sequence = targets.ndim > 1
+        counted = valid_share(targets) * targets[:1].numel()
+        found = {"accuracy": (_hits(outputs, targets, 1), counted)}
+        if outputs.shape[-1] >= MANY_CLASSES and not self._is_sequence:
+            found["top5"] = _hits(outputs, targets, 5), counted
+        return found
+
+    def _sums(self, terms: Terms, weights: torch.Tensor) -> torch.Tensor:
+        """Sum the terms over the rows that count, all after each other."""
+        parts = []
+        for name, pair in terms.items():
+            columns = [one.view(len(weights), -1).double() for one in pair]
+            self._sizes[name] = columns[0].shape[1], columns[1].shape[1]
+            parts += [(weights.double() @ column).cpu() for column in columns]
+        return torch.cat(parts)
 
 
 def _hits(outputs: torch.Tensor, targets: torch.Tensor, best: int) -> torch.Tensor:
-    """Share of each sample's targets among the best answers: (rows,)."""
+    """Return how many of each sample's targets are among its `best` best answers: (rows,)."""
     found = (outputs.topk(best).indices == targets.unsqueeze(-1)).any(-1)
-    return found.float().view(len(found), -1).mean(1)
+    return found.float().view(len(found), -1).sum(1)

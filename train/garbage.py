@@ -1,24 +1,22 @@
-"""When does Python look for garbage? Between steps, and on all ranks alike.
+"""Run Python's garbage collector between steps, on all ranks after the same steps.
 
-A collection in the middle of a step of one rank lets all others wait for it.
+A collection in the middle of one rank's step would make all other ranks wait.
 """
-
-from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EVERY = 100
+INTERVAL = 100
 """Steps between two collections."""
 
 
 @contextmanager
 def between_steps() -> Iterator[None]:
-    """While it is open, Python collects only when `collect` says so."""
+    """Let Python collect garbage only in `collect` while the context is open."""
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()  # what is there now stays to the end
+    gc.freeze()  # existing objects live to the end; do not scan them again
     gc.disable()
     try:
         yield
@@ -29,6 +27,6 @@ def between_steps() -> Iterator[None]:
 
 
 def collect(step: int) -> None:
-    """Collect what became garbage lately, if it is time for that."""
-    if step % EVERY == EVERY - 1:
+    """Collect recent garbage if a collection is due after this step."""
+    if step % INTERVAL == INTERVAL - 1:
         gc.collect(1)

@@ -1,136 +1,141 @@
-"""How is it going? One line per logged step on disk, a progress bar or plain lines for people.
+"""Show the progress of a run: lines of metrics.jsonl, and a progress bar or plain lines."""
 
-Only rank 0 holds a Metrics that writes; losses are means over the whole global batch.
-"""
-
-from __future__ import annotations
-
-import json
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from train.run import Journal, RunDir, read_lines, write_atomic
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What all ranks agreed on about one step.
-
-    Attributes:
-        step: updates done, this one included.
-        loss: mean over the samples of the step.
-        samples: how many those were.
-        waited: seconds for data, as a mean over the ranks.
-        ended: when the update was begun, by time.perf_counter: what was waited was so before.
-    """
-
-    step: int
-    loss: float
-    samples: int
-    waited: float
-    ended: float
+from rollcall.records.files import Journal
+from rollcall.records.run import LoggedStep
+from rollcall.train.dist.agreement import Action
+from rollcall.train.dist.run import Run
+from rollcall.train.numerics import optim
+from rollcall.train.task import Task
 
 
 class Metrics:
-    """Writes metrics.jsonl and shows the progress of the run."""
+    """The member of the step that logs what all ranks agreed on; only rank 0 writes.
+
+    Losses are means over all targets of the global batch that count.
+    """
 
     def __init__(
         self,
-        run_dir: RunDir,
-        every: int,
-        first_step: int,
-        last_step: int,
-        factors: Mapping[str, float] | None = None,
+        run: Run,
+        task: Task,
+        factors: Mapping[str, float],  # by what to multiply samples per second for further figures
+        fields: Callable[[], Mapping[str, Any]],  # returns further fields of a line
+        on_logged: Callable[[int, Mapping[str, Any]], None] = lambda *_: None,  # called with each
     ) -> None:
-        """Begin to count.
-
-        Args:
-            factors: by what to multiply samples per second for further figures.
-        """
-        self._factors = factors or {}
-        self._run_dir = run_dir
-        self._journal = Journal(run_dir.metrics)
-        self._every = every
-        self._first, self._last = first_step, last_step
+        self._run = run
+        self._task = task
+        self._factors = factors
+        self._rate_of = optim.Schedule(run.config)
+        self._fields = fields
+        self._on_logged = on_logged
+        self._journal = Journal(run.run_dir.metrics)
+        self._first = 0
+        self._newest = 0
+        self._reported = 0.0
+        self._window_samples = self._samples = 0
+        self._window_waited = self._rate = 0.0
+        self._window_start = self._start = time.perf_counter()
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._window_start = time.perf_counter()
-        self._window_samples = 0
-        self._window_waited = 0.0
-        self._rate = 0.0
-        self._samples = 0
-        self._start = self._window_start
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        if self._console.is_terminal:
-            self._open_bar()
+        self._bar = _bar(self._console) if self._console.is_terminal else None
+        self._task_id = TaskID(0)
 
-    def forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run does again."""
-        if self._run_dir.metrics.exists():
-            kept = [line for line in read_lines(self._run_dir.metrics) if line["step"] <= step]
-            write_atomic(self._run_dir.metrics, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def step(self, result: StepResult, **fields: Any) -> None:
-        """Count a step; log it when it is its turn.
-
-        Args:
-            fields: further values of the line, such as the learning rate.
-        """
-        self._samples += result.samples
-        self._window_samples += result.samples
-        self._window_waited += result.waited
-        if self._bar is not None:
-            self._bar.update(self._task, completed=result.step, loss=result.loss, rate=self._rate)
-        if result.step % self._every and result.step not in (self._first + 1, self._last):
+    @contextmanager
+    def shown(self, first: int) -> Iterator[None]:
+        """Show progress while the context is open; `first` updates are done already."""
+        if not self._run.world.is_main:
+            yield
             return
-        seconds = result.ended - self._window_start
-        self._rate = self._window_samples / seconds
-        waited = self._window_waited / seconds
-        self._window_start, self._window_samples, self._window_waited = result.ended, 0, 0.0
-        self._journal.append(
-            {
-                "step": result.step,
-                "loss": result.loss,
-                "samples_per_second": round(self._rate, 1),
-                **{name: round(self._rate * by, 4) for name, by in self._factors.items()},
-                "data_wait": round(waited, 4),
-                "time": time.time(),
-                **fields,
-            },
-        )
-        if self._bar is None:
-            self.say(
-                f"step {result.step}/{self._last}  loss {result.loss:.4f}  "
-                f"{self._rate:,.0f} samples/s  {self._left(result.step)} left"
+        self._first = self._newest = first
+        self._window_start = self._start = time.perf_counter()
+        LoggedStep.forget_after(self._run.run_dir.path, first)
+        if self._bar:
+            self._task_id = self._bar.add_task(
+                "train", total=self._last, completed=first, loss=0.0, rate=0.0
             )
+        with self._bar or nullcontext():
+            yield
 
-    def say(self, text: str) -> None:
-        """One line for people, above the progress bar where there is one."""
-        (self._bar.console if self._bar else self._console).print(text, markup=False)
+    def report(self) -> Mapping[str, float]:
+        """Return nothing; note when the update ended, since data was waited for until then."""
+        self._reported = time.perf_counter()
+        return {}
 
-    def close(self) -> None:
-        """Leave the terminal in order."""
-        if self._bar is not None:
-            self._bar.stop()
+    def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
+        """Count the steps, and log the newest if it is due."""
+        if not self._run.world.is_main:
+            return Action.CONTINUE
+        samples = (agreed["steps"] - 1) * self._task.order.global_batch
+        self._samples += samples
+        self._window_samples += samples
+        if not agreed["skipped"]:
+            if step <= self._newest:  # after a rollback
+                LoggedStep.forget_after(self._run.run_dir.path, step - 1)
+            self._newest = step
+            samples = self._task.order.count(step - 1)
+            self._samples += samples
+            self._window_samples += samples
+            self._window_waited += agreed["waited"]
+            loss = agreed["loss"] / agreed["count"]
+            if self._bar:
+                self._bar.update(self._task_id, completed=step, loss=loss, rate=self._rate)
+            if step % self._run.config.log.every == 0 or step in (self._first + 1, self._last):
+                self._log(step, loss, agreed)
+        return Action.CONTINUE
 
-    def summary(self, rows: dict[str, str]) -> None:
-        """The table at the end of a run."""
+    @property
+    def _last(self) -> int:
+        return self._task.order.steps
+
+    def show_summary(self, rows: Mapping[str, str]) -> None:
+        """Print the table at the end of a run."""
         table = Table(show_header=False)
         for name, value in rows.items():
             table.add_row(name, value)
         self._console.print(table)
 
-    @property
-    def mean_rate(self) -> float:
-        """Samples per second since this attempt began."""
-        return self._samples / (time.perf_counter() - self._start)
+    def summary(self) -> dict[str, str]:
+        """Return rows for the summary of the run."""
+        seconds = time.perf_counter() - self._start
+        return {"speed": f"{self._samples / seconds:,.0f} samples/s"}
+
+    def _log(self, step: int, loss: float, agreed: Mapping[str, Any]) -> None:
+        seconds = self._reported - self._window_start
+        self._rate = self._window_samples / seconds
+        waited = self._window_waited / seconds
+        self._window_start, self._window_samples, self._window_waited = self._reported, 0, 0.0
+        unreadable = round(agreed["unreadable"])
+        line = LoggedStep(
+            step=step,
+            loss=loss,
+            samples_per_second=round(self._rate, 1),
+            time=time.time(),
+            data_wait=round(waited, 4),
+            more={
+                **{name: round(self._rate * by, 4) for name, by in self._factors.items()},
+                "epoch": self._task.epochs(step),
+                "lr": self._rate_of(step - 1, self._last),
+                "grad_norm": agreed["grad_norm"],
+                **({"unreadable": unreadable} if unreadable else {}),
+                **self._fields(),
+            },
+        )
+        self._journal.append(line.as_dict())
+        self._on_logged(step, line.as_dict())
+        if not self._bar:
+            self._run.say(
+                f"step {step}/{self._last}  loss {loss:.4f}  "
+                f"{self._rate:,.0f} samples/s  {self._left(step)} left"
+            )
 
     def _left(self, step: int) -> str:
         per_step = (time.perf_counter() - self._start) / max(1, step - self._first)
@@ -138,16 +143,14 @@ class Metrics:
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}"
 
-    def _open_bar(self) -> None:
-        self._bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            TextColumn("{task.fields[rate]:,.0f} samples/s"),
-            TimeRemainingColumn(),
-            console=self._console,
-        )
-        self._task = self._bar.add_task(
-            "train", total=self._last, completed=self._first, loss=0.0, rate=0.0
-        )
-        self._bar.start()
+
+def _bar(console: Console) -> Progress:
+    """Return a progress bar; lines that are printed meanwhile appear above it."""
+    return Progress(
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[rate]:,.0f} samples/s"),
+        TimeRemainingColumn(),
+        console=console,
+    )

@@ -1,17 +1,15 @@
-"""`python -m launch lint FILE…`: find the mistakes that sbatch scripts are full of.
+"""`rollcall lint FILE…`: find common mistakes in sbatch scripts.
 
-Exit code: 0 nothing found, 1 something found, 2 a file cannot be read.
+Exit code: 0 without findings, 1 with findings, 2 if a file cannot be read.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from launch.lint import directives, launches
-from launch.lint.script import Finding, Script
+from rollcall.launch.lint import directives, launches
+from rollcall.launch.lint.script import Finding, Script
 
 Rule = Callable[[Script], Iterator[Finding]]
 
@@ -34,14 +32,18 @@ RULES: tuple[Rule, ...] = (
     launches.tasks_mismatch,
     launches.torchrun_without_srun,
     launches.srun_without_cpus,
+    launches.missing_node_count,
+    launches.local_address,
+    launches.visible_devices,
+    launches.shared_port,
+    launches.hidden_exit_code,
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show what is wrong with the scripts; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch lint", description="Find mistakes in sbatch scripts."
-    )
+    """Print the findings of the scripts; return the exit code."""
+    meaning = "Find mistakes in sbatch scripts."
+    parser = argparse.ArgumentParser(prog="rollcall lint", description=meaning)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     code = 0
     for path in parser.parse_args(argv).files:
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             script = Script(path, path.read_text())
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            print(f"lint: error: {path} cannot be read: {reason}", file=sys.stderr)
+            print(f"rollcall: error: {path} cannot be read: {reason}", file=sys.stderr)
             code = 2
             continue
         for line in check(script):
@@ -59,14 +61,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(script: Script) -> list[str]:
-    """What is wrong with a script, by line: `file:line: reason`, cure and rule."""
+    """Return a script's findings, sorted by line: `file:line: reason`, fix and rule."""
     found = sorted((finding, name(rule)) for rule in RULES for finding in rule(script))
     return [
-        f"{script.path}:{finding.line}: {finding.reason}\n    cure: {finding.cure} [{rule}]"
+        f"{script.path}:{finding.line}: {finding.reason}\n    fix: {finding.fix} [{rule}]"
         for finding, rule in found
     ]
 
 
 def name(rule: Rule) -> str:
-    """The rule's name as findings show it."""
+    """Return the rule's name as findings show it."""
     return rule.__name__.replace("_", "-")

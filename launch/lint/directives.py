@@ -1,70 +1,69 @@
 """Rules about the script's text and its #SBATCH lines.
 
-A rule reports what it is sure of: it keeps silent about values that only the job will know.
+A rule reports only certain mistakes. It ignores values that are known only when the job runs.
 """
 
-from __future__ import annotations
-
-import difflib
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.lint.options import FLAGS, WITH_VALUE
-from launch.lint.script import Finding, Script
-from launch.slurm import TIME_FORMATS, seconds
+from rollcall.launch.lint.script import Finding, Script
+from rollcall.launch.scheduler import cluster
+from rollcall.launch.scheduler.sbatch_options import FLAGS, WITH_VALUE, did_you_mean
+from rollcall.launch.scheduler.slurm import TIME_FORMATS, seconds
 
 OPTIONS = FLAGS | WITH_VALUE
 
 
 def syntax_error(script: Script) -> Iterator[Finding]:
-    """A quote without its partner, or what else bash cannot read."""
-    cure = "look there and above for a quote or bracket that is opened and not closed"
+    """An unbalanced quote or another error that keeps bash from reading the script."""
+    fix = "look there and above for a quote or bracket that is not closed"
     if script.is_shell and shutil.which("bash"):
-        command = ["bash", "-n", "--", str(script.path)]
-        check = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = ["bash", "-n"]
+        check = subprocess.run(command, input=script.text, capture_output=True, text=True)
         if message := re.search(r": line (\d+): (.*)", check.stderr):
-            yield Finding(int(message[1]), f"bash cannot read this: {message[2]}", cure)
+            yield Finding(int(message[1]), f"bash cannot read this: {message[2]}", fix)
     elif script.unbalanced:
-        yield Finding(script.unbalanced.line, "this quote or bracket has no partner", cure)
+        yield Finding(script.unbalanced.line, "this quote or bracket is not closed", fix)
 
 
 def commented_directive(script: Script) -> Iterator[Finding]:
-    """`# SBATCH`, which is a comment."""
+    """`# SBATCH`, which sbatch reads as a comment."""
     for line in script.disabled:
-        reason = "this is a comment for sbatch: a directive begins with #SBATCH at the line's start"
-        yield Finding(line, reason, "write #SBATCH, or ##SBATCH for one that is switched off")
+        reason = (
+            "sbatch reads this as a comment: a directive starts with #SBATCH in the first column"
+        )
+        yield Finding(line, reason, "write #SBATCH, or ##SBATCH to disable the directive")
 
 
 def late_directive(script: Script) -> Iterator[Finding]:
     """A directive below the first command."""
     for line in script.late:
-        reason = (
-            "sbatch stops reading directives at the first command, which stands above this line"
-        )
+        reason = "sbatch stops reading directives at the first command, which is above this line"
         yield Finding(line, reason, "move it above the first command")
 
 
 def unknown_option(script: Script) -> Iterator[Finding]:
-    """An option that sbatch does not have."""
+    """An option that is a typing error, not one of a plugin of the site."""
     for directive in script.directives:
         name = directive.option
         complete = [known for known in OPTIONS if known.startswith(name)]
         if name in OPTIONS or len(complete) == 1:
             continue
-        nearest = difflib.get_close_matches(name, sorted(OPTIONS), 1, 0.6)
-        option = name if name.startswith("-") else f"--{name}"
+        hint, is_letter = did_you_mean(name), re.fullmatch("-.?", name) is not None
+        if not is_letter and (not hint or name in cluster.options_of_site()):
+            continue  # plugins have no options of one letter
         yield Finding(
             directive.line,
-            f"sbatch has no option {option}, and refuses the script",
-            f"write --{nearest[0]}" if nearest else "see sbatch --help, also for your site's own",
+            f"sbatch has no option {name if is_letter else f'--{name}'}{hint}",
+            "correct the name; `sbatch --help` lists the options, including your site's own",
         )
 
 
 def short_time(script: Script) -> Iterator[Finding]:
-    """A time limit like `02:00`, which is two minutes."""
+    """A time limit such as `02:00`, which means two minutes."""
     for directive in script.directives:
         if directive.option not in ("time", "time-min"):
             continue
@@ -72,19 +71,19 @@ def short_time(script: Script) -> Iterator[Finding]:
         try:
             seconds(text)
         except ValueError:
-            reason = f"'{text}' is no time that Slurm reads"
-            yield Finding(directive.line, reason, f"the forms are {TIME_FORMATS}")
+            reason = f"'{text}' is not a valid Slurm time limit"
+            yield Finding(directive.line, reason, f"use {TIME_FORMATS}")
             continue
-        # Above 24 nobody meant hours: 30:00 is half an hour.
+        # Above 24, hours cannot be meant: 30:00 is half an hour.
         if (match := re.fullmatch(r"(\d+):00", text)) and int(match[1]) <= 24:
             minutes = int(match[1])
-            reason = f"{text} is minutes and seconds: {minutes} minutes"
-            cure = f"write {minutes}:00:00 for hours, or {minutes} for minutes"
-            yield Finding(directive.line, reason, cure)
+            reason = f"{text} means {minutes} minutes: the form is minutes:seconds"
+            fix = f"write {minutes}:00:00 for hours, or {minutes} for minutes"
+            yield Finding(directive.line, reason, fix)
 
 
 def output_directory(script: Script) -> Iterator[Finding]:
-    """A directory of the job's output that will not be there."""
+    """A directory for the job's output that does not exist."""
     for option in ("output", "error"):
         directive = script.option(option)
         if directive is None:
@@ -93,35 +92,41 @@ def output_directory(script: Script) -> Iterator[Finding]:
         if not slash or not folder or folder == "/dev":
             continue
         if re.search(r"[$~]", folder):
-            reason = f"sbatch fills in no variable and no ~: '{folder}' is taken as it stands"
-            cure = "write the path out, or give --output on the command line"
+            reason = f"sbatch expands neither variables nor ~: '{folder}' is used literally"
+            fix = "write the full path, or give --output on the command line"
+        elif "%" in folder and (cluster.version() or (0, 0)) >= (23, 2):
+            continue
         elif "%" in folder:
-            reason = f"'{folder}' is new with every job, and Slurm makes no directory before 23.02"
-            cure = "put the % patterns into the file's name, in a directory that is there"
-        elif _is_missing(folder, script.value("chdir")):
-            reason = f"there is no directory '{folder}': the job would fail without any output"
-            cure = f"mkdir -p {folder} before you submit; in the script it is too late"
+            reason = f"'{folder}' differs for every job, and Slurm before 23.02 does not create it"
+            fix = "use the % patterns only in the file name, in an existing directory"
+        elif _is_missing(folder, script):
+            reason = (
+                f"the directory '{folder}' does not exist: the job would fail without any output"
+            )
+            fix = f"run mkdir -p {folder} before you submit; in the script it is too late"
         else:
             continue
-        yield Finding(directive.line, reason, cure)
+        yield Finding(directive.line, reason, fix)
 
 
-def _is_missing(folder: str, place: str) -> bool:
-    path = Path(place or ".") / folder
-    # Of a file system that is not here, such as a cluster's on a laptop, nothing can be said.
-    known = not path.is_absolute() or any(
-        parent.is_dir() for parent in path.parents if len(parent.parts) == 2
-    )
+def _is_missing(folder: str, script: Script) -> bool:
+    """Whether a directory lies neither here nor in a directory from which one may submit."""
+    chdir, path = script.value("chdir"), Path(folder)
+    places = [Path(chdir)] if chdir else [Path(), *script.path.resolve().parents]
+    if not path.is_absolute():
+        return not any((place / path).is_dir() for place in places)
+    # The file system may exist only on the cluster and not on this machine.
+    known = any(parent.is_dir() for parent in path.parents if len(parent.parts) == 2)
     return known and not path.is_dir()
 
 
 def requeue_truncates(script: Script) -> Iterator[Finding]:
-    """A job that is requeued and overwrites its output."""
+    """A requeued job that overwrites its output."""
     requeue = script.option("requeue")
     line = requeue.line if requeue else 0
     for launch in script.launches():
         if launch.program[:2] == ("scontrol", "requeue"):
             line = line or launch.line
     if line and not script.value("open-mode").startswith("a"):
-        reason = "each time the job is requeued it overwrites the output of the time before"
+        reason = "each time the job is requeued, it overwrites its earlier output"
         yield Finding(line, reason, "add #SBATCH --open-mode=append")

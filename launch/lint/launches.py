@@ -1,14 +1,16 @@
-"""Rules about what the script starts, and about the signals that shall reach it."""
+"""Rules about the programs that a script starts and the signals that reach them."""
 
-from __future__ import annotations
-
+import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
-from launch.lint.options import SHORT
-from launch.lint.script import Directive, Finding, Launch, Script
-from launch.lint.shell import Command, expanded
+from rollcall.launch.lint.script import Directive, Finding, Launch, Script
+from rollcall.launch.lint.shell import Command, expanded
+from rollcall.launch.scheduler import cluster, gpus
+from rollcall.launch.scheduler.sbatch_options import SHORT
 
 TRAINERS = ("torchrun", "accelerate", "deepspeed")
 TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
@@ -16,23 +18,24 @@ SIGNAL_NUMBERS = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TER
 
 
 def rank_in_batch_shell(script: Script) -> Iterator[Finding]:
-    """SLURM_NODEID, SLURM_PROCID or SLURM_LOCALID, read in the batch shell, where it is 0."""
+    """SLURM_NODEID, SLURM_PROCID or SLURM_LOCALID, read in the batch shell, where they are 0."""
     if not script.directives or _starts_itself(script):
         return
     names = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID))\b")
     for command in script.commands:
         places = [(word.line, expanded(word.raw)) for word in command.words]
         for line, text in [*places, (command.line, command.filled_in)]:
-            if match := names.search(text):
+            match = names.search(text)
+            if match and not (match[1] == "SLURM_NODEID" and script.value("nodes") == "1"):
                 yield Finding(
                     line + text[: match.start()].count("\n"),
-                    f"the batch shell fills in {match[1]} here, and in it that is always 0",
-                    f"let the task read it: srun bash -c '... ${match[1]} ...', in single quotes",
+                    f"the batch shell expands {match[1]} here, where it is always 0",
+                    f"expand it in the task: srun bash -c '... ${match[1]} ...', in single quotes",
                 )
 
 
 def _starts_itself(script: Script) -> bool:
-    """Whether the script, or a function of it, is also what srun runs on the nodes."""
+    """Return whether srun runs the script itself, or a function of it, on the nodes."""
     own = re.compile(rf"\$0|BASH_SOURCE|{re.escape(script.path.name)}")
     steps = [launch for launch in script.launches() if launch.step is not None]
     words = [tuple(word.raw for word in command.words[:2]) for command in script.commands]
@@ -41,13 +44,12 @@ def _starts_itself(script: Script) -> bool:
 
 
 def wrapper_without_exec(script: Script) -> Iterator[Finding]:
-    """A shell that waits for its training instead of becoming it."""
+    """A shell that waits for the training instead of replacing itself with it (exec)."""
     for launch in script.launches():
         if launch.step is None:
             continue
-        inner = script.inner(launch)
-        if inner is not None:
-            # A shell that is given a single command becomes it by itself.
+        if (inner := script.inner(launch)) is not None:
+            # A shell with a single command replaces itself with it.
             culprit = _waiting(script, inner) if len(inner) > 1 else None
             if culprit:
                 yield Finding(culprit.line, _WAITS, f"write exec {culprit.program[0]} ...")
@@ -61,56 +63,52 @@ def wrapper_without_exec(script: Script) -> Iterator[Finding]:
 
 
 _WAITS = (
-    "this shell stays above the training: Slurm signals the shell alone, which dies of it, and the "
-    "training is killed without having saved"
+    "this shell stays the training's parent: Slurm signals only the shell, which dies, and the "
+    "training is killed before it can save"
 )
 
 
 def _waiting(script: Script, commands: Sequence[Command]) -> Launch | None:
     launches = list(script.launches(list(commands)))
-    if any(launch.program[0] == "trap" and launch.program[1:2] != ("",) for launch in launches):
-        return None
-    if any(launch.replaces_shell for launch in launches):
-        return None
+    for launch in launches:
+        traps = launch.program[0] == "trap" and launch.program[1:2] != ("",)
+        if traps or launch.replaces_shell:
+            return None
     return next((launch for launch in launches if _trains(launch.program)), None)
 
 
 def _visible_wrapper(script: Script, word: str) -> Script | None:
-    if not word.endswith(".sh"):
-        return None
     for path in (Path(word), script.path.parent / word):
-        if path.is_file():
+        if word.endswith(".sh") and path.is_file():
             return Script(path, path.read_text(errors="replace"))
     return None
 
 
 def signal_to_nobody(script: Script) -> Iterator[Finding]:
-    """A `--signal` that reaches nobody who acts on it."""
+    """A `--signal` that no process handles."""
     directive, to_batch, name = _signal(script)
-    if directive is None or not script.commands:
-        return
     launches = list(script.launches())
     starts = [launch for launch in launches if launch.step is not None or _trains(launch.program)]
+    if directive is None or not starts:
+        return  # a sourced file may start the training and set the trap
     trapped = any(
         launch.program[0] == "trap" and name in [_plain_signal(word) for word in launch.program[2:]]
         for launch in launches
     )
-    if not starts:
-        return  # perhaps a file that is sourced starts the training, and has the trap
-    wait_for_it = "exec srun; or start it with & and wait for it in a loop, with a trap that "
-    wait_for_it += f"passes the signal on: kill -{name} to srun"
-    if not to_batch and trapped and name != "TERM":  # which comes at the time limit anyway
-        reason = "without B: Slurm signals the steps only, so the trap of this script never runs"
+    wait_for_it = "use exec srun; or start it with &, wait for it in a loop, and set a trap that "
+    wait_for_it += f"forwards the signal: kill -{name} to srun"
+    if not to_batch and trapped and name != "TERM":  # which Slurm sends at the time limit anyway
+        reason = "without B: Slurm signals only the steps, so the trap of this script never runs"
         yield Finding(directive.line, reason, f"write --signal=B:{directive.value}; {wait_for_it}")
     elif not to_batch and all(launch.step is None for launch in starts):
-        reason = "without B: Slurm signals the steps only, and this script starts none: no srun"
+        reason = "without B: Slurm signals only the steps, and this script starts none with srun"
         yield Finding(directive.line, reason, "start the training with srun")
     elif to_batch and not any(launch.replaces_shell for launch in starts):
         if not trapped:
-            reason = "B: signals this shell alone, which has no trap: it dies and the job ends"
+            reason = "B: signals only this shell, which has no trap: it dies and the job ends"
             yield Finding(directive.line, reason, wait_for_it)
         elif all(launch.end != "&" for launch in starts):
-            reason = "bash runs the trap only when the command in the foreground has ended"
+            reason = "bash runs the trap only after the foreground command has ended"
             yield Finding(directive.line, reason, wait_for_it)
 
 
@@ -125,14 +123,14 @@ def signal_kills_torchrun(script: Script) -> Iterator[Finding]:
             continue
         ignored = re.search(r"\btrap\b", " ".join(launch.program))
         if launch.step is not None and (launch.replaces_shell or not to_batch) and not ignored:
-            reason = f"production clusters send {name} to torchrun alone, which dies of it: its "
-            reason += "ranks are killed without having saved"
+            reason = f"production clusters send {name} only to torchrun, which dies: its ranks are "
+            reason += "killed before they can save"
             handle = f"--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIG{name}"
             yield Finding(directive.line, reason, f"start torchrun with {handle}")
 
 
 def _signal(script: Script) -> tuple[Directive | None, bool, str]:
-    """The directive, whether it is for the batch shell, and the signal's name without SIG."""
+    """Return the directive, whether it is for the batch shell, and the signal without SIG."""
     directive = script.option("signal")
     flags, _, rest = (directive.value if directive else "").rpartition(":")
     return directive, "B" in flags, _plain_signal(rest.partition("@")[0])
@@ -143,36 +141,45 @@ def _plain_signal(word: str) -> str:
 
 
 def fixed_node_count(script: Script) -> Iterator[Finding]:
-    """A number of nodes given to torchrun that sbatch's own can contradict."""
+    """A number of nodes for torchrun that can contradict sbatch's."""
     for launch, words in _torchruns(script):
         count = _option(words, "nnodes") or "1"
         if count.isdigit() and int(count) > 1:
-            reason = (
-                f"--nnodes {count} waits in vain when the job is submitted with another --nodes"
-            )
+            reason = f"--nnodes {count} waits forever if the job is submitted with another --nodes"
             yield Finding(launch.line, reason, 'write --nnodes="$SLURM_NNODES"')
 
 
 def fixed_port(script: Script) -> Iterator[Finding]:
     """A port that two jobs on one node would share."""
-    if script.option("exclusive"):
+    if _takes_whole_nodes(script):
         return
-    cure = "derive it from the job: $((20000 + SLURM_JOB_ID % 10000))"
+    fix = "derive it from the job: $((20000 + SLURM_JOB_ID % 10000))"
     seen = set()
     for command in script.commands:
         for word in command.words:
             if match := re.fullmatch(r"MASTER_PORT=[\"']?([1-9]\d*)[\"']?", word.raw):
                 seen.add(match[1])
-                yield Finding(word.line, _port_reason(match[1]), cure)
-    for launch, words in _torchruns(script):
+                yield Finding(word.line, _port_reason(match[1]), fix)
+    for launch, words in (*_torchruns(script), *_programs(script, ("accelerate", "deepspeed"))):
         endpoint = _option(words, "rdzv-endpoint") or ""
-        port = _option(words, "master-port") or endpoint.rpartition(":")[2]
+        port = _option(words, "master-port") or _option(words, "main-process-port")
+        port = port or endpoint.rpartition(":")[2]
         if re.fullmatch(r"[1-9]\d*", port) and port not in seen:
-            yield Finding(launch.line, _port_reason(port), cure)
+            yield Finding(launch.line, _port_reason(port), fix)
+
+
+def _takes_whole_nodes(script: Script) -> bool:
+    """Whether no other job can run on the nodes, or hardly on any cluster."""
+    on_node = _gpus_per_node(script) or 0
+    tasks = script.value("ntasks-per-node") or "1"
+    numbers = [word for word in (tasks, script.value("cpus-per-task")) if word.isdigit()]
+    cpus = math.prod(map(int, numbers))
+    is_all = script.option("exclusive") is not None or script.value("mem") == "0"
+    return is_all or on_node >= 8 or (on_node >= 4 and cpus >= 32)
 
 
 def _port_reason(port: str) -> str:
-    return f"port {port} is taken when another job of this script runs on the same node"
+    return f"port {port} is in use if another job of this script runs on the same node"
 
 
 def fixed_rendezvous_id(script: Script) -> Iterator[Finding]:
@@ -185,7 +192,7 @@ def fixed_rendezvous_id(script: Script) -> Iterator[Finding]:
 
 
 def pipe_hides_failure(script: Script) -> Iterator[Finding]:
-    """A training whose exit code a pipe replaces."""
+    """A training whose exit code is replaced by a pipe's."""
     if any("pipefail" in word.raw for command in script.commands for word in command.words):
         return
     if "PIPESTATUS" in script.text or "pipefail" in (script.lines or [""])[0]:
@@ -193,40 +200,44 @@ def pipe_hides_failure(script: Script) -> Iterator[Finding]:
     for launch in script.launches():
         if launch.end in ("|", "|&") and _starts_training(script, launch):
             reason = (
-                "the job's exit code is that of the pipe's last command: a failure is COMPLETED"
+                "the pipe's last command sets the job's exit code: a failed training is COMPLETED"
             )
             yield Finding(launch.line, reason, "write set -o pipefail at the top of the script")
 
 
 def tasks_mismatch(script: Script) -> Iterator[Finding]:
-    """Several torchruns per node, or another number of ranks than GPUs."""
-    gpus = _gpus_per_node(script)
+    """Several torchruns per node, or a number of ranks that differs from the GPUs."""
+    on_node = _gpus_per_node(script)
     for launch, words in _torchruns(script):
         tasks = _tasks_per_node(script, launch) if launch.step is not None else None
         ranks = _option(words, "nproc-per-node") or ""
         if tasks is not None and tasks > 1:
-            reason = f"srun starts {tasks} torchruns on each node, and each starts all of its ranks"
-            yield Finding(launch.line, reason, "say --ntasks-per-node=1, here or in #SBATCH")
-        elif ranks.isdigit() and gpus is not None and int(ranks) != gpus:
-            reason = f"torchrun starts {ranks} ranks on a node that has {gpus} GPUs in this job"
-            yield Finding(launch.line, reason, f"say --nproc-per-node={gpus}")
+            reason = f"srun starts {tasks} torchruns on each node, and each one starts all ranks"
+            yield Finding(launch.line, reason, "add --ntasks-per-node=1, here or in #SBATCH")
+        elif ranks.isdigit() and on_node is not None and int(ranks) != on_node:
+            reason = f"torchrun starts {ranks} ranks on a node with {on_node} GPUs in this job"
+            yield Finding(launch.line, reason, f"write --nproc-per-node={on_node}")
 
 
 def torchrun_without_srun(script: Script) -> Iterator[Finding]:
-    """A job of several nodes whose torchrun starts on the first one alone."""
+    """A job with several nodes whose torchrun starts only on the first node."""
     nodes = re.match(r"\d+", script.value("nodes"))
     if nodes is None or int(nodes[0]) < 2:
         return
     for launch, words in _torchruns(script):
         direct = launch.program[0].startswith("python") or launch.program[0] in TRAINERS
         if launch.step is None and direct and words:
-            reason = f"the batch shell runs on the first of {nodes[0]} nodes: the others stay idle"
+            reason = (
+                f"the batch shell runs only on the first of {nodes[0]} nodes: the others stay idle"
+            )
             yield Finding(launch.line, reason, "start it with srun --ntasks-per-node=1")
 
 
 def srun_without_cpus(script: Script) -> Iterator[Finding]:
-    """An srun that does not say --cpus-per-task where sbatch does."""
+    """An srun without --cpus-per-task in a job that has it, for Slurm 22.05 to 23.02."""
     if script.value("cpus-per-task") in ("", "1") or "SRUN_CPUS_PER_TASK" in script.text:
+        return
+    if not (22, 5) <= (cluster.version() or (0, 0)) < (23, 11):
         return
     for launch in script.launches():
         if launch.step is None or not _starts_training(script, launch):
@@ -235,25 +246,153 @@ def srun_without_cpus(script: Script) -> Iterator[Finding]:
         if not unknown and "cpus-per-task" not in _step_options(launch):
             reason = "srun of Slurm 22.05 to 23.02 does not take --cpus-per-task from sbatch: the "
             reason += "task gets one CPU"
-            cure = 'write srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-            yield Finding(launch.line, reason, cure)
+            fix = 'write srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+            yield Finding(launch.line, reason, fix)
+
+
+def missing_node_count(script: Script) -> Iterator[Finding]:
+    """A torchrun on several nodes without `--nnodes`: each node trains alone."""
+    if re.search(r"\bPET_NNODES\b", script.text):
+        return
+    for launch, words in _torchruns(script):
+        nodes = _nodes(script, launch)
+        options = list(takewhile(lambda word: not word.endswith(".py"), words))
+        unknown = any(word.startswith("$") for word in options)  # they may have it
+        if launch.step is None or nodes < 2 or unknown or _option(words, "nnodes") is not None:
+            continue
+        reason = f"without --nnodes, torchrun on each of {nodes} nodes trains alone"
+        yield Finding(launch.line, reason, 'write --nnodes="$SLURM_NNODES", and how they meet')
+
+
+def local_address(script: Script) -> Iterator[Finding]:
+    """A meeting place on localhost in a job with several nodes."""
+    steps = [launch for launch in script.launches() if launch.step is not None]
+    steps = [launch for launch in steps if _starts_training(script, launch)]
+    if not any(_nodes(script, launch) > 1 for launch in steps):
+        return
+    fix = 'write $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    reason = "on several nodes, {} is another address on each: the ranks cannot meet"
+    local = r"(localhost|127\.0\.0\.1)"
+    if re.fullmatch(local, script.expand("$MASTER_ADDR")):  # the last value
+        for command in script.commands:
+            for word in command.words:
+                if re.fullmatch(rf"MASTER_ADDR=[\"']?{local}[\"']?", word.raw):
+                    yield Finding(word.line, reason.format(word.raw), fix)
+    for launch, words in _torchruns(script):
+        for option in ("master-addr", "rdzv-endpoint"):
+            value = _option(words, option) or ""
+            if _nodes(script, launch) > 1 and re.fullmatch(rf"{local}(:.*)?", value):
+                yield Finding(launch.line, reason.format(f"--{option} {value}"), fix)
+
+
+def visible_devices(script: Script) -> Iterator[Finding]:
+    """GPUs in CUDA_VISIBLE_DEVICES that the job does not request."""
+    on_node = _gpus_per_node(script)
+    for command in script.commands:
+        for word in command.words:
+            found = re.fullmatch(r"CUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)[\"']?", word.raw)
+            if on_node and found and max(map(int, found[1].split(","))) >= on_node:
+                reason = f"{word.raw}, but the job has {on_node} GPUs on a node, numbered from 0"
+                fix = "remove it: Slurm sets it to the job's GPUs; or request as many"
+                yield Finding(word.line, reason, fix)
+
+
+def shared_port(script: Script) -> Iterator[Finding]:
+    """Several torchruns at once on a node that use the same port."""
+    seen: dict[str, int] = {}
+    for launch, words in _torchruns(script):
+        unknown = any(word.startswith("$") for word in words)
+        apart = {"--standalone", "--rdzv-endpoint", "--rdzv_endpoint"}
+        is_apart = any(word.partition("=")[0] in apart for word in words)
+        if launch.end != "&" or launch.step is not None or unknown or is_apart:
+            continue
+        port = _option(words, "master-port") or "29500"
+        if port in seen:
+            reason = f"port {port} is in use by the torchrun of line {seen[port]}"
+            yield Finding(launch.line, reason, "start each with --standalone, or its own port")
+        seen.setdefault(port, launch.line)
+
+
+def hidden_exit_code(script: Script) -> Iterator[Finding]:
+    """A later command that replaces the exit code of a failed training."""
+    if re.search(r"\$\?|\berrexit\b|\bERR\b|PIPESTATUS|^#!.*\s-\w*e", script.text):
+        return
+    launches = [launch for launch in script.launches() if launch.program[0] not in _CLOSES]
+    if any(_sees_exit_codes(launch) for launch in launches):
+        return
+    trainings = [each for each in launches if _starts_training(script, each) and _runs(each)]
+    if not trainings or trainings[-1].replaces_shell:
+        return
+    last = trainings[-1]
+    later = launches[launches.index(last) + 1 :]
+    if last.end == "&":
+        waits = [each for each in later if each.program[0] == "wait"]
+        if waits and len(waits[-1].program) == 1 and waits[-1] == later[-1]:
+            reason = "wait without a process id returns 0: a failed training is COMPLETED"
+            yield Finding(waits[-1].line, reason, "write wait for each process id: wait $!")
+    elif (
+        last.end in ("\n", ";")
+        and later
+        and all(_TELLS.fullmatch(each.program[0]) for each in later)
+    ):
+        reason = f"the exit code of the job is that of {later[-1].program[0]} (line "
+        reason += f"{later[-1].line}): a failed training is COMPLETED"
+        yield Finding(last.line, reason, "write set -e at the top of the script")
+
+
+_CLOSES = ("fi", "done", "}", "esac", ";;", "else")
+"""Words that end a part of a script; they leave the exit code as it is."""
+
+
+_TELLS = re.compile(
+    r"echo|printf|date|cp|mv|rm|ls|cat|touch|sleep|true|:|set|kill|wait|sync|cd|export|unset|rsync|"
+    r"module|deactivate|conda|scontrol|sacct|seff|squeue|nvidia-smi|rocm-smi|dcgmi|hostname"
+)
+"""Programs after a training whose exit code says nothing about it."""
+
+
+def _sees_exit_codes(launch: Launch) -> bool:
+    """Whether a command makes a script end with the code of one that has failed, or may do so."""
+    sets = launch.program[0] == "set" and any(
+        re.fullmatch(r"-\w*e\w*", word) for word in launch.program[1:]
+    )
+    return sets or launch.program[0] in ("exit", "return", "trap", "function", "case")
+
+
+def _runs(launch: Launch) -> bool:
+    """Whether a command certainly runs its program, not only names it."""
+    return launch.program[0] not in ("echo", "printf", "which", "type", "pip", "cat", "[", "[[")
+
+
+def _nodes(script: Script, launch: Launch) -> int:
+    """Return the fewest nodes that a launch runs on; 0 if only the job knows."""
+    step = _step_options(launch)
+    if any(name.startswith("$") for name in step):
+        return 0
+    found = re.match(r"\d+", step.get("nodes") or script.value("nodes"))
+    return int(found[0]) if found else 0
 
 
 def _torchruns(script: Script) -> Iterator[tuple[Launch, list[str]]]:
-    """Every torchrun: the batch script's command that starts it, and torchrun's words."""
+    """Yield every torchrun: the script's command that starts it, and torchrun's arguments."""
+    return _programs(script, ("torchrun", *TORCHRUN_MODULES))
+
+
+def _programs(script: Script, names: Sequence[str]) -> Iterator[tuple[Launch, list[str]]]:
+    """Yield every command that starts one of these programs, and the program's arguments."""
     for launch in script.launches():
         inner = script.inner(launch) or []
         for program in (launch.program, *(each.program for each in script.launches(inner))):
-            if program[0] in ("echo", "printf", "which", "type", "pip"):
-                continue
-            for index, word in enumerate(program):
-                if Path(word).name == "torchrun" or word in TORCHRUN_MODULES:
+            for index, word in enumerate(
+                program if _runs(Launch(0, "", False, None, program)) else ()
+            ):
+                if word in names or Path(word).name in names:
                     yield launch, list(program[index + 1 :])
                     break
 
 
 def _option(words: Sequence[str], name: str) -> str | None:
-    """The value of an option of torchrun, which spells its options with - or _."""
+    """Return the value of a torchrun option, which may be written with - or _."""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option.startswith("--") and option[2:].replace("_", "-") == name:
@@ -261,9 +400,14 @@ def _option(words: Sequence[str], name: str) -> str | None:
     return None
 
 
+_TOOLS = (("pip",), ("venv",), ("virtualenv",), ("ipykernel",), ("jupyter",))
+"""Modules of Python that set up an environment."""
+
+
 def _trains(program: Sequence[str]) -> bool:
     name = Path(program[0]).name
-    return name in TRAINERS or (name.startswith("python") and "-c" not in program[1:2])
+    is_tool = program[1:2] == ("-c",) or (program[1:2] == ("-m",) and program[2:3] in _TOOLS)
+    return name in TRAINERS or (name.startswith("python") and not is_tool)
 
 
 def _starts_training(script: Script, launch: Launch) -> bool:
@@ -284,7 +428,7 @@ def _step_options(launch: Launch) -> dict[str, str]:
 
 
 def _tasks_per_node(script: Script, launch: Launch) -> int | None:
-    """How many tasks of a step run on each node, None if only the job will know."""
+    """Return how many tasks of a step run on each node; None if only the job knows."""
     step = _step_options(launch)
     if any(name.startswith("$") for name in step):
         return None
@@ -301,9 +445,7 @@ def _tasks_per_node(script: Script, launch: Launch) -> int | None:
 
 
 def _gpus_per_node(script: Script) -> int | None:
-    value = script.value("gpus-per-node")
-    for resource in script.value("gres").split(","):
-        if resource.startswith("gpu:"):
-            value = resource
-    count = value.rpartition(":")[2]
-    return int(count) if count.isdigit() else None
+    option = script.value("gpus-per-node")
+    with contextlib.suppress(ValueError):  # a variable, which only the job knows
+        return sum(gpus.per_node(option, {"gres": script.value("gres")}).values()) or None
+    return None

@@ -1,6 +1,4 @@
-"""What does an sbatch script say? Its directives and, as far as lint needs them, its commands."""
-
-from __future__ import annotations
+"""An sbatch script: its directives and, as far as lint needs them, its commands."""
 
 import re
 import shlex
@@ -10,17 +8,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.lint.options import FLAGS, SHORT, SRUN_FLAGS
-from launch.lint.shell import Command, UnbalancedError, commands, plain
+from rollcall.launch.lint.shell import Command, UnbalancedError, commands, plain
+from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, SRUN_FLAGS
 
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
-_BEFORE_COMMANDS = {*("if", "then", "else", "elif", "do", "while", "until", "!", "{", "time")}
-_PREFIXES = {"exec", "env", "nohup", "command", "export", "declare", "readonly", "local", "stdbuf"}
+_NOT_PROGRAMS = {
+    *("if", "then", "else", "elif", "do", "while", "until", "!", "{", "time"),
+    *("exec", "env", "nohup", "command", "export", "declare", "readonly", "local", "stdbuf"),
+}
+"""Words before the name of the program that a command starts."""
+PLACEHOLDER = "$TEMPLATE"
+"""Stands for what is filled in before a script is submitted."""
 
 
 @dataclass(frozen=True)
 class Directive:
-    """One option of a `#SBATCH` line; options are called by their long names."""
+    """One option of a `#SBATCH` line, under its long name."""
 
     line: int
     option: str
@@ -28,23 +31,22 @@ class Directive:
 
 
 class Finding(NamedTuple):
-    """A mistake: where it stands, why it is one, and what to write instead."""
+    """A mistake: its line, why it is one, and what to write instead."""
 
     line: int
     reason: str
-    cure: str
+    fix: str
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts a program, perhaps as a Slurm step.
+    """A command that starts a program, possibly as a Slurm step.
 
     Attributes:
-        line: where it stands.
-        end: the operator behind it.
-        replaces_shell: whether it stands behind exec.
+        end: the operator after it.
+        replaces_shell: whether it is started by exec.
         step: the options of srun; None without srun.
-        program: what is started, word by word, known variables filled in.
+        program: the program's words, with known variables expanded.
     """
 
     line: int
@@ -58,16 +60,15 @@ class Script:
     """A script's directives and commands.
 
     Attributes:
-        directives: those that sbatch reads.
-        late: lines with directives that stand behind the first command.
-        disabled: lines that look like directives and are comments.
-        commands: empty if the script is none for a shell, or if `unbalanced`.
+        directives: the directives that sbatch reads.
+        late: lines of directives after the first command.
+        disabled: lines of comments that look like directives.
+        commands: empty if this is not a shell script, or if it is `unbalanced`.
     """
 
     def __init__(self, path: Path, text: str) -> None:
-        self.path = path
-        self.text = text
-        self.lines = text.splitlines()
+        text = _without_placeholders(text)
+        self.path, self.text, self.lines = path, text, text.splitlines()
         self.directives: list[Directive] = []
         self.late: list[int] = []
         self.disabled: list[int] = []
@@ -84,49 +85,52 @@ class Script:
         self._variables = self._assignments()
 
     def option(self, name: str) -> Directive | None:
-        """The directive of this option that counts: the last."""
+        """Return the last directive of this option, which is the one that counts."""
         found = [directive for directive in self.directives if directive.option == name]
         return found[-1] if found else None
 
     def value(self, name: str) -> str:
-        """The value of an option, empty without it."""
+        """Return the value of an option; empty if the script does not set it."""
         directive = self.option(name)
         return directive.value if directive else ""
 
-    def expand(self, text: str) -> str:
-        """The text with the variables filled in that the script itself sets."""
+    def expand(self, text: str, is_quoted: bool = False) -> str:
+        """Expand the variables that the script itself sets.
+
+        Args:
+            is_quoted: whether a later shell expands them, for which line breaks in a value only
+                separate words.
+        """
         pattern = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\]|:?-[^}]*)?\})")
 
         def replace(match: re.Match[str]) -> str:
-            return self._variables.get(match[1] or match[2], match[0])
+            value = self._variables.get(match[1] or match[2], match[0])
+            return " ".join(value.split("\n")) if is_quoted else value
 
-        for _ in range(5):  # variables that are made of variables
+        for _ in range(5):  # values may contain variables
             text, before = pattern.sub(replace, text), text
             if text == before:
                 break
         return text
 
     def launches(self, found: list[Command] | None = None) -> Iterator[Launch]:
-        """The programs that the script, or the commands given, start."""
+        """Yield the programs that the script, or the given commands, start."""
         for command in self.commands if found is None else found:
             words = self._words(command)
             exec_ = False
-            while words and (
-                words[0] in _BEFORE_COMMANDS | _PREFIXES or _ASSIGNMENT.match(words[0])
-            ):
+            while words and (words[0] in _NOT_PROGRAMS or _ASSIGNMENT.match(words[0])):
                 exec_ |= words.pop(0) == "exec"
-            if ("launch", "batch") in pairwise(words):
-                # It starts the step that it is given and passes signals on, as srun itself would.
+            if {("launch", "batch"), ("rollcall", "batch")} & set(pairwise(words)):
+                # It starts the given step and forwards signals, as srun would.
                 words = words[words.index("batch") + 1 :]
-            step: list[str] | None = None
+            step: tuple[str, ...] | None = None
             if words and Path(words[0]).name == "srun":
                 step, words = _split_srun(words[1:])
             if words:
-                options = None if step is None else tuple(step)
-                yield Launch(command.line, command.end, exec_, options, tuple(words))
+                yield Launch(command.line, command.end, exec_, step, tuple(words))
 
     def inner(self, launch: Launch) -> list[Command] | None:
-        """The commands of `bash -c '…'`, or None if the launch is no such thing."""
+        """Return the commands of `bash -c '…'`; None if the launch is something else."""
         names = [Path(word).name for word in launch.program]
         for index, name in enumerate(names[:-2]):
             if name in ("bash", "sh") and re.fullmatch(r"-\w*c", names[index + 1]):
@@ -138,16 +142,16 @@ class Script:
 
     def _read_directives(self) -> None:
         commands_begun = False
-        texts = [
-            range(each.line, each.line + each.lines) for each in self.commands if not each.words
-        ]
+        documents = [each for each in self.commands if not each.words]
+        texts = [range(each.line, each.line + each.lines) for each in documents]
         for number, line in enumerate(self.lines, 1):
             if any(number in text for text in texts):
-                continue  # a script that this one writes
+                continue  # the text of a script that this one writes
             if line.startswith("#SBATCH") and commands_begun:
                 self.late.append(number)
             elif line.startswith("#SBATCH"):
-                self.directives += _directives(line, number)
+                found = _directives(line, number)
+                self.directives += [each for each in found if PLACEHOLDER not in each.value]
             elif re.match(r"(\s+#\s*|#\s+)SBATCH\s+-", line) and not commands_begun:
                 self.disabled.append(number)
             elif line.strip() and not line.lstrip().startswith("#"):
@@ -158,22 +162,35 @@ class Script:
         for command in self.commands:
             for word in command.words:
                 match = _ASSIGNMENT.fullmatch(word.raw)
-                if match is None and word.raw not in _PREFIXES | _BEFORE_COMMANDS:
+                if match is None and word.raw not in _NOT_PROGRAMS:
                     break
                 if match:
                     array = re.fullmatch(r"\((.*)\)", match[3], re.DOTALL)
                     value = " ".join(array[1].split()) if array else plain(match[3])
-                    found[match[1]] = found.get(match[1], "") + value if match[2] else value
+                    before = found.get(match[1], "")
+                    own = re.compile(rf"\$(?:{match[1]}\b|\{{{match[1]}(?:\[[@*]\])?\}})")
+                    value = own.sub(before.replace("\\", r"\\"), value)  # CMD="$CMD --more"
+                    found[match[1]] = (
+                        f"{before}{' ' if array else ''}{value}" if match[2] else value
+                    )
         return found
 
     def _words(self, command: Command) -> list[str]:
         words: list[str] = []
         for word in command.words:
-            text = self.expand(plain(word.raw))
-            # The shell splits what it finds in a variable without quotes; arrays it splits always.
+            text = self.expand(plain(word.raw), is_quoted=word.raw.startswith("'"))
+            # The shell splits unquoted variables into words, and arrays always.
             splits = re.match(r"\$", word.raw) or re.fullmatch(r'"\$\{\w+\[@\]\}"', word.raw)
             words += text.split() if splits else [text]
         return words
+
+
+def _without_placeholders(text: str) -> str:
+    """Replace what a template engine or a person fills in by a variable that nobody sets."""
+    text = re.sub(r"\{%.*?%\}|\{#.*?#\}", "", text)
+    text = re.sub(r"(?<!\$)(\{\{.*?\}\}|\{[A-Z][A-Z_]*\})", PLACEHOLDER, text)
+    # <your account>: unlike a redirection, with no blank after < and before >.
+    return re.sub(r"(?<=[\s=\"'/:])<[A-Za-z][\w-]*(?: [\w-]+)*>(?![>&(])", PLACEHOLDER, text)
 
 
 def _directives(line: str, number: int) -> Iterator[Directive]:
@@ -191,8 +208,7 @@ def _directives(line: str, number: int) -> Iterator[Directive]:
         yield Directive(number, name, value)
 
 
-def _split_srun(words: list[str]) -> tuple[list[str], list[str]]:
-    """The options of srun and the program with its own."""
+def _split_srun(words: list[str]) -> tuple[tuple[str, ...], list[str]]:
     options: list[str] = []
     while words and (words[0].startswith("-") or (words[0].startswith("$") and len(words) > 1)):
         word = words.pop(0)
@@ -201,4 +217,4 @@ def _split_srun(words: list[str]) -> tuple[list[str], list[str]]:
         needs_value = (word.startswith("--") and "=" not in word) or short
         if needs_value and word.lstrip("-") not in FLAGS | SRUN_FLAGS and words:
             options[-1] += f"={words.pop(0)}"
-    return options, words
+    return tuple(options), words

@@ -1,6 +1,4 @@
-"""Which commands does a shell script have? As much of its grammar as telling them apart takes."""
-
-from __future__ import annotations
+"""Split a shell script into commands, with just enough of the shell's grammar to do so."""
 
 import re
 from collections.abc import Iterator
@@ -10,17 +8,21 @@ _OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[&|;()\n]")
 _REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|>>|<>|<&|>&|>\||&>>|&>|<|>)(?!\()")
 
 
+DEEPEST = 100
+"""Levels of nested quotes and brackets that are read."""
+
+
 class UnbalancedError(ValueError):
-    """A quote, bracket or brace without its partner; `line` is where it stands."""
+    """A quote, bracket or brace that is not closed; `line` is its line."""
 
     def __init__(self, line: int) -> None:
-        super().__init__(f"line {line}: a quote or bracket has no partner")
+        super().__init__(f"line {line}: a quote or bracket is not closed")
         self.line = line
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a command as it is written, quotes and all."""
+    """A word of a command as written, with its quotes."""
 
     raw: str
     line: int
@@ -28,10 +30,10 @@ class Word:
 
 @dataclass(frozen=True)
 class Command:
-    """A simple command, and the operator behind it: `|`, `&`, `;`, a line break, ...
+    """A simple command, and the operator after it: `|`, `&`, `;`, a line break, ...
 
-    A document (`<<END`) counts as a command without words, of so many `lines`; `filled_in` is the
-    text in which this shell fills variables in.
+    A here-document (`<<END`) is a command without words that spans `lines` lines; `filled_in` is
+    the part of its text in which this shell expands variables.
     """
 
     line: int
@@ -42,10 +44,10 @@ class Command:
 
 
 def commands(text: str, line: int = 1) -> Iterator[Command]:
-    """The simple commands of a shell script, without comments, redirections and documents.
+    """Yield the simple commands of a shell script, without comments and redirections.
 
     Raises:
-        UnbalancedError: a quote or bracket has no partner.
+        UnbalancedError: a quote or bracket is not closed.
     """
     words: list[Word] = []
     documents: list[str] = []
@@ -90,10 +92,10 @@ def commands(text: str, line: int = 1) -> Iterator[Command]:
 
 
 def plain(raw: str, quoted: bool = False) -> str:
-    """The text of a word without its quotes; `$(a command)` in it becomes one word."""
+    """Return the text of a word without its quotes; `$(a command)` in it loses its spaces."""
     result, position = "", 0
     while position < len(raw):
-        end = _skip(raw, position, 1, quoted)
+        end = _end_of_piece(raw, position, quoted)
         piece = raw[position:end]
         if piece[0] == "'" and not quoted:
             result += piece[1:-1]
@@ -108,19 +110,39 @@ def plain(raw: str, quoted: bool = False) -> str:
 
 
 def expanded(raw: str, quoted: bool = False) -> str:
-    """The parts of a word in which this shell, and no other one, fills variables in."""
+    """Return the parts of a word in which this shell, not a later one, expands variables."""
     result, position = "", 0
     while position < len(raw):
-        end = _skip(raw, position, 1, quoted)
+        end = _end_of_piece(raw, position, quoted)
         piece = raw[position:end]
         if piece[0] == '"' and not quoted:
             result += expanded(piece[1:-1], quoted=True)
         elif piece.startswith("$("):
-            result += f"$({expanded(piece[2:-1])})"
+            result += f"$({_expanded_commands(piece[2:-1])})"
         elif piece[0] != "\\" and (piece[0] != "'" or quoted):
             result += piece
         position = end
     return result
+
+
+def _expanded_commands(text: str) -> str:
+    """Return the same of the commands in `$(...)`, which may have here-documents."""
+    try:
+        found = list(commands(text)) if "<<" in text else []
+    except UnbalancedError:
+        found = []
+    if not found:
+        return expanded(text)
+    words = (expanded(word.raw) for command in found for word in command.words)
+    return " ".join([*words, *(command.filled_in for command in found)])
+
+
+def _end_of_piece(raw: str, position: int, quoted: bool) -> int:
+    """Return the position after the next piece of a word, one character if it is not balanced."""
+    try:
+        return _skip(raw, position, 1, quoted)
+    except UnbalancedError:
+        return position + 1
 
 
 def _document(text: str, position: int, delimiter: str) -> tuple[str, int]:
@@ -155,8 +177,10 @@ def _word_end(text: str, position: int, line: int) -> int:
     return position
 
 
-def _skip(text: str, position: int, line: int, quoted: bool = False) -> int:
-    """The position behind one character, or behind the quotes or brackets that begin there."""
+def _skip(text: str, position: int, line: int, quoted: bool = False, depth: int = 0) -> int:
+    """Return the position after one character, or after the quotes or brackets that start there."""
+    if depth > DEEPEST:
+        raise UnbalancedError(line + text.count("\n", 0, position))
     char, following = text[position], text[position + 1 : position + 2]
     if char == "\\":
         return min(position + 2, len(text))
@@ -171,31 +195,32 @@ def _skip(text: str, position: int, line: int, quoted: bool = False) -> int:
             position += 2 if text[position + 1] == "\\" else 1
         return position + 2
     if char == "$" and following in ("(", "{"):
-        return _closing(text, position + 1, line)
+        return _closing(text, position + 1, line, depth + 1)
     if char == "`" or (char == '"' and not quoted):
         end = position + 1
         while end < len(text):
             if text[end] == char:
                 return end + 1
-            end = _skip(text, end, line, quoted=True)
+            end = _skip(text, end, line, True, depth + 1)
         raise UnbalancedError(line + text.count("\n", 0, position))
     return position + 1
 
 
-def _closing(text: str, position: int, line: int) -> int:
-    """The position behind the bracket or brace that closes the one here."""
+def _closing(text: str, position: int, line: int, depth: int = 0) -> int:
+    """Return the position after the bracket or brace that closes the one here."""
     opening = text[position]
-    partner, start, depth = {"(": ")", "{": "}"}[opening], position, 0
+    partner, start, level = {"(": ")", "{": "}"}[opening], position, 0
+    is_arithmetic = text.startswith("((", position)
     while position < len(text):
         char = text[position]
-        if opening == "(" and char == "#" and text[position - 1].isspace():
+        if opening == "(" and char == "#" and text[position - 1].isspace() and not is_arithmetic:
             position = _end_of_line(text, position)
             continue
         if char in (opening, partner):
-            depth += 1 if char == opening else -1
+            level += 1 if char == opening else -1
             position += 1
-            if depth == 0:
+            if level == 0:
                 return position
         else:
-            position = _skip(text, position, line)
+            position = _skip(text, position, line, depth=depth)
     raise UnbalancedError(line + text.count("\n", 0, start))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# host.sh NAME HOST STATE PROCTRACK [SHARED-DIR...]: started by `up` in new mount, network and UTS
-# namespaces; makes them one host of the lab NAME, then sleeps to keep them.
+# host.sh NAME HOST STATE PROCTRACK [SHARED-DIR...]: `up` starts this in new mount, network and UTS
+# namespaces; it makes them a host of the lab NAME, then sleeps to keep them alive.
 set -euo pipefail
 # shellcheck source=SCRIPTDIR/lab.sh
 source "${BASH_SOURCE%/*}/lab.sh"
@@ -20,9 +20,9 @@ mount --bind "$state/hosts/$host/hosts" /etc/hosts
 ip link set lo up
 
 if [[ $proctrack == cgroup ]]; then
-    # slurmd names its group after the node alone. In a cgroup namespace of its own, the lab's n1 is
-    # not another lab's n1. The freezer is the one controller that proctrack/cgroup uses, and a
-    # version 1 freezer can be mounted beside version 2 as well.
+    # slurmd names its group after the node only. A separate cgroup namespace keeps this lab's n1 apart
+    # from another lab's n1. proctrack/cgroup uses only the freezer controller, and a version 1
+    # freezer can be mounted beside version 2.
     freezer=$state/cgroup/freezer
     mount -t cgroup -o freezer "$MARK" "$freezer"
     mkdir -p "$freezer/$MARK-$name"

@@ -1,12 +1,12 @@
-# Shared by up, down, exec and status: where a lab lives and which processes are its own.
+# Used by up, down, exec and status: where a lab's files are and which processes belong to it.
 # shellcheck shell=bash
 
 PATH=$PATH:/usr/sbin:/sbin # where Debian keeps daemons, ip and mount
 readonly LABS=/var/lib/rollcall-lab
-# Every host mounts its /tmp from a "device" of this name and its own, so that /proc/PID/mountinfo
-# tells of any process which lab and host it belongs to. No process id needs to be remembered.
+# Every host mounts its /tmp from a "device" named after the lab and the host, so /proc/PID/mountinfo
+# shows which lab and host a process belongs to. No process ids need to be stored.
 readonly MARK=rollcall-lab
-# Of the lab NAME: STATE is its directory, SLURM_CONF its configuration.
+# For the lab NAME, STATE is its directory and SLURM_CONF its configuration.
 NAME=lab
 
 die() {
@@ -14,7 +14,7 @@ die() {
     exit "${EXIT_CODE:-1}"
 }
 
-# What the machine or the user lacks has an exit code of its own: our tests skip on it.
+# If the machine or the user cannot run a lab, the exit code is 3, so that the tests are skipped.
 cannot() {
     EXIT_CODE=3 die "$@"
 }
@@ -31,9 +31,9 @@ use_lab() {
     export SLURM_CONF=$STATE/slurm.conf
 }
 
-# lab_pids HOST-PATTERN: ids of all processes there: jobs, daemons, and whatever `exec` started.
+# lab_pids HOST-PATTERN: ids of all processes there: jobs, daemons and those that `exec` started.
 lab_pids() {
-    # grep fails for each process that ends meanwhile: its output counts, not its exit code.
+    # grep fails for each process that ends meanwhile, so use its output, not its exit code.
     { grep -lsE " $MARK:$NAME:$1 " /proc/[0-9]*/mountinfo || true; } | tr -dc '0-9\n'
 }
 
@@ -54,12 +54,12 @@ enter() {
     init=$(<"$STATE/hosts/$host/pid")
     [[ -d /proc/$init/root$PWD ]] ||
         die "the host '$host' has no directory $PWD (each host has its own /tmp and /dev/shm)"
-    # --wdns, because the directory is to be looked up among the host's mounts.
+    # --wdns: look the directory up among the host's mounts.
     exec nsenter --target "$init" --mount --net --uts --cgroup --wdns="$PWD" -- "$@"
 }
 
-# freezer thaw|remove: the lab's control groups, which proctrack/cgroup makes. The version 1 freezer
-# is mounted for the moment, because machines with version 2 alone do not show it.
+# freezer thaw|remove: thaw or remove the control groups that proctrack/cgroup made. The version 1
+# freezer is mounted temporarily, because machines with only version 2 do not show it.
 freezer() {
     # shellcheck disable=SC2016  # the inner shell expands
     unshare --mount bash -c '
@@ -85,13 +85,13 @@ parse_name() {
     if [[ ${1-} == -* ]]; then die "$usage"; fi
 }
 
-# Ends every process of the lab and removes all it made. Needs nothing but the lab's name.
+# Ends every process of the lab and removes all its files. Needs only the lab's name.
 remove_lab() {
     local deadline=$((SECONDS + 20)) pids
     while pids=$(lab_pids '[^ ]+') && [[ $pids ]]; do
         # shellcheck disable=SC2086  # one word per process id
         kill -KILL $pids 2>/dev/null || true
-        freezer thaw # a frozen process, such as a suspended job, does not even die
+        freezer thaw # a frozen process, such as a suspended job, cannot be killed
         ((SECONDS < deadline)) || die "processes of the lab '$NAME' do not end: ${pids//$'\n'/ }"
         sleep 0.02
     done

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Run with `./env/run pytest tests/gpu` where there is one."""
+"""Training and resuming on a GPU. Run `./env/run pytest tests/gpu` on a machine with one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import train
+from ranks import logged_steps, train
 
-from train.run import RunDir, read_lines
+from rollcall.run_dir import RunDir
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(
 
 def losses(root: Path, name: str, *words: str) -> list[float]:
     train(1, ["digits", "log.every=1", f"run.root={root}", f"run.name={name}", *words], root / name)
-    return [line["loss"] for line in read_lines(RunDir(root, name).metrics)]
+    return [line["loss"] for line in logged_steps(RunDir(root, name))]
 
 
-def test_nccl_trains_as_the_cpu_does(tmp_path: Path) -> None:
+def test_losses_on_a_gpu_are_close_to_the_cpu(tmp_path: Path) -> None:
     words = ("train.steps=20", "data.micro_batch=24")
     on_gpu = losses(tmp_path, "gpu", "device=cuda", *words)
     on_cpu = losses(tmp_path, "cpu", "device=cpu", *words)
-    # The two add in other orders, and twenty AdamW updates spread that.
+    # The GPU and the CPU add in different orders, and twenty AdamW updates amplify the difference.
     assert on_gpu == pytest.approx(on_cpu, rel=1e-3)
 
 

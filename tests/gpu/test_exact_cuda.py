@@ -1,4 +1,4 @@
-"""Exact mode on a GPU: one hash for every time that a run is done, through a resume too."""
+"""Exact mode on a GPU: a repeated or resumed run ends with the same weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from ranks import train
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("recipe", ["digits", "gpt"])
-def test_the_hash_is_the_same_again_and_after_a_resume(tmp_path: Path, recipe: str) -> None:
+def test_a_repeated_or_resumed_run_has_the_same_hash(tmp_path: Path, recipe: str) -> None:
     def weights(name: str, steps: int) -> str:
         words = [recipe, "device=cuda", "exact=true", "model.dropout=0.1", f"train.steps={steps}"]
         words += ["optim.schedule=constant", f"run.root={tmp_path}", f"run.name={name}"]
@@ -26,6 +27,6 @@ def test_the_hash_is_the_same_again_and_after_a_resume(tmp_path: Path, recipe: s
         return [str(line["weights"]) for line in events if line["event"] == "finished"][-1]
 
     whole = weights("whole", 20)
-    assert weights("again", 20) == whole
+    assert weights("repeated", 20) == whole
     assert weights("parts", 10) != whole
     assert weights("parts", 20) == whole

@@ -1,16 +1,17 @@
-"""What of a step only a GPU can show. Run with `./env/run pytest tests/gpu` where there is one."""
+"""Training steps on a GPU. Run `./env/run pytest tests/gpu` on a machine with one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import own
 import pytest
 import torch
-from ranks import train
+import user_code
+from ranks import logged_steps, train
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -20,12 +21,12 @@ WORDS = ["device=cuda", "log.every=1", "optim.schedule=constant", "optim.warmup_
 GPT = [
     "gpt",
     "train.steps=20",
-    "data.context=64",
-    "model.hidden=64",
+    "data.seq_len=64",
+    "model.hidden_size=64",
     "data.global_batch=32",
     "checkpoint.every=null",
 ]
-NUMBERED = ["data.name=own:numbered", "train.steps=6", "data.global_batch=16"]
+NUMBERED = ["data.name=user_code:numbered_samples", "train.steps=6", "data.global_batch=16"]
 
 
 def run(root: Path, *words: str) -> RunDir:
@@ -35,7 +36,7 @@ def run(root: Path, *words: str) -> RunDir:
 
 
 def losses(run_dir: RunDir) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir.metrics)]
+    return [line["loss"] for line in logged_steps(run_dir)]
 
 
 def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ def test_number_formats_stay_close_to_fp32(
     expected = losses(run(tmp_path, *GPT))
     found = losses(run(tmp_path, *GPT, f"precision={precision}"))
     assert found != expected
-    # Steps of fp16 that overflowed have no line.
+    # Steps that overflowed in fp16 have no line.
     assert found[:10] == pytest.approx(expected[: len(found)][:10], rel=tolerance)
 
 
@@ -65,13 +66,18 @@ def test_number_formats_stay_close_to_fp32(
         "parallel.strategy=zero3",
     ],
 )
-def test_other_ways_to_the_same_numbers(tmp_path: Path, word: str) -> None:
+def test_options_for_speed_and_memory_keep_the_losses(tmp_path: Path, word: str) -> None:
     expected = losses(run(tmp_path, *GPT))
     assert losses(run(tmp_path, *GPT, word)) == pytest.approx(expected, rel=1e-3)
 
 
-def test_convolutions_pixel_by_pixel(tmp_path: Path) -> None:
-    words = ("digits", "train.steps=10", "model.name=own:normalised", "model.sync_batchnorm=true")
+def test_channels_last_keeps_the_losses(tmp_path: Path) -> None:
+    words = (
+        "digits",
+        "train.steps=10",
+        "model.name=user_code:with_batchnorm",
+        "model.sync_batchnorm=true",
+    )
     expected = losses(run(tmp_path, *words))
     found = losses(run(tmp_path, *words, "model.channels_last=true"))
     assert found == pytest.approx(expected, rel=1e-3)
@@ -79,31 +85,31 @@ def test_convolutions_pixel_by_pixel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_step_that_is_not_finite_changes_nothing(
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
     tmp_path: Path, implementation: str, name: str
 ) -> None:
     words = [*NUMBERED, f"optim.implementation={implementation}", f"optim.name={name}"]
-    run_dir = run(tmp_path, *words, "model.name=own:poisoned")
+    run_dir = run(tmp_path, *words, "model.name=user_code:nan_output")
     [fault] = events(run_dir, "skipped")
-    assert fault["samples"] == [own.BAD]
-    healthy = losses(run(tmp_path, *words, "model.name=own:healthy"))
+    assert fault["samples"] == [user_code.BAD]
+    healthy = losses(run(tmp_path, *words, "model.name=user_code:healthy"))
     del healthy[fault["step"] - 1 :]
     assert losses(run_dir)[: len(healthy)] == pytest.approx(healthy, rel=1e-5)
     assert all(loss < 10 for loss in losses(run_dir))
 
 
-def test_memory_that_runs_out(tmp_path: Path) -> None:
-    healthy = losses(run(tmp_path, *NUMBERED, "model.name=own:healthy"))
-    run_dir = run(tmp_path, *NUMBERED, "model.name=own:hungry")
+def test_running_out_of_memory_reduces_the_micro_batch(tmp_path: Path) -> None:
+    healthy = losses(run(tmp_path, *NUMBERED, "model.name=user_code:healthy"))
+    run_dir = run(tmp_path, *NUMBERED, "model.name=user_code:out_of_memory")
     assert [event["micro_batch"] for event in events(run_dir, "out_of_memory")] == [8, 4, 2]
     assert losses(run_dir) == pytest.approx(healthy, rel=1e-5)
     [first, *_] = sorted((run_dir.path / "faults").glob("memory-step-*-rank-0.pickle"))
     assert first.stat().st_size > 0
 
 
-def test_the_share_of_the_peak_is_known(tmp_path: Path) -> None:
+def test_metrics_report_the_fraction_of_the_peak_speed(tmp_path: Path) -> None:
     name = torch.cuda.get_device_name()
     if not any(known in name for known in ("A100", "H100", "H200")):
-        pytest.skip(f"the peak of {name} is not in train/speed.py")
-    lines = list(read_lines(run(tmp_path, *GPT, "precision=bf16").metrics))
+        pytest.skip(f"the peak of {name} is not in train/throughput.py")
+    lines = logged_steps(run(tmp_path, *GPT, "precision=bf16"))
     assert 0 < lines[-1]["mfu"] < 1 and lines[-1]["tokens_per_second"] > 0

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch import runs
-from train.run import RunDir
+from rollcall.launch.runs import find
+from rollcall.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
 
@@ -24,13 +24,13 @@ def test_a_failed_run_goes_on_with_the_code_it_has_or_with_new_code(tmp_path: Pa
     refused = submitted()
     assert (refused.returncode, "add --resume" in refused.stderr) == (2, True)
     kept = submitted("--resume")
-    assert (kept.returncode, "with the code it has" in kept.stderr) == (3, True)
+    assert (kept.returncode, "with the code that it has" in kept.stderr) == (3, True)
     renewed = submitted("--resume", "--new-code")
     assert (renewed.returncode, "mended" in renewed.stdout) == (0, True), renewed.stderr
     finished = submitted()
     assert (finished.returncode, "is finished" in finished.stderr) == (0, True)
     assert submitted("--resume").returncode == 0
-    states = [attempt.state for attempt in runs.attempts(RunDir(tmp_path / "runs", "a"))]
+    states = [attempt.state for attempt in find.attempts(RunDir(tmp_path / "runs", "a"))]
     assert states == ["failed", "failed", "finished", "finished"]
 
 

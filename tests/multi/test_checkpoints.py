@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
 
-import kills
+import pytest
+import random_kills
 import torch
 import torch.distributed as dist
 from disks import mounted, needs_root, run, until
-from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, train
+from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, logged_steps, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from train.checkpoint import Checkpointer, manifest, shelf, verify
-from train.run import RunDir, read_lines
-from train.world import World
+from rollcall.records.files import read_lines
+from rollcall.records.run import LoggedStep
+from rollcall.run_dir import RunDir
+from rollcall.train.checkpoint import SharedEngine, layout, manifest
+from rollcall.train.checkpoint.engine import Hooks
+from rollcall.train.checkpoint.tools import command, verify
+from rollcall.train.dist.world import World
 
 WORDS = ["digits", "model.name=mlp", "log.every=1", "train.evaluate_every=null", "device=cpu"]
 
@@ -52,7 +58,9 @@ def _meet_trouble(rank: int, port: int, place: Path) -> None:
     os.environ.update({key: str(value) for key, value in variables.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     world = World.join("cpu")
-    checkpoints = Checkpointer(place / "checkpoints", world)
+    refused: list[tuple[int, str]] = []
+    hooks = Hooks(on_refusal=lambda *refusal: refused.append(refusal))
+    checkpoints = SharedEngine(place / "checkpoints", world, hooks=hooks)
     checkpoints.save(1, _state(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
@@ -70,8 +78,6 @@ def _meet_trouble(rank: int, port: int, place: Path) -> None:
         data[start] ^= 1
         (place / "checkpoints/step-00000003/rank-00001.bin").write_bytes(data)
     dist.barrier()
-    refused: list[tuple[int, str]] = []
-    checkpoints.on_refusal = lambda *refusal: refused.append(refusal)
     found = checkpoints.restore(lambda: _state(0))
     assert outcome and found
     assert found[1]["model"]["sharded"].full_tensor().eq(1).all()
@@ -84,7 +90,7 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "damaged")
     words = [*WORDS, "checkpoint.every=4", f"run.root={tmp_path}", "run.name=damaged"]
     train(2, [*words, "train.steps=8"], tmp_path / "logs")
-    newest = shelf.place(run_dir.checkpoints, 8)
+    newest = layout.place(run_dir.checkpoints, 8)
     file = newest / "rank-00001.bin"
     file.write_bytes(bytes(file.stat().st_size))
     output = train(2, [*words, "train.steps=12"], tmp_path / "logs")
@@ -92,15 +98,15 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     [refused] = [line for line in read_lines(run_dir.events) if line["event"] == "refused"]
     [resumed] = [line for line in read_lines(run_dir.events) if line["event"] == "resumed"]
     assert (refused["step"], resumed["step"]) == (8, 4)
-    assert [line["step"] for line in read_lines(run_dir.metrics)] == list(range(1, 13))
+    assert [line["step"] for line in logged_steps(run_dir)] == list(range(1, 13))
     names = {path.name for path in run_dir.checkpoints.iterdir()}
     assert names == {"damaged-step-00000008", "step-00000008", "step-00000012"}
-    for place in shelf.published(run_dir.checkpoints).values():
+    for place in layout.published(run_dir.checkpoints).values():
         file = place / "rank-00000.bin"
         file.write_bytes(bytes(file.stat().st_size))
     ranks = Ranks(2, [*words, "train.steps=16"], tmp_path / "logs")
     assert ranks.wait() == [2, 2]
-    assert "holds no whole checkpoint" in ranks.output()
+    assert "holds no intact checkpoint" in ranks.output()
     assert "nothing was deleted" in ranks.output()
     assert len([*run_dir.checkpoints.iterdir()]) == 3
 
@@ -109,7 +115,7 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_stop_the_training(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "full")
     words = [*WORDS, "checkpoint.every=5", "train.steps=15", f"run.root={tmp_path}"]
-    words += ["run.name=full", "model.hidden=2500"]  # 2.2 MB
+    words += ["run.name=full", "model.hidden_size=2500"]  # 2.2 MB
     with mounted(run_dir.checkpoints, "tmpfs", "3m"):
         ranks = Ranks(2, words, tmp_path / "logs")
         assert ranks.wait() == [1, 1]
@@ -117,41 +123,78 @@ def test_a_full_disk_does_not_stop_the_training(tmp_path: Path) -> None:
         saves = [(line["event"], line["step"]) for line in events if "seconds" in line]
         failures = [line for line in events if line["event"] == "save_failed"]
         assert saves == [("checkpointed", 5)]
-        assert [line["step"] for line in failures] == [10, 15, 15]  # at the end once more
+        assert [line["step"] for line in failures] == [10, 15]
         assert all("No space left on device" in line["reason"] for line in failures)
-        assert not verify.problems(shelf.place(run_dir.checkpoints, 5))
+        assert not verify.problems(layout.place(run_dir.checkpoints, 5))
         verdict = run_dir.read_verdict()
         assert verdict is not None and verdict.state == "failed"
         assert "15 steps trained; step 15 was not saved: [Errno 28]" in verdict.reason
-        assert "saves that failed" in ranks.output()
+        assert "failed saves" in ranks.output()
         run("mount", "-o", "remount,size=30m", run_dir.checkpoints)
         train(2, words, tmp_path / "logs")
-        assert sorted(shelf.published(run_dir.checkpoints)) == [10, 15]
+        assert sorted(layout.published(run_dir.checkpoints)) == [10, 15]
 
 
 def test_the_best_and_the_multiples_stay(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "best")
     words = [*WORDS, f"run.root={tmp_path}", "run.name=best", "train.epochs=4"]
-    words += ["checkpoint.every=10", "checkpoint.keep=1", "checkpoint.forever=40"]
-    words += ["checkpoint.best=accuracy", "train.evaluate_every=0.5", "optim.lr=0.03"]
+    words += ["checkpoint.every=10", "checkpoint.keep_last=1", "checkpoint.keep_every=40"]
+    words += ["checkpoint.keep_best=accuracy", "train.evaluate_every=0.5", "optim.lr=0.03"]
     train(1, words, tmp_path / "logs")
     worth = {
         line["step"]: line["accuracy"]
         for line in read_lines(run_dir.events)
         if line["event"] == "evaluated"
     }
-    last = max(worth)
-    del worth[last]  # the evaluation at the end
+    last = max(worth)  # the evaluation at the end counts, too
     best = max(worth, key=lambda step: (worth[step], -step))
-    assert set(shelf.published(run_dir.checkpoints)) == {40, 80, best, last}
-    stored = manifest.read(shelf.place(run_dir.checkpoints, best))
+    assert set(layout.published(run_dir.checkpoints)) == {40, 80, best, last}
+    stored = manifest.read(layout.place(run_dir.checkpoints, best))
     assert stored.facts["metrics"]["accuracy"] == worth[best]
+    newest = manifest.read(layout.place(run_dir.checkpoints, last))
+    assert newest.facts["metrics"]["accuracy"] == worth[last]
+
+    lines = [line for line in read_lines(run_dir.metrics) if "loss" not in line]
+    assert {line["step"]: line["val_accuracy"] for line in lines} == worth
+    assert all(line["val_loss"] > 0 for line in lines)
+    assert not [*LoggedStep.unreadable(run_dir.path)]
+
+
+def test_the_final_evaluation_may_be_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, target = RunDir(tmp_path, "best"), tmp_path / "best.safetensors"
+    words = [*WORDS, f"run.root={tmp_path}", "run.name=best", "data.global_batch=400"]
+    words += ["train.steps=6", "checkpoint.every=2", "checkpoint.keep_last=1"]
+    words += ["checkpoint.keep_best=loss", "train.evaluate_every=0.5"]  # every second step
+    train(1, words, tmp_path / "logs")
+    assert [*layout.published(run_dir.checkpoints)] == [6]  # the loss falls
+    assert command.main(["export", str(run_dir.path), str(target), "--best"]) == 0
+    assert re.search(r"step-00000006 \(val_loss [\d.]+, val_acc", capsys.readouterr().out)
+
+    # It becomes worse: the best is not the newest.
+    train(1, [*words, "train.steps=8", "optim.lr=9"], tmp_path / "logs")
+    assert sorted(layout.published(run_dir.checkpoints)) == [6, 8]
+    assert command.main(["export", str(run_dir.path), str(target), "--best"]) == 0
+    assert "step-00000006" in capsys.readouterr().out
+    assert command.main(["export", str(run_dir.path), str(target)]) == 0
+    assert "step-00000008" in capsys.readouterr().out
+    text = train(1, ["predict", str(run_dir.path), "--best", "device=cpu"], tmp_path / "predict")
+    assert "predicted 359 of 359" in text
+    plan = run_dir.path / "predictions.jsonl"
+    hits = [line["prediction"] == line["target"] for line in read_lines(plan)]
+    worth = {line["step"]: line for line in read_lines(run_dir.metrics) if "val_loss" in line}
+    assert sum(hits) / len(hits) == pytest.approx(worth[6]["val_accuracy"], abs=1e-6)
 
 
 def test_saved_by_the_clock(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "clock")
     words = [*WORDS, f"run.root={tmp_path}", "run.name=clock", "train.steps=1000000"]
-    words += ["checkpoint.every=null", "checkpoint.minutes=0.003", "checkpoint.keep=10000"]
+    words += [
+        "checkpoint.every=null",
+        "checkpoint.every_minutes=0.003",
+        "checkpoint.keep_last=10000",
+    ]
     ranks = Ranks(2, words, tmp_path / "logs")
 
     def saves() -> list[dict[str, Any]]:
@@ -161,10 +204,10 @@ def test_saved_by_the_clock(tmp_path: Path) -> None:
     ranks.processes[0].terminate()
     assert ranks.wait() == [os.EX_TEMPFAIL] * 2
     saved = saves()
-    assert {line["step"] for line in saved} == set(shelf.published(run_dir.checkpoints))
+    assert {line["step"] for line in saved} == set(layout.published(run_dir.checkpoints))
     assert all(0 < line["stall"] <= line["seconds"] for line in saved)
 
 
 def test_random_kills_lose_nothing(tmp_path: Path) -> None:
-    """The long form is `PYTHONPATH=. python tests/kills.py 200`."""
-    print(kills.campaign(20, tmp_path, seed=1))
+    """The long form is `PYTHONPATH=. python tests/random_kills.py 200`."""
+    print(random_kills.campaign(20, tmp_path, seed=1))

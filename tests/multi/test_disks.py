@@ -13,11 +13,13 @@ from typing import Any
 import psutil
 import pytest
 from disks import frozen, mounted, needs_root, run, until
-from ranks import Ranks
+from ranks import Ranks, logged_steps
 
-from train.checkpoint import shelf, verify
-from train.deadline import MARGIN
-from train.run import RunDir, read_lines, write_atomic
+from rollcall.deadline import MARGIN
+from rollcall.records.files import read_lines, write_atomic
+from rollcall.run_dir import RunDir
+from rollcall.train.checkpoint import layout
+from rollcall.train.checkpoint.tools import verify
 
 WORDS = ["digits", "model.name=mlp", "log.every=1", "train.evaluate_every=null", "device=cpu"]
 WORDS += ["run.name=run", "train.steps=1000000", "checkpoint.every=5"]
@@ -38,20 +40,20 @@ def goes_on_after(run_dir: RunDir, forbid: Any, allow: Any, *words: str) -> str:
 
 
 def _goes_on_after(run_dir: RunDir, ranks: Ranks, forbid: Any, allow: Any) -> str:
-    until(lambda: bool(shelf.published(run_dir.checkpoints)))
+    until(lambda: bool(layout.published(run_dir.checkpoints)))
     until(forbid)
     until(lambda: bool(events(run_dir, "save_failed")))
-    left = shelf.published(run_dir.checkpoints)
+    left = layout.published(run_dir.checkpoints)
     assert left and not any(verify.problems(path) for path in left.values())
     assert allow()
     last = events(run_dir, "save_failed")[-1]["step"]
-    until(lambda: max(shelf.published(run_dir.checkpoints)) > last)
+    until(lambda: max(layout.published(run_dir.checkpoints)) > last)
     ranks.processes[0].terminate()
     assert ranks.wait() == [75, 75]
     verdict = run_dir.read_verdict()
     assert verdict is not None and verdict.state == "requeue"
-    assert max(shelf.published(run_dir.checkpoints)) == verdict.step
-    assert "saves that failed" in ranks.output()
+    assert max(layout.published(run_dir.checkpoints)) == verdict.step
+    assert "failed saves" in ranks.output()
     return str(events(run_dir, "save_failed")[0]["reason"])
 
 
@@ -75,21 +77,21 @@ def test_a_full_disk_that_holds_the_logs_too(tmp_path: Path) -> None:
     with mounted(root, "tmpfs", "8m"):
         ranks = Ranks(2, [*WORDS, f"run.root={root}"], root / "logs")
         try:
-            until(lambda: bool(shelf.published(run_dir.checkpoints)))
+            until(lambda: bool(layout.published(run_dir.checkpoints)))
             main = psutil.Process(ranks.processes[0].pid)
             before = main.io_counters().write_count
             until(lambda: fill(root / "large") and main.io_counters().write_count > before + 300)
             (root / "large").unlink()
-            last = max(shelf.published(run_dir.checkpoints))
-            until(lambda: max(shelf.published(run_dir.checkpoints)) > last)
+            last = max(layout.published(run_dir.checkpoints))
+            until(lambda: max(layout.published(run_dir.checkpoints)) > last)
             ranks.processes[0].terminate()
             assert ranks.wait() == [75, 75]
         finally:
             ranks.kill()
         assert "No space left on device" in events(run_dir, "save_failed")[0]["reason"]
-        steps = [line["step"] for line in read_lines(run_dir.metrics)]
+        steps = [line["step"] for line in logged_steps(run_dir)]
         assert steps == [*range(1, len(steps) + 1)]
-        assert "saves that failed" in ranks.output()
+        assert "failed saves" in ranks.output()
 
 
 def fill(path: Path) -> bool:
@@ -115,7 +117,7 @@ def test_a_quota(tmp_path: Path) -> None:
 
     with mounted(run_dir.checkpoints, "btrfs", "128M"):
         run("btrfs", "quota", "enable", run_dir.checkpoints)
-        size = "model.hidden=2500"  # 2.2 MB
+        size = "model.hidden_size=2500"  # 2.2 MB
         reason = goes_on_after(run_dir, lambda: limit("6M"), lambda: limit("none"), size)
     assert "Disk quota exceeded" in reason
 
@@ -153,4 +155,23 @@ def test_the_end_of_the_job_is_not_waited_for(tmp_path: Path) -> None:
     verdict = run_dir.read_verdict()
     assert verdict is not None and verdict.state == "requeue"
     assert "the end of the job is near; step" in verdict.reason
-    assert "when the job was about to end" in verdict.reason
+    assert "and the job was about to end" in verdict.reason
+
+
+@needs_root
+def test_a_disk_that_stays_full_costs_the_verdict_and_not_the_summary(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    with mounted(root, "tmpfs", "8m"):
+        words = [*WORDS, "train.steps=200", "checkpoint.every=100", f"run.root={root}"]
+        ranks = Ranks(1, words, tmp_path / "logs")
+        try:
+            until(lambda: bool(events(RunDir(root, "run"), "first_step")))
+            fill(root / "large")
+            assert ranks.wait() == [1]  # the last save has failed
+        finally:
+            ranks.kill()
+        assert "Traceback" not in ranks.output()
+        shown = " ".join(ranks.output().replace("│", " ").split())
+        assert "200 of 200" in shown and "failed saves" in shown
+        is_written = RunDir(root, "run").read_verdict() is not None
+        assert is_written != ("the verdict could not be written: No space" in shown)

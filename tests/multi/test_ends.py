@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 from disks import until
-from ranks import Ranks, train
+from ranks import Ranks, logged_steps, train
 
-from train.deadline import LOOK, MARGIN
-from train.run import RunDir, read_lines, write_atomic
+from rollcall.deadline import LOOK, MARGIN
+from rollcall.records.files import read_lines, write_atomic
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,13 +57,13 @@ def test_a_second_attempt_fences_the_first_one_off_and_leaves_in_time(tmp_path: 
 
 def test_a_stop_does_not_wait_for_the_whole_validation(tmp_path: Path) -> None:
     run, gate = RunDir(tmp_path, "it"), tmp_path / "gate"
-    data = ["data.name=synthetic_images", "data.image=8", "data.samples=16000"]
-    own = ["model.name=own:gated", "device=cpu", "train.steps=3", "log.every=1"]
+    data = ["data.name=synthetic_images", "data.image_size=8", "data.num_samples=16000"]
+    own = ["model.name=user_code:gated", "device=cpu", "train.steps=3", "log.every=1"]
     words = [*data, *own, "data.global_batch=8", "run.name=it", f"run.root={tmp_path}"]
     # After two passes without an update and three steps; the validation has four.
     ranks = Ranks(2, words, tmp_path / "logs", {"GATE": f"6:300:{gate}"})
     try:
-        until(lambda: len(list(read_lines(run.metrics))) == 3)
+        until(lambda: len(logged_steps(run)) == 3)
         ranks.processes[1].terminate()
         gate.touch()
         assert ranks.wait() == [os.EX_TEMPFAIL] * 2, ranks.output()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from train.run import RunDir
+from rollcall.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
 PROGRAM = """
@@ -47,3 +49,37 @@ def test_a_module_named_as_ours_is_the_users(tmp_path: Path, method: str) -> Non
     }
     verdict = run.read_verdict()
     assert verdict is not None and verdict.state == "failed"
+
+
+def test_a_second_interrupt_stops_waiting_not_the_run(tmp_path: Path) -> None:
+    stays = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    waits = f"while not pathlib.Path({str(tmp_path / 'end')!r}).exists(): time.sleep(0.1)"
+    ends = f"pathlib.Path({str(tmp_path / 'gone')!r}).touch()"
+    up = "print('it is up', flush=True)"
+    script = ["import pathlib, signal, time", stays, up, waits, ends]
+    (tmp_path / "stays.py").write_text("\n".join(script))
+    words = ["--local", "--nproc-per-node=1", "--wait", "--name=a", "--", "stays.py"]
+
+    def heed_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
+
+    with subprocess.Popen(
+        [*SUBMIT, *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=heed_interrupts,
+    ) as waiting:
+        assert waiting.stdout is not None
+        for text in ("it is up", "asked the run to save and stop"):
+            assert any(text in line for line in waiting.stdout)
+            waiting.send_signal(signal.SIGINT)
+        left = waiting.stdout.read()
+        assert waiting.wait(60) == 130
+        assert "the run is still stopping; see" in left and "Traceback" not in left
+    (tmp_path / "end").touch()
+    end = time.monotonic() + 60
+    while not (tmp_path / "gone").exists():
+        assert time.monotonic() < end, RunDir(tmp_path / "runs", "a").log(0, 0, 0).read_text()
+        time.sleep(0.1)

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
+BIN = f"{ROOT}/env/bin:{Path(sys.executable).parent}"
+"""As env/run sets PATH: rollcall's torchrun before torch's."""
 
 
 def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
@@ -31,13 +34,14 @@ def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
 def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
     words = ["run.name=first", f"run.root={tmp_path}"]
     done = run(["torchrun", "--nproc_per_node=4", "-m", "train", *words])
-    assert done.returncode == 0, done.stderr
-    assert "rollcall: 4 ranks (torchrun), cpu, ddp" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("rollcall: 4 ranks (torchrun), cpu, ddp")
     run_dir = RunDir(tmp_path, "first")
     accuracy = [line["accuracy"] for line in read_lines(run_dir.events) if "accuracy" in line][-1]
     assert accuracy >= 0.97
     assert f"{accuracy:.2%}" in done.stdout
     assert str(run_dir.path) in done.stdout.replace("\n", "")
+    assert run_dir.log(0, 0, 0).read_text() == done.stdout
     verdict = run_dir.read_verdict()
     assert verdict is not None and verdict.state == "done"
     assert sorted(path.name for path in run_dir.path.iterdir()) == [
@@ -45,9 +49,73 @@ def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
         "claim",
         "config.yaml",
         "events.jsonl",
+        "logs",
         "metrics.jsonl",
         "verdict.json",
     ]
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [
+        (["-m", "train", "optim.lrr=1"], ["rollcall: error: unknown key 'optim.lrr'"]),
+        (["{}/killed.py"], ["torchrun: rank 1 was killed by SIGKILL"]),
+    ],
+)
+def test_torchrun_reports_a_failure_in_a_line(
+    tmp_path: Path, program: list[str], lines: list[str]
+) -> None:
+    kill = "import os, time; int(os.environ['RANK']) and os.kill(os.getpid(), 9); time.sleep(60)"
+    (tmp_path / "killed.py").write_text(kill)
+    words = [word.format(tmp_path) for word in program]
+    done = run(["torchrun", "--nproc_per_node=2", *words])
+    assert (done.returncode, done.stdout) == (1, "")
+    shown = done.stderr.splitlines()
+    assert len(shown) == len(lines)
+    assert all(expected in line for expected, line in zip(lines, shown, strict=True))
+
+
+REFUSED = {
+    "train digitz": "unknown recipe 'digitz'",
+    "train train.steps=-1": "train.steps",
+    "train model.name=absent:Net": "module 'absent' is neither in",
+    "train model.name=broken:Net": "broken.py:1: SyntaxError",
+    "train model.name=halfway:Net": "halfway.py:1: ModuleNotFoundError",
+    "train data.name=folder data.path=/absent": "cannot read /absent",
+    "train device=cuda": "" if torch.cuda.is_available() else "device=cuda asks for GPUs",
+    "train predict absent": "unknown run 'absent'",
+}
+STARTS = int(os.environ.get("ROLLCALL_REFUSED_STARTS", "3"))
+"""How many refused starts to make; 100 is the long form."""
+
+
+@pytest.mark.parametrize("agent", [["torchrun"], [sys.executable, "-m", "torch.distributed.run"]])
+def test_a_refusal_is_the_last_line_and_shown_once(tmp_path: Path, agent: list[str]) -> None:
+    """`ROLLCALL_REFUSED_STARTS=100 pytest tests/multi/test_launchers.py -k refusal`."""
+    (tmp_path / "broken.py").write_text("def Net(:")
+    (tmp_path / "halfway.py").write_text("import not_there")
+    cases = [case for case in REFUSED.items() if case[1]]
+    for start in range(STARTS):
+        words, expected = cases[(start * 3 + len(agent)) % len(cases)]
+        ranks = 1 + (start * 5 + 3) % 8
+        command = [*agent, f"--nproc_per_node={ranks}", "-m", *words.split()]
+        done = run([*command], PYTHONPATH=str(tmp_path))
+        lines = (done.stdout + done.stderr).splitlines()
+        said = [line for line in lines if "rollcall: error: " in line]
+        assert len(said) == 1 and expected in said[0], (start, ranks, words, done)
+        if agent == ["torchrun"]:
+            assert (lines, done.returncode) == (said, 1), (start, ranks, words)
+        else:  # torch's report ends with the message of the first rank that failed, and a rule
+            assert lines[-2] == said[0], (start, ranks, words, done)
+
+
+def test_a_python_without_torch_is_refused() -> None:
+    blocked = "import sys; sys.modules['torch'] = None; import runpy; "
+    blocked += "sys.argv[1:] = ['device=cpu']; runpy.run_module('rollcall.train', None, '__main__')"
+    done = run([sys.executable, "-c", blocked])
+    assert done.returncode == 2
+    assert "does not have the package 'torch'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_mpirun_finds_its_ranks(tmp_path: Path) -> None:
@@ -91,9 +159,9 @@ def test_alone_on_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     [
         (["optim.rl=1"], {}, "did you mean 'optim.lr'"),
         ([], {"RANK": "0"}, "has RANK but not"),
-        (["device=cuda"], {}, "device=cuda promises GPUs"),
-        (["run.root=/proc/nowhere"], {}, "the run directory cannot be written"),
-        (["model.name=absent:thing"], {}, "there is no module 'absent'"),
+        (["device=cuda"], {}, "device=cuda asks for GPUs"),
+        (["run.root=/proc/nowhere"], {}, "the run directory cannot be used"),
+        (["model.name=absent:thing"], {}, "module 'absent' is neither in"),
         (["data.name=mnist", "data.root=/proc/nowhere"], {}, "by hand"),
     ],
 )

@@ -14,26 +14,26 @@ import pytest
 import torch
 from disks import until
 from PIL import Image
-from ranks import Ranks, train
-from sources import SIZE, Noisy
+from ranks import Ranks, logged_steps, train
+from user_datasets import SIZE, Noisy
 
-from train.data import vision
-from train.data import workers as crew
-from train.data.loading import Loading
-from train.data.order import Order, training_batches
-from train.data.reading import Fetched
-from train.data.source import Batch, Source
-from train.data.workers import in_order
-from train.run import RunDir, read_lines
-from train.schema import ConfigError, Data
-from train.world import World
+from rollcall.config.schema import ConfigError, Data
+from rollcall.run_dir import RunDir
+from rollcall.train.data import workers as crew
+from rollcall.train.data.loading import Loading
+from rollcall.train.data.order import Order, training_batches
+from rollcall.train.data.reader import ReadResult
+from rollcall.train.data.sets import vision
+from rollcall.train.data.source import Batch, Source
+from rollcall.train.data.workers import in_order
+from rollcall.train.dist.world import World
 
 SOURCE = Source(Noisy(), Noisy(), SIZE, SIZE, (1, 8, 8), 10)
 ORDER = Order(SIZE, total=5 * SIZE, global_batch=16, seed=1)
 
 
 def batches(workers: int, rows: range = range(16), first: int = 0) -> list[Batch]:
-    loading = Loading(Data(workers=workers), seed=7)
+    loading = Loading(Data(num_workers=workers), seed=7)
     steps = range(first, ORDER.steps)
     return list(training_batches(SOURCE, ORDER, rows, steps, loading))
 
@@ -58,7 +58,7 @@ def test_samples_and_what_they_draw_do_not_depend_on_workers_ranks_or_restarts()
 def test_killed_workers_are_named_and_replaced_and_signals_do_not_end_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    loading = Loading(Data(workers=2), seed=7, rank=3)
+    loading = Loading(Data(num_workers=2), seed=7, rank=3)
     others = psutil.Process().children()  # such as the server that forks the ranks of other tests
     read: list[Batch] = []
     killed: list[int] = []
@@ -68,24 +68,25 @@ def test_killed_workers_are_named_and_replaced_and_signals_do_not_end_them(
             for worker in workers:
                 worker.kill()
                 killed.append(worker.pid)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            workers[0].send_signal(number)
+        for worker in workers[:1]:  # none is left when the last batch has been read
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+                worker.send_signal(number)
         read.append(batch)
     assert equal(read, batches(0))
     error = capfd.readouterr().err
     for pid in killed:
-        assert f"of rank 3 (pid {pid}) was killed by SIGKILL; started again" in error
-    assert error.count("started again") == 4
+        assert f"of rank 3 (pid {pid}) was killed by SIGKILL; restarted" in error
+    assert error.count("restarted") == 4
     assert psutil.Process().children() == others
 
 
 def test_batches_of_any_size_come_through() -> None:
-    def fetch(number: int) -> Fetched:
+    def fetch(number: int) -> ReadResult:
         rows = 1 + number * 1000
         batch = Batch(torch.rand(rows, 3), torch.arange(rows), torch.ones(rows))
-        return Fetched(batch, [(number, "a problem")])
+        return ReadResult(batch, [(number, "a problem")])
 
-    for number, (batch, problems) in enumerate(in_order(fetch, range(7), workers=2, ahead=2)):
+    for number, (batch, problems, _) in enumerate(in_order(fetch, range(7), workers=2, ahead=2)):
         assert batch.targets.tolist() == [*range(1 + number * 1000)]
         assert problems == [(number, "a problem")]
 
@@ -103,11 +104,11 @@ def test_a_worker_that_dies_in_the_middle_of_an_answer_is_started_again(
             os.kill(os.getpid(), signal.SIGKILL)
         reply(pipe, answer)
 
-    def fetch(number: int) -> Fetched:
-        return Fetched(Batch(torch.ones(1), torch.tensor([number]), torch.ones(1)), [])
+    def fetch(number: int) -> ReadResult:
+        return ReadResult(Batch(torch.ones(1), torch.tensor([number]), torch.ones(1)), [])
 
     monkeypatch.setattr(crew, "_reply", torn)
-    read = [int(batch.targets) for batch, _ in in_order(fetch, range(4), workers=1, ahead=1)]
+    read = [int(batch.targets) for batch, *_ in in_order(fetch, range(4), workers=1, ahead=1)]
     assert read == [0, 1, 2, 3] and (tmp_path / "died").exists()
 
 
@@ -163,32 +164,37 @@ def test_the_time_in_which_a_rank_waits_is_measured() -> None:
 
 
 def test_a_sample_that_kills_its_workers_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
-    words = ["digits", "data.name=sources:deadly", "data.global_batch=4", "model.hidden=8"]
-    words += [f"run.root={tmp_path}", "run.name=deadly", "data.workers=1", "train.epochs=1"]
+    words = [
+        "digits",
+        "data.name=user_datasets:deadly",
+        "data.global_batch=4",
+        "model.hidden_size=8",
+    ]
+    words += [f"run.root={tmp_path}", "run.name=deadly", "data.num_workers=1", "train.epochs=1"]
     ranks = Ranks(2, words, tmp_path / "logs")
     assert ranks.wait() == [2, 2], ranks.output()
     errors = [line for line in ranks.output().splitlines() if "error:" in line]
     assert len(errors) == 1
-    assert "was killed by SIGKILL, 3 times while it read batch" in errors[0]
-    assert "take fewer data.workers" in errors[0]
+    assert "was killed by SIGKILL, 3 times while reading batch" in errors[0]
+    assert "reduce data.num_workers" in errors[0]
     verdict = RunDir(tmp_path, "deadly").read_verdict()
     assert verdict is not None and "data worker 0 of rank" in verdict.reason
 
 
 WORDS = [
     "digits",
-    "data.name=sources:noisy",
-    "model.name=own:gated",
+    "data.name=user_datasets:noisy",
+    "model.name=user_code:gated",
     "data.global_batch=7",
     "log.every=1",
-    "model.hidden=8",
+    "model.hidden_size=8",
 ]
 
 """Batches of 7 end where epochs of 60 do in step 60 alone: a stop is in the middle of one."""
 
 
 def losses(run_dir: RunDir) -> list[float]:
-    return [line["loss"] for line in read_lines(run_dir.metrics)]
+    return [line["loss"] for line in logged_steps(run_dir)]
 
 
 def test_signal_to_whole_process_groups_with_workers_saves_and_resumes_exactly(
@@ -197,7 +203,7 @@ def test_signal_to_whole_process_groups_with_workers_saves_and_resumes_exactly(
     words = [*WORDS, f"run.root={tmp_path}", "train.steps=40", "checkpoint.every=null"]
     train(4, [*words, "run.name=whole"], tmp_path / "logs")
     run_dir = RunDir(tmp_path, "parts")
-    with_workers = [*words, "run.name=parts", "data.workers=1"]
+    with_workers = [*words, "run.name=parts", "data.num_workers=1"]
     gate = tmp_path / "gate"  # in the 20th pass, and so before step 21, they wait for it
     ranks = Ranks(4, with_workers, tmp_path / "logs", {"GATE": f"20:300:{gate}"})
     until(lambda: len(losses(run_dir)) >= 8)
@@ -211,7 +217,7 @@ def test_signal_to_whole_process_groups_with_workers_saves_and_resumes_exactly(
     assert verdict is not None and (run_dir.checkpoints / f"step-{verdict.step:08d}").exists()
     train(4, with_workers, tmp_path / "logs")
     assert losses(run_dir) == losses(RunDir(tmp_path, "whole"))
-    assert all(0 <= line["data_wait"] <= 1 for line in read_lines(run_dir.metrics))
+    assert all(0 <= line["data_wait"] <= 1 for line in logged_steps(run_dir))
 
 
 @pytest.fixture
@@ -231,9 +237,9 @@ def pictures(tmp_path: Path) -> Path:
 def test_unreadable_sample_is_named_once_and_the_run_goes_on_when_it_is_mended(
     tmp_path: Path, pictures: Path
 ) -> None:
-    words = ["digits", "data.name=folder", f"data.path={pictures}", "data.image=8"]
-    words += ["data.global_batch=4", "data.workers=1", "train.epochs=1", "log.every=1"]
-    words += [f"run.root={tmp_path}", "model.hidden=8", "checkpoint.every=1"]
+    words = ["digits", "data.name=folder", f"data.path={pictures}", "data.image_size=8"]
+    words += ["data.global_batch=4", "data.num_workers=1", "train.epochs=1", "log.every=1"]
+    words += [f"run.root={tmp_path}", "model.hidden_size=8", "checkpoint.every=1"]
     ranks = Ranks(2, [*words, "run.name=strict"], tmp_path / "logs")
     assert ranks.wait() == [2, 2], ranks.output()
     errors = [line for line in ranks.output().splitlines() if "error:" in line]
@@ -243,9 +249,9 @@ def test_unreadable_sample_is_named_once_and_the_run_goes_on_when_it_is_mended(
     assert "Traceback" not in ranks.output()
 
     output = train(2, [*words, "run.name=lenient", "data.skip_unreadable=1"], tmp_path / "logs")
-    assert "leaves out sample 6 of the training data" in output
+    assert "skips sample 6 of the training data" in output
     run_dir = RunDir(tmp_path, "lenient")
-    assert [line.get("unreadable") for line in read_lines(run_dir.metrics)][-1] == 1
+    assert [line.get("unreadable") for line in logged_steps(run_dir)][-1] == 1
 
     broken = pictures / "dark" / "07.png"
     broken.with_suffix(".whole").rename(broken)
@@ -255,7 +261,7 @@ def test_unreadable_sample_is_named_once_and_the_run_goes_on_when_it_is_mended(
     (pictures / "dark" / "00.png").write_bytes((pictures / "light" / "00.png").read_bytes())
     ranks = Ranks(2, [*words, "run.name=strict", "train.epochs=2"], tmp_path / "logs")
     assert ranks.wait() == [2, 2]
-    assert "has learned from other data: 1 of 16 samples" in ranks.output()
+    assert "was trained on different data: 1 of 16 compared samples" in ranks.output()
     (pictures / "dark" / "00.png").unlink()
     ranks = Ranks(2, [*words, "run.name=strict", "train.epochs=2"], tmp_path / "logs")
     assert ranks.wait() == [2, 2]

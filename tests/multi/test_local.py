@@ -1,4 +1,4 @@
-"""Node-local checkpoints: two nodes of one rank, each with a directory of its own."""
+"""Node-local checkpoints: two nodes of one rank, each with its own directory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import pytest
 from disks import frozen, mounted, needs_root, until
 from ranks import FORKSERVER, TIMEOUT, Ranks, free_port
 
-from train.checkpoint import Checkpointer, shelf, verify
-from train.checkpoint.compare import differences
-from train.checkpoint.local import open_local, place
-from train.config import ConfigError
-from train.run import RunDir, read_lines
-from train.world import World
+from rollcall.config import ConfigError
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+from rollcall.train.checkpoint import layout
+from rollcall.train.checkpoint.node_local import open_store, place
+from rollcall.train.checkpoint.tools import verify
+from rollcall.train.checkpoint.tools.compare import differences
+from rollcall.train.dist.world import World
 
 WORDS = ["digits", "model.name=mlp", "optim.schedule=constant", "log.every=1", "device=cpu"]
 WORDS += ["train.evaluate_every=null"]
@@ -71,10 +73,10 @@ class Killed(NamedTuple):
 
 
 def stopped_between_saves(root: Path, ranks: Ranks) -> bool:
-    """Stop all ranks; they go on, unless both nodes have published the same."""
+    """Stop all ranks; continue them unless both nodes have published the same steps."""
     for process in ranks.processes:
         os.kill(process.pid or 0, signal.SIGSTOP)
-    first, second = (set(shelf.published(on_disk(root, node))) for node in range(2))
+    first, second = (set(layout.published(on_disk(root, node))) for node in range(2))
     if first != second:
         for process in ranks.processes:
             os.kill(process.pid or 0, signal.SIGCONT)
@@ -83,13 +85,13 @@ def stopped_between_saves(root: Path, ranks: Ranks) -> bool:
 
 @pytest.fixture(scope="module")
 def remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Shared storage answers no more after the first checkpoint; the training goes on."""
+    """Shared storage hangs after the first checkpoint, while training continues."""
     root = tmp_path_factory.mktemp("killed") / "run"
     checkpoints = RunDir(root, "first").checkpoints
     with mounted(checkpoints, "ext4", "16M"):
         ranks = start(root, 10**6)
         try:
-            until(lambda: bool(shelf.published(checkpoints)))
+            until(lambda: bool(layout.published(checkpoints)))
             with frozen(checkpoints):
                 count = len(events(root, "checkpointed"))
                 until(lambda: len(events(root, "checkpointed")) > count + 4)
@@ -106,10 +108,10 @@ def remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def killed(remains: Path) -> Iterator[Killed]:
-    # In the same place: the name of a node's directory follows from that of the run's.
+    # In the same place: the name of a node's directory depends on the run's path.
     root = Path(shutil.copytree(remains, remains.with_name("run")))
-    shared = max(shelf.published(RunDir(root, "first").checkpoints))
-    newest = [max(shelf.published(on_disk(root, node))) for node in range(2)]
+    shared = max(layout.published(RunDir(root, "first").checkpoints))
+    newest = [max(layout.published(on_disk(root, node))) for node in range(2)]
     yield Killed(root, shared, min(newest))
     shutil.rmtree(root)
 
@@ -121,16 +123,16 @@ def test_goes_on_from_the_nodes_disks_as_if_nothing_had_been(killed: Killed) -> 
     run_dir = RunDir(root, "first")
     finish(root, steps)
     assert events(root, "resumed")[-1]["step"] == killed.local
-    last = shelf.place(run_dir.checkpoints, steps)
+    last = layout.place(run_dir.checkpoints, steps)
     assert not verify.problems(last)
     assert all(path.name.startswith("step-") for path in run_dir.checkpoints.iterdir())
     assert not any(any((root / f"disk-{node}").iterdir()) for node in range(2))
     finish(root, steps, "run.name=undisturbed", "checkpoint.local=null")
-    assert not differences(last, shelf.place(RunDir(root, "undisturbed").checkpoints, steps))
+    assert not differences(last, layout.place(RunDir(root, "undisturbed").checkpoints, steps))
 
 
 def damage(killed: Killed) -> None:
-    file = shelf.place(on_disk(killed.root, 1), killed.local) / "rank-00001.bin"
+    file = layout.place(on_disk(killed.root, 1), killed.local) / "rank-00001.bin"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -146,7 +148,7 @@ def lose(killed: Killed) -> None:
     [
         (damage, 2, "rank-00001.bin is not what was written"),
         (lose, 2, "manifest.json is missing"),
-        (None, 1, "that this rank needs"),  # the other half is on the other node
+        (None, 1, "that this rank needs is missing"),  # the other half is on the other node
     ],
     ids=["damaged", "lost", "one rank"],
 )
@@ -161,16 +163,16 @@ def test_what_a_node_lacks_is_told_and_an_older_one_is_used(
     refused = [line for line in events(killed.root, "refused") if line["step"] == killed.local]
     assert len(refused) == 1 and refused[0]["local"] and reason in refused[0]["reason"]
     assert f"the local checkpoint of step {killed.local} cannot be used: on " in output
-    assert not shelf.refused(RunDir(killed.root, "first").checkpoints)
+    assert not layout.refused(RunDir(killed.root, "first").checkpoints)
 
 
 @needs_root
 def test_with_nothing_whole_the_run_begins_afresh_on_all_ranks(killed: Killed) -> None:
-    """What the other node has read by then leaves no trace, nor does that it was to be read."""
+    """The state of the other node, which has read its part by then, stays unchanged."""
     checkpoints = RunDir(killed.root, "first").checkpoints
     shutil.rmtree(checkpoints)
     for node in range(2):
-        for step, path in shelf.published(on_disk(killed.root, node)).items():
+        for step, path in layout.published(on_disk(killed.root, node)).items():
             if step != killed.local:
                 shutil.rmtree(path)
     damage(killed)
@@ -178,7 +180,7 @@ def test_with_nothing_whole_the_run_begins_afresh_on_all_ranks(killed: Killed) -
     assert not events(killed.root, "resumed")
     finish(killed.root, 3, "run.name=undisturbed", "checkpoint.local=null")
     undisturbed = RunDir(killed.root, "undisturbed").checkpoints
-    assert not differences(shelf.place(checkpoints, 3), shelf.place(undisturbed, 3))
+    assert not differences(layout.place(checkpoints, 3), layout.place(undisturbed, 3))
 
 
 @needs_root
@@ -201,7 +203,7 @@ def test_asked_to_stop_the_state_is_on_shared_storage(tmp_path: Path) -> None:
     assert ranks.wait() == [75, 75]
     verdict = RunDir(tmp_path, "first").read_verdict()
     assert verdict is not None and verdict.state == "requeue"
-    place = shelf.place(RunDir(tmp_path, "first").checkpoints, verdict.step)
+    place = layout.place(RunDir(tmp_path, "first").checkpoints, verdict.step)
     assert not verify.problems(place)
 
 
@@ -226,17 +228,16 @@ def _open(rank: int, port: int, root: Path) -> None:
     if rank == 0:
         run_dir.create()
     world.barrier()
-    shared = Checkpointer(run_dir.checkpoints, world)
     with pytest.raises(ConfigError, match="is one directory for several hosts"):
-        open_local(str(root / "disk"), run_dir, world, shared)
+        open_store(str(root / "disk"), run_dir, world)
     assert not list((root / "disk").rglob(f".probe-*-{rank}"))
-    # On a disk of its own, where rank 0 was killed in an earlier attempt, it is not meant.
+    # Probes that killed attempts left on a separate disk do not count.
     own = str(root / f"disk-{rank}")
     left = place(own, run_dir) / ".probe-0123abcd-0"
     if rank == 1:
         left.parent.mkdir(parents=True, mode=0o700)
         for name in (left.name, ".probe-0"):
             left.with_name(name).touch()
-    opened = open_local(own, run_dir, world, shared)
+    opened = open_store(own, run_dir, world)
     assert opened.newest() is None and not list(opened.directory.glob(".probe*"))
     world.leave()

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import train
+from ranks import logged_steps, train
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-from train.config import parse
-from train.data.order import Order
-from train.models.cnn import cnn
-from train.randomness import set_seed
-from train.run import RunDir, read_lines
+from rollcall.config import parse
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+from rollcall.train.data.order import Order
+from rollcall.train.models.cnn import cnn
+from rollcall.train.weights.deferred import Draws
 
 BATCH, STEPS, RATE, WARMUP, DECAY, CLIP = 100, 40, 3e-3, 5, 0.01, 1.0
 WORDS = ["digits", f"data.global_batch={BATCH}", f"train.steps={STEPS}", f"optim.lr={RATE}"]
@@ -43,8 +44,8 @@ def by_hand() -> tuple[list[float], list[float], float, float]:
     held_out = torch.arange(len(labels)) % 5 == 4
     order = Order(int((~held_out).sum()), STEPS * BATCH, BATCH, seed=0)
     _, config = parse(WORDS)
-    set_seed(0, "model")
-    model: nn.Module = cnn(config.model, Digits)  # type: ignore[arg-type]
+    with Draws(0):
+        model: nn.Module = cnn(config.model, Digits)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     losses, norms = [], []
     for step in range(STEPS):
@@ -69,7 +70,7 @@ def test_two_ranks_train_what_plain_pytorch_trains(tmp_path: Path) -> None:
     losses, norms, loss, accuracy = by_hand()
     train(2, [*WORDS, f"run.root={tmp_path}", "run.name=ours"], tmp_path / "logs")
     run_dir = RunDir(tmp_path, "ours")
-    lines = list(read_lines(run_dir.metrics))
+    lines = logged_steps(run_dir)
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=TOLERANCE)
     assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
     [ours] = [line for line in read_lines(run_dir.events) if line["event"] == "evaluated"]

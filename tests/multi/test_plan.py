@@ -31,4 +31,7 @@ def test_the_plan_is_what_the_ranks_say(strategy: str, tmp_path: Path) -> None:
 def test_a_thousand_ranks_are_refused_as_there() -> None:
     refused = plan("--ranks=1024", "--node-size=8", *WORDS)
     assert refused.returncode == 2
-    assert "data.global_batch=512 leaves some of 1024 shares of the batch" in refused.stderr
+    assert (
+        "data.global_batch=512: expected at least 1024, one sample for each share of"
+        in refused.stderr
+    )

@@ -15,7 +15,7 @@ from PIL import Image
 from ranks import Ranks, train
 from sklearn.datasets import load_digits
 
-from train.run import read_lines
+from rollcall.records.files import read_lines
 
 VALIDATION = 359
 
@@ -24,7 +24,7 @@ VALIDATION = 359
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned something; its evaluation uses the average of the weights."""
     root = tmp_path_factory.mktemp("predict")
-    words = ["digits", f"run.root={root}", "run.name=run", "train.steps=60", "model.hidden=16"]
+    words = ["digits", f"run.root={root}", "run.name=run", "train.steps=60", "model.hidden_size=16"]
     train(2, [*words, "optim.ema=0.8", "optim.evaluate_ema=true"], root / "logs")
     return root / "run"
 
@@ -55,7 +55,7 @@ def test_one_process_predicts_what_the_evaluation_counted(
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (3, ("--batch", "7", "data.workers=1")),
+        (3, ("--batch", "7", "data.num_workers=1")),
         (2, ("parallel.strategy=zero3",)),
         (4, ("parallel.mesh=pipeline=2,tensor=2", "data.micro_batch=8")),
     ],
@@ -74,7 +74,7 @@ def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -
     predict(1, run, whole, "--split", "train", "--batch", "2")
     output = tmp_path / "parts.npy"
     words = ["predict", str(run), "--output", str(output), "--split", "train", "--batch", "1"]
-    words += ["model.name=own:gated"]
+    words += ["model.name=user_code:gated"]
     parts = tmp_path / "parts.npy.parts"
     kept: dict[Path, int] = {}
     for ending, count in ((signal.SIGKILL, 2), (signal.SIGTERM, 6)):
@@ -92,12 +92,12 @@ def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -
         assert len(kept) == count and not output.exists()
     again = ["predict", str(run), "--output", str(output)]
     ranks = Ranks(1, again, tmp_path / "logs")
-    assert ranks.wait() == [2] and "holds parts of something else (input" in ranks.output()
+    assert ranks.wait() == [2] and "contains parts of another prediction (input" in ranks.output()
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     train(1, words, tmp_path / "logs")
     np.testing.assert_allclose(np.load(output), np.load(whole), rtol=1e-4, atol=1e-5)
     ranks = Ranks(1, words, tmp_path / "logs")
-    assert ranks.wait() == [2] and "is there already" in ranks.output()
+    assert ranks.wait() == [2] and "exists; delete it" in ranks.output()
 
 
 def test_files_of_the_user(tmp_path: Path, run: Path, alone: list[dict[str, Any]]) -> None:
@@ -128,7 +128,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("generate")
     (root / "text.txt").write_text("def one(two): return three\n" * 200)
     words = ["gpt", f"run.root={root}", "run.name=run", f"data.path={root}/text.txt"]
-    words += ["data.context=16", "model.hidden=32", "model.layers=2", "train.steps=150"]
+    words += ["data.seq_len=16", "model.hidden_size=32", "model.num_layers=2", "train.steps=150"]
     train(1, [*words, "optim.lr=1e-2"], root / "logs")
     (root / "text.txt").unlink()  # a model that is trained needs its data no more
     return root / "run"
@@ -153,7 +153,7 @@ def test_seed_and_temperature_choose_the_text(tmp_path: Path, writer: Path) -> N
         texts.append(train(1, words, tmp_path / str(number)).split("\nrollcall")[0])
     assert texts[0] == texts[1] != texts[2]
     ranks = Ranks(1, ["generate", str(writer), "--tokens", "300"], tmp_path / "refused")
-    assert ranks.wait() == [2] and "300 is not below 256" in ranks.output()
+    assert ranks.wait() == [2] and "expected numbers below 256, got 300" in ranks.output()
 
 
 def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
@@ -177,15 +177,18 @@ def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["predict", "nowhere"], "there is no run 'nowhere'"),
-        (["predict", "{run}", "--output", "x.csv"], "expected a name with .jsonl or .npy"),
-        (["predict", "{run}", "--inptu=x", "x"], "'--inptu=x' is no option"),
-        (["generate", "{run}", "--prompt", "x"], "learned from data.name=digits, whose tokens"),
-        (["generate", "{run}", "--tokens", "1"], "only models of sequences generate"),
-        (["predict", "{run}", "--input", "{run}/none"], "none' names no file"),
+        (["predict", "nowhere"], "unknown run 'nowhere'"),
+        (["predict", "{run}", "--output", "x.csv"], "expected a file that ends in .jsonl or .npy"),
+        (
+            ["predict", "{run}", "--inptu=x", "x"],
+            "expected an option or key=value, got '--inptu=x'",
+        ),
+        (["generate", "{run}", "--prompt", "x"], "but this run was trained on digits"),
+        (["generate", "{run}", "--tokens", "1"], "only models of sequences can generate"),
+        (["predict", "{run}", "--input", "{run}/none"], "no file matches '{run}/none'"),
     ],
 )
 def test_refusals(tmp_path: Path, run: Path, words: list[str], problem: str) -> None:
     ranks = Ranks(1, [word.format(run=run) for word in words], tmp_path / "logs")
     assert ranks.wait() == [2], ranks.output()
-    assert problem in ranks.output() and "Traceback" not in ranks.output()
+    assert problem.format(run=run) in ranks.output() and "Traceback" not in ranks.output()

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
 SCRIPT = """

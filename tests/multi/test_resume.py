@@ -7,15 +7,18 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from disks import until
-from ranks import Ranks, train
+from ranks import Ranks, logged_steps, train
+from torch import nn
 
-from train.checkpoint import shelf
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+from rollcall.train.checkpoint import layout
 
 WORDS = [
     "digits",
-    "model.name=own:gated",
+    "model.name=user_code:gated_and_noisy",
     "train.steps=60",
     "train.evaluate_every=null",
     "checkpoint.every=7",
@@ -27,7 +30,7 @@ WORDS = [
 
 
 def losses(run_dir: RunDir) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_lines(run_dir.metrics)}
+    return {line["step"]: line["loss"] for line in logged_steps(run_dir)}
 
 
 def words(root: Path, name: str) -> list[str]:
@@ -40,7 +43,7 @@ def start(root: Path, name: str, first: int) -> Ranks:
     ranks = Ranks(4, words(root, name), root / "logs", {"GATE": f"40:300:{root / 'gate'}"})
     run_dir = RunDir(root, name)
     until(lambda: max(losses(run_dir), default=0) >= first + 10)
-    until(lambda: max(shelf.published(run_dir.checkpoints), default=0) > first)
+    until(lambda: max(layout.published(run_dir.checkpoints), default=0) > first)
     return ranks
 
 
@@ -58,7 +61,7 @@ def test_killed_run_resumes_to_identical_losses(
 ) -> None:
     run_dir = RunDir(tmp_path, "killed")
     for _ in range(2):
-        start(tmp_path, "killed", max(shelf.published(run_dir.checkpoints), default=0)).kill()
+        start(tmp_path, "killed", max(layout.published(run_dir.checkpoints), default=0)).kill()
         assert run_dir.read_verdict() is None
     train(4, words(tmp_path, "killed"), tmp_path / "logs")
     resumed = [line["step"] for line in read_lines(run_dir.events) if line["event"] == "resumed"]
@@ -83,3 +86,27 @@ def test_signal_to_one_rank_stops_all_and_loses_no_step(
     verdict = run_dir.read_verdict()
     assert verdict is not None and (verdict.state, verdict.step) == ("done", 60)
     assert losses(run_dir) == uninterrupted
+
+
+class Unused(nn.Module):
+    """A model with a layer that no loss depends on, so that its optimizer state stays empty."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 10), nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs.flatten(1))  # type: ignore[no-any-return]
+
+
+def test_a_run_with_an_unused_parameter_resumes(tmp_path: Path) -> None:
+    own = ["digits", "model.name=test_resume:Unused", "device=cpu", "log.every=1"]
+
+    def run(name: str, ranks: int, strategy: str, steps: int) -> dict[int, float]:
+        words = [*own, f"parallel.strategy={strategy}", f"train.steps={steps}"]
+        train(ranks, [*words, f"run.root={tmp_path}", f"run.name={name}"], tmp_path / "logs")
+        return losses(RunDir(tmp_path, name))
+
+    run("a", 2, "zero3", 3)
+    run("a", 1, "single", 5)
+    assert run("a", 2, "zero2", 8) == pytest.approx(run("b", 1, "single", 8), rel=1e-5)

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ["-m", "train", "digits", "device=cpu", "train.steps=1000000", "checkpoint.every=null"]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import Ranks
+from ranks import Ranks, logged_steps
 from torch import nn
 
-from train.data.source import Source
-from train.run import RunDir, read_lines
-from train.schema import Model
+from rollcall.config.schema import Model
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+from rollcall.train.data.source import Source
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 0.05
@@ -48,6 +49,6 @@ def test_a_slow_backward_pass_is_named(tmp_path: Path) -> None:
     (told,) = [line for line in read_lines(run_dir.events) if line["event"] == "straggler"]
     assert (told["step"], told["rank"], told["host"]) == (60, 1, socket.gethostname())
     assert told["times"] > 2
-    lines = list(read_lines(run_dir.metrics))
+    lines = logged_steps(run_dir)
     assert "slowest_rank" not in lines[18] and lines[-1]["slowest_rank"] == 1
     assert f"rank 1 on {told['host']} takes" in ranks.log(0).read_text()

@@ -1,4 +1,4 @@
-"""`python -m train verify` finds a difference that was planted, and names it."""
+"""`rollcall verify` finds a planted difference and reports its place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from ranks import Ranks
 from torch import nn
 
-from train.data.source import Source
-from train.proof import difference, verify
-from train.run import RunDir
-from train.schema import Model
+from rollcall.config.schema import Model
+from rollcall.run_dir import RunDir
+from rollcall.train.data.source import Source
+from rollcall.train.exact import difference, verify
 
 ROOT = Path(__file__).parents[2]
 HERE = f"{Path(__file__).parent}:{ROOT / 'tests'}"
@@ -25,9 +25,9 @@ WORDS += ["model.name=test_verify:Planted", "train.evaluate_every=null"]
 
 
 class Planted(nn.Module):
-    """A perceptron that does something else in one step, where PLANTED says so.
+    """A perceptron that computes something different in step 5, as the variable PLANTED says.
 
-    Its value is the kind of difference; "ranks" plants one in the weights on two ranks.
+    Its value is the kind of difference; "ranks" changes the weights only on two ranks.
     """
 
     def __init__(self, _: Model, source: Source) -> None:
@@ -74,38 +74,38 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.mark.parametrize(
-    ("planted", "words", "found", "blame"),
+    ("planted", "words", "found", "cause"),
     [
-        ("losses", [], "step 5: first in the loss of virtual shard 0 of step 5 (1 of 8", "forward"),
-        ("gradients", [], "first in the gradient of out.weight in step 5 (1 of 4", "backward pass"),
-        ("weights", [], "first in the weights out.bias before step 5 (1 of 4", "clipping"),
-        ("", ["seed=1"], "first in the weights hidden.weight before step 1 (4 of 4", "initialized"),
+        ("losses", [], "difference: the loss of virtual shard 0 in step 5 (1 of 8", "forward pass"),
+        ("gradients", [], "the gradient of out.weight in step 5 (1 of 4", "backward pass"),
+        ("weights", [], "the weights out.bias before step 5 (1 of 4", "clipping"),
+        ("", ["seed=1"], "the weights hidden.weight before step 1 (4 of 4", "initialized"),
         ("", ["optim.lr=1e-2"], "before step 2", "learning rate"),
     ],
 )
 def test_a_planted_difference_is_named(
-    tmp_path: Path, plain: RunDir, planted: str, words: list[str], found: str, blame: str
+    tmp_path: Path, plain: RunDir, planted: str, words: list[str], found: str, cause: str
 ) -> None:
     other = run(tmp_path, "other", planted, *words)
     first = difference.first(plain, other)
-    assert first and found in str(first) and blame in first.blame
-    told = [line for line in difference.circumstances(plain, other) if "source" not in line]
-    assert [line.partition(":")[0] for line in told] == [w.partition("=")[0] for w in words]
+    assert first and found in str(first) and cause in first.likely_cause
+    lines = [line for line in difference.circumstances(plain, other) if "source" not in line]
+    assert [line.partition(":")[0] for line in lines] == [w.partition("=")[0] for w in words]
     assert difference.first(plain, plain) is None
     assert verify.main(["runs", str(plain.path), str(other.path)]) == 1
 
 
-def test_runs_that_are_there_are_compared(
+def test_existing_runs_are_compared(
     tmp_path: Path, plain: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    again = run(tmp_path, "again", "")
-    assert verify.main(["runs", str(plain.path), str(again.path)]) == 0
+    second = run(tmp_path, "second", "")
+    assert verify.main(["runs", str(plain.path), str(second.path)]) == 0
     assert capsys.readouterr().out.split()[-1] == "equal"
     assert verify.main(["runs", str(plain.path), str(tmp_path)]) == 2
-    assert "has no hash of weights" in capsys.readouterr().err
+    assert "has no hash of the final weights" in capsys.readouterr().err
 
 
-def test_the_command_names_a_difference_and_fails(tmp_path: Path) -> None:
+def test_the_command_reports_a_difference_and_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "train", "verify", "equal", "--ranks", "1,2", *WORDS]
     done = subprocess.run(
         [*command, f"run.root={tmp_path}", "run.name=planted"],
@@ -119,4 +119,4 @@ def test_the_command_names_a_difference_and_fails(tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("uninterrupted ")]
     assert [row[1:3] for row in rows[:2]] == [["1", "6"], ["2", "6"]]
     assert rows[1][-2:] == ["NOT", "EQUAL"]
-    assert "step 5: first in the weights out.bias before step 5 (1 of 4 differ)" in done.stdout
+    assert "first difference: the weights out.bias before step 5 (1 of 4 differ)" in done.stdout

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from train.run import RunDir
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -24,7 +24,7 @@ for step in range(100):
 # A node 1 that is alone, and has less patience than a real one.
 ALONE = """
 import sys
-from launch import supervise
+from rollcall.launch.node import supervise
 supervise.DEADLINE = 1
 sys.exit(supervise.main(sys.argv[1:]))
 """
@@ -82,3 +82,57 @@ def test_a_head_that_never_came(tmp_path: Path) -> None:
     assert said.returncode == 0, said.stdout + said.stderr
     assert "node 1 (" in said.stdout
     assert "gave up: node 0 (" in said.stdout and "has not published" in said.stdout
+
+
+# The model of rank 1 is broken from a forward pass on, the first one by default.
+BROKEN = """
+import os
+from torch import nn
+
+class Broken(nn.Linear):
+    passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        if os.environ["RANK"] == "1" and self.passes >= int(os.environ.get("BREAKS_AT", "1")):
+            raise ValueError("a bad model")
+        return super().forward(x.flatten(1))
+
+def make(_, source):
+    return Broken(64, source.classes)
+"""
+TRAINING = ["digits", "model.name=broken:make", "device=cpu"]
+
+
+def test_a_mistake_that_every_attempt_would_meet_ends_the_run_at_once(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    submit = [sys.executable, str(ROOT / "launch" / "submit.py"), "--local", "--nodes", "2"]
+    submit += ["--nproc-per-node", "1", "--wait", "--name", "it", "--root", "runs", *TRAINING]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        submit, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    said = ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "runs", "it")
+    assert ended.returncode == 1, said
+    assert "not restarted, because every attempt would fail in the same way" in said
+    verdict = run.read_verdict()
+    assert verdict is not None and verdict.state == "failed"
+    assert verdict.reason.startswith("rank 1 on "), verdict
+    assert "ValueError: a bad model" in verdict.reason, verdict
+    assert [path.name for path in (run.path / "logs").iterdir()] == ["attempt-0"]
+
+
+def test_torchrun_and_why_name_the_rank_that_raised(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    torchrun = [sys.executable, str(ROOT / "env" / "bin" / "torchrun"), "--nproc-per-node", "2"]
+    words = ["-m", "train", *TRAINING, "run.name=it", f"run.root={tmp_path}"]
+    # Not before the run has begun: a run that is refused leaves nothing behind.
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "BREAKS_AT": "9"}
+    ended = subprocess.run(
+        [*torchrun, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+    last = ended.stderr.splitlines()[-1]
+    assert last == "torchrun: rank 1 failed with exit code 1: ValueError: a bad model", ended.stderr
+    said = launch("why", "it", "--root", str(tmp_path))
+    assert "rank 1 on" in said.stdout and "raised ValueError: a bad model" in said.stdout, said

@@ -31,7 +31,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (ROOT / name).exists():
             continue  # deleted, and not yet committed
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, copy / name)
+        shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     subprocess.run(["git", "init", "-q", str(copy)], check=True)
     return copy
 

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import power
+import lab_power
 import pytest
 from lab import Lab, running_lab, wait_until
+from ranks import logged_steps
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -19,7 +21,7 @@ WORDS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=5
 
 
 def steps(run: RunDir) -> list[int]:
-    return [line["step"] for line in read_lines(run.metrics)]
+    return [line["step"] for line in logged_steps(run)]
 
 
 def submit(lab: Lab, run: RunDir, *options: str, words: list[str] = WORDS) -> str:
@@ -92,7 +94,7 @@ def test_a_spare_takes_the_place_of_a_dead_host(
         run = RunDir(tmp_path, "spared")
         job = submit(three, run, "--spares=1")
         wait_for_checkpoint(run)
-        power.off(three, "n2")
+        lab_power.off(three, "n2")
 
         def has_moved() -> bool:
             starts = [line for line in read_lines(run.events) if line["event"] == "first_step"]

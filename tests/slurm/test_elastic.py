@@ -6,16 +6,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import power
+import lab_power
 import pytest
 from lab import Lab, running_lab, wait_until
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 WORDS = ["digits", "device=cpu", "exact=true", "checkpoint.every=50", "train.steps=400"]
-WORDS += ["model.name=tests.own:gated"]
+WORDS += ["model.name=tests.user_code:gated"]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def three(lab: Lab, lab_options: list[str]) -> Iterator[Lab]:
     """A cluster of three hosts that may die."""
     with running_lab(f"{lab.name}-e", "--nodes", "3", "--gpus", "0", *lab_options) as three:
         # Else Slurm takes a dead host away from its job, before it is back or after.
-        conf = power.place(three) / "slurm.conf"
+        conf = lab_power.place(three) / "slurm.conf"
         conf.write_text(conf.read_text().replace("SlurmdTimeout=12", "SlurmdTimeout=300"))
         three.output("login", "scontrol", "reconfigure")
         yield three
@@ -80,9 +81,9 @@ def test_a_run_outlives_its_first_host_and_takes_it_back(three: Lab, tmp_path: P
     job = submit(three, run, "--nodes=1-2", gate=f"1:0.05:{tmp_path}/gate")
     wait_for_checkpoint(run)
     submit(three, whole, "--nodes=1", "--nodelist=n3")
-    power.off(three, "n1")
+    lab_power.off(three, "n1")
     wait_for_hosts(run, [["n1", "n2"], ["n2"]])
-    power.on(three, "n1")
+    lab_power.on(three, "n1")
     wait_for_hosts(run, [["n1", "n2"], ["n2"], ["n1", "n2"]])
     (tmp_path / "gate").touch()
     assert result(run) == result(whole)
@@ -97,5 +98,5 @@ def test_a_mesh_that_fits_not_every_number_of_nodes_is_refused(three: Lab, tmp_p
     words = ["--nodes=1-2", "--root", str(tmp_path), "digits", "parallel.mesh=tensor=4"]
     done = three.exec("login", *SUBMIT, *words)
     assert done.returncode == 2
-    assert "--nodes 1-2, with 1 of them: parallel.mesh=tensor=4" in done.stderr
+    assert "--nodes 1-2: with 1 of them, parallel.mesh=tensor=4" in done.stderr
     assert list(tmp_path.iterdir()) == []

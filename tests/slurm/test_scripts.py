@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from lab import Lab, wait_until
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -126,7 +127,8 @@ def test_submitting_tells_what_is_queued_and_a_live_run_is_left_alone(chain: Cha
     assert f"job {chain.jobs[0]}, 2 nodes, expected to start at" in chain.submitted
     assert f"jobs {chain.jobs[1]}, {chain.jobs[2]}, each after the one before" in chain.submitted
     for command in ("logs --follow", "cancel"):
-        shown = rf"cd {ROOT} && (\./env/run --quiet )?python -m launch {command} {chain.run.path}\n"
+        # In the project, whose runs/ is the default root, the run's name is enough.
+        shown = rf"({ROOT}/env/run --quiet rollcall|{ROOT}/env/bin/rollcall) {command} mine\n"
         assert re.search(shown, chain.submitted)
     assert f"run mine is live (job {chain.jobs[0]} " in chain.again
     assert len(chain.jobs) == 3
@@ -160,16 +162,66 @@ def test_a_run_is_reproduced_from_its_directory_alone(
 
 def test_an_array_gives_each_task_a_run_of_its_own(lab: Lab, tmp_path: Path) -> None:
     """Submitted inside a job, whose variables do not reach the new one."""
-    names = ("SLURM_ARRAY_TASK_ID", "SLURM_WITNESS", "SBATCH_PARTITION", "PMI_WITNESS", "MINE")
+    names = ("SLURM_ARRAY_TASK_ID", "SLURM_WITNESS", "SBATCH_TIMELIMIT", "PMI_WITNESS", "MINE")
     (tmp_path / "tell.py").write_text(
         f"import os\nprint('told', *(os.environ.get(name) for name in {names}))\n"
     )
     words = ["--array=0-1", "--nproc-per-node=1", "--name=many", "--", "tell.py"]
-    leaking = {"SLURM_WITNESS": "1", "SBATCH_PARTITION": "none", "PMI_WITNESS": "1", "MINE": "1"}
+    leaking = {"SLURM_WITNESS": "1", "SBATCH_TIMELIMIT": "7", "PMI_WITNESS": "1", "MINE": "1"}
     submitted = lab.exec("login", "srun", *SUBMIT, *words, cwd=tmp_path, env=leaking)
     assert submitted.returncode == 0, submitted.stderr
-    assert f"python -m launch watch {tmp_path}/runs/many\n" in submitted.stdout
+    assert "rollcall watch many\n" in submitted.stdout
     tasks = [RunDir(tmp_path / "runs" / "many", f"task-{index}") for index in (0, 1)]
     wait_until(lambda: all(map(RunDir.read_verdict, tasks)), 120, lambda: "there is no verdict")
     for index, task in enumerate(tasks):
         assert task.log(0, 0, 0).read_text() == f"told {index} None None None 1\n"
+
+
+def test_a_script_that_meets_its_time_limit_is_not_started_again(lab: Lab, tmp_path: Path) -> None:
+    """As plain Slurm ends it; a script that saves and exits with 75 comes back."""
+    (tmp_path / "work.py").write_text(
+        "import os, signal, sys, time\n"
+        "print('start', os.environ.get('SLURM_RESTART_COUNT', '0'), flush=True)\n"
+        "if 'SLURM_RESTART_COUNT' in os.environ: sys.exit()\n"
+        "if 'saves' in sys.argv: signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    jobs = {}
+    for name in ("saves", "sleeps"):
+        words = ["--nproc-per-node=1", f"--name={name}", "--time=1", "--", "work.py", name]
+        submitted = lab.exec("login", *SUBMIT, *words, cwd=tmp_path)
+        assert submitted.returncode == 0, submitted.stderr
+        lines = read_lines(tmp_path / "runs" / name / "job" / "submissions.jsonl")
+        jobs[name] = next(iter(lines))["job"]
+
+    def states() -> dict[str, str]:
+        return {name: lab.job(job, "JobState") for name, job in jobs.items()}
+
+    wait_until(
+        lambda: states() == {"saves": "COMPLETED", "sleeps": "TIMEOUT"}, 300, lambda: str(states())
+    )
+    assert not (tmp_path / "runs" / "sleeps" / "job" / "restarts.jsonl").exists()
+    for name, state in (("saves", "done"), ("sleeps", "failed")):
+        verdict = RunDir(tmp_path / "runs", name).read_verdict()
+        assert verdict is not None
+        assert verdict.state == state
+
+
+def test_gpus_and_variables_of_sbatch_reach_slurm(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "tell.py").touch()
+    words = ["--hold", "--gres=gpu:2", "--nodes=2", "--name=asks", "--time=9", "--", "tell.py"]
+    env = {"SBATCH_PARTITION": "urgent", "SBATCH_TIMELIMIT": "7", "SBATCH_COMMENT": "none"}
+    env |= {"SBATCH_REQUEUE": "1", "SBATCH_MEM_PER_NODE": "64M"}
+    submitted = lab.exec("login", *SUBMIT, *words, cwd=tmp_path, env=env)
+    assert submitted.returncode == 0, submitted.stderr
+    lines = read_lines(tmp_path / "runs" / "asks" / "job" / "submissions.jsonl")
+    job = next(iter(lines))["job"]
+    expected = {
+        "Partition": "urgent",
+        "TimeLimit": "00:09:00",
+        "CPUs/Task": "4",  # of 8, for 2 of 4 GPUs
+        "TresPerNode": "gres:gpu:2",
+        "MinMemoryNode": "64M",
+    }
+    assert {field: lab.job(job, field) for field in expected} == expected
+    lab.exec("login", "scancel", job)

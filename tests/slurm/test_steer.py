@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from lab import Lab, wait_until
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -92,8 +93,8 @@ def test_stacks_of_all_ranks(live: Steered) -> None:
     headings = [line for line in shown.splitlines() if line.startswith("rank")]
     numbers = [word.strip(",") for line in headings for word in line.split(" on ")[0].split()[1:]]
     assert sorted(numbers) == ["0", "1", "2", "3"]
-    assert "/train/loop.py" in shown and "in _steps" in shown
-    assert "train/agent.py" not in shown
+    assert "/train/trainer.py" in shown and "in _steps" in shown
+    assert "rank/agent.py" not in shown
     assert live.state() == "running"
 
 
@@ -201,7 +202,7 @@ def test_states_are_right_with_slurmdbd_stopped_too(lab: Lab, tmp_path: Path) ->
             shown = lab.exec("login", *status, cwd=ROOT).stdout
             rows = [line.split()[:2] for line in shown.splitlines()[1:]]
             assert sorted(rows) == sorted([name, state] for name, state in expected.items())
-            assert "it is held: scontrol release lets it go" in shown
+            assert "it is held: release it with scontrol release" in shown
     finally:
         os.kill(slurmdbd, signal.SIGCONT)
     for name in ("alive", "held"):

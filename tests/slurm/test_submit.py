@@ -16,9 +16,11 @@ from random import Random
 import psutil
 import pytest
 from lab import Lab, wait_until
+from ranks import logged_steps
 
-from train import hosts
-from train.run import RunDir, read_lines
+from rollcall import hosts
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -27,7 +29,7 @@ ENDLESS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_lines(run.metrics)}
+    return {line["step"]: line["loss"] for line in logged_steps(run)}
 
 
 @dataclass
@@ -124,21 +126,31 @@ def test_waiting_shows_the_training_and_the_run_keeps_what_was_submitted(runs: R
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--partition", "mian"], "--partition mian: there is none; those here are main, urgent"),
+        (
+            ["--partition", "mian"],
+            "--partition mian: no such partition; this cluster has main, urgent",
+        ),
         (["--nodes", "5"], "--nodes 5: a job in partition main can have 4 at most"),
         (["--time", "3:00:00"], "--time 3:00:00: the limit of partition main is 1:00:00"),
         (["optim.lrr=1"], "unknown key 'optim.lrr', did you mean 'optim.lr'?"),
         (["--gpus-per-node", "5"], "no node of partition main has more than 4 GPUs"),
-        (["--nodelist", "n9"], "Invalid node name specified; the nodes here are n1, n2, n3, n4"),
-        (["--constraint", "fast"], "; the features here are none"),
-        (["--reservation", "mine"], "; the reservations here are none"),
-        (["--gres", "gpu:9"], "together: --cpus-per-task 2, --gres gpu:9; its nodes have 8 CPUs, "),
-        (["--array", "0-1001"], "--array 0-1001: the largest index here is 1000"),
+        (
+            ["--nodelist", "n9"],
+            "Invalid node name specified; the nodes of this cluster are n1, n2, n3, n4",
+        ),
+        (["--constraint", "fast"], "; the features of this cluster are none"),
+        (["--reservation", "mine"], "; the reservations of this cluster are none"),
+        (
+            ["--gres", "gpu:h100:1"],
+            "provide all of --cpus-per-task 1, --gres gpu:h100:1; its nodes have 8 CPUs, ",
+        ),
+        (["--gres", "gpu:9"], "--gres gpu:9: no node of partition main has more than 4 GPUs"),
+        (["--array", "0-1001"], "--array 0-1001: the largest index on this cluster is 1000"),
         (
             ["--nodes", "2", "--root", "/tmp"],
-            "/tmp is on this machine alone: 2 nodes need a --root",
+            "only this machine can see /tmp; 2 nodes need a --root",
         ),
-        (["--root", "/scrach/runs"], "there is no /scrach, only /"),
+        (["--root", "/scrach/runs"], "/scrach does not exist, only /"),
         (["--segment", "2"], "sbatch refuses the job: unrecognized option"),
     ],
 )
@@ -164,14 +176,17 @@ def test_a_discovered_profile_describes_the_cluster_and_is_used(lab: Lab, tmp_pa
     )
     shown = lab.exec("login", *SUBMIT, "--cluster", "lab", "--dry-run", env=env, cwd=tmp_path)
     assert "#SBATCH --partition=main\n" in shown.stdout
-    assert f"module() {{ :; }}\nexec {sys.executable} -m launch batch" in shown.stdout
+    assert f"module() {{ :; }}\nexec {sys.executable} -m rollcall batch" in shown.stdout
 
 
 def test_a_place_that_cannot_be_written_is_refused(lab: Lab) -> None:
     # By root too: a file system that is mounted read-only, for this command alone.
     command = f"mount -t tmpfs -o ro none /mnt && exec {' '.join(SUBMIT)} --root /mnt/runs"
     refused = lab.exec("login", "unshare", "--mount", "sh", "-c", command)
-    assert (refused.returncode, "/mnt: you may not write there" in refused.stderr) == (2, True)
+    assert (
+        refused.returncode,
+        "/mnt: you do not have permission to write there" in refused.stderr,
+    ) == (2, True)
 
 
 def node_list(random: Random) -> str:
@@ -220,7 +235,7 @@ def test_a_signal_before_the_first_step_is_not_lost(lab: Lab, tmp_path: Path) ->
     lab.output("login", "scancel", f"--signal={signal.SIGUSR2.name}", "--batch", job)
     lab.wait_job(job)
     output = (run.job / f"slurm-{job}.out").read_text()
-    assert f"batch: job {job} of run early does not come back: scontrol refuses: " in output
+    assert f"batch: job {job} of run early could not be requeued: scontrol refuses: " in output
     verdict = run.read_verdict()
     assert verdict is not None, (run.job / f"slurm-{job}.out").read_text()
     assert (verdict.state, verdict.reason) == ("requeue", "asked to stop by SIGUSR2")

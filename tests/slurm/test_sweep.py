@@ -10,7 +10,8 @@ from pathlib import Path
 
 from lab import Lab, wait_until
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 # In place of Slurm's 1001: two arrays are needed, each after the one before.
@@ -108,7 +109,7 @@ def test_submitting_again_runs_the_failed_cells_only(lab: Lab, tmp_path: Path) -
 def test_the_table_shows_what_training_has_reached(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "lr.yaml").write_text(
         "program: [digits, device=cpu, train.steps=4]\ngrid: {optim.lr: [1e-6, 1e-2]}\n"
-        "options: {nproc-per-node: 1, time: 10}\nsort: accuracy\n"
+        "options: {nproc-per-node: 1, time: 10}\nsort: val_accuracy\n"
     )
     submitted = sweep(lab, tmp_path, "submit", "lr.yaml")
     assert submitted.returncode == 0, submitted.stderr
@@ -125,8 +126,10 @@ def test_the_table_shows_what_training_has_reached(lab: Lab, tmp_path: Path) -> 
         for cell in cells
     ]
     assert rows == [
-        [cell.name, cell.name[3:], "done", "4", f"{line['loss']:.6g}", f"{line['accuracy']:.6g}"]
+        [cell.name, cell.name[3:], "done", "4"]
+        + [f"{value:.6g}" for value in (step.loss, line["loss"], line["accuracy"])]
         for cell, line in zip(cells, evaluated, strict=True)
+        for step in cell.read_metrics()[-1:]
     ]
     assert evaluated[0]["accuracy"] > evaluated[1]["accuracy"]
     with (tmp_path / "table.csv").open() as file:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from lab import Lab, wait_until
+from ranks import logged_steps
 
-from train.run import RunDir, read_lines
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["device=cpu", "train.steps=20", "log.every=1"]
@@ -52,7 +54,7 @@ def output(root: Path, job: str) -> str:
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_lines(run.metrics)}
+    return {line["step"]: line["loss"] for line in logged_steps(run)}
 
 
 def events(run: RunDir, name: str) -> list[dict[str, object]]:
@@ -126,7 +128,7 @@ def test_each_task_of_an_array_trains_with_its_value(lab: Lab, jobs: Jobs) -> No
     assert other[20] != losses(jobs.run("array", "sweep-optim.lr-3e-3"))[20]
     job = jobs.ids["array"]
     assert lab.job(f"{job}_2", "ExitCode") == "2:0"
-    assert "there is no value 2 of '1e-3 3e-3': submit with --array=0-1" in output(jobs.root, job)
+    assert "task 2 has no value in '1e-3 3e-3': submit with --array=0-1" in output(jobs.root, job)
 
 
 def test_containers_get_the_checkout_at_its_place(jobs: Jobs) -> None:
@@ -162,7 +164,7 @@ def test_a_preempted_job_saves_comes_back_and_loses_no_step(lab: Lab, tmp_path: 
     lab.output("login", "scancel", urgent)
     assert lab.wait_job(job) == "COMPLETED", output(tmp_path, job)
     assert [line["step"] for line in events(run, "resumed")] == [stopped.step]
-    assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, end + 1))
+    assert [line["step"] for line in logged_steps(run)] == list(range(1, end + 1))
 
 
 def test_a_cancelled_job_stays_away(lab: Lab, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One hash of the weights by every way to start a run on a cluster."""
+"""Runs started in different ways on a cluster end with the same weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_every_launcher_reaches_the_same_weights(lab: Lab, tmp_path: Path) -> No
     table = done.stdout[done.stdout.index("way ") :].splitlines()[1:]
     ways = [tuple(part.strip() for part in line.split("  ") if part) for line in table]
     assert [way[:3] for way in ways] == [
-        ("python -m train", "1", "4"),
+        ("python", "1", "4"),
         ("torchrun", "2", "4"),
         ("srun", "2", "4"),
-        ("submit.py", "2", "4"),
+        ("rollcall submit", "2", "4"),
     ]
     assert [way[4:] for way in ways] == [(), ("equal",), ("equal",), ("equal",)]
     assert len({way[3] for way in ways}) == 1

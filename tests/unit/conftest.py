@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from train.world import World
+    from rollcall.train.dist.world import World
 
 # Imported below where they are needed: most tests here need no torch.
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process alone."""
-    from train.world import World
+    from rollcall.train.dist.world import World
 
     world = World.join("cpu")
     yield world
@@ -30,12 +30,12 @@ def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 1 and 2, which are not to be changed."""
     from checkpoints import state
 
-    from train.checkpoint import Checkpointer, plan
+    from rollcall.train.checkpoint import SharedEngine, write_plan
 
     directory = tmp_path_factory.mktemp("saved")
-    checkpoints = Checkpointer(directory, world)
+    checkpoints = SharedEngine(directory, world)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "PIECE", 2**17)  # so that a tensor has several
+        patch.setattr(write_plan, "CHUNK_BYTES", 2**17)  # so that a tensor has several
         for step in (1, 2):
             checkpoints.save(step, state(step), samples=64 * step)
     return directory

@@ -1,4 +1,4 @@
-"""What a checkpoint promises, and what it does not believe of another's."""
+"""Saving and loading, damage, and checkpoints written by somebody else."""
 
 from __future__ import annotations
 
@@ -14,29 +14,23 @@ import torch
 from checkpoints import assert_same, cut, empty, entry_of, flip, forge, state
 from disks import mounted, needs_root
 
-from train.checkpoint import (
-    Checkpointer,
-    export,
-    interval,
-    manifest,
-    plan,
-    shelf,
-    text,
-)
-from train.checkpoint.compare import differences
-from train.checkpoint.manifest import Damaged
-from train.config import ConfigError
-from train.world import World
+from rollcall.config import ConfigError
+from rollcall.train.checkpoint import SharedEngine, cadence, layout, manifest, write_plan
+from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.checkpoint.engine import Hooks
+from rollcall.train.checkpoint.tools import export
+from rollcall.train.checkpoint.tools.compare import differences
+from rollcall.train.dist.world import World
 
 DAMAGE: list[Callable[[Path], None]] = [cut, empty, flip, Path.unlink]
 
 
 def test_a_state_comes_back(world: World, saved: Path) -> None:
-    checkpoints = Checkpointer(saved, world)
+    checkpoints = SharedEngine(saved, world)
     found = checkpoints.restore(lambda: state(0))
     assert found is not None and found[0] == 2
     assert_same(found[1], state(2))
-    exported = export.read(shelf.place(saved, 1))
+    exported = export.read(layout.place(saved, 1))
     exported["optim"]["betas"] = tuple(exported["optim"]["betas"])
     assert_same(exported, state(1))
 
@@ -46,7 +40,7 @@ def test_what_changes_after_the_call_is_not_saved(
     world: World, tmp_path: Path, device: str
 ) -> None:
     """The way of a GPU, a buffer and a thread, works on tensors of the host, too."""
-    checkpoints = Checkpointer(tmp_path, World(world.place, torch.device(device)))
+    checkpoints = SharedEngine(tmp_path, World(world.place, torch.device(device)))
     live = state(3)
     checkpoints.begin(3, live)
     for tensor in live["model"].values():
@@ -63,14 +57,14 @@ def test_complex_numbers_come_back_and_are_compared(
     world: World, tmp_path: Path, device: str
 ) -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
-    checkpoints = Checkpointer(tmp_path, World(world.place, torch.device(device)))
+    checkpoints = SharedEngine(tmp_path, World(world.place, torch.device(device)))
     # What torch conjugates when it is read next, as a buffer of a model may be.
     checkpoints.save(1, {"x": numbers.conj(), "lr": math.nan})
     checkpoints.save(2, {"x": torch.tensor([1 - 2j, 3 + 9j]), "lr": math.nan})
     found = {"x": torch.zeros(2, dtype=torch.complex64), "lr": 0.0}
     checkpoints.load(1, found)
     assert torch.equal(found["x"], torch.tensor([1 - 2j, 3 + 4j]))  # type: ignore[arg-type]
-    lines = differences(shelf.place(tmp_path, 1), shelf.place(tmp_path, 2))
+    lines = differences(layout.place(tmp_path, 1), layout.place(tmp_path, 2))
     assert lines == ["x: 1 of 2 numbers differ, by 5 at most"]
 
 
@@ -79,10 +73,11 @@ def test_complex_numbers_come_back_and_are_compared(
 def test_damage_is_found_and_the_one_before_is_used(
     world: World, copied: Path, file: str, damage: Callable[[Path], None]
 ) -> None:
-    damage(shelf.place(copied, 2) / file)
+    damage(layout.place(copied, 2) / file)
     refused = []
-    checkpoints = Checkpointer(copied, world)
-    checkpoints.on_refusal = lambda step, problem: refused.append((step, problem))
+    checkpoints = SharedEngine(
+        copied, world, hooks=Hooks(on_refusal=lambda *each: refused.append(each))
+    )
     found = checkpoints.restore(lambda: state(0))
     assert found is not None and found[0] == 1
     assert_same(found[1], state(1))
@@ -95,63 +90,64 @@ def test_damage_is_found_and_the_one_before_is_used(
 
 
 def test_a_checkpoint_in_the_place_of_another_step_is_refused(world: World, copied: Path) -> None:
-    """Else its state would go on with the samples and the learning rate of that step."""
-    shelf.place(copied, 2).rename(shelf.place(copied, 7))
+    """Otherwise training would resume at the wrong step, with its samples and learning rate."""
+    layout.place(copied, 2).rename(layout.place(copied, 7))
     refused = []
-    checkpoints = Checkpointer(copied, world)
-    checkpoints.on_refusal = lambda step, problem: refused.append((step, problem))
+    checkpoints = SharedEngine(
+        copied, world, hooks=Hooks(on_refusal=lambda *each: refused.append(each))
+    )
     found = checkpoints.restore(lambda: state(0))
     assert found is not None and found[0] == 1
-    assert refused == [(7, "manifest.json is that of step 2")]
+    assert refused == [(7, "manifest.json belongs to step 2")]
 
 
 @needs_root
 def test_a_damaged_one_that_cannot_be_moved_lets_no_whole_one_go(
     world: World, copied: Path
 ) -> None:
-    with mounted(shelf.place(copied, 9), "tmpfs", "1m"):  # which cannot be renamed
-        checkpoints = Checkpointer(copied, world, keep=1)
+    with mounted(layout.place(copied, 9), "tmpfs", "1m"):  # which cannot be renamed
+        checkpoints = SharedEngine(copied, world, keep=1)
         found = checkpoints.restore(lambda: state(0))
         assert found is not None and found[0] == 2
         checkpoints.retire()
-        assert sorted(shelf.published(copied)) == [2, 9]
+        assert sorted(layout.published(copied)) == [2, 9]
         checkpoints.save(4, state(4))
-        assert sorted(shelf.published(copied)) == [4, 9]
+        assert sorted(layout.published(copied)) == [4, 9]
 
 
 def test_every_bit_of_a_manifest_counts(saved: Path) -> None:
-    data = (shelf.place(saved, 2) / manifest.NAME).read_bytes()
+    data = (layout.place(saved, 2) / manifest.NAME).read_bytes()
     for place in range(0, len(data), 7):
         damaged = bytearray(data)
         damaged[place] ^= 1 << place % 8
         with pytest.raises(Damaged):
-            text.parse(bytes(damaged), saved)
+            manifest.parse(bytes(damaged), saved)
 
 
 def test_nothing_whole_is_refused_and_nothing_deleted(world: World, copied: Path) -> None:
     for step in (1, 2):
-        flip(shelf.place(copied, step) / "rank-00000.bin")
+        flip(layout.place(copied, step) / "rank-00000.bin")
     before = sorted(path.stat().st_ino for path in copied.rglob("*"))
-    for _ in range(2):  # the second attempt must not start afresh either
-        with pytest.raises(ConfigError, match="no whole checkpoint: damaged-step-00000001, dam"):
-            Checkpointer(copied, world).restore(lambda: state(0))
+    for _ in range(2):  # the second attempt must not start from step 0 either
+        with pytest.raises(ConfigError, match="no intact checkpoint: damaged-step-00000001, dam"):
+            SharedEngine(copied, world).restore(lambda: state(0))
     assert sorted(path.stat().st_ino for path in copied.rglob("*")) == before
 
 
 def test_other_versions_and_models_are_refused_in_words(world: World, copied: Path) -> None:
-    newest = shelf.place(copied, 2)
+    newest = layout.place(copied, 2)
     whole = (newest / manifest.NAME).read_bytes()
     (newest / manifest.NAME).write_text('{"format": 1, "torch": "2.11.0", "step": 2}\n')
     with pytest.raises(ConfigError, match="by an earlier version of rollcall"):
-        Checkpointer(copied, world).restore(lambda: state(0))
+        SharedEngine(copied, world).restore(lambda: state(0))
     (newest / manifest.NAME).write_bytes(whole)
     other = state(0)
     other["model"]["scalar"] = torch.zeros(2)
     with pytest.raises(ConfigError, match=r"model.scalar has the shape \[\], not \[2\]"):
-        Checkpointer(copied, world).restore(lambda: other)
+        SharedEngine(copied, world).restore(lambda: other)
     other["model"]["more"] = other["model"].pop("scalar")
     with pytest.raises(ConfigError, match=r"it has no tensor model\.more"):
-        Checkpointer(copied, world).restore(lambda: other)
+        SharedEngine(copied, world).restore(lambda: other)
     assert newest.exists()
 
 
@@ -193,7 +189,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_strangers_manifest_is_not_believed(copied: Path, name: str) -> None:
-    path = shelf.place(copied, 2)
+    path = layout.place(copied, 2)
     forge(path / manifest.NAME, FORGERIES[name])
     with pytest.raises(Damaged):
         manifest.read(path)
@@ -201,9 +197,9 @@ def test_a_strangers_manifest_is_not_believed(copied: Path, name: str) -> None:
 
 def test_a_bomb_of_brackets_is_not_a_manifest(saved: Path) -> None:
     with pytest.raises(Damaged):
-        text.parse(b"[" * 1_000_000, saved)
+        manifest.parse(b"[" * 1_000_000, saved)
     with pytest.raises(Damaged):
-        text.parse(b'{"format": ' + b"9" * 10_000 + b"}", saved)
+        manifest.parse(b'{"format": ' + b"9" * 10_000 + b"}", saved)
 
 
 class Attack:
@@ -219,14 +215,14 @@ class Attack:
 def test_no_file_is_unpickled(world: World, copied: Path, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     planted = pickle.dumps(Attack(proof))
-    newest = shelf.place(copied, 2)
+    newest = layout.place(copied, 2)
     for name in (".metadata", "__0_0.distcp", "rank-00000.json", "state.pt"):
         (newest / name).write_bytes(planted)
-    assert Checkpointer(copied, world).restore(lambda: state(0)) is not None
+    assert SharedEngine(copied, world).restore(lambda: state(0)) is not None
     export.read(newest)
     for path in newest.iterdir():
         path.write_bytes(planted)
-    found = Checkpointer(copied, world).restore(lambda: state(0))
+    found = SharedEngine(copied, world).restore(lambda: state(0))
     assert found is not None and found[0] == 1
     assert not proof.exists()
 
@@ -234,7 +230,7 @@ def test_no_file_is_unpickled(world: World, copied: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.bin"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
 def test_only_regular_files_are_read(copied: Path, name: str, kind: str) -> None:
-    path = shelf.place(copied, 2)
+    path = layout.place(copied, 2)
     (path / name).rename(path / "elsewhere")
     if kind == "link":
         (path / name).symlink_to(path / "elsewhere")
@@ -249,7 +245,7 @@ def test_only_regular_files_are_read(copied: Path, name: str, kind: str) -> None
 def test_left_overs_of_the_dead_go_and_those_of_the_living_stay(
     world: World, tmp_path: Path
 ) -> None:
-    living = shelf.beside(tmp_path, 3, shelf.owner())
+    living = layout.unpublished(tmp_path, 3, layout.owner())
     host = living.name.split("-", 2)[2].rsplit("-", 2)[0]
     dead = tmp_path / f".saving-00000004-{host}-{2**22 + 1}-0123abcd"
     elsewhere = tmp_path / ".saving-00000005-another-host-17-0123abcd"
@@ -259,47 +255,49 @@ def test_left_overs_of_the_dead_go_and_those_of_the_living_stay(
     for path in (living, dead, elsewhere, forgotten, replaced, retired):
         path.mkdir()
     os.utime(forgotten, (0, 0))
-    Checkpointer(tmp_path, world).clean()
+    SharedEngine(tmp_path, world).clean()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {living.name, elsewhere.name, "step-00000007"}
 
 
 def test_what_stays() -> None:
     steps = range(10, 101, 10)
-    assert shelf.stale(steps, 2, None, None) == [10, 20, 30, 40, 50, 60, 70, 80]
-    assert shelf.stale(steps, 1, 30, 20) == [10, 40, 50, 70, 80]
-    assert shelf.stale([5], 1, None, None) == []
+    assert layout.stale(steps, 2, None, None) == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert layout.stale(steps, 1, 30, 20) == [10, 40, 50, 70, 80]
+    assert layout.stale([5], 1, None, None) == []
 
 
 def test_what_is_being_read_stays(world: World, tmp_path: Path) -> None:
-    checkpoints = Checkpointer(tmp_path, world, keep=1)
+    checkpoints = SharedEngine(tmp_path, world, keep=1)
     checkpoints.save(1, {"x": torch.ones(1)})
-    with shelf.reading(shelf.place(tmp_path, 1)):
+    with layout.reading(layout.place(tmp_path, 1)):
         checkpoints.save(2, {"x": torch.ones(1)})
-        assert sorted(shelf.published(tmp_path)) == [1, 2]
+        assert sorted(layout.published(tmp_path)) == [1, 2]
     checkpoints.save(3, {"x": torch.ones(1)})
-    assert sorted(shelf.published(tmp_path)) == [3]
+    assert sorted(layout.published(tmp_path)) == [3]
 
 
 def test_boxes_are_spread_over_those_who_hold_them() -> None:
     everywhere = dict.fromkeys(range(8), 10)
-    shares = plan.divide([everywhere | {100: 40}, everywhere, everywhere])
+    shares = write_plan.divide([everywhere | {100: 40}, everywhere, everywhere])
     assert sorted(box for share in shares for box in share) == [*range(8), 100]
     assert 100 in shares[0] and [len(share) for share in shares] == [1, 4, 4]
 
 
 def test_interval_follows_from_cost_and_failures() -> None:
     hour = 3600
-    assert interval.best(5, 8 * hour) == pytest.approx(math.sqrt(2 * 5 * 8 * hour), rel=0.01)
-    assert interval.best(3 * hour, hour) == hour
-    assert interval.between_failures([], hour) == hour
+    assert cadence.best_interval(5, 8 * hour) == pytest.approx(
+        math.sqrt(2 * 5 * 8 * hour), rel=0.01
+    )
+    assert cadence.best_interval(3 * hour, hour) == hour
+    assert cadence.between_failures([], hour) == hour
     events = [
         {"event": "started", "time": 0},
         {"event": "first_step", "time": 1 * hour},  # killed
         {"event": "started", "time": 5 * hour},
         {"event": "finished", "time": 6 * hour},  # asked to stop
     ]
-    assert interval.between_failures(events, 10 * hour) == (10 + 1 + 1) * hour / 2
+    assert cadence.between_failures(events, 10 * hour) == (10 + 1 + 1) * hour / 2
     events.append({"event": "started", "time": 99 * hour})
     events.append({"event": "first_step", "time": 3 * hour})  # the clock was wrong before
-    assert interval.between_failures(events, 10 * hour) == (10 + 1 + 1) * hour / 3
+    assert cadence.between_failures(events, 10 * hour) == (10 + 1 + 1) * hour / 3

@@ -11,14 +11,10 @@ import pytest
 import torch
 from checkpoints import cut, entry_of, flip, forge, state
 
-from train.__main__ import main
-from train.checkpoint import (
-    Checkpointer,
-    manifest,
-    shelf,
-    verify,
-)
-from train.world import World
+from rollcall.train.checkpoint import SharedEngine, layout, manifest
+from rollcall.train.checkpoint.tools import verify
+from rollcall.train.dist.world import World
+from rollcall.train.main import main
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
@@ -33,18 +29,16 @@ def test_commands_list_and_show(saved: Path, capsys: pytest.CaptureFixture[str])
     code, output = command(capsys, "show", saved)
     assert code == 0 and "model.weight: float32 300×200, 2 pieces" in output
     assert "samples: 128" in output and "betas = [0.9, 0.999]" in output
-    code, output = command(capsys, "convert", saved)
-    assert code == 0 and "Nothing is to be converted" in output
     code, output = command(capsys, "show", saved / "nothing")
-    assert code == 2 and "there is no such run or checkpoint" in output
+    assert code == 2 and "no such run or checkpoint" in output
 
 
 def test_command_verify_names_every_damaged_file(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(capsys, "verify", copied)[0] == 0
-    flip(shelf.place(copied, 1) / "rank-00000.bin")
-    cut(shelf.place(copied, 2) / "manifest.json")
+    flip(layout.place(copied, 1) / "rank-00000.bin")
+    cut(layout.place(copied, 2) / "manifest.json")
     code, output = command(capsys, "verify", copied)
     assert code == 1
     assert "step-00000001: damaged\n  rank-00000.bin is not what was written: model.wei" in output
@@ -57,26 +51,31 @@ def test_what_is_being_verified_stays_and_what_has_gone_is_not_damaged(
     digest = verify._crc32
 
     def retire(descriptor: int, start: int, size: int) -> int:
-        for path in shelf.published(copied).values():
-            shelf.retire(path)
+        for path in layout.published(copied).values():
+            layout.retire(path)
         return digest(descriptor, start, size)
 
     monkeypatch.setattr(verify, "_crc32", retire)
     code, output = command(capsys, "verify", copied)
-    assert (code, output) == (0, f"{shelf.place(copied, 1)}: whole\n")
+    assert (code, output) == (0, f"{layout.place(copied, 1)}: intact\n")
 
 
 def test_a_strangers_facts_do_not_reach_the_terminal(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = shelf.place(copied, 2)
+    path = layout.place(copied, 2)
     facts = {"torch": "\x1b[2J", "time": 1e300, "metrics": {"\x1b[2J": 10**400}}
+    forge(path / manifest.NAME, lambda fields: fields["facts"].update(facts))
+    code, output = command(capsys, "export", copied, copied / "w.pt", "--best")
+    assert code == 2 and "no checkpoint has a validation" in output
+    forge(path / manifest.NAME, lambda fields: fields["facts"].update(config=1, metrics=[1]))
+    assert command(capsys, "export", copied, copied / "w.pt", "--best")[0] == 2
     forge(path / manifest.NAME, lambda fields: fields["facts"].update(facts))
     code, output = command(capsys, "list", copied)
     assert code == 0 and "\ufffd[2J" in output and "\x1b" not in output
     forge(path / manifest.NAME, lambda fields: entry_of(fields, "half").update(dtype="\x1b[2J"))
     code, output = command(capsys, "show", path)
-    assert code == 2 and f"{path} is damaged: manifest.json promises" in output
+    assert code == 2 and f"{path} is damaged: manifest.json is not valid" in output
     assert "\x1b" not in output
 
 
@@ -84,19 +83,19 @@ def test_a_strangers_facts_do_not_reach_the_terminal(
 def test_weights_that_are_not_there_are_not_exported(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    Checkpointer(tmp_path, world).save(1, {"x": torch.ones(2)})
+    SharedEngine(tmp_path, world).save(1, {"x": torch.ones(2)})
     target = tmp_path / f"weights{suffix}"
     code, output = command(capsys, "export", tmp_path, target)
-    assert code == 2 and "holds no tensor under model: --all exports" in output
+    assert code == 2 and "holds no tensor under model; --all exports" in output
     assert not target.exists()
     assert command(capsys, "export", tmp_path, target, "--all")[0] == 0
 
 
 def test_command_diff_names_what_differs(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = shelf.place(saved, 1), shelf.place(saved, 2)
+    one, two = layout.place(saved, 1), layout.place(saved, 2)
     assert command(capsys, "diff", one, one) == (
         0,
-        "every tensor and value is equal to the last bit\n",
+        "all tensors and values are equal to the last bit\n",
     )
     code, output = command(capsys, "diff", one, two)
     assert code == 1
@@ -127,9 +126,9 @@ def test_command_export_writes_what_others_read(
     assert code == 2 and "expected a name that ends in .safetensors or .pt" in output
 
 
-@pytest.mark.parametrize("words", [["list"], ["show"], ["verify"], ["convert"]])
+@pytest.mark.parametrize("words", [["list"], ["show"], ["verify"]])
 def test_commands_answer_without_torch(saved: Path, words: list[str]) -> None:
-    check = "import sys; from train.__main__ import main; code = main(sys.argv[1:]); "
+    check = "import sys; from rollcall.train.main import main; code = main(sys.argv[1:]); "
     check += "assert 'torch' not in sys.modules; sys.exit(code)"
     process = [sys.executable, "-c", check, "checkpoint", *words, str(saved)]
     assert subprocess.run(process, stdout=subprocess.DEVNULL, timeout=60).returncode == 0

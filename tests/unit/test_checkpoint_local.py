@@ -15,12 +15,18 @@ import torch
 from checkpoints import stopped
 from disks import until
 
-from train.checkpoint import Checkpointer, plan, saver, shelf, verify, write
-from train.checkpoint.local import Local, open_local, place
-from train.config import ConfigError, parse
-from train.deadline import Deadline
-from train.run import RunDir, read_lines
-from train.world import World
+from rollcall.config import ConfigError, parse
+from rollcall.deadline import Deadline
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+from rollcall.train.checkpoint import SharedEngine, layout, write, write_plan
+from rollcall.train.checkpoint.engine import Engine, Hooks
+from rollcall.train.checkpoint.local_tier import LocalTier
+from rollcall.train.checkpoint.node_local import NodeLocalStore, open_store, place
+from rollcall.train.checkpoint.saver import Saver
+from rollcall.train.checkpoint.tools import verify
+from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import World
 
 
 @pytest.fixture
@@ -34,13 +40,25 @@ def state() -> dict[str, Any]:
     return {"x": torch.arange(9)}
 
 
-def opened(run_dir: RunDir, world: World, shared: Checkpointer) -> Local:
-    return open_local(str(run_dir.path.parent / "disk"), run_dir, world, shared)
+def opened(run_dir: RunDir, world: World) -> NodeLocalStore:
+    return open_store(str(run_dir.path.parent / "disk"), run_dir, world)
+
+
+def local_tier(run_dir: RunDir, world: World, shared: SharedEngine) -> LocalTier:
+    store = opened(run_dir, world)
+    return LocalTier(Engine(world, store), store, shared)
+
+
+def save(local: LocalTier, step: int, required: bool) -> None:
+    local.engine.begin(step, state())
+    result = local.engine.drain()
+    assert result and not result.problem
+    local.queue(result, required)
 
 
 def test_each_node_writes_what_its_ranks_hold_and_copies_are_shared() -> None:
     everywhere = dict.fromkeys(range(8), 10)
-    shares = plan.divide([everywhere] * 4, nodes=[7, 7, 5, 5])
+    shares = write_plan.divide([everywhere] * 4, nodes=[7, 7, 5, 5])
     assert sorted(shares[0] + shares[1]) == sorted(shares[2] + shares[3]) == [*range(8)]
     assert [len(share) for share in shares] == [4, 4, 4, 4]
 
@@ -57,68 +75,67 @@ def test_where_they_lie(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_planted_directory_is_refused(world: World, run_dir: RunDir, tmp_path: Path) -> None:
-    shared = Checkpointer(run_dir.checkpoints, world)
-    directory = opened(run_dir, world, shared).directory
+    directory = opened(run_dir, world).directory
     assert directory.stat().st_mode & 0o777 == 0o700 and not [*directory.iterdir()]
     directory.chmod(0o770)
-    with pytest.raises(ConfigError, match="others may write there"):
-        opened(run_dir, world, shared)
+    with pytest.raises(ConfigError, match="writable by others"):
+        opened(run_dir, world)
     directory.rmdir()
     directory.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a link"):
-        opened(run_dir, world, shared)
+        opened(run_dir, world)
     directory.unlink()
     directory.mkdir(mode=0o700)
     if os.geteuid() == 0:
         os.chown(directory, 1234, 1234)
         with pytest.raises(ConfigError, match="belongs to another user"):
-            opened(run_dir, world, shared)
+            opened(run_dir, world)
 
 
 def test_what_an_earlier_run_of_the_name_has_left_goes(world: World, run_dir: RunDir) -> None:
-    shared = Checkpointer(run_dir.checkpoints, world)
-    opened(run_dir, world, shared).save(3, state())
-    assert opened(run_dir, world, shared).newest() == 3
+    Engine(world, opened(run_dir, world)).save(3, state())
+    assert opened(run_dir, world).newest() == 3
     shutil.rmtree(run_dir.path)
     run_dir.create()
-    assert opened(run_dir, world, shared).newest() is None
+    assert opened(run_dir, world).newest() is None
 
 
 def test_a_slow_copy_is_followed_by_that_of_the_newest(
     world: World, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = Checkpointer(run_dir.checkpoints, world, keep=9)
-    local = opened(run_dir, world, shared)
+    shared = SharedEngine(run_dir.checkpoints, world, keep=9)
+    local = local_tier(run_dir, world, shared)
     before = set(psutil.Process().children())
     with monkeypatch.context() as patch:
         patch.setattr(write, "write_part", stopped)
         shared.begin(1, state())
     [writer] = set(psutil.Process().children()) - before
     for step in (2, 3, 4, 5, 6):
-        local.save(step, state())
-        local.queue(stays=step == 3)
-    assert sorted(shelf.published(local.directory)) == [3, 5, 6]
+        save(local, step, required=step == 3)
+    assert sorted(layout.published(local.store.directory)) == [3, 5, 6]
     until(lambda: writer.status() == psutil.STATUS_STOPPED)
     writer.resume()
     while shared.busy:
-        outcome = shared.drain()
-        assert outcome and not outcome.problem
+        result = shared.drain()
+        assert result and not result.problem
         local.copy_next()
-    assert sorted(shelf.published(shared.directory)) == [1, 3, 6]
-    assert not verify.problems(shelf.place(shared.directory, 6))
-    local.save(7, state())
-    assert sorted(shelf.published(local.directory)) == [6, 7]
+    assert sorted(layout.published(shared.store.directory)) == [1, 3, 6]
+    assert not verify.problems(shared.store.place(6))
+    local.engine.save(7, state())
+    assert sorted(layout.published(local.store.directory)) == [6, 7]
 
 
 def test_what_a_local_disk_has_lost_is_not_copied(world: World, run_dir: RunDir) -> None:
-    shared = Checkpointer(run_dir.checkpoints, world)
-    local = opened(run_dir, world, shared)
-    local.save(1, state())
-    file = shelf.place(local.directory, 1) / "rank-00000.bin"
+    shared = SharedEngine(run_dir.checkpoints, world)
+    local = local_tier(run_dir, world, shared)
+    local.engine.begin(1, state())
+    saved = local.engine.drain()
+    assert saved and not saved.problem
+    file = local.store.place(1) / "rank-00000.bin"
     file.write_bytes(bytes(file.stat().st_size))
-    local.queue(stays=False)
-    outcome = shared.drain()
-    assert outcome and "rank-00000.bin is not what was written: x differs" in outcome.problem
+    local.queue(saved, required=False)
+    result = shared.drain()
+    assert result and "rank-00000.bin is not what was written: x differs" in result.problem
     assert shared.newest() is None
 
 
@@ -126,7 +143,7 @@ def test_without_the_disk_saves_go_to_shared_storage(
     world: World, run_dir: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = parse(["checkpoint.local=/proc/nothing/here"])[1]
-    saves = saver.Saver(config, world, run_dir, state, Deadline(run_dir.job))
+    saves = Saver(Run(config, world, run_dir), state, Deadline(run_dir.job))
     assert not saves.open() and saves.resume() is None
     assert not saves.is_due(1)
     saves.begin(100)
@@ -135,20 +152,20 @@ def test_without_the_disk_saves_go_to_shared_storage(
     [failure] = [line for line in read_lines(run_dir.events) if line["event"] == "save_failed"]
     assert failure["local"] and "/proc/nothing" in failure["reason"]
     assert "not used: /proc/nothing" in saves.summary()["local checkpoints"]
-    assert "saves go to shared storage" in capfd.readouterr().out
+    assert "saves go directly to shared storage" in capfd.readouterr().out
 
 
 def test_the_end_of_the_job_ends_the_waiting(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = Checkpointer(tmp_path, world)
     end = time.monotonic() + 0.2
-    checkpoints.is_late = lambda: time.monotonic() > end
+    hooks = Hooks(is_late=lambda: time.monotonic() > end)
+    checkpoints = SharedEngine(tmp_path, world, hooks=hooks)
     before = set(psutil.Process().children())
     monkeypatch.setattr(write, "write_part", stopped)
     checkpoints.begin(1, state())
     [writer] = set(psutil.Process().children()) - before
     outcome = checkpoints.drain(600)
-    told = r"it was not on disk after \d+ s, when the job was about to end"
+    told = r"it was not on disk after \d+ s, and the job was about to end"
     assert outcome and re.fullmatch(told, outcome.problem)
     writer.wait(60)

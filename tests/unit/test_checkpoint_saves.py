@@ -1,4 +1,4 @@
-"""When is saved, and what a save costs that fails, hangs or comes too late."""
+"""When a run saves, and what happens if a save fails, hangs or comes too late."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ import torch
 from checkpoints import assert_same, state, stopped
 from disks import until
 
-from train.checkpoint import (
-    Checkpointer,
-    background,
-    manifest,
-    saver,
-    shelf,
-    write,
-)
-from train.config import parse
-from train.deadline import Deadline
-from train.run import RunDir, read_lines
-from train.world import World
+from rollcall.config import parse
+from rollcall.deadline import Deadline
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+from rollcall.train.checkpoint import SharedEngine, background, cadence, layout, manifest, write
+from rollcall.train.checkpoint.engine import Hooks
+from rollcall.train.checkpoint.saver import Saver
+from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import World
 
 
 def test_a_disk_that_takes_no_more_costs_one_checkpoint(world: World, tmp_path: Path) -> None:
-    checkpoints = Checkpointer(tmp_path, world)
+    checkpoints = SharedEngine(tmp_path, world)
     checkpoints.save(1, state(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -40,7 +37,7 @@ def test_a_disk_that_takes_no_more_costs_one_checkpoint(world: World, tmp_path: 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert outcome is not None and "File too large" in outcome.problem
     checkpoints.save(3, state(3))
-    assert sorted(shelf.published(tmp_path)) == [1, 3]
+    assert sorted(layout.published(tmp_path)) == [1, 3]
     deadline = time.monotonic() + 60  # a thread removes what was written
     while any(path.name.startswith(".") for path in tmp_path.iterdir()):
         assert time.monotonic() < deadline
@@ -50,7 +47,7 @@ def test_a_disk_that_takes_no_more_costs_one_checkpoint(world: World, tmp_path: 
 def test_a_disk_that_does_not_answer_is_given_up(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = Checkpointer(tmp_path, world)
+    checkpoints = SharedEngine(tmp_path, world)
     checkpoints.save(1, state(1))
     before = set(psutil.Process().children())
     monkeypatch.setattr(write, "write_part", stopped)
@@ -59,11 +56,11 @@ def test_a_disk_that_does_not_answer_is_given_up(
     assert checkpoints.wait(0.1) is None and checkpoints.busy
     outcome = checkpoints.drain(0.1)
     assert outcome and re.fullmatch(r"it was not on disk after \d+ s", outcome.problem)
-    assert not checkpoints.busy and sorted(shelf.published(tmp_path)) == [1]
+    assert not checkpoints.busy and sorted(layout.published(tmp_path)) == [1]
     writer.wait(60)
 
 
-@pytest.mark.parametrize("hanging", [1, background.TRIES])
+@pytest.mark.parametrize("hanging", [1, background.START_ATTEMPTS])
 def test_a_writer_that_never_begins_is_replaced(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: int
 ) -> None:
@@ -77,12 +74,12 @@ def test_a_writer_that_never_begins_is_replaced(
             signal.pause()
 
     monkeypatch.setattr(background, "die_with_parent", hang)
-    monkeypatch.setattr(background, "BEGIN", 1.0)
-    checkpoints = Checkpointer(tmp_path / "checkpoints", world)
+    monkeypatch.setattr(background, "START_TIMEOUT", 1.0)
+    checkpoints = SharedEngine(tmp_path / "checkpoints", world)
     checkpoints.begin(1, state(1))
     outcome = checkpoints.drain(60)
     assert outcome is not None and not outcome.problem
-    assert tries.stat().st_size == min(1 + hanging, background.TRIES)
+    assert tries.stat().st_size == min(1 + hanging, background.START_ATTEMPTS)
     found = checkpoints.restore(lambda: state(0))
     assert found is not None
     assert_same(found[1], state(1))
@@ -95,7 +92,7 @@ def test_a_writer_that_dies_costs_one_checkpoint(
     """Also in a process that ignores its children, as its parent may have left it."""
     previous = signal.signal(signal.SIGCHLD, handler)
     try:
-        checkpoints = Checkpointer(tmp_path, world)
+        checkpoints = SharedEngine(tmp_path, world)
         before = set(psutil.Process().children())
         with monkeypatch.context() as patch:
             patch.setattr(write, "write_part", stopped)
@@ -103,7 +100,7 @@ def test_a_writer_that_dies_costs_one_checkpoint(
         [writer] = set(psutil.Process().children()) - before
         writer.kill()
         outcome = checkpoints.drain()
-        assert outcome is not None and "the writing process ended with" in outcome.problem
+        assert outcome is not None and "the writing process died" in outcome.problem
         checkpoints.save(2, {"x": torch.ones(2)})
     finally:
         signal.signal(signal.SIGCHLD, previous)
@@ -112,7 +109,7 @@ def test_a_writer_that_dies_costs_one_checkpoint(
 def test_who_stops_the_job_does_not_stop_the_save(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = Checkpointer(tmp_path, world)
+    checkpoints = SharedEngine(tmp_path, world)
     before = set(psutil.Process().children())
     monkeypatch.setattr(write, "write_part", stopped)
     checkpoints.begin(1, state(1))
@@ -128,18 +125,20 @@ def test_who_stops_the_job_does_not_stop_the_save(
 def test_auto_saves_at_the_interval_that_follows(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "FIRST", 0.0)
-    monkeypatch.setattr(saver, "SHARE", 0.5)  # a disk that takes seconds is waited for twice that
-    words = ["checkpoint.auto=true", "checkpoint.every=null", "checkpoint.failure_hours=1e-6"]
+    monkeypatch.setattr(cadence, "FIRST", 0.0)
+    monkeypatch.setattr(
+        cadence, "MAX_SHARE", 0.5
+    )  # a disk that takes seconds is waited for twice that
+    words = ["checkpoint.auto_interval=true", "checkpoint.every=null", "checkpoint.mtbf_hours=1e-6"]
     run_dir = RunDir(tmp_path, "auto")
     run_dir.create()
-    deadline = Deadline(run_dir.job)
-    saves = saver.Saver(parse(words)[1], world, run_dir, lambda: {"x": torch.ones(9)}, deadline)
+    run = Run(parse(words)[1], world, run_dir)
+    saves = Saver(run, lambda: {"x": torch.ones(9)}, Deadline(run_dir.job))
     assert saves.resume() is None
     steps: list[float] = []
     began = time.monotonic()
     while len(steps) < 3:
-        saves.settle([float(flag) for flag in saves.flags()])
+        saves.settle(len(steps), saves.report())
         if saves.is_due(len(steps) + 1):
             steps.append(time.monotonic())
             saves.begin(len(steps))
@@ -147,17 +146,17 @@ def test_auto_saves_at_the_interval_that_follows(
     saves.close()
     told = [line for line in read_lines(run_dir.events) if line["event"] == "checkpointed"]
     assert [line["step"] for line in told] == [1, 2, 3]
-    # Failures are assumed so often that it is the share of saving that bounds the interval.
-    assert steps[2] - steps[1] > told[1]["seconds"] / saver.SHARE - 0.01
+    # Failures are assumed to be so frequent that MAX_SHARE alone bounds the interval.
+    assert steps[2] - steps[1] > told[1]["seconds"] / cadence.MAX_SHARE - 0.01
 
 
 def test_an_old_one_of_another_version_hinders_no_search_for_the_best(
     world: World, copied: Path
 ) -> None:
-    (shelf.place(copied, 1) / manifest.NAME).write_text('{"format": 1, "step": 1}\n')
+    (layout.place(copied, 1) / manifest.NAME).write_text('{"format": 1, "step": 1}\n')
     run_dir = RunDir(copied.parent, ".")  # whose checkpoints they are
-    _, config = parse(["checkpoint.best=loss"])
-    saves = saver.Saver(config, world, run_dir, lambda: state(0), Deadline(run_dir.job))
+    _, config = parse(["checkpoint.keep_best=loss"])
+    saves = Saver(Run(config, world, run_dir), lambda: state(0), Deadline(run_dir.job))
     found = saves.resume()
     assert found is not None and found[0] == 2
 
@@ -166,8 +165,7 @@ def test_an_attempt_that_lost_the_run_publishes_nothing(world: World, tmp_path: 
     def check() -> None:
         raise PermissionError("another attempt has the run")
 
-    checkpoints = Checkpointer(tmp_path, world)
-    checkpoints.before_publishing = check
+    checkpoints = SharedEngine(tmp_path, world, hooks=Hooks(before_publishing=check))
     with pytest.raises(OSError, match="another attempt has the run"):
         checkpoints.save(1, state(1))
-    assert not shelf.published(tmp_path)
+    assert not layout.published(tmp_path)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -126,7 +127,8 @@ def test_the_command_runs_in_an_environment_that_is_made_once(machine: Machine) 
     *arguments, venv, path, no_user_site, home, _ = first.stdout.split("|")
     assert arguments == ["two words", "$HOME *", ""]
     assert Path(venv).parent.parent == machine.envs
-    assert path.startswith(f"{venv}/bin:")
+    ours, theirs = path.split(":")[:2]
+    assert ours.endswith("/env/bin") and theirs == f"{venv}/bin"  # our torchrun before torch's
     assert (no_user_site, home) == ("1", "none")
     assert (first.returncode, again.returncode) == (7, 7)
     assert (again.stdout, again.stderr) == (first.stdout, "")
@@ -137,6 +139,13 @@ def test_the_command_runs_in_an_environment_that_is_made_once(machine: Machine) 
     )
     assert "submitit" in rest_call and "pytest" in rest_call
     assert remains(machine) == ["install.log", "ready", "venv"]
+
+
+def test_a_quiet_build_says_when_it_begins_and_ends(machine: Machine) -> None:
+    made = machine.run("--quiet", "true")
+    begin, end = made.stderr.splitlines()
+    assert (made.returncode, made.stdout) == (0, "")
+    assert begin.startswith(f"env/run: making {machine.envs}/") and "env/run: ready after" in end
 
 
 def test_the_command_takes_the_place_of_env_run(machine: Machine) -> None:
@@ -186,7 +195,7 @@ def test_without_a_driver(machine: Machine) -> None:
     machine.driver("")
     done = machine.run("printenv", "ROLLCALL_TORCH")
     assert done.stdout == "default\n"
-    assert "does not answer: taking the registry's default build" in done.stderr
+    assert "does not answer: using the registry's default build" in done.stderr
     # Asked for a CPU build, then chosen by every other node without a driver: it is ready.
     (machine.envs / "chosen").rename(machine.folder / "forgotten")
     assert machine.run("printenv", "ROLLCALL_TORCH", ROLLCALL_TORCH="+cpu").stdout == "cpu\n"
@@ -257,7 +266,7 @@ def test_many_at_once_build_once(machine: Machine) -> None:
 
 
 def remains(machine: Machine) -> list[str]:
-    """What lies in the folder of an environment, without random suffixes."""
+    """The names in the folder of an environment, without random suffixes."""
     return sorted(path.name.split("-")[0] for path in machine.envs.glob("py*/*"))
 
 
@@ -278,7 +287,7 @@ def test_those_who_wait_learn_why_the_builder_failed(machine: Machine) -> None:
     assert "waiting for process" in other.stderr.readline()
     release(machine)
     messages = [process.communicate(timeout=60)[1] for process in (builder, other)]
-    assert all("the disk or your quota on it is full" in message for message in messages)
+    assert all("the disk or your quota is full" in message for message in messages)
     assert (builder.returncode, other.returncode) == (1, 1)
     assert machine.environments() == []
     assert machine.run("true").returncode == 0  # a new start tries anew
@@ -340,10 +349,10 @@ def test_too_little_space_is_refused_before_anything_is_fetched(tmp_path: Path) 
         ({"UV_SAYS": "dns error: Temporary failure in name resolution"}, "cannot be reached"),
         ({"UV_SAYS": "OSError: [Errno 28] No space left on device"}, "Free some space"),
         ({"UV_SAYS": "  x No solution found when resolving"}, "Choose another ROLLCALL_TORCH"),
-        ({"UV_SAYS": "a riddle"}, "its last words: a riddle"),
+        ({"UV_SAYS": "a riddle"}, "its last lines: a riddle"),
         ({"PAIR_SAYS": "RuntimeError: torchvision::nms"}, "do not work together (RuntimeError"),
         ({"ROLLCALL_TORCH": "cu128"}, "asks for cu128, but the installer found torch 2.11.0"),
-        ({"ROLLCALL_TORCH": "newest"}, "is not of the form [VERSION][+BUILD]"),
+        ({"ROLLCALL_TORCH": "newest"}, "expected [VERSION][+BUILD]"),
     ],
 )
 def test_a_failed_installation_names_cause_and_cure(
@@ -364,7 +373,7 @@ def test_a_driver_that_is_too_old(machine: Machine) -> None:
 def test_a_python_that_does_not_fit(machine: Machine) -> None:
     machine.program("python3.9", "#!/bin/sh\necho 3.9\n")
     error = machine.refused("true", ROLLCALL_PYTHON="python3.9")
-    assert "Python 3.11 to 3.13 is needed; found: python3.9 is 3.9." in error
+    assert "Python 3.11 to 3.13 is required; found: python3.9 is 3.9." in error
     assert "found: none of /no/python runs" in machine.refused("true", ROLLCALL_PYTHON="/no/python")
 
 
@@ -421,4 +430,68 @@ def test_an_interpreter_that_has_gone(machine: Machine) -> None:
 def test_wrong_usage(machine: Machine) -> None:
     assert "no command given" in machine.refused("--quiet")
     assert "unknown option --fast" in machine.refused("--fast", "true")
-    assert "usage: env/run [--quiet] CMD..." in machine.run("--help").stdout
+    assert "usage: env/run [--quiet] [--with PACKAGES] CMD..." in machine.run("--help").stdout
+
+
+def wheel(folder: Path, name: str, needs: str = "") -> None:
+    """Write a wheel with one module, which may need another package."""
+    folder.mkdir(exist_ok=True)
+    about = f"{name}-1.0.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+    files = {
+        f"{name}.py": "VALUE = 1\n",
+        f"{about}/METADATA": metadata + (f"Requires-Dist: {needs}\n" if needs else ""),
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{about}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        for path, text in [*files.items(), (f"{about}/RECORD", record)]:
+            archive.writestr(path, text)
+
+
+def test_packages_of_ones_own_are_installed_once_beside_the_environment(machine: Machine) -> None:
+    machine.run("true")
+    [ready] = machine.envs.glob("*/ready")
+    made = ready.parent / ready.read_text().strip()
+    shutil.rmtree(made)
+    made.symlink_to(sys.prefix)  # a real environment: with pip, and with packages to keep
+    wheels = machine.folder / "wheels"
+    wheel(wheels, "tiny")
+    wheel(wheels, "greedy", needs="pydantic<1")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
+    words = ["--with", "tiny", "python", "-c", "import tiny, yaml, sys; print(sys.prefix)"]
+    machine.environ |= offline
+    first = machine.run(*words)
+    assert "installing tiny in" in first.stderr, first.stderr
+    assert first.stdout.startswith(f"{machine.envs}/with-")
+    shutil.rmtree(wheels / "tiny-1.0-py3-none-any.whl", ignore_errors=True)
+    again = machine.run(*words)
+    assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+
+    refused = machine.refused("--with=greedy", "true")
+    assert "--with greedy: no set of packages satisfies" in refused
+    assert "keep their versions" in refused.replace("\n", " ")
+    assert machine.run("python", "-c", "import tiny").returncode != 0
+
+
+def test_the_sites_environments_serve_users_who_may_not_write_them(machine: Machine) -> None:
+    site = machine.folder / "site"
+    site.mkdir()
+    lines = [f"# our own\n\n ROLLCALL_ENVS = '{site}/environments'", 'ROLLCALL_TORCH="cu126"']
+    (site / "defaults").write_text("\n".join(lines))  # the last line does not end
+    machine.environ |= {"ROLLCALL_SITE": str(site), "CUDA": "12.6"}
+    del machine.environ["ROLLCALL_ENVS"]
+    assert machine.run("true").returncode == 0
+    [made] = (site / "environments").glob("*/ready")
+    assert "-cu126-" in made.parent.name
+    before = len(machine.calls())
+    for driver in ("580.99.01", "570.10", ""):  # an update, and hosts of other kinds
+        machine.driver(driver)
+        assert machine.run("true").stderr == ""
+    assert len(machine.calls()) == before
+    shutil.rmtree(site / "environments" / "chosen")
+    (site / "environments" / "chosen").touch()  # nothing can be written there, even by root
+    done = machine.run("sh", "-c", "echo $VIRTUAL_ENV")
+    assert done.stdout.startswith(str(site)), done.stderr
+    (site / "defaults").write_text("ROLLCALL_ENV=/here\n")
+    assert "defaults: expected ROLLCALL_ENVS=" in machine.refused("true")

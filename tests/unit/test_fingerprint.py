@@ -1,13 +1,13 @@
-"""One hash for a set of weights."""
+"""The hash of a set of weights."""
 
 from __future__ import annotations
 
 import torch
 
-from train.proof import fingerprint
+from rollcall.train.exact import fingerprint
 
 
-def test_the_hash_depends_on_every_name_shape_type_and_bit_and_on_no_order() -> None:
+def test_the_hash_depends_on_names_shapes_types_and_bits_but_not_on_order() -> None:
     a, b = torch.arange(6.0), torch.ones(2)
     plain = fingerprint.of({"a": a, "b": b})
     assert len(plain) == 64 and plain == fingerprint.of({"b": b, "a": a.clone()})

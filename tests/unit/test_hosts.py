@@ -2,7 +2,7 @@
 
 import pytest
 
-from train import hosts
+from rollcall import hosts
 
 LISTS = [
     ("n1", ["n1"]),

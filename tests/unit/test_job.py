@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import Job, JobError, render
+from rollcall.launch.scheduler.job import Job, JobError, render
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = Job(
@@ -23,7 +23,7 @@ LARGE = replace(
     SMALL,
     nodes=16,
     cpus_per_task=32,
-    gpus_per_node=8,
+    gpus_per_node="8",
     mem="900G",
     time="1-12",
     partition="gpu",

@@ -14,8 +14,8 @@ from typing import IO
 
 import pytest
 
-from launch import restarts
-from train.run import RunDir
+from rollcall.launch.runs import restarts
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 RUNNING = "RUNNING|None|2030-01-01T00:00:00|N/A"
@@ -47,6 +47,7 @@ def batch(run: RunDir, tmp_path: Path) -> Batch:
         verdict: str = "",
         job: dict[str, str] = JOB,
         words: tuple[str, ...] = (),
+        script: tuple[str, ...] = (),
         srun: str = "",
         scontrol: str = "",
         room: int = resource.RLIM_INFINITY,
@@ -68,7 +69,10 @@ def batch(run: RunDir, tmp_path: Path) -> Batch:
             fake(name, f'echo {name} "$@" >>{tmp_path}/told\n{scontrol}')
         place = [f"run.root={tmp_path}", f"run.name={run.name}"]
         command = [sys.executable, "-m", "launch", "batch", *words]
-        command += ["srun", "--nodes=2", "python", "-m", "train", "digits", *place]
+        step = ["-m", "train", "digits", *place]
+        if script:
+            step = ["-m", "rollcall", "supervise", f"--run-dir={run.path}", *script]
+        command += ["srun", "--nodes=2", "python", *step]
         path = f"{tmp_path}:{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, **job}
         limit = functools.partial(
@@ -114,18 +118,46 @@ def test_a_job_that_slurm_ends_waits_no_longer_for_having_saved(run: RunDir, bat
     assert told(run) == [*AGAIN, AGAIN[1]], done.stderr
 
 
+TIME_LIMIT = "COMPLETING|TimeLimit|2030-01-01T00:00:00|N/A"
+OTHERS = ("--", "script.py")
+CASES = {
+    "time limit": ((143, TIME_LIMIT), OTHERS, False),
+    "its own end near the limit": ((1, RUNNING.replace("2030", "2020")), OTHERS, False),
+    "preemption": ((143, PREEMPTED.format("RUNNING")), OTHERS, True),
+    "time limit, asked for": ((143, TIME_LIMIT), ("--max-restarts=1", *OTHERS), True),
+    "time limit, never asked for": ((143, TIME_LIMIT), ("--max-restarts=0", *OTHERS), False),
+    "exit code 75": ((75, TIME_LIMIT), OTHERS, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_script_comes_back_only_if_it_has_said_that_it_can_continue(
+    run: RunDir, batch: Batch, case: str
+) -> None:
+    (code, standing), script, comes_back = CASES[case]
+    # The signal that comes before the time limit, and the one that comes at it.
+    ends = "trap '' USR2; kill -USR2 $PPID; sleep 0.5; kill -TERM $PPID; sleep 2"
+    done = batch(code, standing, script=script, srun=ends)
+    assert ("scontrol requeue 7" in told(run)) == comes_back, done.stderr
+    assert done.stderr.count("is not restarted") == (not comes_back)
+    if not comes_back:
+        verdict = run.read_verdict()
+        assert verdict is not None
+        assert (verdict.state, verdict.reason.partition(";")[0]) == ("failed", "time limit")
+
+
 def test_a_busy_controller_is_asked_another_time(run: RunDir, batch: Batch) -> None:
     once = f"[[ $1 != requeue || -e {run.path}/asked ]] || {{ touch {run.path}/asked; exit 1; }}"
     done = batch(75, verdict="requeue", scontrol=once)
     assert told(run) == [AGAIN[0], *AGAIN]
-    assert "does not come back" not in done.stderr
+    assert "could not be requeued" not in done.stderr
 
 
 def test_what_slurm_has_queued_again_itself_is_no_refusal(run: RunDir, batch: Batch) -> None:
     refusal = "[[ $1 != requeue ]] || { echo 'Job is pending execution for job 7' >&2; exit 1; }"
     done = batch(75, PREEMPTED.format("COMPLETING"), scontrol=refusal)
     assert told(run)[:2] == AGAIN
-    assert "does not come back" not in done.stderr
+    assert "could not be requeued" not in done.stderr
 
 
 def test_a_refused_request_ends_the_job_whatever_an_earlier_start_has_left(
@@ -149,7 +181,7 @@ def test_a_bad_host_is_left_out_where_there_are_others(
         restarts.note(run, "7", "preempted", ["n2"])
     done = batch(75, verdict="requeue", job={**JOB, "SLURM_JOB_NODELIST": hosts})
     assert told(run) == [AGAIN[0], AGAIN[1] + left_out]
-    assert ("cannot do without n2" in done.stderr) == (not left_out)
+    assert ("cannot exclude n2" in done.stderr) == (not left_out)
 
 
 def test_who_took_a_job_over_does_not_cancel_it_when_it_is_queued_again(
@@ -170,3 +202,10 @@ def test_a_command_that_is_not_there_is_an_error_in_a_line(run: RunDir) -> None:
     done = subprocess.run([*command, *place], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "no-srun" in done.stderr
+
+
+def test_teardown_lines_run_after_the_step(tmp_path: Path, batch: Batch) -> None:
+    lines = (f"echo $ROLLCALL_EXIT_CODE $SLURM_JOB_ID >{tmp_path}/after", "false")
+    done = batch(3, words=tuple(f"--teardown={line}" for line in lines))
+    assert (done.returncode, (tmp_path / "after").read_text()) == (3, "3 7\n")
+    assert "the lines of --teardown end with exit code 1" in done.stderr

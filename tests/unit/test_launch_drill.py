@@ -12,21 +12,22 @@ from typing import NoReturn
 
 import pytest
 
-from launch import __main__ as launch
-from launch import drill, states
-from launch.faults import FAULTS, Fault, Target
-from launch.runs import Attempt, Job
-from launch.slurm import SlurmError
-from launch.states import Condition
-from train.run import RunDir
+from rollcall import cli as launch
+from rollcall.launch.drill import drill
+from rollcall.launch.drill.faults import FAULTS, Fault, Target
+from rollcall.launch.runs import states
+from rollcall.launch.runs.find import SubmittedJob
+from rollcall.launch.runs.states import Condition
+from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.records.attempt import AttemptRecord
+from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
-STRIKE = """
+INJECT = """
 import sys
-from launch import strike
-strike.FOR = 5.0
-strike.ranks_of = lambda place: {int(sys.argv[1]): 0}
-sys.exit(strike.main(["full-disk", sys.argv[2], "0"]))
+from rollcall.launch.drill import on_node
+on_node.ranks_of = lambda place: {int(sys.argv[1]): 0}
+sys.exit(on_node.main(["full-disk", sys.argv[2], "0"]))
 """
 
 
@@ -36,7 +37,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     run = RunDir(tmp_path, "it")
     run.job.mkdir(parents=True)
     monkeypatch.setattr(states, "look", lambda _: ([Condition("running")], ""))
-    target = Target(run, Job("7", 1.0, False), Attempt(0, "7", ["n1"], 2, 1.0))
+    target = Target(run, SubmittedJob("7", 1.0, False), AttemptRecord(0, "7", ["n1"], 2, 1.0))
     monkeypatch.setattr(drill, "await_training", lambda _: target)
     return target
 
@@ -77,27 +78,27 @@ def test_what_cannot_be_taken_back_at_first_is_later(
         if len(calls) < 3:
             raise SlurmError("scontrol refuses")
 
-    monkeypatch.setattr(drill, "ASK", 0.0)
+    monkeypatch.setattr(drill, "QUERY_INTERVAL", 0.0)
     monkeypatch.setattr(drill, "PATIENCE", 2.0)
     measured = drill.measure(target, Fault("it", lambda: None, lambda: True, undo))
     assert (len(calls), measured.free is not None) == (3, True)
     calls.clear()
     monkeypatch.setattr(drill, "PATIENCE", 0.0)
     drill.measure(target, Fault("its limit", lambda: None, lambda: True, undo))
-    assert "this stays, since scontrol refuses: its limit" in capsys.readouterr().err
+    assert "could not undo this, because scontrol refuses: its limit" in capsys.readouterr().err
 
 
 def test_a_disk_is_full_no_longer_than_said_though_the_job_ends(tmp_path: Path) -> None:
     (tmp_path / "node-0").mkdir()
     with subprocess.Popen(["sleep", "60"]) as victim:
         before = resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)
-        command = [sys.executable, "-c", STRIKE, str(victim.pid), str(tmp_path)]
-        with subprocess.Popen(command, cwd=ROOT) as strike:
+        command = [sys.executable, "-c", INJECT, str(victim.pid), str(tmp_path)]
+        with subprocess.Popen(command, cwd=ROOT) as injector:
             end = time.monotonic() + 60
             while resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)[0] != 0:
-                assert time.monotonic() < end and strike.poll() is None
+                assert time.monotonic() < end and injector.poll() is None
                 time.sleep(0.01)
-            strike.send_signal(signal.SIGTERM)
+            injector.send_signal(signal.SIGTERM)
         after = resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)
         victim.kill()
     assert after == before

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from launch import node
+from rollcall.launch.node import identity
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -18,43 +18,43 @@ STEP = {
 
 
 def test_a_task_of_a_step_is_its_node() -> None:
-    found = node.find(STEP)
+    found = identity.find(STEP)
     assert (found.number, found.host, found.peer, found.default_ranks) == (1, "n09", "n08", 4)
 
 
 def test_every_start_has_its_own_key() -> None:
     again, step = STEP | {"SLURM_RESTART_COUNT": "1"}, STEP | {"SLURM_STEP_ID": "1"}
-    assert len({node.find(env).key for env in (STEP, again, step)}) == 3
+    assert len({identity.find(env).key for env in (STEP, again, step)}) == 3
 
 
 def test_a_task_of_an_array_is_a_job_of_its_own() -> None:
     task = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
-    found = node.find(STEP | task)
+    found = identity.find(STEP | task)
     assert (found.job, found.key) == ("17_3", "17_3.0.0")
     submitted_by_a_task = task | {"SLURM_ARRAY_JOB_ID": "5"}
-    assert node.find(STEP | submitted_by_a_task).job == "17"
+    assert identity.find(STEP | submitted_by_a_task).job == "17"
 
 
 def test_a_shell_inside_an_allocation_is_no_task() -> None:
     shell = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
-    found = node.find(shell | {"CUDA_VISIBLE_DEVICES": ""})
+    found = identity.find(shell | {"CUDA_VISIBLE_DEVICES": ""})
     assert (found.count, found.default_ranks, found.peer) == (1, 2, None)
 
 
 def test_several_tasks_per_node_are_refused() -> None:
-    with pytest.raises(node.NodeError, match="8 tasks on 2 nodes, but one per node is needed"):
-        node.find(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+    with pytest.raises(identity.NodeError, match="8 tasks on 2 nodes, but one per node is needed"):
+        identity.find(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
 
 
 def test_half_a_step_is_refused() -> None:
-    with pytest.raises(node.NodeError, match="incomplete: 'SLURM_JOB_ID'"):
-        node.find({name: value for name, value in STEP.items() if name != "SLURM_JOB_ID"})
+    with pytest.raises(identity.NodeError, match="incomplete: 'SLURM_JOB_ID'"):
+        identity.find({name: value for name, value in STEP.items() if name != "SLURM_JOB_ID"})
 
 
 def test_simulated_nodes_share_the_gpus_of_the_machine() -> None:
     local = {"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": str(os.getpid())}
     local["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
-    found = [node.find(local | {"SUBMITIT_LOCAL_GLOBALID": number}) for number in "01"]
+    found = [identity.find(local | {"SUBMITIT_LOCAL_GLOBALID": number}) for number in "01"]
     assert [one.gpus for one in found] == ["0,1", "2,3"]
     assert [one.default_ranks for one in found] == [2, 2]
     assert found[0].key == found[1].key

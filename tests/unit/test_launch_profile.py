@@ -1,7 +1,8 @@
-"""A site's profile: where it is found, who wins, what it becomes, how a wrong one is told."""
+"""A site's profile: where it is found, who wins, what it becomes, how a wrong one is refused."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import discover, options, profile
-from launch.job import Job, render
+from rollcall.launch.scheduler.job import Job, render
+from rollcall.launch.submission import discover, layers, options, profile
 
 PROJECT = """
 options: {partition: gpu, time: 2:00:00, exclusive: true, srun-arg: [--label, --mpi=none]}
@@ -65,12 +66,12 @@ def test_the_users_file_wins_key_by_key(place: Path) -> None:
         ("optons: {}", "here.yaml: unknown key 'optons', did you mean 'options'?"),
         (
             "options: {partiton: x}",
-            "here.yaml: options: --partiton: neither .* did you mean --part",
+            "here.yaml: options: --partiton: not an option .* did you mean '--part",
         ),
-        ("options: {nodes: two}", "here.yaml: options: --nodes: a whole number from 1 on"),
+        ("options: {nodes: two}", "here.yaml: options: --nodes: expected a whole number"),
         ("modules: gcc", "here.yaml: modules: expected a list, found 'gcc'"),
-        ("environment: {a b: 1}", "here.yaml: environment: 'a b' cannot be a variable's name"),
-        ("options: [", "here.yaml: is not YAML"),
+        ("environment: {a b: 1}", "here.yaml: environment: 'a b' is not a valid variable name"),
+        ("options: [", "here.yaml: not valid YAML"),
     ],
 )
 def test_a_wrong_profile_is_told_with_file_and_key(place: Path, text: str, message: str) -> None:
@@ -81,7 +82,7 @@ def test_a_wrong_profile_is_told_with_file_and_key(place: Path, text: str, messa
 
 @pytest.mark.usefixtures("place")
 def test_an_unknown_cluster_is_told_with_those_that_there_are() -> None:
-    with pytest.raises(profile.ProfileError, match="there is no such profile; those here are here"):
+    with pytest.raises(profile.ProfileError, match="no such profile; known profiles: here"):
         profile.load("there")
 
 
@@ -90,7 +91,7 @@ def test_discover_writes_what_load_reads_and_never_over_it(
 ) -> None:
     binaries = {
         "sbatch": "",
-        "sinfo": "echo 'gpu*|4|1-infinite|2-00:00:00|up|64|512000|gpu:a100:8'",
+        "sinfo": "echo 'gpu*|4|1-infinite|2-00:00:00|up|64|512000|gpu:a100:8|64'",
         "scontrol": "echo 'ClusterName = hill'; echo 'MaxArraySize = 5001'",
     }
     for name, body in binaries.items():
@@ -102,5 +103,22 @@ def test_discover_writes_what_load_reads_and_never_over_it(
     assert "# gpu*       4      2-00:00:00  64 CPUs, 512000 MB and 8 GPUs\n" in text
     assert "largest index of an array is 5000" in text
     assert profile.load("hill") == (("--partition=gpu",), ())
-    with pytest.raises(Exception, match=r"hill.yaml is there already"):
+    with pytest.raises(Exception, match=r"hill.yaml exists"):
         discover.main(None)
+
+
+def test_the_sites_default_serves_all_who_name_no_cluster(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = place / "site"
+    (site / "clusters").mkdir(parents=True)
+    (site / "clusters" / "default.yaml").write_text("options: {partition: all, account: team}\n")
+    monkeypatch.setattr(profile, "SITE", site)
+    (place / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+    (place / "user" / "rollcall" / "clusters" / "default.yaml").write_text("options: {account: me}")
+    line, _ = layers.read([])
+    assert (line.own.partition, line.passed) == ("all", {"account": "me"})
+    assert line.origins["partition"] == "profile default"
+    assert layers.read(["--local"])[0].own.partition is None
+    assert layers.read(["--cluster=here"])[0].own.partition == "gpu"

@@ -1,7 +1,6 @@
 """When a run that has come down may start again, who is silent, and when time is short."""
 
 import functools
-import json
 import os
 import time
 from pathlib import Path
@@ -9,13 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import deadline as asking
-from launch import heartbeat, restarts
-from launch.heartbeat import Heartbeat
-from launch.node import Node
-from train import deadline
-from train.deadline import MARGIN, Deadline
-from train.run import RunDir, append_line
+from rollcall import deadline
+from rollcall.deadline import MARGIN, Deadline
+from rollcall.launch.node import deadline as asking
+from rollcall.launch.node import heartbeat
+from rollcall.launch.node.heartbeat import Heartbeats
+from rollcall.launch.node.identity import Node
+from rollcall.launch.runs import restarts
+from rollcall.records.attempt import AttemptEvent, RankFailure
+from rollcall.records.job import RestartCause
+from rollcall.records.run import JobEnd
+from rollcall.run_dir import RunDir
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def come_down(run: RunDir, cause: restarts.Cause, job: str = "7") -> bool:
+def come_down(run: RunDir, cause: RestartCause, job: str = "7") -> bool:
     """Whether the run may start again, and its note if so."""
     if not restarts.allowed(run, job, cause):
         return False
@@ -43,10 +46,8 @@ def test_crashes_without_a_new_checkpoint_end_a_run(run: RunDir) -> None:
 def test_a_script_of_ones_own_that_saves_each_time_may_start_for_ever(run: RunDir) -> None:
     for number in range(5):
         assert come_down(run, "time limit"), number
-        attempt = {"attempt": number, "job": "7", "hosts": ["n1"], "ranks": 1, "time": 1.0}
-        append_line(run.job / "attempts.jsonl", {**attempt, "event": "started"})
-        ended = {"event": "ended", "state": "stopped"}
-        append_line(run.job / "attempts.jsonl", {**attempt, **ended})
+        AttemptEvent(number, "7", "started", 1.0, hosts=["n1"], ranks=1).append(run.path)
+        AttemptEvent(number, "7", "ended", 1.0, state="stopped").append(run.path)
     run.config.touch()
     assert [come_down(run, "time limit") for _ in range(3)] == [True, True, False], "a training"
 
@@ -66,12 +67,10 @@ def test_a_lost_node_counts_once_with_the_crash_that_it_caused(run: RunDir) -> N
 
 def test_a_host_that_is_blamed_twice_is_left_out(run: RunDir) -> None:
     restarts.note(run, "7", "lost node", ["n1", "n2"])
-    attempt = {"attempt": 0, "job": "7", "hosts": ["n1", "n2"], "ranks": 2, "time": 1.0}
-    append_line(run.job / "attempts.jsonl", {**attempt, "event": "started"})
+    AttemptEvent(0, "7", "started", 1.0, hosts=["n1", "n2"], ranks=2).append(run.path)
     place = run.log(0, 1, 1).parent
     place.mkdir(parents=True)
-    killed = {"time": 1.0, "host": "n2", "rank": 1, "exit_code": 137, "error": ""}
-    (place / "agent.failed.json").write_text(json.dumps(killed))
+    RankFailure(1.0, "n2", 137, "", 1, "agent").write(place)
     assert restarts.bad_hosts(run, "7") == ["n2"]
 
 
@@ -79,32 +78,33 @@ def test_a_silent_node_is_missed_and_one_that_has_ended_is_not(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "EVERY", 0.01)
+    monkeypatch.setattr(heartbeat, "SELDOM", 0.01)
     monkeypatch.setattr(heartbeat, "SILENCE", 0.2)
     names = ("n1", "n2", "n3")
-    head, *others = (Heartbeat(run, Node(n, 3, names, "7", "7.0.0", None, 1)) for n in range(3))
+    head, *others = (Heartbeats(run, Node(n, 3, names, "7", "7.0.0", None, 1)) for n in range(3))
 
-    def missed(*beating: Heartbeat, seconds: float = 0.5) -> int | None:
+    def missed(*beating: Heartbeats, seconds: float = 0.5) -> int | None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for other in beating:
                 other.beat()
-            if (found := head.beat()) is not None:
+            if (found := head.beat().silent) is not None:
                 return found
             time.sleep(0.01)
         return None
 
     assert missed(*others) is None
     assert missed(others[0], seconds=20) == 2
-    others[1].end()
+    others[1].end(has_failed=False)
     assert missed(others[0]) is None
 
 
 def test_a_node_that_never_begins_is_missed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "EVERY", 0.01)
     monkeypatch.setattr(heartbeat, "BEGIN", 0.2)
-    head = Heartbeat(run, Node(0, 2, ("n1", "n2"), "7", "7.0.0", None, 1))
+    head = Heartbeats(run, Node(0, 2, ("n1", "n2"), "7", "7.0.0", None, 1))
     end = time.monotonic() + 20
-    while (found := head.beat()) is None and time.monotonic() < end:
+    while (found := head.beat().silent) is None and time.monotonic() < end:
         time.sleep(0.01)
     assert found == 1
 
@@ -119,19 +119,29 @@ def test_the_end_of_the_job_is_asked_for_until_slurm_answers(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(asking, "SOON", 0.01)
-    ours = asking.Deadline(run, Node(0, 1, ("n1",), "7", "7.0.0", None, 1))
+    ours = asking.DeadlineWatcher(run, Node(0, 1, ("n1",), "7", "7.0.0", None, 1))
     end = time.monotonic() + 20
-    while not (run.job / "deadline.json").exists() and time.monotonic() < end:
+    while (found := JobEnd.read(run.path)) is None and time.monotonic() < end:
         ours.update()
         time.sleep(0.01)
-    assert json.loads((run.job / "deadline.json").read_text())["end"] > 1.8e9
+    assert found and found.end > 1.8e9
 
 
 def test_the_end_of_the_job_is_near_when_a_checkpoint_would_not_fit(tmp_path: Path) -> None:
     assert not Deadline(tmp_path).is_near(1e9), "nobody has told of an end"
-    (tmp_path / "deadline.json").write_text(json.dumps({"end": time.time() + MARGIN + 60}))
+    (tmp_path / "job").mkdir()
+    JobEnd(time.time() + MARGIN + 60).write(tmp_path)
     assert not Deadline(tmp_path).is_near(20)
-    assert Deadline(tmp_path).is_near(40)
+    ours = Deadline(tmp_path)
+    assert not ours.is_near(40), "the job may have been suspended: the end may have moved"
+    JobEnd(time.time() + 3600).write(tmp_path)
+    time.sleep(0.1)
+    assert not ours.is_near(40)
+    JobEnd(time.time() + MARGIN).write(tmp_path)
+    end = time.monotonic() + 20
+    while not ours.is_near(40) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert ours.has_come
 
 
 @pytest.mark.parametrize("told_before", [True, False])
@@ -148,8 +158,8 @@ def test_the_last_save_has_what_is_left_but_for_the_verdict(
     monkeypatch.setattr(deadline, "time", clock)
     monkeypatch.setattr(deadline, "LOOK", 0.0)
     told = Deadline(tmp_path)
-    answer = json.dumps({"end": now + left})
-    write = functools.partial((tmp_path / "deadline.json").write_text, answer)
+    (tmp_path / "job").mkdir()
+    write = functools.partial(JobEnd(now + left).write, tmp_path)
     if told_before:
         write()
     told.begin_last_save()

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from launch import limits, slurm
-from launch.job import Job
+from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler.job import Job
+from rollcall.launch.submission import preflight
 
 JOB = Job("run", 2, ("true",), "/", "/slurm-%j.out", cpus_per_task=4, partition="main")
-SINFO = """main*|3|1-infinite|1:00:00|up|4|8000|(null)
-main*|1|1-infinite|1:00:00|up|8|16000|gpu:a100:2(S:0-1),gpu:h100:2
-big|64|1-16|infinite|up|128|512000|gpu:8
-old|8|1-infinite|1:00:00|down|8|16000|(null)"""
+SINFO = """main*|3|1-infinite|1:00:00|up|4|8000|(null)|UNLIMITED
+main*|1|1-infinite|1:00:00|up|8|16000|gpu:a100:2(S:0-1),gpu:h100:2|UNLIMITED
+big|64|1-16|infinite|up|128|512000|gpu:8|96
+old|8|1-infinite|1:00:00|down|8|16000|(null)|UNLIMITED"""
 Fake = Callable[[str, str], None]
 
 TIMES = [
@@ -53,13 +54,13 @@ def test_times(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "two", "1h", "1:2:3:4", "-5", "1-2-3"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no time that Slurm reads"):
+    with pytest.raises(ValueError, match="is not a valid Slurm time limit"):
         slurm.seconds(text)
 
 
 @pytest.mark.usefixtures("fake")
 def test_a_job_that_fits_says_when_it_starts() -> None:
-    assert limits.check(JOB, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
+    assert preflight.check(JOB, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
 
 
 @pytest.mark.usefixtures("fake")
@@ -68,43 +69,46 @@ def test_a_job_that_fits_says_when_it_starts() -> None:
     [
         (
             replace(JOB, partition="mian"),
-            "--partition mian: there is none; those here are big, mai",
+            "--partition mian: no such partition; this cluster has big, mai",
         ),
-        (replace(JOB, partition="old"), "--partition old: there is none"),
+        (replace(JOB, partition="old"), "--partition old: no such partition"),
         (replace(JOB, nodes=5), "--nodes 5: a job in partition main can have 4 at most"),
         (replace(JOB, nodes=17, partition="big"), "partition big can have 16 at most"),
-        (replace(JOB, partition="big,mian"), "--partition mian: there is none"),
+        (replace(JOB, partition="big,mian"), "--partition mian: no such partition"),
         (
             replace(JOB, time="2:00:00", partition=None),
             "the limit of partition main is 1:00:00; partition big allows it",
         ),
         (replace(JOB, nodes=6), "can have 4 at most; partition big allows it"),
-        (replace(JOB, gpus_per_node=5), "no node of partition main has more than 4 GPUs; part"),
-        (replace(JOB, gpus_per_node=9), "main has more than 4 GPUs$"),
+        (replace(JOB, gpus_per_node="5"), "no node of partition main has more than 4 GPUs; part"),
+        (
+            replace(JOB, gpus_per_node="a100:9"),
+            "--gpus-per-node a100:9: .* main has more than 4 GPUs$",
+        ),
         (replace(JOB, mem="16G"), "--mem 16G: no node of partition main has more than 16000 MB"),
-        (replace(JOB, mem="much"), "--mem much: a number with K, M"),
+        (replace(JOB, mem="much"), "--mem much: expected a number with K, M"),
         (replace(JOB, cpus_per_task=9), "no node of partition main has more than 8 CPUs"),
         (
             replace(JOB, options={"array": "0-3,1001%2"}),
-            r"--array 0-3,1001%2: the largest index here is 1000 \(MaxArraySize=1001\)",
+            r"--array 0-3,1001%2: the largest index on this cluster is 1000 \(MaxArraySize=1001\)",
         ),
     ],
 )
 def test_refusals_name_the_option_and_what_is_valid(job: Job, message: str) -> None:
     with pytest.raises(slurm.SlurmError, match=message):
-        limits.check(job, "")
+        preflight.check(job, "")
 
 
 def test_a_refusal_by_sbatch_is_told_without_its_prefixes(fake: Fake) -> None:
     fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition' >&2; exit 1")
     with pytest.raises(slurm.SlurmError, match="refuses the job: Invalid account"):
-        limits.check(JOB, "")
+        preflight.check(JOB, "")
 
 
 def test_a_cluster_that_does_not_answer_is_an_error(fake: Fake) -> None:
     fake("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(slurm.SlurmError, match="sinfo does not answer: Unable to contact"):
-        limits.check(JOB, "")
+        preflight.check(JOB, "")
 
 
 def test_a_job_that_slurm_has_forgotten_has_no_state(fake: Fake) -> None:
@@ -115,12 +119,12 @@ def test_a_job_that_slurm_has_forgotten_has_no_state(fake: Fake) -> None:
 def test_a_task_of_an_array_that_slurm_has_forgotten_is_an_error(fake: Fake) -> None:
     fake("squeue", "exit 0")  # 22.05 says nothing
     with pytest.raises(slurm.SlurmError, match="does not know job 7_2"):
-        slurm.standing("7_2")
+        slurm.status("7_2")
 
 
 def test_times_are_read_whatever_way_the_user_likes_to_see_them(fake: Fake) -> None:
     fake("squeue", 'echo "RUNNING|None|${SLURM_TIME_FORMAT:-none}|N/A"')
-    ask = "import launch.slurm as slurm; print(slurm.ask(*slurm.STANDING, '7'))"
+    ask = "import rollcall.launch.scheduler.slurm as slurm; print(slurm.ask(*slurm.STATUS, '7'))"
     answer = subprocess.run(
         [sys.executable, "-c", ask],
         cwd=Path(__file__).parents[2],

@@ -1,18 +1,40 @@
 """submit.py up to the moment of submitting: what it shows, refuses, copies and costs."""
 
+import errno
+import hashlib
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from disks import mounted, needs_root
 
-from launch import executors, options, place, snapshot, start, submission
-from launch.words import word
-from train.config import parse
-from train.run import RunDir, State, Verdict
+from rollcall.config import parse
+from rollcall.installation import PACKAGED
+from rollcall.launch.runs import find
+from rollcall.launch.submission import (
+    executors,
+    existing,
+    layers,
+    options,
+    preflight,
+    snapshot,
+    snapshot_store,
+    start,
+)
+from rollcall.launch.submission.plan import plan
+from rollcall.launch.submission.submission import RefusedError, Submission, TakenError
+from rollcall.records.job import JobRecord
+from rollcall.records.job import Submission as Submitted
+from rollcall.run_dir import RunDir, State, Verdict
+from rollcall.text import word
 
 ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -40,7 +62,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
     for part in (
         "#SBATCH --nodes=2\n",
         f"#SBATCH --output={tmp_path}/runs/here/job/slurm-%j.out\n",
-        f"-- -m train train.steps=5 data.root={tmp_path}/datasets\n",
+        f"-- -m rollcall.train train.steps=5 data.root={tmp_path}/datasets\n",
         f"# run directory: {tmp_path}/runs/here\n",
         f"MB, from {ROOT} (",
     ):
@@ -52,21 +74,30 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
     ("words", "message"),
     [
         (["optim.lrr=1"], "unknown key 'optim.lrr', did you mean 'optim.lr'?"),
-        (["--nodes", "0"], "--nodes: a whole number from 1 on is expected, not '0'"),
-        (["--time", "2h"], "'2h' is no time that Slurm reads"),
+        (["--nodes", "0"], "--nodes: expected a whole number of at least 1, not '0'"),
+        (["--time", "2h"], "'2h' is not a valid Slurm time limit"),
         (["--name", "../x"], "run.name"),
-        (["--partiton", "x"], "neither submit.py nor sbatch has it, did you mean --partition?"),
-        (["--ntasks=2"], "--ntasks: there is one task per node"),
-        (["--xyzzy"], "neither submit.py nor sbatch has it (--help lists what there is)"),
-        (["-n", "4"], "--ntasks: there is one task per node"),
-        (["--gres"], "--gres: a value is expected behind it"),
-        (["--local", "--chain", "2"], "--chain: Slurm queues jobs"),
-        (["--root", "/scrach/runs"], "there is no /scrach, only /: correct --root"),
-        (["--", "gone.py"], "gone.py: there is no such file"),
-        (["--", "-m", "gone.module"], "-m gone.module: there is no module gone in"),
-        (["--", "/bin/sh"], "/bin/sh lies outside of"),
-        (["digits", "--", "/bin/sh"], "'digits' and a program behind `--`"),
-        (["--gpus-per-node", "99", "--local"], "--gpus-per-node 99: 1 nodes would need 99 GPUs"),
+        (
+            ["--partiton", "x"],
+            "not an option of rollcall submit or of sbatch, did you mean '--partition'?",
+        ),
+        (["--ntasks=2"], "--ntasks: one task per node starts that node's ranks; use --nodes"),
+        (["--xyzzy"], "or of sbatch; pass an option of a plugin on with --sbatch-arg=--xyzzy"),
+        (["-n", "4"], "--ntasks: one task per node"),
+        (["--gres"], "--gres: expected a value"),
+        (["--local", "--chain", "2"], "--chain: needs Slurm"),
+        (["--local", "--array", "0-x"], "--array 0-x: expected indices such as 0-7"),
+        (["--root", "/scrach/runs"], "/scrach does not exist, only /; correct --root"),
+        (["fit.py", "seed=1"], "fit.py is a script, not a recipe; put `--` before it"),
+        (["multi_node.sbatch"], "is a job script, not a recipe; submit it: sbatch multi_node"),
+        (["--", "gone.py"], "gone.py: no such file"),
+        (["--", "-m", "gone.module"], "-m gone.module: no module gone in"),
+        (["--", "/bin/sh"], "/bin/sh is outside"),
+        (["digits", "--", "/bin/sh"], "got both 'digits' and a program after `--`"),
+        (
+            ["--gpus-per-node", "99", "--local"],
+            "--gpus-per-node 99: on this machine, 1 node would need 99 GPUs",
+        ),
     ],
 )
 def test_refusals_write_nothing(tmp_path: Path, words: list[str], message: str) -> None:
@@ -82,7 +113,7 @@ def test_a_python_without_the_packages_is_told_of_env_run(words: list[str]) -> N
     # -S: without site-packages.
     done = subprocess.run([sys.executable, "-S", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "put ./env/run before the command" in done.stderr
+    assert "Put ./env/run before the command" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -90,23 +121,20 @@ def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", SUBMIT[1], "--dry-run"]
     traced = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
-    assert "train.config" in imported
+    assert "rollcall.config" in imported
     heavy = {
         "torch",
         "numpy",
         "submitit",
         "psutil",
         "rich",
-        "email",
-        "importlib.metadata",
-        "secrets",
     }
     assert not imported & heavy
 
 
 def test_sbatchs_letters_are_understood() -> None:
     words = ["-N2", "-p", "gpu", "-t", "1:00:00", "-A", "team", "-Ja100", "-H", "-C", "a|b"]
-    own, passed, program = options.read([*words, "--", "fit.py", "-N9"])
+    own, passed, program, _ = options.read([*words, "--", "fit.py", "-N9"])
     assert (own.nodes, own.partition, own.time, own.name) == ((2, 2), "gpu", "1:00:00", "a100")
     assert passed == {"account": "team", "hold": None, "constraint": "a|b"}
     assert program == ("fit.py", "-N9")
@@ -118,8 +146,8 @@ def test_a_run_that_goes_on_may_take_new_code(tmp_path: Path) -> None:
     for text in ("first", "second", "third"):
         (tmp_path / "fit.py").write_text(text)
         run.job.mkdir(parents=True, exist_ok=True)
-        plan = snapshot.plan(tmp_path, run.path.parent)
-        snapshot.take(plan, run.code, run.job / "source", run.path.parent / ".code")
+        found = snapshot.plan(tmp_path, [run.path.parent])
+        snapshot.take(found, run.code, run.job / "source", run.path.parent / ".code")
     codes = [run.code, run.path / "code-0", run.path / "code-1"]
     assert [(code / "fit.py").read_text() for code in codes] == ["third", "first", "second"]
     assert sorted(path.name for path in run.job.iterdir()) == [
@@ -129,7 +157,7 @@ def test_a_run_that_goes_on_may_take_new_code(tmp_path: Path) -> None:
     kept, renewed = (
         submit(*words, *more, "--", "fit.py", cwd=tmp_path).stdout for more in ([], ["--new-code"])
     )
-    assert "# code: the run has its code already" in kept
+    assert "# code: the run keeps the code that it has" in kept
     assert "# code: 1 files, 0.0 MB, from" in renewed
 
 
@@ -140,18 +168,43 @@ def test_a_script_of_ones_own_is_copied_from_its_checkout(tmp_path: Path) -> Non
     words = ["--dry-run", "--qos", "high", "--exclusive", "--name", "a", "--", "fit.py", "--gres"]
     shown = submit(*words, cwd=tmp_path / "tools").stdout
     runs = tmp_path / "tools" / "runs"
-    assert f"-- -m launch.guest {runs}/a/code/tools fit.py --gres\n" in shown
+    assert f"-- -m rollcall.launch.rank.user_program {runs}/a/code/tools fit.py --gres\n" in shown
     assert f"# code: 1 files, 0.0 MB, from {tmp_path} (" in shown
     (tmp_path / ".gitignore").write_text("fit.py")
     refused = submit("--dry-run", "--", "fit.py", cwd=tmp_path / "tools")
-    assert "fit.py: git ignores it, so no copy would have it" in refused.stderr
+    assert "fit.py: git ignores it, so the run's copy would not have it" in refused.stderr
+
+
+def test_a_training_takes_the_directory_whose_modules_it_names(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    (tools / "recipes").mkdir(parents=True)
+    (tools / "recipes" / "mine.yaml").write_text("model: {name: 'mymodel:Net'}\n")
+    (tools / "mymodel.py").touch()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    words = ["--dry-run", "--name", "a", "recipes/mine.yaml"]
+    run = tools / "runs" / "a"
+    shown = submit(*words, cwd=tools).stdout
+    place = f"rollcall.launch.rank.user_program {run}/code/tools"
+    assert f"-- -m {place} -m rollcall.train {run}/job/mine.yaml " in shown
+    assert f"cd {run}/job/rollcall" in shown
+    assert f"# code: 2 files, 0.0 MB, from {tmp_path} (" in shown
+    # A module that is elsewhere on PYTHONPATH needs no copy of this directory.
+    env = {"PYTHONPATH": str(tools)}
+    elsewhere = submit("--dry-run", "--name", "a", "model.name=mymodel:Net", cwd=tmp_path, env=env)
+    assert f"MB, from {ROOT} (" in elsewhere.stdout
+    (tmp_path / ".gitignore").write_text("mymodel.py")
+    again = submit(*words, cwd=tools).stdout  # what is imported is copied, though git ignores it
+    assert f"# code: 3 files, 0.0 MB, from {tmp_path} (" in again
 
 
 def test_our_other_commands_are_no_training(tmp_path: Path) -> None:
     words = ["--dry-run", "--root", str(tmp_path), "--name", "a", "--", "-m", "train"]
     predicts = submit(*words, "predict", "trained", cwd=ROOT).stdout
-    assert f"-- -m launch.guest {tmp_path}/a/code -m train predict trained\n" in predicts
-    assert "-- -m train digits" in submit(*words, "digits", cwd=ROOT).stdout
+    assert (
+        f"-- -m rollcall.launch.rank.user_program {tmp_path}/a/code -m train predict trained\n"
+        in predicts
+    )
+    assert "-- -m rollcall.train digits" in submit(*words, "digits", cwd=ROOT).stdout
 
 
 @pytest.mark.parametrize(
@@ -173,25 +226,101 @@ def test_a_run_that_has_ended_is_told_and_not_submitted(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("left", ["task", "supervisor"])
+def test_a_run_is_live_while_a_part_of_its_killed_job_is(tmp_path: Path, left: str) -> None:
+    run, task = RunDir(tmp_path, "a"), tmp_path / "a" / "task-0" / "job"
+    task.mkdir(parents=True)
+    run.job.mkdir()
+    (run.job / "4000000_0_log.out").touch()
+    JobRecord(str(run.path), 1).write(run.path)
+    Submitted("4000000", 1.0).append(run.path)
+    assert existing.reason_not_to_submit(run, True) is None
+    waits = shlex.join([sys.executable, "-c", "input()"])
+    lines = {
+        "task": f"exec {waits} submitit.local._local {task}",
+        "supervisor": f"{waits} --log-dir={run.attempt_logs(1)}/node-0; true",
+    }
+    with subprocess.Popen(["sh", "-c", lines[left]], stdin=subprocess.PIPE) as process:
+        end = time.monotonic() + 10
+        while (reason := existing.reason_not_to_submit(run, True)) is None:
+            assert time.monotonic() < end
+        assert f"is live (process {process.pid} on this machine)" in reason
+        process.communicate(b"\n")
+
+
 def test_two_submissions_at_once_do_not_make_one_run(tmp_path: Path) -> None:
     argv = ["--root", str(tmp_path), "--name", "a", "digits"]
-    line, setup = submission.read(argv)
-    one, other = (submission.plan(line, argv, setup) for _ in range(2))
+    line, setup = layers.read(argv)
+    one, other = (plan(line, argv, setup) for _ in range(2))
     with start._prepared(one):
-        with pytest.raises(submission.TakenError), start._prepared(other):
+        with pytest.raises(TakenError), start._prepared(other):
             pass
         assert (one.run.job / "job.json").exists()
 
 
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submission:
+    """The submission of a run of a script, to start on this machine or by a stand-in for srun."""
+    (tmp_path / "srun").write_text(
+        f"#!/bin/bash\ntrap 'echo asked >>{tmp_path}/told' USR2; echo $$ >{tmp_path}/up\n"
+        "for _ in {1..50}; do sleep 0.1; done\n"
+    )
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "fit.py").write_text("input()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["--local", "--name=a", "--", "fit.py"]
+    line, setup = layers.read(words)
+    return plan(line, words, setup)
+
+
+def test_ctrl_c_in_an_allocation_asks_once_and_then_does_not_wait(
+    script: Submission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        while not (tmp_path / "up").exists() or not (tmp_path / "up").read_text():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "follow", interrupted)
+    assert start._in_allocation(script, "7") == 128 + signal.SIGINT
+    step = int((tmp_path / "up").read_text())
+    while not (tmp_path / "told").exists():  # bash runs the trap when its sleep has ended
+        time.sleep(0.1)
+    time.sleep(0.2)
+    os.kill(step, signal.SIGTERM)
+    assert (tmp_path / "told").read_text() == "asked\n"
+
+
+@pytest.mark.parametrize("kind", ["local", "allocation"])
+def test_a_run_without_its_record_does_not_go_on(
+    script: Submission, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def fail(*_: object) -> None:
+        started.extend(psutil.Process().children())
+        raise OSError(errno.EIO, "Input/output error", "submissions.jsonl")
+
+    monkeypatch.setattr(start, "_record", fail)
+    with pytest.raises(RefusedError, match=r"submissions.jsonl: Input"):
+        start._on_this_machine(script) if kind == "local" else start._in_allocation(script, "7")
+    assert not script.run.path.exists() and started
+    assert not psutil.wait_procs(started, timeout=2)[1]
+
+
 def test_places_in_memory_or_below_tmp_are_node_local(tmp_path: Path) -> None:
-    assert place.is_node_local(Path("/dev/shm/runs"))
-    assert place.is_node_local(Path("/tmp/runs"))
-    assert not place.is_node_local(Path("/usr"))
-    assert place.problem(tmp_path / "runs") is None
-    assert place.problem(tmp_path / "50%") is None
-    assert "%a in a path" in str(place.problem(tmp_path / "50%a")), "submitit puts a number there"
-    assert place.problem(tmp_path / "a" / "b" / "runs") == (
-        f"there is no {tmp_path}/a/b, only {tmp_path}: correct --root, or `mkdir -p {tmp_path}/a/b`"
+    assert preflight.is_node_local(Path("/dev/shm/runs"))
+    assert preflight.is_node_local(Path("/tmp/runs"))
+    assert not preflight.is_node_local(Path("/usr"))
+    assert preflight.problem(tmp_path / "runs") is None
+    assert preflight.problem(tmp_path / "50%") is None
+    assert "Slurm replaces %a" in str(preflight.problem(tmp_path / "50%a")), (
+        "submitit puts a number there"
+    )
+    assert preflight.problem(tmp_path / "a" / "b" / "runs") == (
+        f"{tmp_path}/a/b does not exist, only {tmp_path}; correct --root, or run "
+        f"`mkdir -p {tmp_path}/a/b`"
     )
 
 
@@ -199,25 +328,45 @@ def test_snapshot_has_what_is_not_ignored_and_says_what_changed(tmp_path: Path) 
     root = tmp_path / "checkout"
     root.mkdir()
     git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e"]
-    for name, text in {"kept": "1", "edited": "1", "gone": "1", ".gitignore": "*.log\n"}.items():
+    files = {
+        "kept": "1",
+        "edited": "1",
+        "gone": "1",
+        ".gitignore": "*.log\n",
+        "a/b": "",
+        "c/d": "",
+        "pipe": "",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
     (root / "edited").write_text("2")
-    (root / "gone").unlink()
+    for name in ("gone", "pipe", "a/b", "c/d"):
+        (root / name).unlink()
+    os.mkfifo(root / "pipe")  # which nobody writes: whoever opens it waits
+    (root / "a").rmdir()
+    (root / "a").touch()
+    (root / "c").rmdir()
+    (root / "c").symlink_to("../far")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "d").touch()
     (root / "a.log").touch()
     (root / "new é '\n").write_text("new")
     (root / "runs" / "old").mkdir(parents=True)
     (root / "runs" / "old" / "config.yaml").touch()
 
-    plan = snapshot.plan(root, leave_out=root / "runs")
+    found = snapshot.plan(root, leave_out=[root / "runs"])
+    assert "pipe" not in found.files
     run = RunDir(tmp_path, "run")
     run.create()
     run.job.mkdir()
-    snapshot.take(plan, run.code, run.job / "source", tmp_path / ".code")
+    snapshot.take(found, run.code, run.job / "source", tmp_path / ".code")
 
     copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*")}
-    assert copied == {"kept", "edited", ".gitignore", "new é '\n"}
+    assert copied == {"kept", "edited", ".gitignore", "new é '\n", "a", "c"}
+    assert (run.code / "c" / "d").exists()  # though the link is relative
     assert (run.code / "edited").read_text() == "2"
     source = json.loads((run.job / "source.json").read_text())
     assert source["modified"] and len(source["commit"]) == 40
@@ -241,9 +390,9 @@ def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
     def submitted(name: str, record: Path | None = None) -> RunDir:
         run = RunDir(tmp_path, name)
         run.job.mkdir(parents=True)
-        plan = snapshot.recorded(record.parents[1] / "code", record) if record else None
-        plan = plan or snapshot.plan(root, tmp_path)
-        snapshot.take(plan, run.code, run.job / "source", kept)
+        found = snapshot.recorded(record.parents[1] / "code", record) if record else None
+        found = found or snapshot.plan(root, [tmp_path])
+        snapshot.take(found, run.code, run.job / "source", kept)
         return run
 
     one = submitted("one")
@@ -258,7 +407,9 @@ def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
     (one.code / "new.txt").write_text("the first run's")
     assert (two.code / "model.pt").read_text() == "saved here once"
     assert not (two.code / "new.txt").exists()
-    with pytest.raises(snapshot.SnapshotError, match=r"model.pt is no longer what was submitted"):
+    with pytest.raises(
+        snapshot.SnapshotError, match=r"model.pt is not the submitted file any more"
+    ):
         submitted("late", record=one.job / "source")
 
     (root / "fit.py").write_text("edited")
@@ -283,14 +434,54 @@ def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
     assert list(kept.iterdir()) == []
 
 
+def test_unchanged_code_is_linked_and_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_store, "SETTLED", -60.0)  # the files here are new
+    root = tmp_path / "checkout"
+    opened: list[str] = []
+    root.mkdir()
+    for number in range(40):
+        (root / f"{number}.py").write_text(f"x = {number}")
+    real = os.open
+
+    def opening(path: str, *rest: int) -> int:
+        opened.append(str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", opening)
+
+    def opens(name: str) -> int:
+        """Submit; return how many files of code were opened."""
+        opened.clear()
+        run = RunDir(tmp_path, name)
+        run.job.mkdir(parents=True)
+        snapshot.take(snapshot.plan(root, []), run.code, run.job / "source", tmp_path / ".code")
+        source = json.loads((run.job / "source.json").read_text())
+        for file, digest in source["files"].items():
+            text = (root / file).read_bytes()
+            assert (run.code / file).read_bytes() == text
+            assert digest == hashlib.sha256(text).hexdigest()
+        return sum(path.endswith(".py") for path in opened)
+
+    assert [opens("first"), opens("again")] == [80, 0]  # one to read, one to write
+    before = (root / "7.py").stat()
+    (root / "7.py").write_text("x = 8")  # as long as before, and with the same time
+    os.utime(root / "7.py", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert opens("edited") == 1  # the text is in the store
+    (tmp_path / ".code" / next(iter((tmp_path / ".code").glob(".index-*"))).name).write_text("{")
+    assert opens("damaged") == 40
+
+
 def test_snapshot_outside_git_takes_the_packages(tmp_path: Path) -> None:
     (tmp_path / "train" / "__pycache__").mkdir(parents=True)
     (tmp_path / "train" / "a.py").touch()
+    os.mkfifo(tmp_path / "train" / "pipe")
     (tmp_path / "train" / "__pycache__" / "a.pyc").touch()
     (tmp_path / "elsewhere").touch()
-    plan = snapshot.plan(tmp_path, tmp_path / "runs", snapshot.PACKAGED)
-    assert plan.files == ("train/a.py",)
-    assert "not a git checkout" in plan.describe()
+    found = snapshot.plan(tmp_path, [tmp_path / "runs"], PACKAGED)
+    assert found.files == ("train/a.py",)
+    assert "not a git checkout" in found.describe()
 
 
 def test_variables_of_a_surrounding_job_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +489,7 @@ def test_variables_of_a_surrounding_job_are_forgotten(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "1")
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES", "KEPT"):
         monkeypatch.setenv(name, "1")
-    executors.forget_surroundings()
+    executors.clear_inherited_environment()
     assert os.environ["SLURM_CONF"] == os.environ["KEPT"] == "1"
     left = {"SLURM_JOB_ID", "SBATCH_PARTITION", "SRUN_DEBUG", "PMI_RANK", "RANK", "MASTER_ADDR"}
     assert not (left | {"TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"}) & set(os.environ)
@@ -309,3 +500,88 @@ def test_words_are_read_back_as_text(name: str) -> None:
     assert parse([word("run.name", name)])[1].run.name == name
     root = f"/a b/{name}: #'\""
     assert parse([word("run.root", root)])[1].run.root == root
+
+
+def git(*words: str, cwd: Path) -> None:
+    own = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *own, *words], cwd=cwd, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["diff.external=true"], ["color.ui=always"], ["diff.noprefix=true"]],
+    ids=str,
+)
+def test_a_checkout_that_is_not_utf8_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    monkeypatch.setenv("GIT_CONFIG_COUNT", str(len(settings)))
+    for number, (key, _, value) in enumerate(text.partition("=") for text in settings):
+        monkeypatch.setenv(f"GIT_CONFIG_KEY_{number}", key)
+        monkeypatch.setenv(f"GIT_CONFIG_VALUE_{number}", value)
+    code = tmp_path / "code"
+    code.mkdir()
+    name = os.fsdecode(b"caf\xe9.txt")
+    (code / name).write_bytes(b"caf\xe9 = 1\n")
+    git("init", "-q", cwd=code)
+    git("add", "-A", cwd=code)
+    git("commit", "-qm", "first", cwd=code)
+    (code / name).write_bytes(b"caf\xe9 = 2\n")
+    found = snapshot.plan(code, [])
+    assert b"-caf\xe9 = 1\n+caf\xe9 = 2\n" in found.diff
+    assert found.diff.startswith(b'diff --git "a/')
+    job = tmp_path / "run" / "job"
+    job.mkdir(parents=True)
+    snapshot.take(found, tmp_path / "run" / "code", job / "source", tmp_path / ".code")
+    assert (tmp_path / "run" / "code" / name).read_bytes() == b"caf\xe9 = 2\n"
+    assert (job / "source.diff").read_bytes() == found.diff
+    (tmp_path / "away").mkdir()
+    copied = snapshot.recorded(tmp_path / "run" / "code", job / "source")
+    snapshot.take(copied, tmp_path / "away" / "code", tmp_path / "away" / "s", tmp_path / ".code")
+    assert (tmp_path / "away" / "code" / name).exists()
+
+
+@needs_root
+@pytest.mark.parametrize("options", ["size=200k", "size=50m,nr_inodes=40"])
+def test_without_room_nothing_is_left_and_the_message_names_the_place(
+    tmp_path: Path, options: str
+) -> None:
+    with mounted(tmp_path / "disk", "tmpfs", options.removeprefix("size=")) as root:
+        refused = submit("--local", "--name", "it", "--root", str(root), cwd=tmp_path)
+        assert refused.returncode == 2 and "Traceback" not in refused.stderr
+        assert f"{root}/it: No space left on device: the file system of {root}" in refused.stderr
+        assert not [path for path in root.rglob("*") if path.is_file()]
+
+
+def test_ranks_do_not_start_from_code_that_lacks_a_file(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    for name in ("script.py", "module.py", "data.txt"):
+        (code / name).write_text("x = 1\n")
+    run = RunDir(tmp_path, "it")
+    run.job.mkdir(parents=True)
+    snapshot.take(snapshot.plan(code, []), run.code, run.job / "source", tmp_path / ".code")
+
+    def supervise() -> str:
+        words = ["-m", "rollcall", "supervise", "--run-dir", str(run.path), "--nproc-per-node=1"]
+        words += ["--", str(run.code / "script.py")]
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        return f"{done.returncode} {done.stderr}"
+
+    (run.code / "data.txt").unlink()  # a script may remove its data
+    (run.code / "module.py").unlink()
+    (run.code / "module.py").write_text("x = 2\n")
+    told = supervise()
+    assert told.startswith("0 ") and f"note: {run.code}/module.py has changed" in told
+    (run.code / "module.py").unlink()
+    told = supervise()
+    assert told.startswith("2 ") and f"{run.code}/module.py is missing" in told
+    assert "--new-code" in told and "Traceback" not in told
+    assert len(find.attempts(run)) == 1
+
+
+def test_options_may_stand_between_words() -> None:
+    own = options.read(["digits", "seed=1", "--nodes", "2", "train.steps=3"]).own
+    assert (own.nodes, own.words) == ((2, 2), ["digits", "seed=1", "train.steps=3"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launch.lint import RULES, main, name
-from launch.lint.script import Script
+from rollcall.launch.lint import RULES, main, name
+from rollcall.launch.lint.script import Script
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "lint"
@@ -35,10 +37,47 @@ OTHER_FORMS = [
     ("fixed-node-count", "N=4\nsrun python -m torch.distributed.run --nnodes $N train.py"),
     ("pipe-hides-failure", "torchrun --standalone train.py |& tee log"),
     ("tasks-mismatch", "#SBATCH --gres=gpu:a100:4\nsrun torchrun --nproc_per_node 2 train.py"),
-    ("tasks-mismatch", "#SBATCH --nodes=2 --ntasks=8\nsrun torchrun train.py"),
-    ("tasks-mismatch", 'RUN="torchrun train.py"\nsrun -N 2 -n 4 bash -c "$RUN --fast"'),
+    ("tasks-mismatch", "#SBATCH --nodes=2 --ntasks=8\nsrun torchrun --nnodes $N train.py"),
+    ("tasks-mismatch", 'RUN="torchrun --nnodes=$N train.py"\nsrun -N 2 -n 4 bash -c "$RUN --fast"'),
     ("torchrun-without-srun", "#SBATCH -N2\npython -m torch.distributed.run train.py"),
+    ("fixed-port", "accelerate launch --main_process_port 29500 train.py"),
+    ("local-address", "#SBATCH -N 2\nsrun torchrun --nnodes=$N --master_addr=127.0.0.1 train.py"),
+    ("visible-devices", "#SBATCH --gpus-per-node=1\nCUDA_VISIBLE_DEVICES=1 python train.py"),
+    ("hidden-exit-code", "for n in 1 2; do python train.py $n; done\ndate"),
+    ("hidden-exit-code", "python train.py &\nwait"),
+    ("tasks-mismatch", '#SBATCH -N 2 -n 8\nA="torchrun"\nA="$A train.py"\nsrun $A --nnodes $N'),
 ]
+NO_MISTAKES = [
+    "#SBATCH --nodes={{ nodes }} --{{ kind }}\n{% if fast %}\nsrun python train.py\n{% endif %}",
+    "#SBATCH --account=<your account>\ncd <the directory>\npython train.py",
+    "#SBATCH -N 2\ntext=$(cat <<'END'\nrank=$SLURM_PROCID\nEND\n)\nsrun bash -c \"$text\"",
+    "#SBATCH --image=docker:image --module=gpu\nsrun shifter python train.py",
+    "#SBATCH --gres=gpu:1\nset -e\npython train.py\ndate",
+    "python train.py || exit 1\ndate",
+    "#SBATCH -c 8\nsrun python train.py",
+    "#SBATCH --gpus-per-node=8\nMASTER_PORT=29500 python train.py",
+    "#SBATCH --time={TIME} --output={{ folder }}/out\npython train.py",
+    "python train.py\npython evaluate.py",
+    "python -m pip install torch\ndate",
+    'A="--lr 1\n--steps 2\n"\nL="python train.py\n"\nsrun bash -c \'$L --rank $SLURM_PROCID $A\'',
+    "#SBATCH -N 1\necho $SLURM_NODEID",
+]
+"""Lines in which an earlier version of lint found mistakes, or could."""
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have sinfo name a version, by default one to which all rules apply."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def write(version: str) -> None:
+        (folder / "sinfo").write_text(f"#!/bin/sh\necho slurm {version}\n")
+        (folder / "sinfo").chmod(0o755)
+
+    write("22.05.9")
+    return write
 
 
 def findings(path: Path) -> list[tuple[str, int]]:
@@ -69,6 +108,15 @@ def test_a_rule_knows_other_forms_of_its_mistake(tmp_path: Path, rule: str, line
     assert [found for found, _ in findings(script)] == [rule]
 
 
+@pytest.mark.parametrize("lines", NO_MISTAKES)
+def test_what_is_no_mistake(tmp_path: Path, lines: str, slurm: Callable[[str], None]) -> None:
+    slurm("24.11.1")
+    script = tmp_path / "job.sbatch"
+    script.write_text(f"#!/bin/bash\n{lines}\n")
+    assert findings(script) == []
+    assert Script(script, script.read_text()).unbalanced is None
+
+
 def test_without_bash_an_unbalanced_quote_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert findings(SCRIPTS / "syntax-error.bad.sbatch") == [("syntax-error", 8)]
@@ -82,8 +130,9 @@ def test_the_command_shows_place_reason_and_cure(
     assert capsys.readouterr().out == ""
     assert main([str(bad)]) == 1
     assert capsys.readouterr().out == (
-        f"{bad}:3: sbatch has no option --gpu-per-node, and refuses the script\n"
-        "    cure: write --gpus-per-node [unknown-option]\n"
+        f"{bad}:3: sbatch has no option --gpu-per-node, did you mean '--gpus-per-node'?\n"
+        "    fix: correct the name; `sbatch --help` lists the options, including your site's own"
+        " [unknown-option]\n"
     )
     (tmp_path / "image.sif").write_bytes(b"\xff\x00")
     for unreadable in ("image.sif", "missing.sbatch", "."):

@@ -1,13 +1,16 @@
 """Logs are merged by the time at which they grew, which the supervisors note beside them."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch import logs
-from launch.stamps import Stamps
-from train.run import RunDir, append_line
+from rollcall.launch.commands import logs
+from rollcall.launch.runs.log_times import LogWatcher
+from rollcall.records.attempt import LogSizes
+from rollcall.run_dir import RunDir
 
 ATTEMPT = 1
 
@@ -24,8 +27,7 @@ def run(tmp_path: Path) -> RunDir:
         log = run.log(ATTEMPT, rank // 2, rank)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(texts[rank])
-        line = {"time": float(time), "sizes": {str(rank): len(texts[rank])}}
-        append_line(log.parent / "times.jsonl", line)
+        LogSizes(float(time), {str(rank): len(texts[rank])}).append(log.parent)
     with run.log(ATTEMPT, 1, 2).open("a") as file:
         file.write("no stamp yet")
     return run
@@ -75,13 +77,20 @@ def test_what_is_not_there(
 
 
 def test_only_what_has_grown_is_noted(tmp_path: Path) -> None:
-    stamps = Stamps(tmp_path)
+    watcher = LogWatcher(tmp_path)
     (tmp_path / "rank-0.log").write_text("")
-    (tmp_path / "rank-1.log").write_text("one")
-    stamps.look(at_once=True)
-    stamps.look(at_once=True)
-    (tmp_path / "rank-1.log").write_text("one, two")
-    stamps.look()  # too early
-    stamps.look(at_once=True)
-    lines = (tmp_path / "times.jsonl").read_text().splitlines()
-    assert [line.partition("sizes")[2] for line in lines] == ['": {"1": 3}}', '": {"1": 8}}']
+    path = tmp_path / "rank-1.log"
+    with (
+        path.open("ab") as log,
+        subprocess.Popen(["sh", "-c", "printf one; exec sleep 600"], stdout=log) as rank,
+    ):
+        while path.stat().st_size < 3:
+            assert rank.poll() is None
+        watcher.look([rank.pid, os.getpid()])
+        log.write(b", two")
+        log.flush()
+        watcher.look([rank.pid])  # too early
+        rank.kill()
+    watcher.end()
+    watcher.end()
+    assert [line.sizes for line in LogSizes.read(tmp_path)] == [{"1": 3}, {"1": 8}]

@@ -5,9 +5,8 @@ import typing
 
 import pytest
 
-from train.config import parse
-from train.parallel import mesh
-from train.schema import ConfigError, Parallel
+from rollcall.config import mesh, parse
+from rollcall.config.schema import ConfigError, Parallel
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_degrees(words: str, world_size: int, node_size: int, degrees: dict[str,
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("strategy=single", "needs 1 rank, but 6 were started; parallel.strategy=ddp trains"),
+        ("strategy=single", "needs 1 rank, but 6 were started; parallel.strategy=ddp works"),
         ("mesh=replicate=2,shard=4", "needs 8 ranks, but 6 .* is replicate=2,shard=3"),
         ("mesh=shard=4,replicate=rest", "a multiple of 4 ranks, but 6 .* is replicate=2,shard=3"),
         ("strategy=hsdp", "a multiple of 4 ranks, but 6 were started"),
@@ -44,14 +43,14 @@ def test_a_mesh_that_does_not_fit_is_refused(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["mesh=shards=2"], "no dimension 'shards'; did you mean 'shard'?"),
-        (["mesh=shard"], "shard=: expected a number"),
-        (["mesh=shard=0"], "a degree is at least 1"),
+        (["mesh=shards=2"], "unknown dimension 'shards', did you mean 'shard'?"),
+        (["mesh=shard"], "shard: expected a number, node or rest, got ''"),
+        (["mesh=shard=0"], "shard: expected at least 1, got 0"),
         (["mesh=shard=2,shard=2"], "given twice"),
         (["mesh=shard=rest,tensor=rest"], "only one dimension"),
-        (["strategy=single", "mesh=shard=2"], "leave one of the two out"),
+        (["strategy=single", "mesh=shard=2"], "remove one of the two"),
         (["strategy=zero1", "mesh=shard=2,tensor=2"], "choose zero2 or zero3"),
-        (["strategy=zero1", "offload=true"], "choose one of them"),
+        (["strategy=zero1", "cpu_offload=true"], "choose one of them"),
         (["strategy=zero3", "compression=fp16"], "parallel.compression is an option of ddp"),
         (["strategy=pipeline", "bucket_mb=1"], "parallel.bucket_mb is an option of ddp"),
         (["strategy=ddp", "schedule=gpipe"], "parallel.schedule is an option of pipelines"),
@@ -60,9 +59,12 @@ def test_a_mesh_that_does_not_fit_is_refused(words: str, expected: str) -> None:
         (["mesh=pipeline=2,shard=2", "schedule=zero-bubble"], "choose parallel.strategy=zero2"),
         (
             ["strategy=pipeline", "schedule=zero-bubble model.activation_checkpointing=blocks"],
-            "computes apart: choose parallel.schedule=interleaved",
+            "computes them separately; choose parallel.schedule=interleaved",
         ),
-        (["strategy=zero3", "sequence=true"], "parallel.sequence is an option of cut layers"),
+        (
+            ["strategy=zero3", "sequence_parallel=true"],
+            "parallel.sequence_parallel is an option of tensor parallelism",
+        ),
         (["strategy=tensor", "static_graph=true"], "parallel.static_graph is an option of ddp"),
     ],
 )
@@ -78,7 +80,7 @@ def test_every_strategy_of_the_schema_has_a_mesh() -> None:
 
 
 def test_stages_are_balanced() -> None:
-    from train.parallel.layers import balance
+    from rollcall.train.parallel.layers import balance
 
     assert balance([1, 1, 1, 3], 2) == [0, 3, 4]
     assert balance([5, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
@@ -86,15 +88,15 @@ def test_stages_are_balanced() -> None:
 
 
 def test_stages_lie_in_loops_or_forth_and_back() -> None:
-    from train.parallel.schedules import SCHEDULES, owners
+    from rollcall.train.parallel.schedules import SCHEDULES, owners
 
     assert owners(SCHEDULES["interleaved"], 2, 3) == [0, 1, 0, 1, 0, 1]
     assert owners(SCHEDULES["zbv"], 3, 2) == [0, 1, 2, 2, 1, 0]
 
 
 def test_every_schedule_of_the_configuration_is_known() -> None:
-    from train.parallel.options import LOOPED, V_SHAPED
-    from train.parallel.schedules import SCHEDULES
+    from rollcall.config.checks import LOOPED, V_SHAPED
+    from rollcall.train.parallel.schedules import SCHEDULES
 
     annotation = Parallel.model_fields["schedule"].annotation
     names = typing.get_args(typing.get_args(annotation)[0])
@@ -118,7 +120,7 @@ def test_every_schedule_of_the_configuration_is_known() -> None:
 def test_micro_batches(
     schedule: str, asked: int | None, share: int, ranks: int, stages: int, expected: int | str
 ) -> None:
-    from train.parallel.schedules import micro_batch
+    from rollcall.train.parallel.schedules import micro_batch
 
     options = parse(["parallel.strategy=pipeline", f"parallel.schedule={schedule}"])[1].parallel
     if isinstance(expected, int):
@@ -134,15 +136,15 @@ def test_layers_over_the_devices_of_one_process() -> None:
     import torch
     from torch import nn
 
-    from train.data.source import Batch
-    from train.parallel.devices import Layers
-    from train.world import World
+    from rollcall.train.data.source import Batch
+    from rollcall.train.dist.world import World
+    from rollcall.train.parallel.devices import LayersPerGpu
 
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     samples = torch.randn(4, 8)
     expected = model(samples)
     world = typing.cast("World", types.SimpleNamespace(device=torch.device("cpu"), is_main=True))
-    part = Layers(parse(["parallel.strategy=split"])[1], world, None)
+    part = LayersPerGpu(parse(["parallel.strategy=split"])[1], world, None)
     assert part.devices == [torch.device("cpu")]
     part.devices *= 3
     part.check(model, Batch(samples, samples, torch.ones(4)))
@@ -154,7 +156,7 @@ def test_layers_over_the_devices_of_one_process() -> None:
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     from torch import nn
 
-    from train.parallel.layers import layers_of
+    from rollcall.train.parallel.layers import layers_of
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -166,14 +168,16 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
 
     model = Tied()
     assert list(layers_of(model)) == ["first", "second"]
-    with pytest.raises(ConfigError, match="Linear cannot be cut into layers"):
+    with pytest.raises(ConfigError, match="Linear cannot be divided into layers"):
         layers_of(model.first)
     model.second.weight = model.first.weight
     with pytest.raises(ConfigError, match="layers first and second share weights"):
         layers_of(model)
     model.third = nn.Linear(4, 4)
     model.second = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match=r"no layer of pipeline_layers\(\) holds third.weight"):
+    with pytest.raises(
+        ConfigError, match=r"no layer of pipeline_layers\(\) has the weight third.weight"
+    ):
         layers_of(model)
 
 
@@ -181,11 +185,11 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
     ("plan", "expected"),
     [
         ({"2": "columns"}, "the model has no such layer"),
-        ({"0": "halves"}, "a layer is cut into columns or rows"),
-        ({"1": "columns"}, "names 1, which is a LayerNorm"),
+        ({"0": "halves"}, "tensor_plan has 0: halves, but expected columns or rows"),
+        ({"1": "columns"}, "expected 1 to be an nn.Linear, got a LayerNorm"),
         (
             {"0": "columns"},
-            "has 9 columns, which do not divide by tensor=2; give it 8 or 10",
+            "has 9 columns, which do not divide by tensor=2; choose 8 or 10",
         ),
     ],
 )
@@ -193,8 +197,8 @@ def test_a_tensor_plan_that_does_not_fit_is_refused(plan: dict[str, str], expect
     import torch
     from torch import nn
 
-    from train.data.source import Batch
-    from train.parallel.tensor import Tensor
+    from rollcall.train.data.source import Batch
+    from rollcall.train.parallel.tensor import Tensor
 
     model = nn.Sequential(nn.Linear(4, 9), nn.LayerNorm(9))
     model.tensor_plan = plan  # type: ignore[assignment]
@@ -209,23 +213,25 @@ def test_a_tensor_plan_that_does_not_fit_is_refused(plan: dict[str, str], expect
 @pytest.mark.parametrize(
     ("words", "degree", "tensor", "expected"),
     [
-        (["model.name=mlp"], 2, 1, "no plan for model.name=mlp"),
-        ([], 3, 1, "sequences of 16 do not divide by context=3; choose data.context=15 or 18"),
-        ([], 8, 1, "attention with 4 heads does not divide by context=8; choose model.heads=8"),
-        ([], 4, 2, "by context=4 times tensor=2; choose model.heads=8"),
+        (["model.name=mlp"], 2, 1, "model.name=mlp has no plan for context parallelism"),
+        ([], 3, 1, "data.seq_len=16 does not divide by context=3; choose 15 or 18"),
+        ([], 8, 1, "attention with 4 heads does not divide by context=8; choose model.num_heads=8"),
+        ([], 4, 2, "by context=4 times tensor=2; choose model.num_heads=8"),
         ([], 4, 1, ""),  # two heads of keys and values for four ranks: they are repeated
     ],
 )
 def test_context_must_divide(words: list[str], degree: int, tensor: int, expected: str) -> None:
     import torch
 
-    from train.data.source import Batch, Source
-    from train.models.gpt import gpt
-    from train.parallel.context import Context
+    from rollcall.train import models
+    from rollcall.train.data.source import Batch, Source
+    from rollcall.train.parallel.context import Context
 
-    config = parse(["parallel.strategy=context", "model.name=gpt", "model.hidden=32", *words])[1]
+    config = parse(["parallel.strategy=context", "model.name=gpt", "model.hidden_size=32", *words])[
+        1
+    ]
     source: typing.Any = types.SimpleNamespace(shape=(16,), classes=5)
-    model = gpt(config.model, typing.cast("Source", source))
+    model = models.build(config.model, typing.cast("Source", source))
     mesh: typing.Any = types.SimpleNamespace(
         get_group=lambda: None, get_local_rank=lambda: 0, size=lambda: degree
     )

@@ -3,14 +3,16 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from train.data.order import Order, training_batches, validation_batches
-from train.data.permutation import Permutation
-from train.data.source import InMemory, Source
+from rollcall.train.data.order import Order, training_batches, validation_batches
+from rollcall.train.data.permutation import Permutation
+from rollcall.train.data.source import InMemory, Source
+from rollcall.train.data.stream import Stream
 
 
 def source(train_size: int, validation_size: int) -> Source:
@@ -41,6 +43,44 @@ def test_each_sample_once_per_epoch_in_the_same_order_at_any_world_size(
             assert len(batch.weights) == share
             seen[number] += batch.targets[batch.weights == 1].tolist()
     assert seen == alone[start:]
+
+
+@pytest.mark.parametrize(("batch", "seed"), [(7, 1), (5, 1), (7, 2), (12, 3)])
+@pytest.mark.parametrize("step", [0, 2, 4, 10])
+def test_each_sample_once_per_epoch_after_a_change_of_batch_and_seed(
+    batch: int, seed: int, step: int
+) -> None:
+    before = Order(size=23, total=69, global_batch=7, seed=1)
+    after = Order(size=23, total=69, global_batch=batch, seed=seed)
+    after.continue_from(step, before.facts(step))
+    # Changed again in the same epoch: the seed with which the epoch began still counts.
+    again = Order(size=23, total=69, global_batch=4, seed=9)
+    again.continue_from(step + 1, after.facts(step + 1))
+
+    def seen(order: Order, steps: range) -> list[int]:
+        return [
+            sample
+            for number in steps
+            for sample in order.samples(number, range(order.count(number)))[0]
+        ]
+
+    samples = [
+        *seen(before, range(step)),
+        *seen(after, range(step, min(step + 1, after.steps))),
+        *seen(again, range(step + 1, again.steps)),
+    ]
+    for epoch in range(3):
+        assert sorted(samples[23 * epoch : 23 * (epoch + 1)]) == [*range(23)]
+    assert len(samples) == 69
+
+
+def test_more_epochs_begin_where_the_last_incomplete_batch_ended() -> None:
+    order = Order(size=23, total=23, global_batch=7, seed=1)
+    longer = Order(size=23, total=46, global_batch=7, seed=1)
+    longer.continue_from(order.steps, order.facts(order.steps))
+    steps = range(order.steps, longer.steps)
+    rest = [one for step in steps for one in longer.samples(step, range(longer.count(step)))[0]]
+    assert sorted(rest) == [*range(23)]
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -87,3 +127,51 @@ def test_a_trillion_samples_need_no_memory() -> None:
     assert peak < 1_000_000
     assert len({*samples}) == 1000 and min(samples) >= 0 and max(samples) < 10**12
     assert {*epochs} == {0} and not {*samples} & {*following}
+
+
+class Epochs:
+    """A stream of 20 samples, in another order in each epoch; it knows its place in one."""
+
+    epoch = place = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.place = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.place < 20:
+            self.place += 1
+            yield order[self.place - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("stop", [7, 20, 33, 40])
+def test_a_stream_continues_from_its_state_in_any_epoch(stop: int) -> None:
+    first, second = Stream(Epochs(), "x", 0), Stream(Epochs(), "x", 0)
+    whole = [first[position] for position in range(stop)]
+    assert second[0] == whole[0]  # as a run looks at the shape of a sample
+    second.continue_at(first.place())
+    rest = range(stop, 60)
+    assert [second[position] for position in rest] == [first[position] for position in rest]
+
+
+class Shuffled:
+    """A stream that shuffles all its samples when it is started."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20).tolist())
+
+
+def test_a_stream_that_shuffles_has_one_order_on_all_ranks() -> None:
+    orders = []
+    for _ in range(2):
+        stream = Stream(Shuffled(), "x", 0)
+        orders.append([stream[position] for position in range(40)])
+        torch.rand(3)
+    assert orders[0] == orders[1]
+    assert orders[0][:20] != orders[0][20:]

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
-import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from train import run
-from train.deadline import FILE, Deadline
-from train.run import RunDir, Verdict, read_lines, write_atomic
+from rollcall import deadline, run_dir
+from rollcall.deadline import Deadline
+from rollcall.records.files import write_atomic
+from rollcall.records.run import JobEnd
+from rollcall.run_dir import RunDir, Verdict
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +35,9 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
     run_dir.record("started")
     with run_dir.events.open("a") as file:
         file.write('{"event": "resu')
-    assert [line["event"] for line in read_lines(run_dir.events)] == ["started"]
+    assert [line["event"] for line in run_dir.read_events()] == ["started"]
     run_dir.record("resumed", step=3)
-    assert [line["event"] for line in read_lines(run_dir.events)] == ["started", "resumed"]
+    assert [line["event"] for line in run_dir.read_events()] == ["started", "resumed"]
 
 
 def test_verdict_reads_back(tmp_path: Path) -> None:
@@ -49,26 +52,44 @@ def test_verdict_reads_back(tmp_path: Path) -> None:
 def test_a_requeued_job_finds_its_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert run.default_name("digits") == "digits-17"
+    assert run_dir.default_name("digits") == "digits-17"
 
 
 def test_lines_wait_for_a_disk_that_takes_none(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "name")
     run_dir.create()
-    run_dir.events.mkdir()  # what can be opened no more than a file on a full disk can be written
+    run_dir.path.rename(tmp_path / "away")  # as little can be written as on a full disk
     run_dir.record("started")
     run_dir.record("resumed", step=3)
-    run_dir.events.rmdir()
+    (tmp_path / "away").rename(run_dir.path)
     run_dir.record("finished")
-    assert [line["event"] for line in read_lines(run_dir.events)] == [
+    assert [line["event"] for line in run_dir.read_events()] == [
         "started",
         "resumed",
         "finished",
     ]
 
 
-def test_the_end_of_an_earlier_job_is_not_ours(tmp_path: Path) -> None:
+def test_the_end_of_an_earlier_job_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a run that a person continues outside of Slurm after a time limit."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.setattr(deadline, "SURE", 0.0)
     for end, is_near in ((time.time() - 3600, False), (time.time() + 5, True)):
-        (tmp_path / FILE).write_text(json.dumps({"end": end}))
-        assert Deadline(tmp_path).is_near(0) == is_near
+        JobEnd(end).write(tmp_path)
+        ours = Deadline(tmp_path)
+        assert (ours.is_near(0) or ours.is_near(0)) == is_near
+
+
+def test_a_copy_of_the_output_has_the_lines_that_stay(tmp_path: Path) -> None:
+    """A progress bar that is overwritten leaves no line in the log."""
+    code = (
+        "import pathlib, sys; from rollcall import process; process.outlast_full_disks(); "
+        "process.keep_output(pathlib.Path(sys.argv[1])); "
+        "print('bar 1', end='\\r\\x1b[2K', flush=True); print('one', flush=True); "
+        "print('bar 2', end='\\r', flush=True); print('two')"
+    )
+    log = tmp_path / "logs" / "rank-0.log"
+    subprocess.run([sys.executable, "-c", code, str(log)], check=True, capture_output=True)
+    assert log.read_text() == "one\ntwo\n"

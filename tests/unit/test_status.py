@@ -1,9 +1,9 @@
 """What `status` and `why` say of runs, from files and from small executables in Slurm's place."""
 
-import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from launch import states, status, why
-from launch.rendezvous import attempt_directory
-from launch.runs import NoRunError, find
-from launch.states import Condition
-from train.run import RunDir, Verdict, append_line
+from rollcall import cli
+from rollcall.launch.commands import status, why
+from rollcall.launch.runs import states
+from rollcall.launch.runs.find import NoRunError, find
+from rollcall.launch.runs.states import Condition
+from rollcall.records.attempt import AttemptEvent, NodeState, RankFailure
+from rollcall.records.job import Cancellation, Cell, Submission
+from rollcall.records.run import LoggedStep
+from rollcall.run_dir import RunDir, Verdict
 
 Fake = Callable[[str, str], None]
 ROOT = Path(__file__).parents[2]
@@ -46,15 +50,12 @@ def make(root: Path, *jobs: str, ended: str | None = None, verdict: str | None =
     run.create()
     run.job.mkdir()
     for number, job in enumerate(jobs):
-        append_line(run.job / "submissions.jsonl", {"job": job, "time": 100.0 + number})
+        Submission(job, 100.0 + number).append(run.path)
     if ended:
-        entry = {"attempt": 0, "job": jobs[0], "time": 200.0}
-        append_line(
-            run.job / "attempts.jsonl",
-            {**entry, "event": "started", "hosts": ["n1", "n2"], "ranks": 4},
-        )
+        hosts = ["n1", "n2"]
+        AttemptEvent(0, jobs[0], "started", 200.0, hosts=hosts, ranks=4).append(run.path)
         if ended != "running":
-            append_line(run.job / "attempts.jsonl", {**entry, "event": "ended", "state": ended})
+            AttemptEvent(0, jobs[0], "ended", 200.0, state=ended).append(run.path)
     if verdict:
         run.conclude(Verdict(verdict, 20, "its reason"))  # type: ignore[arg-type]
     return run
@@ -77,7 +78,7 @@ def look(run: RunDir) -> Condition:
         ("7|7|NODE_FAIL|None|2030-01-02T03:04:05|2", "failed", "a node failed"),
         ("7|7|TIMEOUT|TimeLimit|2030-01-02T03:04:05|2", "failed", "its time limit was reached"),
         ("7|7|CANCELLED|None|2030-01-02T03:04:05|2", "stopped", "it was cancelled"),
-        ("", "lost", "nothing tells how job 7 ended"),
+        ("", "lost", "there is no record of how job 7 ended"),
     ],
 )  # fmt: skip
 def test_slurm_says_where_the_files_do_not(
@@ -138,7 +139,7 @@ def test_a_cancelled_run_neither_waits_nor_has_failed(
     tmp_path: Path, ended: str, verdict: str | None
 ) -> None:
     run = make(tmp_path, "7", ended=ended, verdict=verdict)
-    append_line(run.job / "cancelled.jsonl", {"jobs": ["7"], "time": 1.0})
+    Cancellation(["7"], 1.0).append(run.path)
     assert look(run).state == "stopped"
 
 
@@ -161,8 +162,7 @@ def test_the_table_shows_progress(
     run.record("first_step", step=1, steps=100)
     begin = time.time()
     for step in (10, 20):
-        line = {"step": step, "loss": 0.5, "samples_per_second": 1234.5, "time": begin + step}
-        append_line(run.metrics, line)
+        LoggedStep(step, 0.5, 1234.5, begin + step).append(run.path)
     assert status.main(["--root", str(tmp_path)]) == 0
     heading, row = capsys.readouterr().out.splitlines()
     names = ["run", "state", "step", "loss", "samples/s", "left", "attempts", "nodes", "job"]
@@ -188,7 +188,7 @@ def test_watching_goes_on_until_it_is_interrupted(
         os.close(theirs)
         shown = b""
         try:
-            while b"unknown" not in shown or b"no squeue" not in shown:
+            while b"unknown" not in shown or b"squeue" not in shown:
                 shown += os.read(ours, 1000)
             watching.send_signal(signal.SIGINT)
             assert watching.wait(60) == 0
@@ -198,11 +198,75 @@ def test_watching_goes_on_until_it_is_interrupted(
     assert (b"samples/s" not in shown) == is_narrow
 
 
+def test_each_run_costs_status_a_few_files_and_no_look_at_its_processes(tmp_path: Path) -> None:
+    """The files that are opened and listed, as Python's audit events count them."""
+    count = """
+import sys
+from collections import Counter
+seen = Counter()
+def hook(event, args):
+    if event in ("open", "os.listdir", "os.scandir", "glob.glob"):
+        word = str(args[0])
+        place = "run" if sys.argv[1] in word else "process" if word.startswith("/proc/") else ""
+        seen[place] += 1
+from rollcall.launch.commands import status
+sys.addaudithook(hook)
+status.main(["--root", sys.argv[1]])
+print(seen["run"], seen["process"], file=sys.stderr)
+"""
+    found = []
+    for runs in (2, 102):
+        for number in range(runs):
+            folder = tmp_path / str(runs)
+            folder.mkdir(exist_ok=True)
+            make(folder, "7", ended="running" if number % 2 else "finished")
+            run = RunDir(folder, f"run-{number}")
+            (folder / "it").rename(run.path)
+            host = socket.gethostname()
+            if number % 2:
+                AttemptEvent(1, "7", "started", 300.0, hosts=[host], ranks=1).append(run.path)
+            (run.job / "7_0_log.out").touch()  # a local job
+            run.record("first_step", step=1, steps=20)
+            LoggedStep(20, 0.5, 1.0, 2.0).append(run.path)
+        command = [sys.executable, "-c", count, str(folder)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        assert answer.stdout.count("done") == answer.stdout.count("lost") == runs // 2
+        found.append([int(word) for word in answer.stderr.split()])
+    (files, processes), (files_of_all, processes_of_all) = found
+    assert (files_of_all - files) / 100 <= 9  # five records of each run, and four folders
+    assert 0 < processes_of_all < 2 * processes  # each process once, though others come and go
+
+
+def test_what_a_failed_cell_is_explained_with_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "runs" / "sweep", "7", ended="failed", verdict="failed")
+    (tmp_path / "runs" / "sweep" / "job").mkdir()
+    (tmp_path / "runs" / "sweep" / "job" / "cells-1-0.json").write_text("[]")
+    (tmp_path / "elsewhere").symlink_to("runs")
+    for root in ("runs", "elsewhere"):
+        hint = look(RunDir(tmp_path / root / "sweep", "it")).note
+        assert cli.main(hint.split()[1:]) != 2, capsys.readouterr().err
+
+
+def test_a_run_of_torchrun_is_not_reproduced_but_told_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path, "it")
+    run.create()
+    run.config.touch()
+    assert cli.main(["reproduce", str(run.path)]) == 2
+    told = f"rollcall train {run.config} run.name=NEW"
+    shown = capsys.readouterr().err
+    assert shown.startswith("rollcall: error: run it was not started") and told in shown
+
+
 def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(
     tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = make(tmp_path, "7")
-    (sweep.job / "cells-1-0.json").write_text("[]")
+    (sweep.job / Cell.file_name("1", 0)).write_text("[]")
     make(sweep.path, "8", ended="finished")
     fake("squeue", "echo '7_0|8|COMPLETED|None|N/A|1\n7_1|7|PENDING|Priority|N/A|1'")
     for names in (["it", "it/it"], ["it/it"]):
@@ -232,13 +296,14 @@ def test_why_names_a_node_that_never_came(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(tmp_path, "7", ended="failed")
-    place = attempt_directory(run, 0)
-    place.mkdir()
-    (place / "node-0.json").write_text(json.dumps({"node": 0, "host": "n1", "state": "failed"}))
+    part = NodeState(0, 0, "n1", "failed", 1.0, 7)
+    NodeState.place(run.path, attempt=0, node=0).parent.mkdir()
+    part.write(run.path)
     logs = run.log(0, 0, 0).parent
     logs.mkdir(parents=True)
-    failure = {"time": 1.0, "host": "n1", "rank": None, "exit_code": 1, "error": "did not meet"}
-    (logs / "agent.failed.json").write_text(json.dumps(failure))
+    RankFailure(1.0, "n1", 1, "not all of the 2 nodes met at n1:7: timeout", None, "agent").write(
+        logs
+    )
     assert why.main(["it", "--root", str(tmp_path)]) == 0
     assert "node 1 (n2) never came" in capsys.readouterr().out
 
@@ -256,8 +321,7 @@ def test_why_blames_no_rank_that_lost_its_peers(
         log = run.log(0, rank // 2, rank)
         log.parent.mkdir(parents=True)
         log.write_text(f"this is rank {rank}\n")
-        failure = {"time": at, "host": "n", "rank": rank, "exit_code": 1, "error": error}
-        (log.parent / f"rank-{rank}.failed.json").write_text(json.dumps(failure))
+        RankFailure(at, "n", 1, error, rank, f"rank-{rank}").write(log.parent)
     assert why.main(["it", "--root", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "rank 2 on n (node 1) raised Bad: x" in shown
@@ -280,8 +344,7 @@ def test_not_every_large_exit_code_is_a_signal(
     run = make(tmp_path, "7", ended="failed")
     logs = run.log(0, 0, 0).parent
     logs.mkdir(parents=True)
-    failure = {"time": 1.0, "host": "n", "rank": 0, "exit_code": code, "error": "rank 0 failed"}
-    (logs / "agent.failed.json").write_text(json.dumps(failure))
+    RankFailure(1.0, "n", code, "rank 0 failed", 0, "agent").write(logs)
     assert why.main(["it", "--root", str(tmp_path)]) == 0
     assert told in capsys.readouterr().out
 

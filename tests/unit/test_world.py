@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from train.config import ConfigError
-from train.world import Place, find_place, pick_device
+from rollcall.config import ConfigError
+from rollcall.train.dist.world import Place, find_place, pick_device
 
 TORCHRUN = {
     "RANK": "3",
@@ -53,8 +53,11 @@ def test_open_mpi_and_nothing() -> None:
     ("env", "expected"),
     [
         ({"RANK": "0"}, "has RANK but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({**TORCHRUN, "RANK": "4"}, "rank 4 does not exist in a world of 4"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK=one is not a whole number"),
+        (
+            {**TORCHRUN, "RANK": "4"},
+            "started rank 4 in a world of 4 ranks; expected a rank from 0 to 3",
+        ),
+        ({**TORCHRUN, "RANK": "one"}, "RANK: expected a whole number, got 'one'"),
         ({**TORCHRUN, "ROLLCALL_WORLD_SIZE": "8"}, "found a world of 4 ranks, but 8 were started"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
     ],
@@ -96,8 +99,8 @@ def test_device(
     [
         (2, "auto", {}, "LOCAL_RANK 3 on .* has no GPU: 2 visible"),
         (1, "auto", {"SLURM_GPUS_ON_NODE": "1"}, "LOCAL_RANK 3 on .* has no GPU: 1 visible"),
-        (0, "cuda", {}, "device=cuda promises GPUs, .* sees none"),
-        (0, "auto", {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1 promises GPUs"),
+        (0, "cuda", {}, "device=cuda asks for GPUs, .* sees none"),
+        (0, "auto", {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1 asks for GPUs"),
     ],
 )
 def test_missing_gpus_are_refused(

@@ -1,6 +1,6 @@
-"""What survives? Checkpoints that are saved beside the training and checked when they are read.
+"""How does training survive a crash? By checkpoints, saved beside it and checked when loaded.
 
-`manifest`, `shelf` and `write` need no torch, so that a checkpoint can be inspected anywhere.
+`contents`, `manifest`, `layout` and `write` need no torch, so any machine can inspect a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from train.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from train.checkpoint.flight import Outcome as Outcome
+    from rollcall.train.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from rollcall.train.checkpoint.engine import SharedEngine as SharedEngine
 
-_PLACES = {"Checkpointer": "checkpointer", "Outcome": "flight"}
-
-__all__ = ["Checkpointer", "Outcome"]
+_MODULES = {"Checkpointer": "checkpointer", "SharedEngine": "engine"}
+__all__ = ["Checkpointer", "SharedEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'train.checkpoint' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"train.checkpoint.{_PLACES[name]}"), name)
+    if name not in __all__:
+        raise AttributeError(f"module 'rollcall.train.checkpoint' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,12 +1,8 @@
-"""How does a save not stop the training? What runs beside it, and the copy that it works on.
+"""How is a checkpoint written while the training continues? By a forked process, or a thread.
 
-On the CPU a forked process sees the memory as it was, at the cost of copying the page tables: that
-is a tenth of what torch.save takes, where a copy into a buffer is a quarter of it or more. What a
-process may not do with CUDA, nor see of pinned memory, a thread does: it works on a pinned buffer
-that is allocated once.
+A forked process sees the memory at the moment of the fork, which takes a tenth of the time of
+torch.save. It can use neither CUDA nor pinned memory, so on a GPU a thread writes a pinned copy.
 """
-
-from __future__ import annotations
 
 import contextlib
 import gc
@@ -16,115 +12,117 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import ClassVar, NoReturn, Protocol
 
 import torch
 
-from train.checkpoint.manifest import Damaged
-from train.checkpoint.read import view
-from train.orphans import die_with_parent
-from train.stop import PERSON, SCHEDULER
+from rollcall.process import die_with_parent, keep_output
+from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.checkpoint.read import view
+from rollcall.train.dist.signals import PERSON, SCHEDULER
 
 Work = Callable[[], object]
-ALIGNMENT = 64  # bytes; every type of numbers may start at a multiple
-BEGIN = 5.0  # seconds in which a forked process begins; it may hang in what another thread held
-TRIES = 3
-BEGUN = b"\1"
+ALIGNMENT = 64
+"""Bytes; a tensor of any type may start at a multiple."""
+START_TIMEOUT = 5.0
+"""Seconds for a forked process to start; it may hang on a lock that another thread held."""
+START_ATTEMPTS = 3
+STARTED = b"\1"
 
 
-class Job(Protocol):
+class WriteJob(Protocol):
     """Work that has been started."""
 
     def poll(self) -> str | None:
-        """None while it runs, then the problem that it met, or nothing."""
+        """Return None while it runs, then its problem; empty if it succeeded."""
 
     def abandon(self) -> None:
-        """End it, or leave it alone where it cannot be ended."""
+        """Stop it, or let it run on if it cannot be stopped."""
 
 
-class Forked:
-    """Work in a process of its own, on the memory as it is now."""
+class ProcessJob:
+    """Work in a forked process, on the memory at the moment of the fork."""
 
-    _ending: ClassVar[list[int]] = []  # processes that have told their result
+    _to_reap: ClassVar[list[int]] = []  # processes that have reported their result
 
     def __init__(self, work: Work) -> None:
         self._problem: str | None = None
-        Forked._ending = [pid for pid in Forked._ending if not _has_ended(pid)]
-        for _ in range(TRIES):
+        ProcessJob._to_reap = [pid for pid in ProcessJob._to_reap if not _has_ended(pid)]
+        for _ in range(START_ATTEMPTS):
             try:
-                self._pid, self._end = _fork(work)
-            except OSError:  # no memory for another process, even one that shares it
+                self._pid, self._pipe = _fork(work)
+            except OSError:  # not enough memory for another process
                 break
-            if _tells(self._end, BEGIN):
-                os.read(self._end, len(BEGUN))
+            if _is_readable(self._pipe, START_TIMEOUT):
+                os.read(self._pipe, len(STARTED))
                 return
             self._kill()
         self._problem = _attempt(work)
 
     def poll(self) -> str | None:
-        """None while it runs, then the problem that it met, or nothing."""
+        """Return None while it runs, then its problem; empty if it succeeded."""
         if self._problem is None:
             try:
-                text = os.read(self._end, 8192)
+                text = os.read(self._pipe, 8192)
             except BlockingIOError:
                 return None
-            # What it had to say comes before its end, and a long time before with much memory.
+            # The result arrives before the process ends, which takes long with much memory.
             self._problem = text[1:].decode() if text else self._death()
-            self._let_go()
+            self._release()
         return self._problem
 
     def abandon(self) -> None:
-        """Kill the process; one that hangs in the file system dies when that answers."""
+        """Kill the process; one that hangs in the file system dies when the system call returns."""
         if self.poll() is None:
             self._kill()
             self._problem = "abandoned"
 
     def _kill(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
-        os.close(self._end)
-        Forked._ending.append(self._pid)
+    def _release(self) -> None:
+        os.close(self._pipe)
+        ProcessJob._to_reap.append(self._pid)
 
     def _death(self) -> str:
         ended = None
-        with contextlib.suppress(ChildProcessError):  # as in _has_ended
+        with contextlib.suppress(ChildProcessError):  # see _has_ended
             ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
-        return f"the writing process ended with {ended.si_status if ended else 'nothing'}"
+        status = ended.si_status if ended else "unknown"
+        return f"the writing process died without a result (exit code or signal: {status})"
 
 
-class Threaded:
-    """Work in a thread: writing, digesting and syncing leave Python's lock to the training."""
+class ThreadJob:
+    """Work in a thread: writes, checksums and syncs release Python's lock."""
 
     def __init__(self, work: Work) -> None:
         self._problem: str | None = None
         threading.Thread(target=self._run, args=[work], daemon=True).start()
 
     def poll(self) -> str | None:
-        """None while it runs, then the problem that it met, or nothing."""
+        """Return None while it runs, then its problem; empty if it succeeded."""
         return self._problem
 
     def abandon(self) -> None:
-        """Leave it alone: a thread cannot be ended."""
+        """Let it run on: a thread cannot be stopped."""
 
     def _run(self, work: Work) -> None:
         self._problem = _attempt(work)
 
 
 class PinnedBuffer:
-    """Host memory for what a GPU holds, allocated once and used by every save."""
+    """Host memory for a GPU's state; it is allocated once and reused by every save."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-        """Copy the tensors; returns when the copies are whole."""
+        """Copy the tensors; return the bytes of each copy once all are complete."""
         on_gpu = any(tensor.is_cuda for tensor in tensors)
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        *starts, end = accumulate(sizes, initial=0)
         if end > len(self._memory):
             self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
         views = []
@@ -137,10 +135,10 @@ class PinnedBuffer:
         return views
 
 
-def in_place(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """The bytes of tensors in host memory, for a process that is forked now.
+def host_views(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    """Return the bytes of tensors in host memory, for a process that is forked right after.
 
-    Memory that is shared between processes is copied: a fork would see it change.
+    Memory shared between processes is copied, because a forked process would see it change.
     """
     views = []
     for lazy in tensors:
@@ -151,20 +149,15 @@ def in_place(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
 
 
 def _fork(work: Work) -> tuple[int, int]:
-    """Fork a process; its id, and a pipe that tells when it begins with the work and how it ends.
-
-    Raises:
-        OSError: there is no memory for another process, even one that shares it.
-    """
+    """Return a process's id and a pipe, to which it writes when it starts and when it ends."""
     own_end, end = os.pipe()
     os.set_blocking(own_end, False)
     parent = os.getpid()
-    # Blocked in the child for good: who stops the job does not stop the save.
+    # They stay blocked in the child: a signal that stops the job must not stop the save.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PERSON | SCHEDULER)
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads: a child that meets a lock of theirs is
-            # replaced by another.
+            # Python 3.12 warns about threads, whose locks may make a child hang: it is replaced.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -178,26 +171,22 @@ def _fork(work: Work) -> tuple[int, int]:
     return pid, own_end
 
 
-def _tells(end: int, seconds: float) -> bool:
-    """Wait until there is something in a pipe, or its other end is closed."""
+def _is_readable(pipe: int, seconds: float) -> bool:
     poll = select.poll()
-    poll.register(end, select.POLLIN)
+    poll.register(pipe, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
 def _child(work: Work, end: int, parent: int) -> NoReturn:
-    """Do the work and nothing else: no collection of others' objects, no exit hooks.
-
-    The copies of the sockets are closed, so that peers see at once when this rank dies; and the
-    process dies with the rank.
-    """
     problem = "interrupted"
     try:
         gc.disable()
         die_with_parent()
+        # Without its copies of the sockets, peers notice at once when this rank dies.
+        keep_output(None)
         os.closerange(3, end)
         os.closerange(end + 1, os.sysconf("SC_OPEN_MAX"))
-        os.write(end, BEGUN)
+        os.write(end, STARTED)
         if os.getppid() == parent:
             problem = _attempt(work)
         with contextlib.suppress(OSError):
@@ -209,7 +198,7 @@ def _child(work: Work, end: int, parent: int) -> NoReturn:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # where a handler of the user's waits for every child
+    except ChildProcessError:  # a signal handler of the user's program has already waited for it
         return True
 
 
@@ -218,6 +207,6 @@ def _attempt(work: Work) -> str:
         work()
     except (OSError, Damaged) as error:
         return str(error)
-    except Exception as error:  # a defect of ours must not end the training either
+    except Exception as error:  # a bug in the writer must not stop the training either
         return f"{type(error).__name__}: {error}"
     return ""

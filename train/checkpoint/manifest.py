@@ -1,169 +1,120 @@
-"""What is in a checkpoint? Its manifest: JSON that ends in a digest of itself. No torch, no pickle.
+"""How is a manifest written and read? As JSON that ends in its own checksum. No torch, no pickle.
 
-A checkpoint is a directory: `manifest.json`, and a file of raw tensor bytes from each rank that
-wrote any. The manifest says where each piece of each tensor lies, with its CRC-32. That finds
-damage (a flipped bit always, longer damage but once in four thousand million) at more than 1 GB/s,
-beside the writing; it is no defence against somebody who can write to the directory.
+It lists where each piece of each tensor is, with its CRC-32, which detects every flipped bit and
+misses about one in 4 billion longer errors. It does not protect against somebody who can write to
+the directory. A manifest from a stranger is therefore checked: file names cannot leave the
+directory, and no shape can allocate more than the files hold.
 """
 
-from __future__ import annotations
-
 import contextlib
+import json
 import math
 import os
+import re
 import stat
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.config import ConfigError
+from rollcall.train.checkpoint.contents import (
+    ITEM_SIZES,
+    Damaged,
+    Key,
+    Manifest,
+    Piece,
+    StoredTensor,
+    dotted,
+)
+
 NAME = "manifest.json"
-LARGEST = 2**30  # bytes of a manifest that are read; more was not written by us
-ITEM_SIZES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-}
-Key = tuple[str | int, ...]  # the way to a value in the nested state
+FORMAT = 2
+MAX_BYTES = 2**30
+"""A larger manifest is refused unread: rollcall never writes one."""
 
 
-class Damaged(Exception):
-    """A checkpoint that is not what was written: the message names file, tensor and problem."""
+def dump(manifest: Manifest) -> bytes:
+    """Return the text of a manifest, with its checksum."""
+    fields = {
+        "format": FORMAT,
+        "facts": manifest.facts,
+        "files": manifest.files,
+        "values": [[list(key), value] for key, value in manifest.values.values()],
+        # The names and the order of the dataclasses' fields are part of the format.
+        "tensors": [
+            vars(tensor)
+            | {"pieces": [vars(part) | {"crc32": f"{part.crc32:08x}"} for part in tensor.pieces]}
+            for tensor in manifest.tensors.values()
+        ],
+    }
+    body = json.dumps(fields, separators=(",", ":"))[:-1].encode()
+    return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A box of a tensor: whole rows of what one rank held, at a place in a file."""
+def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
+    """Read the text of a manifest, and check everything it says.
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of the checkpoint and its pieces, which cover it (or this node's part of it)."""
-
-    key: Key
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def name(self) -> str:
-        """The dotted name."""
-        return dotted(self.key)
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of one number."""
-        return ITEM_SIZES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.item_size
-
-    @property
-    def held(self) -> int:
-        """Bytes of all its pieces."""
-        return sum(map(self.size, self.pieces))
-
-    def size(self, piece: Piece) -> int:
-        """Bytes of a piece."""
-        return math.prod(piece.shape) * self.item_size
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """All that a checkpoint holds.
-
-    Attributes:
-        files: bytes of each data file.
-        tensors: by their dotted names.
-        values: numbers, texts and lists of them by dotted names, each with its key.
-        facts: step, time, torch, world_size, mesh, config and what else was noted on saving.
+    Raises:
+        Damaged: the text is not what was written, or it contradicts itself.
+        ConfigError: another version of rollcall wrote it.
     """
-
-    files: dict[str, int]
-    tensors: dict[str, Stored]
-    values: dict[str, tuple[Key, Any]]
-    facts: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """How many updates the state contains."""
-        return int(self.facts["step"])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all data files."""
-        return sum(self.files.values())
-
-
-def dotted(key: Key) -> str:
-    """The dotted name of a key."""
-    return ".".join(map(str, key))
+    end = re.search(rb',"crc32":"([0-9a-f]{8})"}\n\Z', data[-32:])
+    intact = end is not None and int(end[1], 16) == zlib.crc32(data[: -len(end[0])])
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Damaged(f"{NAME} is cut off or is not JSON") from None
+    version = fields.get("format") if isinstance(fields, dict) else None
+    # Format 1 had no checksum.
+    if version == 1 or (intact and isinstance(version, int) and version > FORMAT):
+        age = "an earlier" if version == 1 else "a newer"
+        raise ConfigError(
+            f"{directory} was written by {age} version of rollcall (format {version}; this version "
+            f"reads format {FORMAT}): resume with that version, or start a new run with another "
+            "run.name"
+        )
+    if not intact or version != FORMAT:
+        raise Damaged(f"{NAME} is not what was written: its checksum differs")
+    try:
+        return _manifest(fields, whole)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Damaged(f"{NAME} is not valid: {error}") from None
 
 
 def read(directory: Path, whole: bool = True) -> Manifest:
-    """The manifest of a checkpoint; what it promises of files is checked against their sizes.
+    """Read the manifest of a checkpoint, and check that the data files have the right sizes.
 
-    Args:
-        whole: the pieces of every tensor must cover it; on a node's own disk they need not.
+    The pieces of every tensor must cover it if the checkpoint is `whole`: not on a node's own disk.
 
     Raises:
-        Damaged: manifest or files are not what was written.
+        Damaged: the manifest or a data file is not what was written.
         ConfigError: another version of rollcall wrote it.
     """
     manifest = load(directory, whole)
     for file in manifest.files:
-        problem = size_problem(directory, manifest, file)
-        if problem:
+        if problem := size_problem(directory, manifest, file):
             raise Damaged(problem)
     return manifest
 
 
 def load(directory: Path, whole: bool = True) -> Manifest:
-    """The manifest alone.
-
-    Args:
-        whole: as for `read`.
-
-    Raises:
-        Damaged: it is not what was written.
-        ConfigError: another version of rollcall wrote it.
-    """
-    from train.checkpoint.text import parse
-
+    """Read the manifest of a checkpoint alone, and raise the same exceptions as `read`."""
     try:
-        data = _read(directory / NAME)
+        with open(open_regular(directory / NAME), "rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise Damaged(f"{NAME} is missing") from None
     except OSError as error:
         raise Damaged(f"{NAME} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise Damaged(f"{NAME} has more than {MAX_BYTES} bytes")
     return parse(data, directory, whole)
 
 
 @contextlib.contextmanager
 def naming(directory: Path) -> Iterator[None]:
-    """Let the message about damage name the checkpoint, too."""
+    """Add the checkpoint's path to the message of a `Damaged`."""
     try:
         yield
     except Damaged as error:
@@ -171,13 +122,13 @@ def naming(directory: Path) -> Iterator[None]:
 
 
 def read_named(directory: Path) -> Manifest:
-    """`read`, for a message that names the checkpoint, too."""
+    """Do the same as `read`, with the checkpoint's path in the message of a `Damaged`."""
     with naming(directory):
         return read(directory)
 
 
 def size_problem(directory: Path, manifest: Manifest, file: str) -> str:
-    """What is wrong with a data file as far as its size tells, or nothing."""
+    """Say how a data file's type or size is wrong; empty if both are right."""
     try:
         status = (directory / file).lstat()
     except FileNotFoundError:
@@ -185,30 +136,91 @@ def size_problem(directory: Path, manifest: Manifest, file: str) -> str:
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
-        return f"{file} is no regular file"
+        return f"{file} is not a regular file"
     if status.st_size != manifest.files[file]:
         return f"{file} has {status.st_size} bytes instead of {manifest.files[file]}"
     return ""
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading; links, pipes and devices are refused.
+    """Open a file for reading and return its descriptor; refuse links, pipes and devices.
 
     Raises:
-        Damaged: it is no regular file.
+        Damaged: it is not a regular file.
         OSError: it cannot be opened.
     """
-    # Without O_NONBLOCK a pipe in the place of a file would be waited for.
+    # Without O_NONBLOCK, opening a pipe in place of the file would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damaged(f"{path.name} is no regular file")
+        raise Damaged(f"{path.name} is not a regular file")
     return descriptor
 
 
-def _read(path: Path) -> bytes:
-    with open(open_regular(path), "rb") as file:
-        data = file.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise Damaged(f"{path.name} has more than {LARGEST} bytes")
-    return data
+def _manifest(fields: dict[str, Any], whole: bool) -> Manifest:
+    manifest = Manifest(
+        files={_file(file): _count(size) for file, size in fields["files"].items()},
+        tensors={},
+        values={dotted(_key(key)): (_key(key), value) for key, value in fields["values"]},
+        facts=dict(fields["facts"]),
+    )
+    tensors = (_tensor(entry, manifest.files, whole) for entry in fields["tensors"])
+    manifest.tensors.update((tensor.name, tensor) for tensor in tensors)
+    _count(manifest.facts["step"])
+    keys = {key for key, _ in manifest.values.values()}
+    keys |= {tensor.key for tensor in manifest.tensors.values()}
+    if any(key[:length] in keys for key in keys for length in range(1, len(key))):
+        raise ValueError("a key leads through a tensor or a value")
+    if sum(tensor.stored_bytes for tensor in manifest.tensors.values()) != manifest.nbytes:
+        raise ValueError("the tensors do not fill the files")
+    return manifest
+
+
+def _tensor(entry: dict[str, Any], files: dict[str, int], whole: bool) -> StoredTensor:
+    key = _key(entry["key"])
+    if entry["dtype"] not in ITEM_SIZES:
+        raise ValueError(f"{dotted(key)} has the unknown type {entry['dtype']!r}")
+    pieces = tuple(map(_piece, entry["pieces"]))
+    tensor = StoredTensor(key, entry["dtype"], _counts(entry["shape"]), pieces)
+    for piece in pieces:
+        spans = zip(piece.offset, piece.shape, tensor.shape, strict=True)
+        if any(offset + size > end for offset, size, end in spans):
+            raise ValueError(f"a piece of {dotted(key)} lies outside its shape")
+        if piece.start + tensor.size(piece) > files[piece.file]:
+            raise ValueError(f"a piece of {dotted(key)} lies beyond the end of {piece.file}")
+    # The files bound what a reader allocates, as long as the pieces cover the shape.
+    offsets = [piece.offset for piece in pieces if math.prod(piece.shape)]
+    if (whole and tensor.stored_bytes != tensor.nbytes) or len(set(offsets)) != len(offsets):
+        raise ValueError(f"the pieces of {dotted(key)} do not cover its shape")
+    return tensor
+
+
+def _piece(entry: dict[str, Any]) -> Piece:
+    offset, shape = _counts(entry["offset"]), _counts(entry["shape"])
+    crc32 = int(entry["crc32"], 16)
+    return Piece(offset, shape, _file(entry["file"]), _count(entry["start"]), crc32)
+
+
+def _file(text: Any) -> str:
+    if not isinstance(text, str) or not re.fullmatch(r"rank-[0-9]{5,9}\.bin", text):
+        raise ValueError(f"{text!r} is not the name of a data file")
+    return text
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{number!r} is not a count")
+    return number
+
+
+def _counts(numbers: Any) -> tuple[int, ...]:
+    counts = tuple(_count(number) for number in numbers)
+    if len(counts) > 64 or math.prod(max(count, 1) for count in counts) >= 2**63:
+        raise ValueError(f"{str(numbers)[:80]} is not a shape")
+    return counts
+
+
+def _key(parts: Any) -> Key:
+    if not parts or not all(type(part) in (str, int) for part in parts):
+        raise ValueError(f"{parts!r} is not a key")
+    return tuple(parts)

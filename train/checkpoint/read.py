@@ -1,159 +1,214 @@
-"""How does a state come back from disk? DCP finds the boxes that a rank needs; each is checked."""
-
-from __future__ import annotations
+"""How is a state loaded? DCP finds the pieces that a rank needs, and each is checked."""
 
 import ctypes
 import math
 import os
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, metadata
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint.manifest import Damaged, Manifest, Piece, Stored, open_regular
-from train.config import ConfigError
+from rollcall.config import ConfigError
+from rollcall.train.checkpoint.contents import Damaged, Key, Manifest, Piece, StoredTensor
+from rollcall.train.checkpoint.manifest import open_regular
+
+READERS = 4
+"""Threads that read pieces and check them; each has one piece in memory."""
+BLOCK = 1 << 20
+"""Bytes that are read before they are checked, so that they are still in the processor's cache."""
 
 
-class Files:
-    """The data files of a checkpoint, opened when they are first needed."""
+class DataFiles(ExitStack):
+    """The data files of a checkpoint; each is opened when it is first needed."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self._directory = directory
         self._open: dict[str, int] = {}
-        self._stack = ExitStack()
+        self._lock = Lock()
 
-    def __enter__(self) -> Files:
-        return self
+    def pieces(
+        self, wanted: Iterable[tuple[StoredTensor, Piece, torch.Tensor | None]]
+    ) -> Iterator[torch.Tensor]:
+        """Yield the numbers of pieces in order; threads read and check the next ones meanwhile.
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def piece(self, tensor: Stored, piece: Piece) -> torch.Tensor:
-        """The numbers of a piece, on the CPU.
+        A contiguous CPU tensor of the piece's shape and type, if given, is filled in place.
 
         Raises:
-            Damaged: they cannot be read, or differ from their digest.
+            Damaged: as `piece`.
         """
-        data = torch.empty(tensor.size(piece), dtype=torch.uint8)
+        ahead: deque[Future[torch.Tensor]] = deque()
+        with ThreadPoolExecutor(READERS) as readers:
+            for tensor, piece, target in wanted:
+                ahead.append(readers.submit(self.piece, tensor, piece, target))
+                if len(ahead) > READERS:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def piece(
+        self, tensor: StoredTensor, piece: Piece, target: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the numbers of a piece, on the CPU, in the target if there is one.
+
+        Raises:
+            Damaged: they cannot be read, or their checksum differs.
+        """
+        if target is None:
+            target = torch.empty(piece.shape, dtype=getattr(torch, tensor.dtype))
         try:
-            self._fill(data, piece)
+            crc32 = self._fill(target, piece)
         except OSError as error:
             raise Damaged(f"{piece.file} cannot be read: {error.strerror}") from None
-        if zlib.crc32(view(data)) != piece.crc32:
+        if crc32 != piece.crc32:
             raise Damaged(f"{piece.file} is not what was written: {tensor.name} differs")
-        return data.view(getattr(torch, tensor.dtype)).view(piece.shape)
+        return target
 
-    def _fill(self, data: torch.Tensor, piece: Piece) -> None:
-        if piece.file not in self._open:
-            descriptor = open_regular(self._directory / piece.file)
-            self._stack.callback(os.close, descriptor)
-            self._open[piece.file] = descriptor
-        rest, start = view(data), piece.start
+    def _fill(self, data: torch.Tensor, piece: Piece) -> int:
+        """Read the bytes of a piece; return their checksum."""
+        with self._lock:
+            if piece.file not in self._open:
+                self._open[piece.file] = open_regular(self._directory / piece.file)
+                self.callback(os.close, self._open[piece.file])
+            file = self._open[piece.file]
+        rest, start, crc32 = view(data), piece.start, 0
         while rest:
-            count = os.preadv(self._open[piece.file], [rest], start)
+            count = os.preadv(file, [rest[:BLOCK]], start)
             if not count:
                 raise Damaged(f"{piece.file} ends too early")
+            crc32 = zlib.crc32(rest[:count], crc32)
             rest, start = rest[count:], start + count
+        return crc32
 
 
 def view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which the view keeps alive."""
+    """Return the bytes of a contiguous CPU tensor; the view keeps the tensor alive."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def load(
-    directory: Path,
-    stored: Manifest,
-    state: dict[str, Any],
-    whole: bool = True,
-    fill: bool = True,
-) -> None:
-    """Fill the tensors of `state` in place, and put the values into it.
+    directory: Path, stored: Manifest, state: dict[str, Any], whole: bool = True, fill: bool = True
+) -> set[str]:
+    """Fill the tensors of `state` in place and replace its plain values, or only check them.
 
-    Args:
-        whole: the checkpoint holds the whole state; otherwise it is seen whether it has enough.
-        fill: if not, everything is read and checked, and the state stays as it is.
+    Return the dotted names of what the state holds. If the checkpoint does not hold the `whole`
+    state, check that it holds what this rank needs.
 
     Raises:
-        Damaged: what was read is not what was written, or not all that this rank needs.
-        ConfigError: the checkpoint is of another model.
+        Damaged: the data is not what was written, or something that this rank needs is missing.
+        ConfigError: the checkpoint belongs to another model.
     """
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state)
-    flat = planner.state_dict
+    flat = dict(planner.state_dict)
+    names = set(flat)
+    for name in [name for name in flat if whole and _had_no_gradient(name, stored)]:
+        fresh = flat.pop(name)
+        if fill and isinstance(fresh, torch.Tensor):
+            fresh.detach().zero_()  # an attempt to load another checkpoint may have filled it
     _compare(directory, stored, flat, whole)
-    metadata = Metadata({name: _metadata(stored, name) for name in flat})
-    plan = create_default_local_load_plan(flat, metadata)
+    forms = metadata.Metadata({name: _metadata(stored, name) for name in flat})
+    plan = create_default_local_load_plan(flat, forms)
     if not whole:
         _check_cover(plan.items, flat)
 
-    def place(item: Any) -> tuple[str, int]:
-        if item.type == LoadItemType.BYTE_IO:
-            return "", 0
-        piece = stored.tensors[item.storage_index.fqn].pieces[item.storage_index.index]
-        return piece.file, piece.start
+    wanted: list[tuple[ReadItem, StoredTensor, Piece]] = []
+    for item in plan.items:
+        name, number = item.storage_index.fqn, item.storage_index.index
+        if item.type != LoadItemType.BYTE_IO:
+            assert number is not None, "every tensor's item has one"
+            wanted.append((item, stored.tensors[name], stored.tensors[name].pieces[number]))
+        elif fill:
+            _put(state, *stored.values[name])
+    wanted.sort(key=lambda entry: (entry[2].file, entry[2].start))
+    targets = [planner.resolve_tensor(item).detach() if fill else None for item, *_ in wanted]
+    asked = [
+        (tensor, piece, target if _is_filled_by(target, tensor, piece, item) else None)
+        for (item, tensor, piece), target in zip(wanted, targets, strict=True)
+    ]
+    with DataFiles(directory) as files:
+        found = zip(wanted, targets, asked, files.pieces(asked), strict=True)
+        for (item, *_), target, (*_, own), numbers in found:
+            if target is not None and own is None:
+                target.copy_(numbers[_slices(item.storage_offsets, item.lengths)])
+    return names
 
-    with Files(directory) as files:
-        for item in sorted(plan.items, key=place):
-            name = item.storage_index.fqn
-            if item.type == LoadItemType.BYTE_IO:
-                if fill:
-                    _put(state, *stored.values[name])
-                continue
-            tensor = stored.tensors[name]
-            number = item.storage_index.index
-            assert number is not None  # of tensors
-            numbers = files.piece(tensor, tensor.pieces[number])
-            spans = zip(item.storage_offsets, item.lengths, strict=True)
-            part = numbers[tuple(slice(first, first + length) for first, length in spans)]
-            if fill:
-                planner.resolve_tensor(item).detach().copy_(part)
+
+def _is_filled_by(
+    target: torch.Tensor | None, tensor: StoredTensor, piece: Piece, item: ReadItem
+) -> bool:
+    """Whether the bytes of the whole piece can be read to the target."""
+    return (
+        target is not None
+        and target.is_cpu
+        and target.is_contiguous()
+        and target.dtype == getattr(torch, tensor.dtype)
+        and tuple(target.shape) == tuple(item.lengths) == tuple(piece.shape)
+    )
 
 
-def whole(directory: Path, tensors: Iterable[Stored]) -> Iterator[tuple[Stored, torch.Tensor]]:
-    """Tensors, whole and checked, one after the other.
+def whole(
+    directory: Path, tensors: Iterable[StoredTensor]
+) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """Read whole tensors, check them, and yield one after another.
 
     Raises:
-        Damaged: what was read is not what was written.
+        Damaged: the data is not what was written.
     """
-    with Files(directory) as files:
+    with DataFiles(directory) as files:
         for tensor in tensors:
             numbers = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-            for piece in tensor.pieces:
-                spans = zip(piece.offset, piece.shape, strict=True)
-                box = tuple(slice(first, first + length) for first, length in spans)
-                numbers[box] = files.piece(tensor, piece)
+            pieces = files.pieces((tensor, piece, None) for piece in tensor.pieces)
+            for piece, part in zip(tensor.pieces, pieces, strict=True):
+                numbers[_slices(piece.offset, piece.shape)] = part
             yield tensor, numbers
 
 
-def _metadata(stored: Manifest, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+def _slices(offset: Iterable[int], shape: Iterable[int]) -> tuple[slice, ...]:
+    spans = zip(offset, shape, strict=True)
+    return tuple(slice(first, first + length) for first, length in spans)
+
+
+def _metadata(stored: Manifest, name: str) -> metadata.STORAGE_TYPES:
     if name in stored.values:
-        return BytesStorageMetadata()
-    tensor = stored.tensors[name]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, tensor.dtype)),
-        torch.Size(tensor.shape),
-        [
-            ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
-            for piece in tensor.pieces
-        ],
+        return metadata.BytesStorageMetadata()
+    tensor, size = stored.tensors[name], torch.Size
+    properties = metadata.TensorProperties(dtype=getattr(torch, tensor.dtype))
+    form = metadata.ChunkStorageMetadata
+    chunks = [form(size(part.offset), size(part.shape)) for part in tensor.pieces]
+    return metadata.TensorStorageMetadata(properties, size(tensor.shape), chunks)
+
+
+def _had_no_gradient(name: str, stored: Manifest) -> bool:
+    """Whether an optimizer kept this quantity for other parameters, but nothing for this one.
+
+    Such a parameter had no gradient in any step, so its state is zero.
+    """
+    optimizer, is_state, quantity = name.partition(".state.")
+    if not is_state or name in stored.tensors or name in stored.values:
+        return False
+    parameter, _, kind = quantity.rpartition(".")
+    if not any(
+        other.startswith(f"{optimizer}.param_groups.")
+        for other in (*stored.values, *stored.tensors)
+    ):
+        return False  # a module may be called `state` too
+    ours = f"{optimizer}{is_state}"
+    found = [other for other in (*stored.tensors, *stored.values) if other.startswith(ours)]
+    return any(other.endswith(f".{kind}") for other in found) and not any(
+        other.startswith(f"{ours}{parameter}.") for other in found
     )
 
 
@@ -164,34 +219,32 @@ def _check_cover(items: Iterable[ReadItem], flat: dict[str, Any]) -> None:
     for name, value in flat.items():
         own = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(own, torch.Tensor) and found[name] != own.numel():
-            raise Damaged(f"it does not hold all of {name} that this rank needs")
+            raise Damaged(f"a part of {name} that this rank needs is missing")
 
 
 def _compare(directory: Path, stored: Manifest, flat: dict[str, Any], whole: bool) -> None:
     for name, value in flat.items():
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        problem = ""
+        is_tensor = isinstance(value, torch.Tensor)
         if not whole and name not in stored.values and name not in stored.tensors:
-            raise Damaged(f"it holds nothing of {name}")
-        if shape is None:
-            if name not in stored.values:
-                problem = f"it has no value {name}"
-        elif name not in stored.tensors:
-            problem = f"it has no tensor {name}"
-        elif stored.tensors[name].shape != shape:
-            problem = f"{name} has the shape {list(stored.tensors[name].shape)}, not {list(shape)}"
-        if problem:
-            raise ConfigError(
-                f"{directory} does not fit this run: {problem}. It was written by torch "
-                f"{stored.facts.get('torch')} (this is {torch.__version__}); is it the same model? "
-                "Give this run another run.name to start afresh"
-            )
+            raise Damaged(f"{name} is missing")
+        if name not in (stored.tensors if is_tensor else stored.values):
+            problem = f"it has no {'tensor' if is_tensor else 'value'} {name}"
+        elif is_tensor and stored.tensors[name].shape != tuple(value.shape):
+            found, own = list(stored.tensors[name].shape), list(value.shape)
+            problem = f"{name} has the shape {found}, not {own}"
+        else:
+            continue
+        raise ConfigError(
+            f"{directory} does not fit this run: {problem}. It was written by torch "
+            f"{stored.facts.get('torch')} (this is {torch.__version__}). Check that the model "
+            "is the same, or use another run.name or directory"
+        )
 
 
-def _put(state: dict[str, Any], key: tuple[str | int, ...], value: Any) -> None:
+def _put(state: dict[str, Any], key: Key, value: Any) -> None:
     inner: Any = state
     for part in key[:-1]:
         inner = inner[part]
-    # JSON knows lists only; where the state has a tuple it gets one.
-    as_before = tuple if isinstance(inner[key[-1]], tuple) else (lambda same: same)
-    inner[key[-1]] = as_before(value)
+    # JSON has only lists; a tuple in the state stays a tuple.
+    keep_type = tuple if isinstance(inner[key[-1]], tuple) else (lambda same: same)
+    inner[key[-1]] = keep_type(value)

@@ -1,326 +1,260 @@
-"""When is the state of a run saved, and what is told of it?"""
+"""When and where does a run save, and what does it report about its saves?"""
 
-from __future__ import annotations
-
-import contextlib
-import json
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from train.checkpoint import interval, manifest, shelf
-from train.checkpoint.checkpointer import Checkpointer, restore
-from train.checkpoint.flight import Outcome
-from train.checkpoint.local import Local, open_local
-from train.config import Config, ConfigError
-from train.deadline import Deadline
-from train.run import RunDir, read_lines
-from train.world import World
+from rollcall.activity import doing
+from rollcall.deadline import Deadline
+from rollcall.train.checkpoint import node_local
+from rollcall.train.checkpoint.cadence import Best, Cadence
+from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SharedEngine, restore
+from rollcall.train.checkpoint.local_tier import LocalTier
+from rollcall.train.checkpoint.pending_save import SaveResult
+from rollcall.train.dist.agreement import Action
+from rollcall.train.dist.run import Run
 
 State = dict[str, Any]
-PATIENCE = 60.0  # seconds for which a due save waits for the one before it
-LAST = 600.0  # and for which the end of a run waits for the last one
-FIRST = 60.0  # seconds until the first save of `auto`, which has nothing to reckon with before
-# A save that is in flight costs steps too: `auto` spends at most a tenth of the time in saves.
-SHARE = 0.1
+WAIT = 60.0
+"""Seconds for which a save that is due waits for the one before it."""
+LAST_WAIT = 600.0
+"""Seconds for which the end of a run waits for the last save."""
+SIGNALS = ("written", "published", "failed")
+"""Names of an engine's signals in a report."""
 
 
 class Saver:
-    """Saves when it is due; every rank makes each call together.
+    """Saves a run when it is due; all ranks make each call together.
 
-    With `checkpoint.local` a save goes to the nodes' own disks, and from there to shared storage,
-    as long as they work. The last one of an attempt ends on shared storage in any case.
-
-    Attributes:
-        checkpoints: what saves and loads on shared storage.
-        problem: why the newest save failed there, or nothing.
-        seconds: how long it took.
+    With `checkpoint.local`, a save goes to the nodes' own disks and is copied from there to shared
+    storage, as long as the disks work. The last save of an attempt always ends on shared storage.
     """
 
     def __init__(
         self,
-        config: Config,
-        world: World,
-        run_dir: RunDir,
+        run: Run,
         make_state: Callable[[], State],
         deadline: Deadline,
+        facts: Mapping[str, Any] | None = None,  # about the model, for every checkpoint
     ) -> None:
-        """Find out how often to save.
-
-        Args:
-            make_state: the state of the run, for saving or for loading into.
-            deadline: when the job ends; nothing is waited for until then.
-        """
-        self._config = config
-        self._options = config.checkpoint
-        self._world = world
-        self._run_dir = run_dir
+        options = run.config.checkpoint
+        self.problem = ""  # why the newest save to shared storage failed; empty if it succeeded
+        self.seconds = 0.0  # how long that save took
+        self._run = run
         self._make_state = make_state
-        keep, forever = self._options.keep, self._options.forever
-        self.checkpoints = Checkpointer(run_dir.checkpoints, world, keep, forever)
-        self.checkpoints.on_refusal = self._refused
-        self.checkpoints.before_publishing = run_dir.check_claim
-        self.checkpoints.is_late = deadline.is_late
+        self._facts = facts or {}
         self._deadline = deadline
-        self._local: Local | None = None
-        self._local_at: int | None = None
-        self._local_trouble = ""  # why saves do not go to the nodes' disks, though they were to
-        self.problem = ""
-        self.seconds = 0.0
+        self._cadence = Cadence(options)
+        self._best = Best(options.keep_best)
+        self._hooks = Hooks(run.run_dir.check_claim, self._refused, deadline.is_late)
+        self.checkpoints = SharedEngine(
+            run.run_dir.checkpoints,
+            run.world,
+            options.keep_last,
+            options.keep_every,
+            lambda: self._best.step,
+            self._hooks,
+        )
+        self._local: LocalTier | None = None
+        self._local_problem = ""  # why saves no longer go to the local disks
         self._saved_at: int | None = None
+        self._local_at: int | None = None
         self._failures: dict[int, str] = {}
-        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
-        self._worth: dict[int, float] = {}  # of the checkpoints that are there, more is better
-        self._worth_to_be: dict[int, float] = {}  # of those that are being saved
-        self._due = self._slow = False
-        self._begun = time.monotonic()
-        self._interval = 60 * (self._options.minutes or math.inf)
-        self._between_failures = 0.0
+        self._is_slow = False  # a save already waited for the one in flight, in vain
 
+    @doing("loading a checkpoint", may_take_long=True)
     def open(self) -> bool:
-        """Find what was saved, and the nodes' disks where they are used.
-
-        Returns:
-            Whether there is anything that the run might go on from.
+        """Open the nodes' disks if they are used; return whether there is any checkpoint.
 
         Raises:
-            ConfigError: `checkpoint.local` cannot be what is meant.
+            ConfigError: `checkpoint.local` is not a usable path.
         """
-        if self._options.local:
-            options = self._options.local, self._run_dir, self._world, self.checkpoints
+        run, local = self._run, self._run.config.checkpoint.local
+        if local:
             try:
-                self._local = open_local(*options)
+                store = node_local.open_store(local, run.run_dir, run.world)
             except OSError as error:
                 self._leave_local(self.checkpoints.newest() or 0, str(error))
             else:
-                self._local.on_refusal = self._refused_locally
-                self._local.before_publishing = self.checkpoints.before_publishing
-                self._local.is_late = self.checkpoints.is_late
-        return any(each.newest() is not None for each in self._shelves)
+                hooks = replace(self._hooks, on_refusal=self._refused_locally)
+                engine = Engine(run.world, store, hooks, self.checkpoints.buffer)
+                self._local = LocalTier(engine, store, self.checkpoints)
+        return any(tier.newest() is not None for tier in self._tiers())
 
-    def resume(self) -> tuple[int, State] | None:
-        """The newest whole checkpoint: its step and the state; None where nothing was saved.
+    @doing("loading a checkpoint", may_take_long=True)
+    def resume(self) -> Restored | None:
+        """Load the newest intact checkpoint, if any.
 
         Raises:
-            ConfigError: what there is cannot be used.
+            ConfigError: the checkpoints cannot be used.
         """
-        if self._options.auto and self._world.is_main:
-            self._between_failures = self._reckon_failures()
-            self._interval = FIRST
-        for each in self._shelves:
-            each.clean()
-        found = restore(self._shelves, self._make_state)
-        step = found[0] if found else 0
-        self._saved_at = step if found and found[2] is self.checkpoints else None
-        self._local_at = step if found and found[2] is self._local else None
-        if self._options.best:
-            self._find_best()
+        run, tiers = self._run, self._tiers()
+        if run.world.is_main:
+            self._cadence.start(run.run_dir.read_events())
+        for tier in tiers:
+            tier.clean()
+        found = restore(tiers, self._make_state)
+        step = found.step if found else 0
+        is_local = bool(found and self._local and found.engine is self._local.engine)
+        self._saved_at = step if found and not is_local else None
+        self._local_at = step if found and is_local else None
+        self._best.recall(run.run_dir.checkpoints, run.world)
         if self._local:
-            self._local.forget_after(step)
-        for each in self._shelves:
-            each.retire()
-        return found and found[:2]
+            self._local.store.forget_after(step)
+        for tier in tiers:
+            tier.retire()
+        return found
 
-    def flags(self) -> list[bool]:
-        """What the ranks must know of this one: the save in flight, and rank 0's clock."""
-        late = time.monotonic() - self._begun > self._interval
-        clock = self._world.is_main and late and not self._due and not self._first.busy
-        local = self._local.signals() if self._local else []
-        return [*self.checkpoints.signals(), *local, clock]
+    def report(self) -> dict[str, float]:
+        """Return this rank's view of the saves in flight, and whether rank 0's clock is up."""
+        numbers = {
+            f"save.{tier}.{name}": float(flag)
+            for tier, engine in self._engines().items()
+            for name, flag in zip(SIGNALS, engine.signals(), strict=True)
+        }
+        clock = self._run.world.is_main and self._cadence.clock_is_up()
+        return numbers | {"save.clock": float(clock and not self._target.busy)}
 
-    def settle(self, sums: Sequence[float]) -> None:
-        """Act on the sums of all ranks' flags."""
-        *signals, clock = sums
-        self._due = self._due or clock > 0
-        self._ended(self.checkpoints.settle(signals[:3]))
-        if self._local:
-            self._ended_locally(self._local.settle(signals[3:]))
+    @doing("saving a checkpoint", may_take_long=True)
+    def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:  # noqa: ARG002
+        """Act on the sums of all ranks' reports."""
+        if agreed["save.clock"]:
+            self._cadence.request()
+        for tier, engine in self._engines().items():
+            self._ended(engine, engine.settle([agreed[f"save.{tier}.{name}"] for name in SIGNALS]))
+        return Action.CONTINUE
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Note what the model is worth; the best one so far is saved."""
-        self._evaluated = step, metrics
-        worth = self._worth_of(self._evaluated[1])
-        if worth is not None and worth > max(self._worth.values(), default=-math.inf):
-            self._due = True
+        """Note the metrics of an evaluation; the best model so far is saved."""
+        if self._best.evaluated(step, metrics):
+            self._cadence.request()
+        if self.checkpoints.saving == step:  # the last save of the run waits for its evaluation
+            self.checkpoints.amend(**self._best.begin(step))
 
     def is_due(self, step: int) -> bool:
-        """Whether it is time for a save, by steps, by the clock or by what was evaluated."""
-        every = self._options.every
-        self._due = self._due or bool(every and step % every == 0)
-        return self._due and step not in (self._saved_at, self._local_at)
+        """Whether to save after this step: by its number, by the clock, or for its metrics."""
+        return self._cadence.is_due(step) and step not in (self._saved_at, self._local_at)
 
+    @doing("saving a checkpoint", may_take_long=True)
     def begin(self, step: int, **facts: Any) -> None:
-        """Begin a save; one that is in flight is waited for, but for a slow one not every time.
+        """Begin a save with these facts, after the one in flight; wait only once for a slow one."""
+        if self._target.busy and not self._is_slow:
+            target = self._target
+            self._ended(target, target.wait(WAIT))
+            self._is_slow = self._target.busy
+            if self._is_slow:
+                text = f"step {step} is not saved yet: the previous save is still being written"
+                self._run.tell("save_delayed", text, step=step)
+        if not self._target.busy:
+            self._begin(self._target, step, facts)
 
-        Args:
-            facts: further plain values for the manifest.
-        """
-        if self._first.busy and not self._slow:
-            if self._first is self._local:
-                self._ended_locally(self._local.wait(PATIENCE))
-            else:
-                self._ended(self.checkpoints.wait(PATIENCE))
-            self._slow = self._first.busy
-            if self._slow:
-                text = f"step {step} is not saved yet: the save before it is still being written"
-                self._tell("save_delayed", text, step=step)
-        if not self._first.busy:
-            self._begin(self._first, step, facts)
-
+    @doing("saving a checkpoint", may_take_long=True)
     def finish(self, step: int, **facts: Any) -> None:
-        """Begin the last save, to shared storage unless it is there; `close` waits for it."""
+        """Begin the last save, unless the step is on shared storage; `close` waits for it."""
         self._deadline.begin_last_save()
         self.close()
         if self._saved_at != step:
             self._begin(self.checkpoints, step, facts)
 
-    def close(self, seconds: float = LAST) -> None:
-        """Wait for what is in flight, until it is on shared storage or the job is about to end.
-
-        Args:
-            seconds: give it up after so many.
-        """
+    @doing("saving a checkpoint", may_take_long=True)
+    def close(self, seconds: float = LAST_WAIT) -> None:
+        """Wait for the saves in flight until this time is over or the job is about to end."""
         end = time.monotonic() + seconds
         if self._local:
-            self._ended_locally(self._local.drain(seconds))
+            self._ended(self._local.engine, self._local.engine.drain(seconds))
         while self.checkpoints.busy:
-            self._ended(self.checkpoints.drain(end - time.monotonic()))
+            self._ended(self.checkpoints, self.checkpoints.drain(end - time.monotonic()))
+        self.checkpoints.retire()  # the best one may be another now
 
+    @doing("removing local checkpoints", may_take_long=True)
     def remove_local(self) -> None:
-        """Leave nothing on the nodes' disks: the run is done, and on shared storage."""
+        """Remove the run's files from the nodes' disks: it is done, and on shared storage."""
         if self._local:
-            self._local.remove()
+            self._local.store.remove()
 
     def summary(self) -> dict[str, str]:
-        """Rows for the summary of the run."""
+        """Return rows for the summary of the run."""
         rows = {}
         if self._failures:
-            last = max(self._failures)
-            text = f"{len(self._failures)}; the last at step {last}: {self._failures[last]}"
-            rows["saves that failed"] = text
-        if self._local_trouble:
-            rows["local checkpoints"] = f"not used: {self._local_trouble}"
+            count, last = len(self._failures), max(self._failures)
+            rows["failed saves"] = f"{count}; the last at step {last}: {self._failures[last]}"
+        if self._local_problem:
+            rows["local checkpoints"] = f"not used: {self._local_problem}"
         return rows
 
     @property
-    def _first(self) -> Checkpointer:
-        """Where the next save goes."""
-        return self._local if self._local and not self._local_trouble else self.checkpoints
+    def _target(self) -> Engine:
+        return self._local.engine if self._local and not self._local_problem else self.checkpoints
 
-    @property
-    def _shelves(self) -> list[Checkpointer]:
-        """Where checkpoints may be, the quickest to read first."""
-        return [self._local, self.checkpoints] if self._local else [self.checkpoints]
+    def _engines(self) -> dict[str, Engine]:
+        local = {"local": self._local.engine} if self._local else {}
+        return {"shared": self.checkpoints, **local}
 
-    def _begin(self, where: Checkpointer, step: int, facts: dict[str, Any]) -> None:
-        self._due = False
-        self._begun = time.monotonic()
+    def _tiers(self) -> list[Engine]:
+        return [*reversed(self._engines().values())]  # the fastest to read first
+
+    def _begin(self, engine: Engine, step: int, facts: dict[str, Any]) -> None:
+        self._cadence.begin()
+        config = self._run.config
         facts |= {
-            "samples": step * self._config.data.global_batch,
-            "mesh": self._config.parallel.mesh_text,
-            "config": self._config.model_dump(),
+            "mesh": config.parallel.mesh_text,
+            "config": config.model_dump(),
+            **self._facts,
         }
-        if step == self._evaluated[0]:
-            facts["metrics"] = self._evaluated[1]
-            worth = self._worth_of(self._evaluated[1])
-            if worth is not None:
-                self._worth_to_be[step] = worth
-        where.begin(step, self._make_state(), **facts)
+        engine.begin(step, self._make_state(), **facts, **self._best.begin(step))
 
-    def _ended(self, outcome: Outcome | None) -> None:
-        if outcome is None:
+    def _ended(self, engine: Engine, result: SaveResult | None) -> None:
+        if result is None:
             return
-        self._slow = False
-        step, self.problem = outcome.step, ""
-        self.seconds = outcome.seconds
-        worth = self._worth_to_be.pop(step, None)
-        if outcome.problem:
-            self._failures[step] = outcome.problem
-            self.problem = f"step {step} was not saved: {outcome.problem}"
-            self._tell("save_failed", self.problem, step=step, reason=outcome.problem)
+        self._is_slow = False
+        if self._local and engine is self._local.engine:
+            self._ended_locally(self._local, result)
+        else:
+            self._ended_on_shared(result)
+
+    def _ended_on_shared(self, result: SaveResult) -> None:
+        step, self.problem, self.seconds = result.step, "", result.seconds
+        self._best.end(step, is_saved=not result.problem)
+        if result.problem:
+            self._failures[step] = result.problem
+            self.problem = f"step {step} was not saved: {result.problem}"
+            self._run.tell("save_failed", self.problem, step=step, reason=result.problem)
         else:
             self._saved_at = step
-            if worth is not None:
-                self._worth[step] = worth
-                self.checkpoints.best = max(self._worth, key=self._worth.__getitem__)
-            self._record(outcome)
-        if self._first is self.checkpoints:
-            self._reckon_interval(outcome)
+            self._record(result)
+            if self._target is self.checkpoints:
+                self._cadence.adapt(result.stall, result.seconds)
         if self._local:
             self._local.copy_next()
 
-    def _ended_locally(self, outcome: Outcome | None) -> None:
-        if outcome is None:
-            return
-        assert self._local  # or nothing could have ended there
-        step, self._slow = outcome.step, False
-        if outcome.problem:
-            self._leave_local(step, outcome.problem)
-            self._due = True  # on shared storage
+    def _ended_locally(self, local: LocalTier, result: SaveResult) -> None:
+        step, keep_every = result.step, self._run.config.checkpoint.keep_every
+        if result.problem:
+            self._leave_local(step, result.problem)
+            self._cadence.request()  # to shared storage
             return
         self._local_at = step
-        self._record(outcome, local=True)
-        self._reckon_interval(outcome)
-        forever = self._options.forever
-        stays = step in self._worth_to_be or bool(forever and step % forever == 0)
-        self._local.queue(stays)
+        self._record(result, local=True)
+        self._cadence.adapt(result.stall, result.seconds)
+        required = self._best.is_candidate(step) or bool(keep_every and step % keep_every == 0)
+        local.queue(result, required)
 
     def _leave_local(self, step: int, reason: str) -> None:
-        """From now on save to shared storage."""
-        self._local_trouble = reason
+        self._local_problem = reason
         if self._local:
-            self._local.give_up()
-        text = f"checkpoint.local is not used any more, saves go to shared storage: {reason}"
-        self._tell("save_failed", text, step=step, reason=reason, local=True)
+            self._local.stop_copying()
+        text = f"saves go directly to shared storage, checkpoint.local is no longer used: {reason}"
+        self._run.tell("save_failed", text, step=step, reason=reason, local=True)
 
-    def _reckon_interval(self, outcome: Outcome) -> None:
-        if self._options.auto and self._world.is_main and not outcome.problem:
-            least = outcome.seconds / SHARE
-            self._interval = max(least, interval.best(outcome.stall, self._between_failures))
-
-    def _record(self, outcome: Outcome, **more: object) -> None:
-        if self._world.is_main:
-            stall, seconds = round(outcome.stall, 4), round(outcome.seconds, 3)
-            fields = {"seconds": seconds, "stall": stall, **more}
-            self._run_dir.record("checkpointed", step=outcome.step, **fields)
+    def _record(self, result: SaveResult, **more: object) -> None:
+        stall, seconds = round(result.stall, 4), round(result.seconds, 3)
+        self._run.record("checkpointed", step=result.step, seconds=seconds, stall=stall, **more)
 
     def _refused_locally(self, step: int, problem: str) -> None:
         text = f"the local checkpoint of step {step} cannot be used: {problem}"
-        self._tell("refused", text, step=step, reason=problem, local=True)
+        self._run.tell("refused", text, step=step, reason=problem, local=True)
 
     def _refused(self, step: int, problem: str) -> None:
-        path = shelf.place(self._run_dir.checkpoints, step)
-        text = f"{path} is damaged and was set aside: {problem}"
-        self._tell("refused", text, step=step, reason=problem)
-
-    def _tell(self, event: str, text: str, **fields: object) -> None:
-        if self._world.is_main:
-            print(f"rollcall: {text}", flush=True)
-            self._run_dir.record(event, **fields)
-
-    def _reckon_failures(self) -> float:
-        # The last `started` is that of this attempt, which has not failed.
-        events = list(read_lines(self._run_dir.events))
-        starts = [place for place, line in enumerate(events) if line["event"] == "started"]
-        past = events[: starts[-1]] if starts else []
-        return interval.between_failures(past, self._options.failure_hours * 3600)
-
-    def _worth_of(self, metrics: dict[str, float]) -> float | None:
-        """How good by the chosen metric, if one was chosen and is a number."""
-        best = self._options.best
-        if best is None or not math.isfinite(metrics.get(best, math.nan)):
-            return None
-        return -metrics[best] if best == "loss" else metrics[best]
-
-    def _find_best(self) -> None:
-        """Read again what the checkpoints were worth when they were saved."""
-        worth: list[tuple[int, float | None]] = []
-        if self._world.is_main:
-            for step, path in shelf.published(self._run_dir.checkpoints).items():
-                with contextlib.suppress(manifest.Damaged, ConfigError):
-                    metrics = manifest.read(path).facts.get("metrics")
-                    worth.append((step, self._worth_of(metrics) if metrics else None))
-        known = json.loads(self._world.broadcast_text(json.dumps(worth)))
-        self._worth = {step: value for step, value in known if value is not None}
-        self.checkpoints.best = max(self._worth, key=self._worth.__getitem__, default=None)
+        text = f"{self.checkpoints.store.place(step)} is damaged and was set aside: {problem}"
+        self._run.tell("refused", text, step=step, reason=problem)

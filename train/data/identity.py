@@ -1,6 +1,4 @@
-"""Is it the same data? A few facts and samples of a data set, recorded in the run."""
-
-from __future__ import annotations
+"""Detect data that has changed, by a few facts and hashed samples of the data set."""
 
 import hashlib
 import json
@@ -10,53 +8,47 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from train.data.reading import Pick, Reader
-from train.data.source import Source
-from train.run import RunDir, read_lines
-from train.world import World
+from rollcall.train.data.form import Form
+from rollcall.train.data.reader import Reader, Selection
+from rollcall.train.data.source import Source
+from rollcall.train.data.stream import Stream
+from rollcall.train.dist.run import Run
 
 SAMPLES = 8
+"""Samples of each split that are hashed."""
 
 
-def check(world: World, run_dir: RunDir, name: str, source: Source, resuming: bool) -> Any:
-    """Identify the data, compare it with the other ranks' and with what the run began on.
-
-    Args:
-        name: `data.name`.
-        resuming: whether the run continues from a checkpoint.
-
-    Returns:
-        The identity, as the run's events and checkpoints record it.
+def check(run: Run, source: Source, resuming: bool) -> dict[str, Any]:
+    """Compare the data with rank 0's and, if the run resumes, with the data before; record it.
 
     Raises:
-        ConfigError: a rank sees other data than rank 0, or the run has learned from other data.
+        ConfigError: the data differs from rank 0's, or from what the run was trained on.
     """
-    mine = identify(name, source)
-    text = world.broadcast_text(json.dumps(mine))
-    others = differences(json.loads(text), mine)
+    world, run_dir = run.world, run.run_dir
+    mine = identify(run.config.data.name, source)
+    others = differences(json.loads(world.broadcast_text(json.dumps(mine))), mine)
     world.raise_together(
-        f"rank {world.rank} on {world.host} sees other data than rank 0: {others}. Let all nodes "
-        "have the same files"
+        f"rank {world.rank} on {world.host} sees different data from rank 0: {others}. Give all "
+        "nodes the same files"
         if others
         else ""
     )
     problem = ""
     if world.is_main and resuming:
-        events = [line for line in read_lines(run_dir.events) if line["event"] == "data"]
+        events = run_dir.read_events("data")
         changes = differences(events[-1], mine) if events else ""
         if changes:
             problem = (
-                f"run {run_dir.name} has learned from other data: {changes}. Bring that data back, "
-                "or give this run another run.name to start afresh"
+                f"run {run_dir.name} was trained on different data: {changes}. Restore that data, "
+                "or start a new run with another run.name"
             )
     world.raise_together(problem)
-    if world.is_main:
-        run_dir.record("data", **mine)
+    run.record("data", **mine)
     return mine
 
 
 def identify(name: str, source: Source) -> dict[str, Any]:
-    """Name, sizes, shape, and hashes of some samples; None for one that cannot be read."""
+    """Return name, sizes, shape, and hashes of some samples; None for an unreadable one."""
     return {
         "name": name,
         "train": source.train_size,
@@ -65,46 +57,48 @@ def identify(name: str, source: Source) -> dict[str, Any]:
         "classes": source.classes,
         "names": list(source.names),
         "content": [
-            *_hashes(source.train, source.train_size),
-            *_hashes(source.validation, source.validation_size),
+            *_hashes(source.train, source.train_size, source.form),
+            *_hashes(source.validation, source.validation_size, source.form),
         ],
     }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """How two identities differ, in words; nothing if they do not."""
+    """Describe how two identities differ; an empty text if they are equal."""
     words = [
         f"{key} was {before[key]}, is {now[key]}"
         for key in ("name", "train", "validation", "shape", "classes")
         if before[key] != now[key]
     ]
     if not words and before["names"] != now["names"]:
-        words = ["the classes have other names"]
+        words = ["the names of the classes have changed"]
     changed = sum(
         old != new
         for old, new in zip(before["content"], now["content"], strict=False)
         if old is not None and new is not None
     )
     if not words and changed:
-        words = [f"{changed} of {len(now['content'])} samples that were compared have changed"]
+        words = [f"{changed} of {len(now['content'])} compared samples have changed"]
     return "; ".join(words)
 
 
-def _hashes(dataset: Dataset[Any], size: int) -> list[str | None]:
+def _hashes(dataset: Dataset[Any], size: int, form: Form) -> list[str | None]:
+    if isinstance(dataset, Stream):  # others than the first are read in order only
+        return [_hash(dataset, index, form) for index in range(min(size, 2) if size >= 0 else 2)]
     count = min(size, SAMPLES)
-    rows = [number * (size - 1) // max(1, count - 1) for number in range(count)]
-    return [_hash(dataset, row) for row in rows]
+    indices = [number * (size - 1) // max(1, count - 1) for number in range(count)]
+    return [_hash(dataset, index, form) for index in indices]
 
 
-def _hash(dataset: Dataset[Any], row: int) -> str | None:
-    fetched = Reader(dataset, "", seed=0).read(Pick([row], [0], torch.ones(1)))
-    if fetched.problems:
+def _hash(dataset: Dataset[Any], index: int, form: Form) -> str | None:
+    result = Reader(dataset, "", seed=0, form=form).read(Selection([index], [0], torch.ones(1)))
+    if result.problems:
         return None
-    raw = getattr(dataset, "raw", None)  # decoders may round differently on another machine
+    raw = getattr(dataset, "raw", None)  # decoders may round differently on other machines
     digest = hashlib.blake2b(digest_size=8)
     if raw:
-        digest.update(raw(row))
+        digest.update(raw(index))
     else:
-        for tensor in fetched.batch[:2]:
+        for tensor in result.batch.tensors[:-1]:
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

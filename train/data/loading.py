@@ -1,6 +1,4 @@
-"""How do batches come to a rank in time? Read ahead by workers, copied while the GPU works."""
-
-from __future__ import annotations
+"""Deliver batches to a rank: workers read ahead, and copies overlap with the GPU's computation."""
 
 import math
 import sys
@@ -11,20 +9,21 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from train.data.reading import Fetched, Pick, Reader
-from train.data.source import Batch
-from train.data.workers import WorkerError, in_order
-from train.schema import ConfigError, Data
-from train.world import World
+from rollcall.activity import doing
+from rollcall.config.schema import ConfigError, Data
+from rollcall.train.data.form import Form
+from rollcall.train.data.reader import Reader, ReadResult, Selection
+from rollcall.train.data.source import Batch
+from rollcall.train.data.stream import Place, Stream
+from rollcall.train.data.workers import WorkerError, in_order
+from rollcall.train.dist.world import World
+
+PLACES = 8
+"""Newest batches of a stream whose places are known; a batch or two are read ahead."""
 
 
 class Loading:
-    """Reads the batches of one rank.
-
-    Attributes:
-        unreadable: how many samples this rank could not read, in the present epoch; infinite if it
-            can read no more. The caller adds them up over all ranks and calls `refuse`.
-    """
+    """Reads the batches of one rank; without a configuration, in this process and for the CPU."""
 
     def __init__(
         self,
@@ -33,122 +32,132 @@ class Loading:
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """Read as the configuration says; without one, in this process and for the CPU.
-
-        Args:
-            seed: of the run, from which each sample's own is derived.
-        """
         self._config = config or Data()
         self._seed = seed
         self._rank = rank
         self._device = device or torch.device("cpu")
         self._waited = 0.0
+        # Samples that this rank could not read in the current epoch, up to the batch that was
+        # yielded; infinite after an error that ends reading. The caller sums it over all ranks and
+        # calls `refuse`.
         self.unreadable: float = 0
+        self._found: float = 0  # the same, up to the batch that was read
+        self.ahead: Batch | None = None  # the batch after the one that was yielded
+        self.places: dict[int, Place] = {}  # in a stream, before the batch of each number
         self._problem = ""
         self._epoch = 0
 
     def batches(
-        self, dataset: Dataset[Any], name: str, pick: Callable[[int], Pick], numbers: range
+        self,
+        dataset: Dataset[Any],
+        name: str,  # of the data set, for messages
+        select: Callable[[int], Selection],  # returns the samples of a batch; called in the workers
+        numbers: range,
+        form: Form | None = None,  # how samples become a batch
     ) -> Iterator[Batch]:
-        """The batches of these numbers, in order, on the device.
-
-        Args:
-            name: of the data set, for messages.
-            pick: which samples make the batch of a number; called in the workers.
+        """Yield the batches with these numbers, in order, on the device.
 
         Raises:
-            ConfigError, WorkerError: nothing can be read from the first batch on.
+            ConfigError, WorkerError: the first batch cannot be read.
         """
-        reader = Reader(dataset, name, self._seed)
+        reader = Reader(dataset, name, self._seed, form, self._config.name)
 
-        def fetch(number: int) -> Fetched:
-            return reader.read(pick(number))
+        def fetch(number: int) -> ReadResult:
+            return reader.read(select(number))
 
         config = self._config
-        if config.workers:
-            read = in_order(fetch, numbers, config.workers, config.prefetch, self._rank)
+        self.places.clear()
+        if config.num_workers:
+            # Each worker of a stream would read all of it.
+            workers = 1 if isinstance(dataset, Stream) else config.num_workers
+            read = in_order(fetch, numbers, workers, config.prefetch_factor, self._rank)
         else:
             read = map(fetch, numbers)
-        return self._timed(self._ahead(self._checked(read, len(numbers))))
+        return self._timed(self._ahead(self._checked(read, numbers)))
 
     def take_waited(self) -> float:
-        """For how many seconds the caller has waited for batches since it last asked."""
+        """Return the seconds that the caller has waited for batches since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
     def refuse(self, world: World, unreadable: float) -> None:
-        """Stop all ranks if too many samples could not be read.
+        """Stop all ranks if too many samples could not be read: `unreadable` is the sum over them.
 
-        Args:
-            unreadable: over all ranks, the same on each.
-
-        Raises:
-            ConfigError: names the rank, the file and the sample, on every rank.
+        Every rank raises ConfigError, which names the rank, the file and the sample.
         """
-        if unreadable > self._config.skip_unreadable + 0.5:  # shares of ranks do not add up exactly
+        if unreadable > self._config.skip_unreadable + 0.5:  # a rank's share may be a fraction
             world.raise_together(self._problem)
 
-    def _checked(self, read: Iterator[Fetched], count: int) -> Iterator[Batch]:
+    def _checked(self, read: Iterator[ReadResult], numbers: range) -> Iterator[Batch]:
         batch: Batch | None = None
+        count = len(numbers)
         try:
-            for batch, problems in read:
+            for batch, problems, place in read:
                 for epoch, problem in problems:
                     self._note(epoch, problem)
+                if place is not None:
+                    number = numbers[-count]
+                    self.places[number + 1] = place
+                    self.places.pop(number - PLACES, None)
                 count -= 1
                 yield batch
         except (ConfigError, WorkerError) as error:
             if batch is None:
                 raise
-            self.unreadable, self._problem = math.inf, f"rank {self._rank}: {error}"
-            # The others compute already, and wait for this rank: it computes nothing with them.
+            self._found, self._problem = math.inf, f"rank {self._rank}: {error}"
+            # The other ranks wait for this one in collectives: it continues, with weights of zero.
             for _ in range(count):
                 yield batch._replace(weights=torch.zeros_like(batch.weights))
 
     def _note(self, epoch: int, problem: str) -> None:
         if epoch != self._epoch:
-            self._epoch, self.unreadable = epoch, 0
-        self.unreadable += 1
+            self._epoch, self._found = epoch, 0
+        self._found += 1
         limit = self._config.skip_unreadable
         self._problem = (
-            f"rank {self._rank} cannot read {problem}. Mend it and continue the run, or let up to "
-            f"N such samples be left out with data.skip_unreadable=N (it is {limit})"
+            f"rank {self._rank} cannot read {problem}. Fix the file and resume, or skip up to N "
+            f"such samples per epoch with data.skip_unreadable=N (now {limit})"
         )
         if limit:
-            print(f"rollcall: rank {self._rank} leaves out {problem}", file=sys.stderr, flush=True)
+            print(f"rollcall: rank {self._rank} skips {problem}", file=sys.stderr, flush=True)
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Copy each batch to the GPU on a stream of its own, while the one before it is used."""
-        if self._device.type != "cuda":
-            yield from batches
-            return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        copied: tuple[Batch, torch.cuda.Event] | None = None
+        """Keep one batch ready; copy it to the GPU on a separate stream, beside the computation."""
+        is_gpu = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if is_gpu else None  # type: ignore[no-untyped-call]
+        ready: tuple[Batch, torch.cuda.Event | None] | None = None
+        found = 0.0
         for batch in batches:
-            before = copied
-            with torch.cuda.stream(stream):
-                moved = Batch(*(tensor.pin_memory() for tensor in batch)).to(self._device)
-                copied = moved, stream.record_event()
+            before, ready = ready, (batch, None)
+            if stream:
+                with torch.cuda.stream(stream):
+                    moved = batch.map(lambda tensor: tensor.pin_memory()).to(self._device)
+                    ready = moved, stream.record_event()
+            self.ahead = batch
+            self.unreadable, found = found, self._found
             if before:
                 yield _hand_over(*before)
-        if copied:
-            yield _hand_over(*copied)
+        self.ahead, self.unreadable = None, found
+        if ready:
+            yield _hand_over(*ready)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             started = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
+            with doing("reading data"):
+                batch = next(batches, None)
+            self._waited += time.perf_counter() - started
+            if batch is None:
                 return
-            finally:
-                self._waited += time.perf_counter() - started
             yield batch
 
 
-def _hand_over(batch: Batch, copied: torch.cuda.Event) -> Batch:
-    """Let the stream of the computation wait for the copy, and keep the memory until it is used."""
+def _hand_over(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
+    """Let the current stream wait for the copy, and keep the memory until it has been used."""
+    if copied is None:
+        return batch
     current = torch.cuda.current_stream()
     current.wait_event(copied)
-    for tensor in batch:
+    for tensor in batch.tensors:
         tensor.record_stream(current)
     return batch

@@ -1,38 +1,31 @@
-"""A shuffle of any number of samples without a table: each place is computed by itself."""
-
-from __future__ import annotations
+"""A shuffle of any number of samples without a table: each position is computed by itself."""
 
 import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train.randomness import derive
+from rollcall.train.numerics.randomness import derive
 
-ROUNDS = 8  # with 6 the orders of sets of 4 and 5 are visibly uneven, with 8 those of none
+ROUNDS = 8  # with 6, permutations of 4 and 5 samples are measurably uneven; with 8, none are
 
 
 class Permutation:
-    """A permutation of 0 … size - 1 that depends on a seed alone, in constant memory.
+    """A permutation of 0 … size - 1 that depends only on a seed, in constant memory.
 
-    A number is a pair of digits, which a Feistel network mixes; what falls outside is mixed again
+    A Feistel network mixes the two digits of a number; a result outside the range is mixed again
     until it is inside. Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
     """
 
     def __init__(self, size: int, seed: int, *purpose: str | int) -> None:
-        """Permute `size` numbers, at least 1 and below 2^60.
-
-        Args:
-            seed: of the run.
-            purpose: what is shuffled, as for `derive`.
-        """
+        """Permute `size` numbers, at least 1 and below 2^60, for a purpose as in `derive`."""
         self.size = size
         self._side = np.uint64(math.isqrt(size - 1) + 1)
         self._keys = [np.uint64(derive(seed, *purpose, number)) for number in range(ROUNDS)]
 
-    def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What stands at these places: (n,) to (n,)."""
-        numbers = self._mix(places.astype(np.uint64))
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Map positions (n,) to the numbers at them (n,)."""
+        numbers = self._mix(positions.astype(np.uint64))
         outside = np.flatnonzero(numbers >= self.size)
         while len(outside):
             numbers[outside] = self._mix(numbers[outside])
@@ -42,7 +35,7 @@ class Permutation:
     def _mix(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = np.divmod(numbers, self._side)
         for key in self._keys:
-            # One bit less, so that the sum does not overflow.
+            # The hash loses one bit, so that the sum does not overflow.
             left, right = right, (left + (_hash(right + key) >> np.uint64(1))) % self._side
         mixed: NDArray[np.uint64] = left * self._side + right
         return mixed

@@ -1,12 +1,10 @@
-"""Processes that read ahead, and are started again when they die.
+"""Processes that read batches ahead, and are restarted when they die.
 
-A worker is forked, so it needs no pickling, and writes into memory that it shares with its rank:
-anonymous pages, since /dev/shm is small in containers. It has a pipe of its own, so a death is
-noticed at once and breaks nothing of the others. It knows only which number to fetch: what that is
-does not depend on how many workers there are.
+torch's DataLoader cannot restart a worker, and needs /dev/shm, which is small in containers. Here a
+worker is forked, so nothing is pickled, and writes into anonymous memory that it shares with its
+rank. It has its own pipe, so its death is noticed at once and does not affect the others. It only
+gets the number of a batch, so the number of workers does not change the data.
 """
-
-from __future__ import annotations
 
 import math
 import mmap
@@ -23,60 +21,57 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from train.data.reading import Fetched
-from train.data.source import Batch
-from train.orphans import die_with_parent
+from rollcall.process import die_with_parent
+from rollcall.train.data.reader import ReadResult
+from rollcall.train.data.source import Batch
 
-Fetch = Callable[[int], Fetched]
+Fetch = Callable[[int], ReadResult]
 Layout = list[tuple[torch.dtype, torch.Size, int]]
 
-# Slurm and torchrun signal whole process groups. The rank finishes its step and ends its workers.
+# Slurm and torchrun signal whole process groups. The rank finishes its step, then ends its workers.
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 DEATHS = 3
-"""So often in a row a worker may die of the same batch."""
+"""The run fails after this many deaths in a row at the same batch."""
 
 
 class WorkerError(RuntimeError):
-    """A worker failed, or died again and again; the message names it."""
+    """A worker failed, or died repeatedly; the message names it."""
 
 
 def in_order(
     fetch: Fetch, numbers: range, workers: int, ahead: int, rank: int = 0
-) -> Iterator[Fetched]:
-    """What `fetch` returns for each number, fetched by several processes, in order.
-
-    Args:
-        ahead: numbers that each worker may be ahead.
-        rank: of this process, for messages.
+) -> Iterator[ReadResult]:
+    """Yield what `fetch` returns for each number, computed by several processes, in order.
 
     Raises:
-        WorkerError: a worker raised, or died three times of one number.
+        WorkerError: a worker raised an exception, or one batch killed three.
     """
     if not numbers:
         return
-    first, rest = fetch(numbers[0]), numbers[1:]  # the first shows how large a batch is
-    size = sum(_aligned(tensor.nbytes) for tensor in first.batch)
-    crew: list[_Worker] = []
+    first, rest = fetch(numbers[0]), numbers[1:]  # all batches have its size
+    size = sum(_aligned(tensor.nbytes) for tensor in first.batch.tensors)
+    pool: list[_Worker] = []
     try:
         for number in range(min(workers, len(rest))):
-            crew.append(_Worker(f"data worker {number} of rank {rank}", fetch, size, ahead))
+            pool.append(_Worker(f"data worker {number} of rank {rank}", fetch, size, ahead))
         for place, number in enumerate(rest[: workers * ahead]):
-            crew[place % workers].ask(number)
+            pool[place % workers].ask(number)
         yield first
         for place in range(len(rest)):
-            worker = crew[place % workers]
+            worker = pool[place % workers]
             fetched = worker.answer()
             if place + workers * ahead < len(rest):
                 worker.ask(rest[place + workers * ahead])
             yield fetched
     finally:
-        for worker in crew:
-            worker.end()
+        for worker in pool:
+            worker.kill()
 
 
 class _Worker:
-    """One process, the numbers that were asked of it, and the memory that it answers in."""
+    """One process, the batches that it has been asked for, and the memory for its answers."""
 
     def __init__(self, name: str, fetch: Fetch, size: int, slots: int) -> None:
         self._name = name
@@ -88,37 +83,33 @@ class _Worker:
         self._start()
 
     def ask(self, number: int) -> None:
-        """Let the worker fetch; it has no more asked of it than it has slots."""
+        """Ask for a batch; the caller never has more open requests than there are slots."""
         self._asked.append((number, self._turn % len(self._slots)))
         self._turn += 1
         self._send(self._asked[-1])
 
-    def answer(self) -> Fetched:
-        """The oldest that was asked and has not been answered, in memory of its own."""
+    def answer(self) -> ReadResult:
+        """Wait for the oldest batch that was asked for; return a copy."""
         number, slot = self._asked[0]
         while True:
             try:
                 reply = pickle.loads(self._pipe.recv_bytes())
                 break
-            except (EOFError, OSError):  # the latter in the middle of an answer
-                self._start_again(number)
+            except (EOFError, OSError):  # OSError: it died in the middle of an answer
+                self._restart(number)
         self._asked.popleft()
         self._deaths = 0
         if isinstance(reply, str):
             raise WorkerError(f"{self._name}: {reply}")
-        layout, problems = reply
+        layout, spec, problems, place = reply
         if isinstance(layout, Batch):
-            return Fetched(layout, problems)
-        parts = (view.clone() for view in _views(self._slots[slot], layout))
-        return Fetched(Batch(*parts), problems)
-
-    def end(self) -> None:
-        """End the process at once: it holds nothing that would have to be put in order."""
-        self._kill()
+            return ReadResult(layout, problems, place)
+        parts = [view.clone() for view in _views(self._slots[slot], layout)]
+        return ReadResult(tree_unflatten(parts, spec), problems, place)
 
     def _start(self) -> None:
         self._pipe, its_end = multiprocessing.Pipe()
-        # Held back until the worker ignores them, so that none ends it before.
+        # Blocked until the worker ignores these signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             self._process = ForkProcess(
@@ -127,28 +118,34 @@ class _Worker:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        its_end.close()  # the worker's copy is now the only one: when it dies, reading here ends
-        # multiprocessing waits at exit for its children, which ignore that they are asked to end.
-        self._kill = util.Finalize(self, _end, (self._process, self._pipe), exitpriority=1)
+        its_end.close()  # so that reading here ends when the worker dies
+        # At exit multiprocessing waits for its children, which ignore its SIGTERM.
+        self.kill = util.Finalize(self, _end, (self._process, self._pipe), exitpriority=1)
 
-    def _start_again(self, number: int) -> None:
+    def _restart(self, number: int) -> None:
         self._process.join()
         self._deaths += 1
-        died = f"{self._name} (pid {self._process.pid}) {_how(self._process)}"
-        self._kill()
+        code = self._process.exitcode or 0
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
+        died = f"{self._name} (pid {self._process.pid}) {how}"
+        self.kill()
         if self._deaths == DEATHS:
             raise WorkerError(
-                f"{died}, {DEATHS} times while it read batch {number}. If the machine ran out of "
-                "memory, take fewer data.workers or a smaller data.prefetch; data.workers=0 reads "
-                "in the rank itself and shows where it fails"
+                f"{died}, {DEATHS} times while reading batch {number}. If the machine is out of "
+                "memory, reduce data.num_workers or data.prefetch_factor; data.num_workers=0 "
+                "reads in the rank itself and shows where it fails"
             )
-        print(f"rollcall: {died}; started again", file=sys.stderr, flush=True)
+        print(f"rollcall: {died}; restarted", file=sys.stderr, flush=True)
         self._start()
         for request in self._asked:
             self._send(request)
 
     def _send(self, request: tuple[int, int]) -> None:
-        with suppress(BrokenPipeError):  # it has died; `answer` finds that out
+        with suppress(BrokenPipeError):  # it has died; `answer` notices
             self._pipe.send(request)
 
 
@@ -159,7 +156,7 @@ def _end(process: ForkProcess, pipe: Connection) -> None:
 
 
 def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: int) -> None:
-    """The worker: fetch what is asked for until the rank ends it, or is no more."""
+    """Be a worker: fetch what is asked for, until the rank kills this process or dies."""
     die_with_parent()
     if os.getppid() != parent:
         os._exit(0)
@@ -170,32 +167,33 @@ def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: i
     while True:
         asked, slot = pipe.recv()
         try:
-            fetched = fetch(asked)
-        except Exception as error:  # what it was is told by the rank
+            result = fetch(asked)
+        except Exception as error:  # the rank raises it
             _reply(pipe, f"{type(error).__name__}: {error}")
             continue
-        layout = _layout(fetched.batch)
+        tensors, spec = tree_flatten(result.batch)
+        layout = _layout(tensors)
         views = _views(slots[slot], layout)
-        for view, tensor in zip(views, fetched.batch, strict=False):
+        for view, tensor in zip(views, tensors, strict=False):
             view.copy_(tensor)
-        _reply(pipe, (layout if views else fetched.batch, fetched.problems))
+        _reply(pipe, (layout if views else result.batch, spec, result.problems, result.place))
 
 
 def _reply(pipe: Connection, reply: object) -> None:
-    # Not pipe.send: torch would pass descriptors of tensors, which are gone when the worker dies.
+    # Not pipe.send: torch would pass file descriptors, which are lost when the worker dies.
     pipe.send_bytes(pickle.dumps(reply))
 
 
-def _layout(batch: Batch) -> Layout:
+def _layout(tensors: Sequence[torch.Tensor]) -> Layout:
     layout, offset = [], 0
-    for tensor in batch:
+    for tensor in tensors:
         layout.append((tensor.dtype, tensor.shape, offset))
         offset += _aligned(tensor.nbytes)
     return layout
 
 
 def _views(slot: mmap.mmap, layout: Layout) -> list[torch.Tensor]:
-    """The tensors of a batch in shared memory; none if it is larger than the first one was."""
+    """Return the tensors of a batch in shared memory; none if it is larger than the first batch."""
     views = []
     for dtype, shape, offset in layout:
         count = math.prod(shape)
@@ -208,8 +206,3 @@ def _views(slot: mmap.mmap, layout: Layout) -> list[torch.Tensor]:
 
 def _aligned(size: int) -> int:
     return math.ceil(size / 64) * 64
-
-
-def _how(process: ForkProcess) -> str:
-    code = process.exitcode or 0
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"

@@ -1,1 +1,1 @@
-"""What does a trained model say?"""
+"""Use the trained model of a run: predictions for a data set or files, and generated text."""

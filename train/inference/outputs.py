@@ -1,60 +1,40 @@
-"""How are a model's outputs written? As a line for each sample, or as one array."""
-
-from __future__ import annotations
+"""Formats of predictions: a JSON line for each sample, or one NumPy array."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 from torch.utils.data import Dataset
 
-from train.data.source import Batch
-from train.inference.trained import Trained
-from train.run import sync, write_atomic
+from rollcall.records.files import sync, write_atomic
+from rollcall.train.data.source import Batch
+from rollcall.train.inference.trained import Trained
+from rollcall.train.numerics import losses
 
 
-class Format(Protocol):
-    """One way to write outputs."""
-
-    def encode(self, rows: range, outputs: torch.Tensor, batch: Batch) -> Sequence[Any]:
-        """What is written for these samples; those without weight could not be read.
-
-        Args:
-            rows: their numbers, in the order of the batch; what else is in there is padding.
-        """
-
-    def write(self, path: Path, content: Sequence[Any]) -> None:
-        """Write a part, whole."""
-
-    def join(self, paths: Sequence[Path], beside: Path) -> None:
-        """Write all parts into one file."""
-
-
-class Lines:
-    """JSON lines: sample, file, prediction and how sure the model is."""
+class _JsonLines:
+    """JSON lines with sample, file, prediction and probability or loss."""
 
     def __init__(self, model: Trained, dataset: Dataset[Any], has_targets: bool) -> None:
         self._names = model.source.names
-        self._compares = model.config.train.loss == "mse"
+        self._loss = losses.of(model.config)
         self._where = getattr(dataset, "where", None)
         self._has_targets = has_targets
 
-    def encode(self, rows: range, outputs: torch.Tensor, batch: Batch) -> Sequence[Any]:
-        """One object for each sample."""
+    def encode(self, indices: range, outputs: torch.Tensor, batch: Batch) -> Sequence[Any]:
         found = self._predictions(outputs, batch.targets)
-        lines = []
-        for place, row in enumerate(rows):
-            line: dict[str, Any] = {"sample": row}
+        lines = []  # the rows after those with an index are padding
+        for row, index in enumerate(indices):
+            line: dict[str, Any] = {"sample": index}
             if self._where:
-                line["file"] = self._where(row)
-            if batch.weights[place]:
-                line.update({name: values[place] for name, values in found.items()})
+                line["file"] = self._where(index)
+            if batch.weights[row]:
+                line.update({name: values[row] for name, values in found.items()})
                 if self._names and "probability" in found:
                     line["class"] = self._names[line["prediction"]]
             else:
@@ -63,52 +43,46 @@ class Lines:
         return lines
 
     def write(self, path: Path, content: Sequence[Any]) -> None:
-        """Write a part, whole."""
         write_atomic(path, "".join(content))
 
-    def join(self, paths: Sequence[Path], beside: Path) -> None:
-        """One after the other."""
-        with beside.open("wb") as file:
-            for path in paths:
-                file.write(path.read_bytes())
+    def join(self, paths: Sequence[Path], target: Path) -> None:
+        with target.open("wb") as file:
+            file.writelines(path.read_bytes() for path in paths)
 
     def _predictions(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, list[Any]]:
         is_class = outputs.shape[:-1] == targets.shape and not targets.is_floating_point()
-        if self._compares or not is_class:
+        if self._loss.is_of_values or not is_class:
             found = {"prediction": outputs.tolist()}
         elif targets.ndim == 1:
             probabilities, classes = outputs.softmax(-1).max(-1)
             found = {"prediction": classes.tolist(), "probability": probabilities.tolist()}
-        else:  # every token has the one after it as its target, also in a file of the user's
-            losses = functional.cross_entropy(outputs.movedim(-1, 1), targets, reduction="none")
-            found = {"prediction": outputs.argmax(-1).tolist()}
-            return {**found, "loss": losses.flatten(1).mean(1).tolist()}
+        else:  # the target of every token is the next one, also in a user's file
+            sums, weights = self._loss(outputs, targets)
+            means = [(a / b).item() if b else None for a, b in zip(sums, weights, strict=True)]
+            return {"prediction": outputs.argmax(-1).tolist(), "loss": means}
         return {**found, "target": targets.tolist()} if self._has_targets else found
 
 
-class Array:
-    """One array of all outputs, NaN for samples that could not be read."""
+class _NumpyArray:
+    """One array of all outputs; NaN for unreadable samples."""
 
-    def __init__(self, *_: object) -> None:
-        """Nothing of the model or the data is needed."""
+    def __init__(self, *_: object) -> None: ...
 
-    def encode(self, rows: range, outputs: torch.Tensor, batch: Batch) -> Sequence[Any]:
-        """A row for each sample."""
+    def encode(self, indices: range, outputs: torch.Tensor, batch: Batch) -> Sequence[Any]:
         outputs[batch.weights.cpu() == 0] = float("nan")
-        return [*outputs[: len(rows)].numpy()]
+        return [*outputs[: len(indices)].numpy()]
 
     def write(self, path: Path, content: Sequence[Any]) -> None:
-        """Write a part, whole."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}.npy")
-        np.save(beside, np.stack(content))
-        sync(beside)
-        beside.replace(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
+        np.save(temporary, np.stack(content))
+        sync(temporary)
+        temporary.replace(path)
 
-    def join(self, paths: Sequence[Path], beside: Path) -> None:
-        """Copy into a file that is mapped, so that it may be larger than the memory."""
+    def join(self, paths: Sequence[Path], target: Path) -> None:
+        """Copy into a memory-mapped file, which may be larger than the memory."""
         parts: list[NDArray[np.float32]] = [np.load(path, mmap_mode="r") for path in paths]
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-        whole = np.lib.format.open_memmap(beside, "w+", parts[0].dtype, shape)
+        whole = np.lib.format.open_memmap(target, "w+", parts[0].dtype, shape)
         start = 0
         for part in parts:
             whole[start : start + len(part)] = part
@@ -116,4 +90,5 @@ class Array:
         whole.flush()
 
 
-FORMATS: dict[str, Any] = {".jsonl": Lines, ".npy": Array}
+Format = _JsonLines | _NumpyArray
+FORMATS: dict[str, Any] = {".jsonl": _JsonLines, ".npy": _NumpyArray}

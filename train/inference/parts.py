@@ -1,6 +1,4 @@
-"""Work that is cut into parts, each a file that is whole or absent. No torch."""
-
-from __future__ import annotations
+"""Divide the work on one output file into parts, each written atomically. No torch."""
 
 import json
 import shutil
@@ -8,84 +6,68 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.run import sync, write_atomic
+from rollcall.records.files import sync, write_atomic
 
 if TYPE_CHECKING:
-    from train.world import World
-
-PLAN = "plan.json"
+    from rollcall.train.dist.world import World
 
 
 class Parts:
-    """The parts of one output file, in a directory beside it until all are there.
+    """The parts of one output file, in a directory next to it until all are complete."""
 
-    Attributes:
-        samples: how many there are in all.
-        size: how many a part has.
-    """
-
-    def __init__(self, output: Path, world: World) -> None:
+    def __init__(self, output: Path, world: "World") -> None:
         self._output = output
         self._directory = output.with_name(f"{output.name}.parts")
         self.world = world
         self.samples = 0
-        self.size = 1
+        self.size = 1  # samples of a part
 
     def begin(self, facts: dict[str, Any], samples: int, size: int) -> None:
-        """Begin, or go on with what is there; then with its size of a part.
-
-        Args:
-            facts: what must be the same for parts of one file.
+        """Begin, or continue with existing parts and their size; all parts have the same facts.
 
         Raises:
-            ConfigError: the output is there already, or its parts are of something else.
+            ConfigError: the output file exists, or the existing parts have other facts.
         """
-        facts = {**facts, "samples": samples}
         problem, text = "", ""
         if self.world.is_main:
             try:
-                problem, text = self._begin(facts, size)
+                problem, text = self._begin({**facts, "samples": samples}, size)
             except OSError as error:
-                problem = f"{self._directory} cannot be written: {error.strerror}"
+                problem = f"{self._directory}: cannot write: {error.strerror}"
         self.world.raise_together(problem)
         self.samples = samples
         self.size = int(self.world.broadcast_text(text))
 
-    def rows(self, part: int) -> range:
-        """The samples of a part."""
+    def indices(self, part: int) -> range:
+        """Return the indices of the samples of a part."""
         return range(part * self.size, min((part + 1) * self.size, self.samples))
 
     def missing(self) -> list[int]:
-        """The parts that are not there, the same answer on every rank."""
+        """Return the missing parts, the same on every rank."""
         text = ""
         if self.world.is_main:
             numbers = range(-(-self.samples // self.size))
             text = json.dumps([number for number in numbers if not self.path(number).exists()])
-        found: list[int] = json.loads(self.world.broadcast_text(text))
-        return found
+        return list(json.loads(self.world.broadcast_text(text)))
 
     def path(self, part: int) -> Path:
-        """The file of a part."""
+        """Return the file of a part."""
         return self._directory / f"{part:08d}{self._output.suffix}"
 
     def join(self, join: Callable[[Sequence[Path], Path], None]) -> None:
-        """Make one file of all parts; called on one rank.
-
-        Args:
-            join: writes the parts into a file.
-        """
-        beside = self._directory / f"whole{self._output.suffix}"
-        join([self.path(part) for part in range(-(-self.samples // self.size))], beside)
-        sync(beside)
-        beside.replace(self._output)
+        """Make one file of all parts with `join`; call it on one rank."""
+        whole = self._directory / f"whole{self._output.suffix}"
+        join([self.path(part) for part in range(-(-self.samples // self.size))], whole)
+        sync(whole)
+        whole.replace(self._output)
         sync(self._output.parent)
         shutil.rmtree(self._directory)
 
     def _begin(self, facts: dict[str, Any], size: int) -> tuple[str, str]:
-        plan = self._directory / PLAN
+        plan = self._directory / "plan.json"
         if not plan.exists():
             if self._output.exists():
-                return f"{self._output} is there already: remove it, or name another --output", ""
+                return f"--output {self._output} exists; delete it, or choose another file", ""
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomic(plan, json.dumps({"size": size, **facts}) + "\n")
             return "", str(size)
@@ -94,9 +76,9 @@ class Parts:
         changed = [name for name in facts if facts[name] != before.get(name)]
         if changed:
             return (
-                f"{self._directory} holds parts of something else ({', '.join(changed)} differ): "
-                "remove it, or name another --output"
+                f"{self._directory} contains parts of another prediction ({', '.join(changed)} "
+                "differ); delete it, or choose another --output"
             ), ""
-        for path in self._directory.glob(".*"):  # of writers that were killed
+        for path in self._directory.glob(".*"):  # left by killed writers
             path.unlink()
         return "", str(size)

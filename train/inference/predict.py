@@ -1,11 +1,9 @@
-"""`python -m train predict RUN`: the outputs of a trained model for files or a data set, in order.
+"""`rollcall predict RUN`: write the outputs of a trained model for files or a data set, in order.
 
-The samples are cut into parts of a fixed size. Each rank computes its own parts, and each part is
-written whole: what was killed goes on with the parts that are missing, on any number of ranks. At
-the end rank 0 joins them to one file.
+The samples are divided into parts of a fixed size. Each rank computes some of the parts and writes
+each atomically, so a killed command continues with the missing parts, on any number of ranks. At
+the end rank 0 concatenates them.
 """
-
-from __future__ import annotations
 
 import argparse
 import math
@@ -15,106 +13,117 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.config import Config, ConfigError
-from train.inference import trained
-from train.inference.parts import Parts
-from train.run import RunDir
+from rollcall.config import Config, ConfigError
+from rollcall.refusal import refuse
+from rollcall.run_dir import RunDir
+from rollcall.train.inference import trained
+from rollcall.train.inference.parts import Parts
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from train.inference.outputs import Format
-    from train.inference.trained import Trained
-    from train.stop import StopSignals
-    from train.world import World
+    from rollcall.train.dist.signals import StopSignals
+    from rollcall.train.dist.world import World
+    from rollcall.train.inference.outputs import Format
+    from rollcall.train.inference.trained import Trained
 
 USAGE = """\
-python -m train predict RUN [--input FILES | --split NAME] [--output FILE] [key=value ...]
-       torchrun --nproc_per_node=4 -m train predict RUN parallel.strategy=zero3
+rollcall predict RUN [--input FILES | --split NAME] [--output FILE] [key=value ...]
+       torchrun --nproc_per_node=4 -m rollcall.train predict RUN parallel.strategy=zero3
 
-The ranks share the samples, with any strategy; key=value changes the run's configuration. The same
-command goes on after a stop or a kill.
+The ranks share the samples, with any strategy. key=value overrides the run's configuration. After a
+stop or a kill, the same command continues.
 """
 SUFFIXES = (".jsonl", ".npy")
 PART = 1024
-"""Samples of a part, at most."""
+"""The largest number of samples of a part."""
 PARTS_OF_A_RANK = 4
-"""At least; fewer would leave ranks without work, or lose more of it to a kill."""
+"""The smallest number of parts per rank; fewer would leave ranks idle, or lose more to a kill."""
 
 
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train predict", usage=USAGE)
+    parser = argparse.ArgumentParser(prog="rollcall predict", usage=USAGE)
     parser.add_argument("run", metavar="RUN", help="name or directory of a run")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--input",
         metavar="FILES",
-        help="images or texts: files, directories or quoted patterns, with commas between them",
+        help="images or texts: comma-separated files, directories or quoted patterns",
     )
     what.add_argument(
-        "--split", choices=("train", "validation"), default="validation", help="(%(default)s)"
+        "--split",
+        choices=("train", "validation"),
+        default="validation",
+        help="part of the run's data set (default: %(default)s)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="a line for each sample (.jsonl) or the outputs as an array (.npy) "
-        "(default: predictions.jsonl in the run's directory)",
+        help=".jsonl for one line per sample, .npy for an array of the outputs "
+        "(default: predictions.jsonl in the run directory)",
     )
     parser.add_argument(
-        "--batch", type=int, default=64, help="samples of a forward pass on a rank (%(default)s)"
+        "--batch", type=int, default=64, help="samples per forward pass on one rank (default: 64)"
     )
+    parser.add_argument("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_known_args(words)
     try:
         run_dir, config = trained.find(options.run, overrides)
         options.output = (options.output or run_dir.path / "predictions.jsonl").absolute()
         if options.output.suffix not in SUFFIXES:
             raise ConfigError(
-                f"--output {options.output}: expected a name with {' or '.join(SUFFIXES)}"
+                f"--output: expected a file that ends in {' or '.join(SUFFIXES)}, got "
+                f"{options.output}"
             )
         if options.batch < 1:
-            raise ConfigError(f"--batch {options.batch}: expected at least 1")
+            raise ConfigError(f"--batch: expected at least 1, got {options.batch}")
     except ConfigError as error:
-        return trained.refuse(error)
+        return refuse(error)
     return trained.on_all_ranks(config, partial(_predict, run_dir, config, options))
 
 
 def _predict(
-    run_dir: RunDir, config: Config, options: argparse.Namespace, world: World, stop: StopSignals
+    run_dir: RunDir,
+    config: Config,
+    options: argparse.Namespace,
+    world: "World",
+    stop: "StopSignals",
 ) -> bool:
-    from train.inference.outputs import FORMATS
+    from rollcall.train.inference.outputs import FORMATS
 
-    with trained.load(run_dir, config, world, options.input is None) as model:
+    with trained.load(run_dir, config, world, options.input is None, options.best) as model:
         dataset, facts = _samples(model, options)
         parts = Parts(options.output, world)
         samples = len(dataset)
         facts = {**facts, "run": str(run_dir.path), "step": model.step}
         parts.begin(facts, samples, _size(samples, model.strategy.data_ranks, options.batch))
         output = FORMATS[options.output.suffix](model, dataset, options.input is None)
-        before = parts.missing()
+        missing = parts.missing()
         started = time.perf_counter()
         _compute(model, dataset, parts, output, options.batch, stop)
         seconds = time.perf_counter() - started
         left = parts.missing()
     if world.is_main:
-        count = sum(len(parts.rows(part)) for part in before if part not in left)
-        speed = (
-            f"{count:,} of {samples:,} samples in {seconds:.1f} s, {count / seconds:,.0f} samples/s"
-        )
         if not left:
             try:
                 parts.join(output.join)
             except OSError as error:
-                raise ConfigError(f"{options.output} cannot be written: {error.strerror}") from None
-        end = "stopped; the same command goes on" if left else str(options.output)
-        print(f"rollcall: predicted {speed}; {end}", flush=True)
+                raise ConfigError(f"{options.output}: cannot write: {error.strerror}") from None
+        count = sum(len(parts.indices(part)) for part in missing if part not in left)
+        end = "stopped; the same command continues" if left else str(options.output)
+        print(
+            f"rollcall: predicted {count:,} of {samples:,} samples in {seconds:.1f} s, "
+            f"{count / seconds:,.0f} samples/s; {end}",
+            flush=True,
+        )
     return not left
 
 
-def _samples(model: Trained, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """What to predict, and the facts by which another start knows that it is the same."""
-    from train.data import files
+def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Return the samples, and facts that identify them for a later start."""
+    from rollcall.train.data.sets import files
 
     source = model.source
     if options.input is None:
@@ -122,64 +131,67 @@ def _samples(model: Trained, options: argparse.Namespace) -> tuple[Any, dict[str
         return dataset, {"input": options.split}
     if source.read is None:
         raise ConfigError(
-            f"data.name={model.config.data.name} does not say how to read files: use --split, or "
-            "give its Source a function `read`"
+            f"--input: data.name={model.config.data.name} cannot read files; use --split, or set "
+            "the `read` function of its Source"
         )
     paths = files.find(options.input, "--input")
     return source.read(paths), {"input": [str(path.absolute()) for path in paths]}
 
 
 def _size(samples: int, ranks: int, batch: int) -> int:
-    """Samples of a part: whole batches, some parts for each rank."""
+    """Return the samples of a part: whole batches, and several parts for each rank."""
     even = math.ceil(samples / (PARTS_OF_A_RANK * ranks))
     return math.ceil(min(even, PART) / batch) * batch
 
 
 def _compute(
-    model: Trained,
-    dataset: Dataset[Any],
+    model: "Trained",
+    dataset: "Dataset[Any]",
     parts: Parts,
-    output: Format,
+    output: "Format",
     batch: int,
-    stop: StopSignals,
+    stop: "StopSignals",
 ) -> None:
-    """Compute the missing parts, or as many as there is time for."""
+    """Compute the missing parts, until all are done or a signal asks to stop."""
     import torch
 
-    from train.data.loading import Loading
-    from train.data.reading import Pick
-    from train.data.source import Batch
+    from rollcall.train.data.loading import Loading
+    from rollcall.train.data.reader import Selection
 
     strategy, config = model.strategy, model.config
     missing, world = parts.missing(), parts.world
-    turns = math.ceil(len(missing) / strategy.data_ranks)  # as many for every rank: it may send
+    # The same on every rank: strategies communicate.
+    turns = math.ceil(len(missing) / strategy.data_ranks)
     passes = math.ceil(parts.size / batch)
 
     def part(turn: int) -> int | None:
         place = turn * strategy.data_ranks + strategy.data_rank
         return missing[place] if place < len(missing) else None
 
-    def rows(number: int) -> range:
+    def indices(number: int) -> range:
         turn, place = divmod(number, passes)
-        mine = part(turn)
-        return range(0) if mine is None else parts.rows(mine)[place * batch : (place + 1) * batch]
+        whole = range(0) if (mine := part(turn)) is None else parts.indices(mine)
+        return whole[place * batch : (place + 1) * batch]
 
-    def pick(number: int) -> Pick:
-        samples, padding = [*rows(number)], batch - len(rows(number))
+    def select(number: int) -> Selection:
+        samples = [*indices(number)]
+        padding = batch - len(samples)
         weights = torch.tensor([1.0] * len(samples) + [0.0] * padding)
-        return Pick(samples + [0] * padding, [0] * batch, weights)
+        return Selection(samples + [0] * padding, [0] * batch, weights)
 
     loading = Loading(config.data, config.seed, world.rank, world.device)
-    batches = loading.batches(dataset, "the input", pick, range(turns * passes))
+    batches = loading.batches(
+        dataset, "the input", select, range(turns * passes), model.source.form
+    )
     writes = _is_first_of_share(strategy.data_rank, world)
     content: list[Any] = []
     for number, read in enumerate(batches):
         outputs = strategy.forward(read.to(world.device)).cpu()
-        content += output.encode(rows(number), outputs, Batch(*(part.cpu() for part in read)))
+        content += output.encode(indices(number), outputs, read.to(torch.device("cpu")))
         turn, place = divmod(number, passes)
         if place < passes - 1:
             continue
-        asked, unreadable = trained.add(stop.received is not None, loading.unreadable)
+        asked, unreadable = world.sum(stop.received is not None, loading.unreadable)
         loading.refuse(world, unreadable * strategy.data_ranks / world.world_size)
         mine, problem = part(turn), ""
         if mine is not None and writes:
@@ -193,11 +205,7 @@ def _compute(
             return
 
 
-def _is_first_of_share(share: int, world: World) -> bool:
-    """Whether this rank writes what all ranks with its share compute alike."""
-    import torch
-    import torch.distributed as dist
-
-    shares = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
-    dist.all_gather(shares, torch.tensor([share]))
-    return [int(other) for other in shares].index(share) == world.rank
+def _is_first_of_share(share: int, world: "World") -> bool:
+    """Whether this rank writes the outputs that all ranks with the same share compute."""
+    slots = [share if rank == world.rank else 0 for rank in range(world.world_size)]
+    return world.sum(*slots).index(share) == world.rank

@@ -1,159 +1,164 @@
-"""The model of a run as it was last saved, spread over the ranks, ready to compute."""
-
-from __future__ import annotations
+"""Load the model of a run from its newest checkpoint, spread over the ranks."""
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train import config as schema
-from train.config import Config, ConfigError
-from train.run import RunDir, named, read_lines
+from rollcall import config as schema
+from rollcall.config import Config, ConfigError
+from rollcall.refusal import PATIENCE, REFUSED, refuse
+from rollcall.run_dir import RunDir, named
+from rollcall.text import did_you_mean
 
 if TYPE_CHECKING:
-    from train.data.source import Source
-    from train.parallel import Strategy
-    from train.stop import StopSignals
-    from train.world import World
+    from torch import nn
+
+    from rollcall.train.data.source import Source
+    from rollcall.train.dist.signals import StopSignals
+    from rollcall.train.dist.world import World
+    from rollcall.train.parallel import Strategy
+
+
+BEST = "use the checkpoint with the best validation, not the newest"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's model.
+    """The trained model of a run."""
 
-    Attributes:
-        config: of the run, with the user's changes.
-        step: after which the weights were saved.
-        source: the data of the run.
-    """
-
-    config: Config
-    step: int
-    source: Source
-    strategy: Strategy
+    config: Config  # of the run, with the user's overrides
+    step: int  # of the checkpoint
+    source: "Source"
+    strategy: "Strategy"
 
 
 def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
-    """The run of this name or path, and its configuration.
-
-    Args:
-        run: a directory, or the name of one in runs/.
-        words: key=value, which change the configuration.
+    """Return the run with this directory or name, and its configuration with these overrides.
 
     Raises:
-        ConfigError: there is no such run, or the words are wrong.
+        ConfigError: the run is unknown, or a word is wrong.
     """
-    stray = [word for word in words if word.startswith("-") or "=" not in word]
-    if stray:
-        raise ConfigError(f"'{stray[0]}' is no option and no key=value pair; see --help")
+    for word in words:
+        if word.startswith("-") or "=" not in word:
+            raise ConfigError(f"expected an option or key=value, got '{word}'; see --help")
     place = named(run, "config.yaml")
     if place is None:
+        near = did_you_mean(run, (path.name for path in Path("runs").glob("*")))
         raise ConfigError(
-            f"there is no run '{run}': neither {Path(run).absolute()} nor "
-            f"{Path('runs', run).absolute()} has a config.yaml"
+            f"unknown run '{run}': neither {Path(run).absolute()} nor "
+            f"{Path('runs', run).absolute()} has a config.yaml{near}"
         )
-    _, config = schema.parse([str(place.absolute() / "config.yaml"), *words])
-    # Exact sums are a matter of training, and would bind the number of ranks.
-    return RunDir(place.absolute().parent, place.absolute().name), config.model_copy(
-        update={"exact": False}
-    )
+    place = place.absolute()
+    _, config = schema.parse([str(place / "config.yaml"), *words])
+    # Exact mode only matters for training, and would limit the number of ranks.
+    return RunDir(place.parent, place.name), config.model_copy(update={"exact": False})
 
 
-def on_all_ranks(config: Config, work: Callable[[World, StopSignals], bool]) -> int:
-    """Let all ranks meet and work; the exit code is that of `python -m train`.
+def on_all_ranks(config: Config, work: "Callable[[World, StopSignals], bool]") -> int:
+    """Join all ranks and run `work`; return an exit code, as `rollcall train` does.
 
-    Args:
-        work: returns whether it came to its end; if not, it was asked to stop.
+    `work` returns whether it is complete; False means that a signal asked it to stop.
     """
-    from train.stop import StopSignals
-    from train.world import World
+    from rollcall.train.dist.signals import StopSignals
+    from rollcall.train.dist.world import World
 
     with StopSignals() as stop:
         try:
             world = World.join(config.device)
         except ConfigError as error:
-            return refuse(error)
+            return refuse(error, everywhere=False)
+        refusal = None
         try:
             code = 0 if work(world, stop) else os.EX_TEMPFAIL
         except ConfigError as error:
-            code = refuse(error) if world.is_main else 2
-        world.leave()
-        return code
-
-
-def add(*numbers: float) -> list[float]:
-    """The sums of these numbers over all ranks, which call it together."""
-    import torch
-    import torch.distributed as dist
-
-    sums = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
-def refuse(error: ConfigError) -> int:
-    """Explain a refusal; return its exit code."""
-    for line in str(error).splitlines():
-        print(f"rollcall: error: {line}", file=sys.stderr)
-    return 2
+            refusal, code = error, REFUSED
+    if refusal is not None:  # not before: the launcher's signals end a rank that waits
+        refuse(refusal, patience=0 if stop.received else PATIENCE)
+    world.leave()
+    return code
 
 
 @contextmanager
 def load(
-    run_dir: RunDir, config: Config, world: World, with_data: bool = True
-) -> Iterator[Trained]:
-    """The model with the weights that were last saved, those that evaluation uses.
+    run_dir: RunDir,
+    config: Config,
+    world: "World",
+    with_data: bool = True,
+    best: bool = False,  # the checkpoint with the best validation instead of the newest
+) -> "Iterator[Trained]":
+    """Load a checkpoint of a run, the newest by default, with the weights that its evaluation uses.
 
-    Args:
-        with_data: also its data set; without it what the run has recorded of the data does, where
-            that is enough to read files.
+    Without data, what the run has recorded about its data set is used, if that is enough to read
+    files.
 
     Raises:
-        ConfigError: nothing was saved, or it does not fit the configuration.
+        ConfigError: the run has no checkpoint, or it does not fit the configuration.
     """
     from torch.distributed.checkpoint import state_dict
 
-    from train import data, losses, models, parallel, precision
-    from train.checkpoint import Checkpointer
-    from train.data.order import Order, training_batches
-    from train.ema import Ema
-    from train.parallel.strategy import OPTIONS
+    from rollcall.train import models
+    from rollcall.train.checkpoint import SharedEngine, cadence, manifest
+    from rollcall.train.checkpoint.contents import Damaged
+    from rollcall.train.data import sets
+    from rollcall.train.data.order import Order, training_batches
+    from rollcall.train.numerics import losses, precision
+    from rollcall.train.numerics.ema import Ema
+    from rollcall.train.parallel.strategy import OPTIONS, Composed
+    from rollcall.train.update import drop_frozen
+    from rollcall.train.weights import start
 
-    checkpoints = Checkpointer(run_dir.checkpoints, world)
+    checkpoints = SharedEngine(run_dir.checkpoints, world)
     if checkpoints.newest() is None:
-        raise ConfigError(f"{run_dir.path} has no checkpoint yet: train it first")
+        raise ConfigError(f"{run_dir.path} has no checkpoint yet; train it first")
     precision.prepare(config.precision, world.device)
-    strategy = parallel.build(config, world, losses.Objective(losses.build(config.train.loss)))
+    strategy = Composed(config, world, losses.Objective(losses.of(config)))
     source = None if with_data else _recorded(run_dir, config, world)
-    source = source or data.load(config.data, world)
-    model = models.adapt(models.build(config.model, source), config, world.device)
+    source = source or sets.load(config.data, world, config.seed)
+
+    def make() -> "nn.Module":
+        return models.adapt(models.build(config.model, source), config, world.device)
+
+    begin = start.built(config, make, draws=False)
+    if not config.checkpoint.save_frozen:
+        start.read_init(begin, config, world)
     order = Order(source.train_size, 2, 2, config.seed)
-    strategy.place(model, next(training_batches(source, order, range(2), range(1))))
-    state: dict[str, Any] = {
-        "model": state_dict.get_model_state_dict(strategy.model, options=OPTIONS)
-    }
+    example = next(training_batches(source, order, range(2), range(1)))
+    strategy.place(begin.model, example, begin.fill)
+    weights = state_dict.get_model_state_dict(strategy.model, options=OPTIONS)
+    state: dict[str, Any] = {"model": weights}
     averages = None
     if config.optim.ema and config.optim.evaluate_ema:
         averages = Ema(strategy.model, config.optim.ema)
         state["ema"] = averages.state()
-    step = checkpoints.newest()  # only now: a training removes old ones meanwhile
-    assert step is not None, "the newest one is never removed"
+    # Asked late: a running training may remove older ones, but never the newest.
+    step = checkpoints.newest()
+    if best:
+        chosen, problem = "", ""
+        if world.is_main:
+            try:
+                chosen = str(manifest.read_named(cadence.best(run_dir.checkpoints)).step)
+            except (ConfigError, Damaged) as error:
+                problem = str(error)
+        world.raise_together(problem)
+        step = int(world.broadcast_text(chosen))
+    assert step is not None, "the newest checkpoint is never removed"
+    if not config.checkpoint.save_frozen:
+        drop_frozen(strategy.model, state)
     checkpoints.load(step, state)
-    state_dict.set_model_state_dict(strategy.model, state["model"], options=OPTIONS)
+    weights |= state["model"]
+    state_dict.set_model_state_dict(strategy.model, weights, options=OPTIONS)
     with averages.in_place() if averages else nullcontext():
         yield Trained(config, step, source, strategy)
 
 
-def _recorded(run_dir: RunDir, config: Config, world: World) -> Source | None:
-    """The kind of data that the run has learned from, without the data."""
-    from train.data.readers import blank
+def _recorded(run_dir: RunDir, config: Config, world: "World") -> "Source | None":
+    """Return the source of the run without its samples, if it can read files."""
+    from rollcall.train.data import sets
 
-    events = read_lines(run_dir.events) if world.is_main else []
-    facts = [line for line in events if line["event"] == "data"][-1:]
+    facts = run_dir.read_events("data")[-1:] if world.is_main else []
     facts = json.loads(world.broadcast_text(json.dumps(facts)))
-    return blank(config.data, facts[0]) if facts else None
+    return sets.without_samples(config.data, facts[0]) if facts else None

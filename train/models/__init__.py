@@ -1,78 +1,81 @@
-"""What is trained: one file per family, or `package.module:attribute` of the user's own."""
-
-from __future__ import annotations
+"""The models. Each is a file here and a line in `rollcall/config/catalog.py`."""
 
 import torch
 from torch import nn
 
-from train import activations, fp8
-from train.data.source import Source
-from train.models import batchnorm, vision
-from train.models.cnn import cnn
-from train.models.gpt import gpt
-from train.models.mlp import mlp
-from train.parallel.mesh import parse
-from train.parallel.shard import units
-from train.plugin import load_attribute
-from train.schema import Config, ConfigError, Model
+from rollcall.config import arguments
+from rollcall.config.catalog import MODELS
+from rollcall.config.mesh import parse
+from rollcall.config.plugin import load_attribute
+from rollcall.config.schema import Config, ConfigError, Model
+from rollcall.train.data.source import Source
+from rollcall.train.models import activations, batchnorm, vision
+from rollcall.train.numerics import fp8
+from rollcall.train.parallel.shard import units
 
-FAMILIES = {"cnn": cnn, "gpt": gpt, "mlp": mlp}
-OTHERS = [*FAMILIES, "a classification model of torchvision such as resnet18 or vit_b_16"]
+TORCHVISION = "a classification model of torchvision such as resnet18 or vit_b_16"
 
 
 def build(config: Model, source: Source) -> nn.Module:
-    """The model that the configuration names, for the shape and classes of the data.
-
-    A user's own attribute is called with (config, source) as the families here are.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    family = FAMILIES.get(config.name)
-    if family is None and ":" not in config.name and config.name in vision.names():
-        family = vision.vision
-    family = family or load_attribute(config.name, "model.name", OTHERS)
-    model = family(config, source)
+    """Return the model that the configuration names, for the data; ConfigError if it is unknown."""
+    if ":" not in config.name and not source.classes:
+        raise ConfigError(
+            f"model.name={config.name} needs the number of classes: let the data function return a "
+            "Source(train, validation, classes=…), or a data set with an attribute `classes`"
+        )
+    is_short = ":" not in config.name and config.name not in MODELS
+    if is_short and config.name in vision.names():
+        if config.args:
+            raise ConfigError(f"model.args: model.name={config.name} takes no arguments here")
+        return vision.vision(config, source)
+    if is_short:
+        load_attribute(config.name, "model.name", MODELS, TORCHVISION)  # refuses the name
+    given = {"config": config, "source": source}
+    model = arguments.call("model.name", "model.args", config.name, config.args, **given)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.name: {config.name} returned {type(model).__name__}, not a Module"
+            f"model.name={config.name}: expected an nn.Module, got a {type(model).__name__}"
         )
     return model
 
 
-def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """The model as a step computes it: number formats, memory and BatchNorm as configured.
+def slow_imports(name: str) -> tuple[str, ...]:
+    """Return the slow modules that building a model imports, without importing them."""
+    return () if ":" in name or name in MODELS else vision.SLOW_IMPORTS
 
-    The names of its weights stay. It is called before the model is spread over ranks.
+
+def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Apply the configured number format, activation checkpointing, BatchNorm and memory layout.
+
+    The names of the weights stay. Call it before the model is spread over ranks.
 
     Raises:
-        ConfigError: the model cannot be computed so.
+        ConfigError: the model does not support one of them.
     """
     if config.precision == "fp8":
         fp8.use(model)
     if config.model.sync_batchnorm:
         model = batchnorm.synchronize(model, device)
     if config.model.channels_last:
-        _lay_out(model, config)
+        _use_channels_last(model, config)
     activations.recompute(model, config.model.activation_checkpointing)
     return model
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile each block of a model that is spread, or the whole if it has none."""
+    """Compile each block of a model that is spread over ranks, or the whole if it has no blocks."""
     for block in list(units(model)) or [model]:
         block.forward = torch.compile(block.forward, backend=backend)
 
 
-def _lay_out(model: nn.Module, config: Config) -> None:
-    """Let images, and weights of convolutions with them, lie in memory pixel by pixel."""
+def _use_channels_last(model: nn.Module, config: Config) -> None:
     sharded = "shard" in parse(config.parallel.mesh_text) and config.parallel.stage > 1
-    if not sharded:  # FSDP2 wants weights row by row (torch 2.15); convolutions follow the images
+    if not sharded:  # FSDP2 needs contiguous weights (torch 2.15); convolutions follow their inputs
         model.to(memory_format=torch.channels_last)
 
-    def images_first(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def convert_images(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(
             x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs
         )
 
-    model.register_forward_pre_hook(images_first)
+    model.register_forward_pre_hook(convert_images)

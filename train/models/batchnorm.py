@@ -1,6 +1,4 @@
-"""BatchNorm on several ranks: statistics of the whole batch, or of what one rank sees?"""
-
-from __future__ import annotations
+"""BatchNorm with the statistics of the whole batch, over all ranks."""
 
 from typing import Any
 
@@ -11,21 +9,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):
-    """What torch's does, which works on GPUs alone, in plain operations."""
+    """A replacement for torch's SyncBatchNorm, which supports only GPUs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise (rows, channels, …) by the statistics of the rows of all ranks."""
+        """Normalize (rows, channels, …) by the statistics of the rows of all ranks."""
         if not self.training:
-            normalised: torch.Tensor = super().forward(x)
-            return normalised
+            normalized: torch.Tensor = super().forward(x)
+            return normalized
         dtype, x = x.dtype, x.float()
         over = [dimension for dimension in range(x.ndim) if dimension != 1]
         count = torch.full((1,), x.numel() / x.shape[1], dtype=x.dtype)
-        sums = torch.cat([x.sum(over), x.square().sum(over), count])
-        sums = _Sum.apply(sums)
+        sums = _Sum.apply(torch.cat([x.sum(over), x.square().sum(over), count]))
         mean, squares = (sums[:-1] / sums[-1]).chunk(2)
         with torch.no_grad():
-            self._remember(mean, squares, sums[-1])
+            self._update_running_statistics(mean, squares, sums[-1])
         shape = [1, -1, *[1] * (x.ndim - 2)]
         x = (x - mean.view(shape)) * (squares - mean.square() + self.eps).rsqrt().view(shape)
         if self.affine:
@@ -33,23 +30,23 @@ class SyncBatchNorm(_BatchNorm):
         return x.to(dtype)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Any image, sequence or volume."""
+        """Accept images, sequences and volumes."""
 
-    def _remember(self, mean: torch.Tensor, squares: torch.Tensor, count: torch.Tensor) -> None:
+    def _update_running_statistics(
+        self, mean: torch.Tensor, squares: torch.Tensor, count: torch.Tensor
+    ) -> None:
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:
-            share = 1 / float(self.num_batches_tracked)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         variance = (squares - mean.square()) * count / (count - 1)
         self.running_mean.lerp_(mean, share)
         self.running_var.lerp_(variance, share)
 
 
 class _Sum(torch.autograd.Function):
-    """Over all ranks, forward and backward."""
+    """A sum over all ranks, in the forward and the backward pass."""
 
     @staticmethod
     def forward(_: Any, terms: torch.Tensor) -> torch.Tensor:
@@ -59,13 +56,11 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        gradient = gradients[0].clone()
-        dist.all_reduce(gradient)
-        return gradient
+        return _Sum.forward(None, *gradients)
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Let every BatchNorm of a model use the samples of all ranks; names and weights stay."""
+    """Let every BatchNorm of a model use the statistics of all ranks; names and weights stay."""
     if device.type == "cuda":
         synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return synchronized
@@ -76,25 +71,21 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def warning(model: nn.Module, ranks: int, is_cut: bool) -> str:
-    """Why the result of a model with BatchNorm will depend on the number of ranks, or nothing.
+    """Warn if the result will depend on the number of ranks or the micro-batch; else return "".
 
-    Args:
-        ranks: that compute different samples of a batch.
-        is_cut: whether a rank computes its share in several micro-batches.
+    `ranks` compute different samples of a batch, each of them in several micro-batches if `is_cut`.
     """
-    plain = any(
-        isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
-        for module in model.modules()
-    )
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    plain = [norm for norm in norms if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)]
     if ranks > 1 and plain:
         return (
-            f"the model has BatchNorm, which takes its statistics from the samples of one of the "
-            f"{ranks} ranks, so the result depends on their number: model.sync_batchnorm=true "
-            "takes them from all"
+            f"each of the {ranks} ranks computes the statistics of BatchNorm from its own "
+            "samples, so the result depends on the number of ranks; model.sync_batchnorm=true "
+            "uses those of all ranks"
         )
-    if is_cut and any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if is_cut and norms:
         return (
-            "the model has BatchNorm, which takes its statistics from one micro-batch, so the "
-            "result depends on data.micro_batch"
+            "BatchNorm computes its statistics from one micro-batch, so the result depends on "
+            "data.micro_batch"
         )
     return ""

@@ -1,70 +1,90 @@
-"""A decoder-only transformer: rotary positions, grouped-query attention, and nothing exotic.
+"""A decoder-only transformer with rotary positions and grouped-query attention.
 
-GPT-2 (Radford et al., 2019) in its layout, with rotary positions, https://arxiv.org/abs/2104.09864,
+The layout of GPT-2 (Radford et al., 2019), with rotary positions, https://arxiv.org/abs/2104.09864,
 grouped queries, https://arxiv.org/abs/2305.13245, and RMSNorm, https://arxiv.org/abs/1910.07467.
-It knows nothing of ranks: `train/parallel` cuts it from outside.
+Its code does not depend on ranks; it declares the plans by which `train/parallel` spreads it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from train.data.source import Source
-from train.schema import ConfigError, Model
+from rollcall.config.schema import ConfigError, Model
+from rollcall.train.data.source import Source
 
-BASE = 10_000.0  # of the wave lengths of the rotary positions
+BASE = 10_000.0  # of the wavelengths of the rotary positions
+
+
+class Gpt(nn.Sequential):
+    """An embedding, blocks, a norm and a linear layer."""
+
+    tensor_plan: ClassVar = {
+        "block*.attention.query": "columns",
+        "block*.attention.key": "columns",
+        "block*.attention.value": "columns",
+        "block*.attention.out": "rows",
+        "block*.up": "columns",
+        "block*.down": "rows",
+    }
+    tensor_divides = ("hidden_size", "num_heads", "num_kv_heads")
+    sequence_plan: ClassVar = {
+        "embedding": "scatter",
+        "block*.attention_norm": "of pieces",
+        "block*.attention": "gather for columns",
+        "block*.perceptron_norm": "of pieces",
+        "block*.up": "columns of pieces",
+        "norm": "of pieces",
+        "head": "gather",
+    }
+    context_plan: ClassVar = {"block*.attention.rotation": 1}
 
 
 def gpt(config: Model, source: Source) -> nn.Module:
-    """A transformer for sequences of tokens: (rows, context) to (rows, context, classes) logits.
+    """Return a transformer for tokens: (rows, length) to (rows, length, classes) logits.
 
     Raises:
-        ConfigError: the samples are no sequences, or the width, heads and kv_heads do not divide.
+        ConfigError: the samples are not sequences, or the width and heads do not divide.
     """
     if len(source.shape) != 1:
         raise ConfigError(
-            f"model.name=gpt needs sequences of tokens, but the samples of this data have shape "
-            f"{source.shape}: choose data.name=text"
+            f"model.name=gpt expects sequences of tokens, got samples of shape {source.shape}; "
+            "choose data.name=text"
         )
-    if config.hidden % (2 * config.heads):
-        step = 2 * config.heads
+    if config.hidden_size % (2 * config.num_heads):
+        step = 2 * config.num_heads
         raise ConfigError(
-            f"model.hidden={config.hidden} does not divide into model.heads={config.heads} of an "
-            f"even width: choose model.hidden={-(-config.hidden // step) * step}"
+            f"model.hidden_size={config.hidden_size}: expected a multiple of {step}, twice "
+            f"model.num_heads; choose {-(-config.hidden_size // step) * step}"
         )
-    if config.heads % config.kv_heads:
+    if config.num_heads % config.num_kv_heads:
         raise ConfigError(
-            f"model.heads={config.heads} do not share model.kv_heads={config.kv_heads} evenly: "
-            "choose a divisor"
+            f"model.num_kv_heads={config.num_kv_heads}: expected a divisor of "
+            f"model.num_heads={config.num_heads}"
         )
-    embedding = nn.Embedding(source.classes, config.hidden)
+    embedding = nn.Embedding(source.classes, config.hidden_size)
     nn.init.normal_(embedding.weight, std=0.02)
-    layers = {f"block{number}": Block(config, source.shape[0]) for number in range(config.layers)}
-    return nn.Sequential(
-        OrderedDict(
-            embedding=embedding,
-            **layers,
-            norm=nn.RMSNorm(config.hidden),
-            head=nn.Linear(config.hidden, source.classes, bias=False),
-        )
-    )
+    model = Gpt(OrderedDict(embedding=embedding))
+    for number in range(config.num_layers):
+        model.add_module(f"block{number}", Block(config, source.shape[0]))
+    model.add_module("norm", nn.RMSNorm(config.hidden_size))
+    model.add_module("head", nn.Linear(config.hidden_size, source.classes, bias=False))
+    return model
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on the normalised sum of what came before."""
+    """Attention and a perceptron, each with a norm before it and a residual connection."""
 
-    def __init__(self, config: Model, context: int) -> None:
+    def __init__(self, config: Model, length: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden)
-        self.attention = Attention(config, context)
-        self.perceptron_norm = nn.RMSNorm(config.hidden)
-        self.up = nn.Linear(config.hidden, 4 * config.hidden, bias=False)
+        self.attention_norm = nn.RMSNorm(config.hidden_size)
+        self.attention = Attention(config, length)
+        self.perceptron_norm = nn.RMSNorm(config.hidden_size)
+        self.up = nn.Linear(config.hidden_size, 4 * config.hidden_size, bias=False)
         self.dropout = nn.Dropout(config.dropout)
-        self.down = nn.Linear(4 * config.hidden, config.hidden, bias=False)
+        self.down = nn.Linear(4 * config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (rows, length, hidden) to the same."""
@@ -75,20 +95,19 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention; several heads of queries share one of keys and values."""
+    """Causal attention; several query heads share one head of keys and values."""
 
     rotation: torch.Tensor
 
-    def __init__(self, config: Model, context: int) -> None:
+    def __init__(self, config: Model, length: int) -> None:
         super().__init__()
-        self.head_width = config.hidden // config.heads
-        rotation = _rotation(context, self.head_width)
-        self.register_buffer("rotation", rotation, persistent=False)
-        shared = config.kv_heads * self.head_width
-        self.query = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.key = nn.Linear(config.hidden, shared, bias=False)
-        self.value = nn.Linear(config.hidden, shared, bias=False)
-        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.head_width = config.hidden_size // config.num_heads
+        self.register_buffer("rotation", _rotation(length, self.head_width), persistent=False)
+        width, shared = config.hidden_size, config.num_kv_heads * self.head_width
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, shared, bias=False)
+        self.value = nn.Linear(width, shared, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (rows, length, hidden) to the same."""
@@ -103,20 +122,20 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        # As many heads as there are: a rank of a tensor group has only some of them.
+        # -1: a rank of a tensor group has only some of the heads.
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
-def _rotation(context: int, head_width: int) -> torch.Tensor:
-    """Cosines and sines of each position: (2, context, head_width / 2)."""
+def _rotation(length: int, head_width: int) -> torch.Tensor:
+    """Cosines and sines of each position: (2, length, head_width / 2)."""
     rates = BASE ** (-torch.arange(0, head_width, 2) / head_width)
-    angles = torch.outer(torch.arange(context), rates)
+    angles = torch.outer(torch.arange(length), rates)
     return torch.stack([angles.cos(), angles.sin()])
 
 
 def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of (rows, heads, length, head_width) by the angle of its position."""
+    """Rotate each pair of (rows, heads, length, head_width) by the angle of its position."""
     cos, sin = rotation
     first, second = x.float().chunk(2, -1)
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-    return turned.type_as(x)
+    rotated = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+    return rotated.type_as(x)

@@ -1,45 +1,45 @@
-"""The classification models of torchvision: ResNets, ViTs and the others, for images of any size.
+"""The classification models of torchvision, such as ResNets and ViTs, for images of any size.
 
-https://pytorch.org/vision/stable/models.html; imported only where one is asked for.
+https://pytorch.org/vision/stable/models.html; torchvision is imported only when it is needed.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from train.data.source import Source
-from train.schema import ConfigError, Model
+from rollcall.config.schema import ConfigError, Model
+from rollcall.train.data.source import Source
 
+SLOW_IMPORTS = ("torchvision.models",)
+"""Modules that these models import late, because they are as slow to import as torch."""
 SMALL = 64
-"""Sides of images below this leave little after the first layers of a ResNet."""
+"""Images below this size get a ResNet whose first layers do not shrink them."""
 
 
 def names() -> list[str]:
-    """All of them, without weights."""
-    from torchvision import models  # as slow to import as torch itself
+    """Return the names of all models."""
+    from torchvision import models
 
     return list(models.list_models(module=models))
 
 
 def vision(config: Model, source: Source) -> nn.Module:
-    """The model of this name, for the size, channels and classes of the images.
+    """Return a model without pretrained weights, for the size, channels and classes of the images.
 
-    Images of up to 63 pixels go through a ResNet whose first layer is a 3×3 convolution without a
-    stride (He et al., section 4.2, https://arxiv.org/abs/1512.03385), and into a ViT in patches so
-    small that there are at least 7×7.
+    For images below 64 pixels, the first layer of a ResNet is a 3×3 convolution without a stride
+    (He et al., section 4.2, https://arxiv.org/abs/1512.03385). The patches of a ViT are small
+    enough to make at least 7×7 of them.
 
     Raises:
-        ConfigError: the samples are no images, or too small for the model.
+        ConfigError: the samples are not images, or too small for the model.
     """
     from torchvision import models
 
     if len(source.shape) != 3:
         raise ConfigError(
-            f"model.name={config.name} needs images (channels, height, width), but the samples of "
-            f"this data have shape {source.shape}: choose model.name=mlp"
+            f"model.name={config.name} expects images (channels, height, width), got samples of "
+            f"shape {source.shape}; choose model.name=mlp"
         )
     options: dict[str, Any] = {"num_classes": source.classes, "weights": None}
     if config.name in ("googlenet", "inception_v3"):
@@ -51,18 +51,19 @@ def vision(config: Model, source: Source) -> nn.Module:
     else:
         model = models.get_model(config.name, **options)
         if isinstance(model, models.ResNet):
-            _make_resnet_fit(model, max(source.shape[1:]) < SMALL)
+            _adapt_resnet(model, max(source.shape[1:]) < SMALL)
     _take_channels(model, source.shape[0])
     _check(model, config, source)
     return model
 
 
-def _make_resnet_fit(model: Any, small: bool) -> None:
-    """A first layer for small images, and the layers by which a pipeline cuts any ResNet."""
+def _adapt_resnet(model: Any, small: bool) -> None:
+    """Replace the first layers for small images, and declare the layers for a pipeline."""
     if small:
         model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
-    model.avgpool = nn.Sequential(model.avgpool, nn.Flatten())  # has no weights, so no names
+    # It has no weights, so no name of a weight changes.
+    model.avgpool = nn.Sequential(model.avgpool, nn.Flatten())
 
     def pipeline_layers() -> dict[str, nn.Module]:
         names = ["conv1", "bn1", "relu", "maxpool"]
@@ -77,15 +78,12 @@ def _transformer(plan: Any, config: Model, source: Source) -> nn.Module:
     from torchvision.models import VisionTransformer
 
     _, height, width = source.shape
-    fitting = [
-        size
-        for size in range(1, plan.patch_size + 1)
-        if height % size == 0 and height // size >= min(7, height)
-    ]
+    sizes = range(1, plan.patch_size + 1)
+    fitting = [size for size in sizes if not height % size and height // size >= min(7, height)]
     if height != width:
         raise ConfigError(
-            f"model.name={config.name} needs square images, not {height}×{width}: choose a "
-            "convolutional model, such as resnet18"
+            f"model.name={config.name} expects square images, got {height}×{width}; choose a "
+            "convolutional model such as resnet18"
         )
     model: nn.Module = VisionTransformer(
         height,
@@ -100,7 +98,7 @@ def _transformer(plan: Any, config: Model, source: Source) -> nn.Module:
 
 
 def _take_channels(model: nn.Module, channels: int) -> None:
-    """Let the first convolution take images of so many channels."""
+    """Replace the first convolution by one for this number of channels."""
     name, first = next(
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)
     )
@@ -119,12 +117,12 @@ def _take_channels(model: nn.Module, channels: int) -> None:
 
 
 def _check(model: nn.Module, config: Model, source: Source) -> None:
-    """Try the shapes, with two images that have no numbers."""
+    """Compute the shapes for two images, on the meta device."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    nowhere = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    on_meta = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
     images = torch.empty(2, *source.shape, device="meta")
     try:
-        outputs = torch.func.functional_call(model, nowhere, (images,))
+        outputs = torch.func.functional_call(model, on_meta, (images,))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"model.name={config.name} does not work on images of {source.shape[1]}×"
@@ -132,6 +130,6 @@ def _check(model: nn.Module, config: Model, source: Source) -> None:
         ) from error
     if not isinstance(outputs, torch.Tensor):
         raise ConfigError(
-            f"model.name={config.name} returns a {type(outputs).__name__}, and a loss needs one "
-            "tensor of logits: choose another model"
+            f"model.name={config.name}: expected one tensor of logits, got a "
+            f"{type(outputs).__name__}; choose another model"
         )

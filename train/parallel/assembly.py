@@ -1,24 +1,22 @@
-"""Over which mesh do the weights lie, and which parts spread the model over it?"""
-
-from __future__ import annotations
+"""The mesh of the weights, and the parts that spread the model over it."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from train.config import Config
-from train.parallel.context import Context
-from train.parallel.mesh import DIMENSIONS, PRESETS
-from train.parallel.part import Part
-from train.parallel.replicate import Replicate
-from train.parallel.shard import Shard, ShardOptimizer
-from train.parallel.tensor import Tensor
-from train.plugin import load_attribute
-from train.world import World
+from rollcall.config import Config
+from rollcall.config.mesh import DIMENSIONS, PRESETS
+from rollcall.config.plugin import load_attribute
+from rollcall.train.dist.world import World
+from rollcall.train.parallel.context import Context
+from rollcall.train.parallel.part import Part
+from rollcall.train.parallel.replicate import Replicate
+from rollcall.train.parallel.shard import Shard, ShardOptimizer
+from rollcall.train.parallel.tensor import Tensor
 
 
 def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
-    """The mesh over which weights lie, from which parts take their dimensions; none for one rank.
+    """Return the mesh over which the weights are spread; None for one rank.
 
-    Ranks that share sequences hold replicas of the weights, or further shards of them.
+    It has no dimension `context`: ranks that share sequences hold replicas or shards of weights.
     """
     if not degrees:
         return None
@@ -28,8 +26,8 @@ def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
     found[over] *= pieces
     named = {*degrees, over} if "context" in degrees else {*degrees}
     if "replicate" not in named or not named & {"tensor", "pipeline"}:
-        # Else all of them: DDP cannot hold the DTensors of cut layers, and its buckets break in a
-        # pipeline of two micro-batches (torch 2.15); FSDP can do both, and one shard is a replica.
+        # Otherwise keep all: FSDP then replaces DDP, which supports neither the DTensors of split
+        # layers nor a pipeline of two micro-batches (torch 2.15). A mesh of one shard is a replica.
         found = {name: degree for name, degree in found.items() if name in named}
     return init_device_mesh(world.device.type, tuple(found.values()), mesh_dim_names=tuple(found))
 
@@ -37,13 +35,8 @@ def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
 def parts(
     config: Config, world: World, degrees: dict[str, int], mesh: DeviceMesh | None
 ) -> list[Part]:
-    """What spreads the model, or a stage of it, over the other dimensions, in order.
-
-    Raises:
-        ConfigError: a part does not fit the configuration.
-    """
-    options = config.parallel
-    preset = PRESETS[options.strategy]
+    """Return the parts that spread the model, or a stage of it, in the order of application."""
+    options, preset = config.parallel, PRESETS[config.parallel.strategy]
     found: list[Part] = []
     names = (mesh.mesh_dim_names or ()) if mesh else ()
     if mesh and "tensor" in degrees:
@@ -53,18 +46,21 @@ def parts(
             world.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
         )
         found.append(Context(whole["context"], config, degrees.get("tensor", 1)))
-    # Here the layers are as they are computed, and not yet wrapped: what changes how a layer
-    # computes, such as activation checkpointing or compilation, stands between these lines.
     data = tuple(name for name in names if name in ("replicate", "shard"))
-    if preset.part or (preset.alone and world.world_size == 1):
-        key = f"parallel.strategy={options.strategy}"
-        found.append(load_attribute(preset.part or preset.alone, key, ())(config, world, mesh))
+    code = preset.part or (preset.single_process_part if world.world_size == 1 else "")
+    if code:
+        found.append(load_attribute(code, "parallel.strategy", {})(config, world, mesh))
     elif mesh and "shard" in data and options.stage > 1:
-        # One shard is the whole: there is nothing to give up after a forward.
+        # A mesh of one shard has nothing to free after a forward pass.
         stage = options.stage if mesh["shard"].size() > 1 else 2
-        found.append(Shard(mesh[data], stage, options.offload))
-    elif data and not config.exact:  # which adds up the gradients itself
+        found.append(Shard(mesh[data], stage, options.cpu_offload, config.precision == "bf16"))
+    elif data and _are_averaged(config, world):
         found.append(Replicate(options, world.device))
     if mesh and "shard" in data and options.stage == 1:
         found.append(ShardOptimizer(mesh["shard"]))
     return found
+
+
+def _are_averaged(config: Config, world: World) -> bool:
+    """Whether DDP is needed: exact mode sums gradients itself, and one rank has nothing to add."""
+    return not config.exact and (world.world_size > 1 or config.parallel.compression != "none")

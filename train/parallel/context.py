@@ -1,17 +1,15 @@
-"""Each rank computes a piece of every sequence; in attention it has whole ones, of some heads.
+"""Context parallelism: each rank computes a piece of every sequence, but attention of whole ones.
 
-Ulysses, https://arxiv.org/abs/2309.14509. Around attention an all-to-all exchanges pieces of the
-sequences for heads, and back. torch's own context parallelism does not run on CPUs (2.15).
-Attention is met by its name, torch.nn.functional.scaled_dot_product_attention, so the models' files
-stay plain.
+Ulysses, https://arxiv.org/abs/2309.14509. Before attention an all-to-all exchanges pieces of the
+sequences for heads, and back afterwards. torch's own context parallelism does not run on CPUs
+(2.15). Models need no change: torch.nn.functional.scaled_dot_product_attention is replaced.
 """
 
-from __future__ import annotations
-
 import fnmatch
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,63 +19,60 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-from train.config import Config
-from train.data.source import Batch
-from train.parallel.part import Part, nearest_multiples
-from train.schema import ConfigError
+from rollcall.config import Config
+from rollcall.config.schema import ConfigError
+from rollcall.train.data.calling import one_input
+from rollcall.train.data.source import Batch
+from rollcall.train.numerics.randomness import Fork
+from rollcall.train.parallel.part import Part, nearest_multiples
 
-PLANS: dict[str, Mapping[str, int]] = {"gpt": {"block*.attention.rotation": 1}}
-"""Buffers of a model that hold something for each position, and in which dimension."""
 LENGTH, HEADS = 2, 1
-"""Dimensions of what goes into attention: (rows, heads, length, width)."""
+"""Dimensions of the inputs of attention: (rows, heads, length, width)."""
 
 
 class Context(Part):
-    """Sequences cut into as many pieces as the dimension has ranks."""
+    """Sequences cut into one piece for each rank of the dimension."""
+
+    suspicion = (
+        "position ids that the model makes itself, which start at 0 in every piece of a sequence: "
+        "let its forward method accept position_ids, or name a buffer with one entry per position "
+        "in context_plan"
+    )
 
     def __init__(self, mesh: DeviceMesh, config: Config, tensor: int) -> None:
-        """Take the degree.
-
-        Args:
-            tensor: ranks over which the heads of a piece are divided.
-        """
+        self._mesh = mesh
         self._group = mesh.get_group()
         self._rank, self._degree = mesh.get_local_rank(), mesh.size()
         self._name = config.model.name
-        self._tensor = tensor
-        self._plan: Mapping[str, int] = {}
-        self._travels = 0
+        self._tensor = tensor  # the degree of tensor parallelism, which also divides the heads
+        self._values_per_token = 0
 
     def check(self, model: nn.Module, example: Batch) -> None:
-        """Sequences and heads must divide, and where the model holds positions must be known."""
-        own: Any = getattr(model, "context_plan", None)
-        if own is not None:
-            self._plan = own
-        elif self._name in PLANS:
-            self._plan = PLANS[self._name]
-        else:
+        """Take the model's plan; sequences and heads must divide."""
+        self._plan: Any = getattr(model, "context_plan", None)
+        if self._plan is None:
             raise ConfigError(
-                f"context parallelism has no plan for model.name={self._name}: give the model one "
-                f"as its attribute context_plan, or choose one of {', '.join(PLANS)}"
+                f"model.name={self._name} has no plan for context parallelism: give the model an "
+                "attribute context_plan, or choose a model that has one, such as gpt"
             )
-        if example.targets.shape != example.inputs.shape[:2]:
+        one_input(example, "context parallelism")
+        if getattr(example.targets, "shape", None) != example.inputs.shape[:2]:
             raise ConfigError(
-                "context parallelism needs sequences with a target for each position, but the "
-                f"samples of this data have inputs of shape {tuple(example.inputs.shape[1:])} and "
-                f"targets of shape {tuple(example.targets.shape[1:])}: choose data.name=text"
+                "context parallelism expects sequences with a target for each position, got inputs "
+                f"of shape {tuple(example.inputs.shape[1:])} and targets of shape "
+                f"{tuple(getattr(example.targets, 'shape', [])[1:])}; choose data.name=text"
             )
         length = example.inputs.shape[1]
         if length % self._degree:
             raise ConfigError(
-                f"sequences of {length} do not divide by context={self._degree}; choose "
-                f"data.context={nearest_multiples(length, self._degree)}"
+                f"data.seq_len={length} does not divide by context={self._degree}; choose "
+                f"{nearest_multiples(length, self._degree)}"
             )
-        saved = model.state_dict()
         for pattern in self._plan:
-            if fnmatch.filter(saved, pattern):
+            if fnmatch.filter(model.state_dict(), pattern):
                 raise ConfigError(
-                    f"context_plan names {pattern}, which checkpoints hold whole: make it a buffer "
-                    "with persistent=False"
+                    f"context_plan: {pattern} is saved in checkpoints, so it cannot be cut: "
+                    "register the buffer with persistent=False"
                 )
         self._check_heads(model, example)
 
@@ -88,27 +83,49 @@ class Context(Part):
                 by = f"context={self._degree}" + f" times tensor={parts}" * (parts > 1)
                 raise ConfigError(
                     f"attention with {heads} heads does not divide by {by}; choose "
-                    f"model.heads={nearest_multiples(heads, self._degree * parts)}"
+                    f"model.num_heads={nearest_multiples(heads, self._degree * parts)}"
                 )
             repeated = math.lcm(shared // parts, self._degree)
-            self._travels += (2 * heads // parts + 2 * repeated) * query.shape[-1]
+            self._values_per_token += (2 * heads // parts + 2 * repeated) * query.shape[-1]
             return scaled_dot_product_attention(query, key, *rest, **options)
 
-        with torch.no_grad(), _attention(look):
-            model(example.inputs[:1])
-        if not self._travels:
+        home = next(model.parameters()).device
+        try:
+            with torch.no_grad(), _attention(look):
+                model(example.inputs[:1].to(home))
+        except (TypeError, RuntimeError):
+            if home.type == "meta":  # the model reads values, which it does not have yet
+                return
+            raise
+        if not self._values_per_token:
             raise ConfigError(
-                f"context parallelism found no attention in model.name={self._name}: let it call "
-                "torch.nn.functional.scaled_dot_product_attention by this name, with its module"
+                f"model.name={self._name} does not call "
+                "torch.nn.functional.scaled_dot_product_attention, which context parallelism "
+                "replaces: call it by that name, through its module"
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Leave of what the model holds for each position that of this rank's piece."""
+        """Prepare random numbers and, for a model that takes them, the numbers of positions."""
+        self._fork = Fork(self._mesh.device_type, "context", self._rank)
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            model.register_forward_pre_hook(self._number_positions, with_kwargs=True)
+
+    def keep_piece(self, model: nn.Module) -> None:
+        """Keep this rank's piece of the buffers with one entry per position."""
         for module, leaf, dimension in list(self._positions(model)):
             piece = self._piece(getattr(module, leaf), dimension).clone()
-            # No longer a buffer: DDP would give every rank those of the first.
+            # No longer a buffer: DDP would broadcast the first rank's.
             delattr(module, leaf)
             setattr(module, leaf, piece)
+
+    def _number_positions(
+        self, _: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        """Pass the positions of this rank's piece of the sequences: (1, length)."""
+        length = inputs[0].shape[1]
+        first = self._rank * length
+        places = torch.arange(first, first + length, device=inputs[0].device).unsqueeze(0)
+        return inputs, {"position_ids": places, **options}
 
     def _positions(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
         for name, module in model.named_modules():
@@ -118,26 +135,26 @@ class Context(Part):
                         yield module, leaf, dimension
 
     def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """The exchanges."""
+        """Describe the exchanges."""
+        values = f"{self._values_per_token} values per token " * bool(self._values_per_token)
         return (
             f"Each rank computes 1/{self._degree} of every sequence; per micro-batch all-to-alls "
-            f"of {self._travels} numbers a token in the forward and as many in the backward."
+            f"{values and 'of '}{values}in the forward pass and as many in the backward pass."
         )
 
     def share(self, batch: Batch) -> Batch:
-        """This rank's piece of every sequence; the mean over a sample is that of its pieces."""
-        return Batch(
-            self._piece(batch.inputs, 1),
-            self._piece(batch.targets, 1),
-            batch.weights / self._degree,
-        )
+        """Return this rank's piece of every sequence, with its share of the weight."""
+        inputs, targets = self._piece(batch.inputs, 1), self._piece(batch.targets, 1)
+        return Batch(inputs, targets, batch.weights / self._degree)
 
-    def around(self, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Attention goes through the exchange; also where a backward computes a forward again."""
-        return _attention(self._attend)
+    @contextmanager
+    def around(self, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Replace attention, also in a forward pass that a backward pass repeats."""
+        with _attention(self._attend), self._fork.inside():
+            yield
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The pieces of all ranks, one after the other."""
+        """Concatenate the pieces of all ranks."""
         pieces = [torch.empty_like(outputs) for _ in range(self._degree)]
         dist.all_gather(pieces, outputs.contiguous(), group=self._group)
         return torch.cat(pieces, 1)
@@ -145,34 +162,24 @@ class Context(Part):
     def _piece(self, whole: torch.Tensor, dimension: int) -> torch.Tensor:
         return whole.chunk(self._degree, dimension)[self._rank]
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *rest: Any,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Attention of whole sequences for this rank's share of the heads."""
+    def _attend(self, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        """Compute attention of whole sequences, for this rank's share of the heads."""
         if rest or options.get("attn_mask") is not None:
             raise ConfigError(
-                "context parallelism cannot cut an attention mask: use is_causal=True"
+                "context parallelism does not support an attention mask: use is_causal=True"
             )
-        # Heads of keys and values that do not divide are repeated until they do: heads of queries
-        # divide, so each rank has as many for one as before.
+        # Heads of keys and values that do not divide are repeated until they do. Query heads do
+        # divide, so the number of query heads per key head is the same on each rank.
         times = math.lcm(key.shape[HEADS], self._degree) // key.shape[HEADS]
         key, value = (x.repeat_interleave(times, HEADS) for x in (key, value))
-        query, key, value = (self._exchange(x, HEADS, LENGTH) for x in (query, key, value))
-        mixed = scaled_dot_product_attention(query, key, value, **options)
-        return self._exchange(mixed, LENGTH, HEADS)
-
-    def _exchange(self, x: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
-        found: torch.Tensor = _Exchange.apply(x, cut, joined, self._group)
+        whole = [_Exchange.apply(x, HEADS, LENGTH, self._group) for x in (query, key, value)]
+        mixed = scaled_dot_product_attention(*whole, **options)
+        found: torch.Tensor = _Exchange.apply(mixed, LENGTH, HEADS, self._group)
         return found
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut a tensor, send each rank its part, and join what the ranks sent."""
+    """Cut a tensor, send each rank its part, and concatenate the parts received."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: int, joined: int, group: Any) -> torch.Tensor:
@@ -190,10 +197,7 @@ class _Exchange(torch.autograd.Function):
 
 @contextmanager
 def _attention(function: Callable[..., Any]) -> Iterator[None]:
-    """Another function in place of torch's attention, for whoever finds it in its module.
-
-    Not a TorchFunctionMode: that is off within a backward, which may compute a forward again.
-    """
+    """Replace torch's attention; a TorchFunctionMode is off where backward repeats a forward."""
     functional.scaled_dot_product_attention = function
     try:
         yield

@@ -1,10 +1,7 @@
-"""Of which layers does a model consist, what does each cost, and where is it best cut?"""
-
-from __future__ import annotations
+"""The layers of a model, the cost of each, and how to divide them evenly."""
 
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,40 +10,31 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from train.schema import ConfigError
-from train.world import World
+from rollcall.config.schema import ConfigError
+from rollcall.train.dist.world import World
+from rollcall.train.parallel.modes import evaluating
 
+Groups = Sequence[dict[str, nn.Module]]
 TIMED = 5
-"""Forward passes of which the fastest counts."""
+"""Forward passes per measurement; the fastest counts."""
 
 
-class Group(NamedTuple):
-    """A layer with weights and those without that follow it.
+class LayerGroup(NamedTuple):
+    """A layer with weights, and the layers without weights that follow it."""
 
-    Attributes:
-        layers: by their names in the model.
-        cost: of a forward pass, in floating-point operations or microseconds.
-        numbers: that it puts out for one sample.
-    """
-
-    layers: dict[str, nn.Module]
-    cost: int
-    numbers: int
-
-    @property
-    def names(self) -> list[str]:
-        """Of its layers."""
-        return list(self.layers)
+    layers: dict[str, nn.Module]  # by their names in the model
+    cost: int  # of a forward pass, in floating-point operations or microseconds
+    outputs: int  # the number of output values for one sample
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers which, called one after the other, are the model's forward.
+    """Return the layers which, called one after the other, equal the model's forward pass.
 
-    Those of an nn.Sequential, or what the model's own `pipeline_layers()` returns: its submodules
-    by their names in it, in order.
+    They are the children of an nn.Sequential, or what the method `pipeline_layers()` of the model
+    returns: submodules by name, in order.
 
     Raises:
-        ConfigError: the model is neither, or its layers share or leave out weights.
+        ConfigError: the model has neither, or its layers share weights or do not contain all.
     """
     own: Any = getattr(model, "pipeline_layers", None)
     if own is not None:
@@ -54,63 +42,58 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
         for name, layer in layers.items():
             if dict(model.named_modules()).get(name) is not layer:
                 raise ConfigError(
-                    f"pipeline_layers() of {type(model).__name__} calls a layer '{name}', which is "
-                    "not its name in the model"
+                    f"pipeline_layers() of {type(model).__name__} returns '{name}', but the model "
+                    "has no such submodule, or another one"
                 )
     elif isinstance(model, nn.Sequential):
         layers = dict(model.named_children())
     else:
         raise ConfigError(
-            f"a {type(model).__name__} cannot be cut into layers: it must be an nn.Sequential or "
-            "have a method pipeline_layers()"
+            f"a {type(model).__name__} cannot be divided into layers: expected an nn.Sequential "
+            "or a method pipeline_layers()"
         )
     owners: dict[int, str] = {}
     for name, layer in layers.items():
-        for tensor in (*layer.parameters(), *layer.buffers()):
+        tensors = [*layer.parameters(), *layer.buffers()]
+        for tensor in tensors:
             if id(tensor) in owners:
                 raise ConfigError(
-                    f"layers {owners[id(tensor)]} and {name} share weights, so the model cannot be "
-                    "cut between them: let one layer hold both, or give each its own"
+                    f"layers {owners[id(tensor)]} and {name} share weights, so a pipeline cannot "
+                    "divide them: merge the layers, or give each its own weights"
                 )
-        owners |= {id(tensor): name for tensor in (*layer.parameters(), *layer.buffers())}
+        owners |= {id(tensor): name for tensor in tensors}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in owners:
             raise ConfigError(
-                f"no layer of pipeline_layers() holds {name}: every weight must be in one"
+                f"no layer of pipeline_layers() has the weight {name}; every weight must be in one"
             )
     return layers
 
 
-def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) -> list[Group]:
-    """The layers in groups that have weights, with their costs; the same on every rank.
+def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) -> list[LayerGroup]:
+    """Return groups of layers and their costs for one sample, the same on every rank.
 
-    Args:
-        example: inputs of one sample.
-        by: flops counts operations; time measures on rank 0's device.
-
-    Raises:
-        ConfigError: the model cannot be cut into layers.
+    The costs are operations (`flops`), or measured on rank 0's device (`time`).
     """
-    groups = [OrderedDict[str, nn.Module]()]
+    groups: list[dict[str, nn.Module]] = [{}]
     has_weights = False
     for name, layer in layers_of(model).items():
-        weighs = any(True for _ in layer.parameters())
-        if weighs and has_weights:
-            groups.append(OrderedDict())
-        has_weights = has_weights or weighs
+        is_weighted = any(True for _ in layer.parameters())
+        if is_weighted and has_weights:
+            groups.append({})
+        has_weights = has_weights or is_weighted
         groups[-1][name] = layer
-    training = model.training
-    model.eval()
-    costs, numbers = _counted(groups, example)
-    if by == "time":
-        text = json.dumps(_timed(groups, example, world.device)) if world.is_main else ""
-        costs = json.loads(world.broadcast_text(text))
-    model.train(training)
-    return [Group(*group) for group in zip(groups, costs, numbers, strict=True)]
+    home = next(model.parameters()).device  # the meta device has shapes, which are enough
+    with evaluating(model):
+        costs, outputs = _counted(groups, example.to(home))
+        if by == "time":
+            text = json.dumps(_timed(groups, example, world.device)) if world.is_main else ""
+            costs = json.loads(world.broadcast_text(text))
+    return [LayerGroup(*group) for group in zip(groups, costs, outputs, strict=True)]
 
 
 def balance(costs: Sequence[int], parts: int) -> list[int]:
-    """Bounds of consecutive parts whose largest cost is as small as it can be."""
+    """Return the bounds of consecutive parts that minimize the largest cost of a part."""
 
     @cache
     def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
@@ -125,41 +108,39 @@ def balance(costs: Sequence[int], parts: int) -> list[int]:
 
 
 def span(layers: Sequence[str]) -> str:
-    """Neighbouring layers in words."""
+    """Name a range of neighboring layers."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
 
 def remove(model: nn.Module, names: Sequence[str]) -> None:
-    """Take these layers out of the model; the others keep their names."""
+    """Remove these layers from the model; the others keep their names."""
     for name in names:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Identity())
 
 
 @torch.no_grad()
-def _counted(
-    groups: Sequence[OrderedDict[str, nn.Module]], x: torch.Tensor
-) -> tuple[list[int], list[int]]:
-    """Floating-point operations of each group for the sample, and numbers it puts out."""
-    operations, numbers = [], []
+def _counted(groups: Groups, x: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the floating-point operations and output values of each group for the sample."""
+    operations, outputs = [], []
     for group in groups:
         with FlopCounterMode(display=False) as counter:
             for layer in group.values():
                 x = layer(x)
         operations.append(counter.get_total_flops())
-        numbers.append(x.numel())
-    return operations, numbers
+        outputs.append(x.numel())
+    return operations, outputs
 
 
 @torch.no_grad()
-def _timed(
-    groups: Sequence[OrderedDict[str, nn.Module]], x: torch.Tensor, device: torch.device
-) -> list[int]:
-    """Microseconds of each group; on the device there is only one at a time."""
+def _timed(groups: Groups, x: torch.Tensor, device: torch.device) -> list[int]:
+    """Measure the microseconds of each group; the device holds one group at a time."""
     costs = []
     x = x.to(device)
     for group in groups:
-        stack = nn.Sequential(*group.values()).to(device)
+        stack = nn.Sequential(*group.values())
+        is_empty = any(weight.is_meta for weight in stack.parameters())
+        stack.to_empty(device=device) if is_empty else stack.to(device)
         times = []
         for _ in range(TIMED):
             started = time.perf_counter()
@@ -167,7 +148,7 @@ def _timed(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
-        stack.cpu()
+        stack.to("meta" if is_empty else "cpu")
         x = y
         costs.append(round(min(times) * 1e6))
     return costs

@@ -1,6 +1,4 @@
-"""One dimension's way to spread a model."""
-
-from __future__ import annotations
+"""The interface of a parallel dimension: how it spreads a model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,101 +8,94 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from train.data.source import Batch
+from rollcall.train.data.source import Batch
 
+Fill = Callable[[nn.Module, torch.device, torch.device], None]
+"""Gives the tensors of a model on the meta device values: weights and buffers on these devices."""
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
+class UnusedWeights(RuntimeError):
+    """The loss of a step did not use all weights, and a part waits for all gradients."""
+
+
 class Part:
-    """What a part may change; the defaults change nothing. The verbs are called in this order.
+    """How one dimension spreads a model. The methods are called in this order; all are optional."""
 
-    Attributes:
-        places: whether `apply` takes the model to its devices; else it goes to the rank's device.
-        warm_ups: backward passes before the first step, after which a step is like any other.
-    """
-
-    places = False
-    warm_ups = 0
+    shards = False  # whether `apply` and `wrap` shard weights, which need not have values yet
+    rounds = False  # whether forward and backward passes get weights of 16 bits
+    places = False  # whether `apply` moves the model to its devices; otherwise the strategy does
+    warm_ups = 0  # backward passes that are needed before the first step
+    changes_passes = True  # whether forward or backward passes differ from the plain model's
+    suspicion = "a part that computes something else"  # if their results differ too
 
     def check(self, model: nn.Module, example: Batch) -> None:
-        """Refuse a model or samples that do not fit, before anything is changed or written.
+        """Raise ConfigError for a model or samples that do not fit, before anything is changed.
 
-        Args:
-            model: the whole model, on the CPU.
-            example: a few samples, as the model takes them.
-
-        Raises:
-            ConfigError: says what does not fit, and what does.
+        The model is whole, and on the CPU. The message names what would fit.
         """
 
     def apply(self, model: nn.Module) -> None:
-        """Change the modules in place; names of weights stay.
+        """Change this rank's part of the model in place; the names of the weights stay."""
 
-        Args:
-            model: the whole model, or the layers of this rank's pipeline stages.
-        """
+    def keep_piece(self, model: nn.Module) -> None:
+        """Keep this rank's piece of tensors other than weights; called once they have values."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """What is called in place of the model, or of each of the pipeline stages of this rank."""
+        """Return what is called in place of the model, or of each pipeline stage of this rank."""
         return module
 
     def optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
-        """Change how an optimizer is made."""
+        """Return what makes the optimizer in place of `make`."""
         return make
 
     def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """What this part communicates for the model it was applied to, as a sentence."""
+        """Return a sentence about what this part communicates for the model."""
         return ""
 
     def share(self, batch: Batch) -> Batch:
-        """What this rank computes of samples that it has in common with other ranks."""
+        """Return this rank's piece of samples that it shares with other ranks."""
         return batch
 
     def around(self, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Around every forward, and the backward that follows it.
-
-        Args:
-            last: whether it is the last one of a step, after which gradients travel.
-        """
+        """Return a context for a forward and backward pass; the `last` one sends the gradients."""
         return nullcontext()
 
     def finish(self, model: nn.Module) -> None:
-        """Complete the gradients after the last backward of a step."""
+        """Complete the gradients after the last backward pass of a step.
 
-    def rejoin(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Take part in what the others exchange, after a forward or backward that failed here.
+        Raises:
+            UnusedWeights: the gradient is NaN on every rank, and `allow_unused` is needed.
+        """
 
-        Returns:
-            Whether it did: then every rank has a gradient that is not a number.
+    def allow_unused(self, module: nn.Module) -> nn.Module:
+        """Return what is called in place of what `wrap` returned: a step may leave weights out."""
+        return module
+
+    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """After a failed pass on this rank, complete the step's communication with NaN.
+
+        Return whether that worked; then the gradient is NaN on every rank.
         """
         return False
 
     def forget(self) -> None:
-        """Drop what a gradient that is not finite has left for the next step."""
+        """Drop what a gradient that is not finite would carry over to the next step."""
 
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The outputs of whole samples, from those of each rank's share."""
+        """Return the outputs of whole samples, given this rank's piece of them."""
         return outputs
 
 
 def local_bytes(module: nn.Module) -> int:
-    """Bytes of the weights that this rank holds."""
+    """Return the bytes of the weights that this rank holds."""
     return sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
         for parameter in module.parameters()
     )
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def nearest_multiples(number: int, degree: int) -> str:
-    """The multiples of a degree on both sides of a number, for messages."""
+    """Return the multiples of a degree below and above a number, for messages."""
     below = number // degree * degree
     return " or ".join(str(other) for other in (below, below + degree) if other)

@@ -1,9 +1,6 @@
-"""Each rank holds stages of consecutive layers, and micro-batches run from stage to stage."""
-
-from __future__ import annotations
+"""Pipeline parallelism: ranks hold stages of layers, and micro-batches run from stage to stage."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,102 +10,95 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from train.config import Config
-from train.data.source import Batch
-from train.parallel import schedules
-from train.parallel.layers import balance, groups_of, remove, span
-from train.schema import ConfigError
-from train.world import World
+from rollcall.config import Config
+from rollcall.config.schema import ConfigError
+from rollcall.train.data.source import Batch
+from rollcall.train.dist.world import World
+from rollcall.train.parallel import schedules
+from rollcall.train.parallel.layers import balance, groups_of, remove, span
 
 
 class Pipeline:
-    """Who computes which layers, and how a step runs through them.
+    """The stages of a model, and how a step runs through them."""
 
-    Attributes:
-        group: the ranks that make up one model.
-        stages: of the whole model.
-        mine: numbers of this rank's stages.
-    """
+    suspicion = "a forward method that does more than pipeline_layers() one after the other"
 
     def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
-        """Divide a share of the batch into micro-batches of one size.
-
-        Args:
-            share: samples of a step that these ranks compute.
+        """Divide `share`, this pipeline's samples of a step, into micro-batches of equal size.
 
         Raises:
-            ConfigError: the schedule cannot run so few, or not with this torch.
+            ConfigError: the schedule cannot run that many micro-batches.
         """
-        self.group = mesh.get_group()
+        self.group = mesh.get_group()  # the ranks of one pipeline
         self._options, self._world = config.parallel, world
         self._name = config.parallel.schedule_name
-        schedules.check_version(self._name)
         self._schedule = schedules.SCHEDULES[self._name]
         self._ranks = mesh.size()
         self._per_rank = config.parallel.stages_per_rank if self._schedule.looped else 1
         self._owners = schedules.owners(self._schedule, self._ranks, self._per_rank)
-        self.stages = len(self._owners)
-        self.mine = [
-            stage for stage, rank in enumerate(self._owners) if rank == mesh.get_local_rank()
-        ]
+        self.stages = len(self._owners)  # of the whole model
+        own = mesh.get_local_rank()
+        self.mine = [stage for stage, rank in enumerate(self._owners) if rank == own]
         self._micro_batch = schedules.micro_batch(
             config.parallel, config.data.micro_batch, share, self._ranks, self.stages
         )
         self._count = math.ceil(share / self._micro_batch)
         self._run: PipelineScheduleSingle | PipelineScheduleMulti | None = None
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-    def padded(self, share: int) -> int:
-        """A share of the batch, filled up to whole micro-batches."""
-        return math.ceil(share / self._micro_batch) * self._micro_batch
+        self.losses = 0  # how many the newest step computed on this rank
 
     @property
-    def has_outputs(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self.stages - 1 in self.mine
+    def at_once(self) -> int:
+        """The number of micro-batches that run through the stages together."""
+        return 1 if self._name == "sequential" else self._count
+
+    def forget_shapes(self) -> None:
+        """Let the next step have micro-batches of another size."""
+        self._run = None
+
+    def padded(self, share: int) -> int:
+        """Return the size of a share of the batch, padded to whole micro-batches."""
+        return math.ceil(share / self._micro_batch) * self._micro_batch
 
     def cut(self, model: nn.Module, example: torch.Tensor) -> list[nn.Module]:
-        """Leave this rank's layers in the model; return its stages, which are made of them.
+        """Remove the layers of other ranks from the model; return this rank's stages.
 
-        The largest work of a stage is as small as it can be.
-
-        Args:
-            example: inputs of one sample.
+        The division minimizes the cost of the most expensive stage, for one sample.
 
         Raises:
-            ConfigError: the model is no sequence of layers, or has fewer with weights than stages.
+            ConfigError: the model cannot be divided into layers, or has fewer layers than stages.
         """
+        schedules.check_shared(self._name, model)
         groups = groups_of(model, example, self._world, self._options.balance)
         if len(groups) < self.stages:
             loops = f" with {self._per_rank} stages on each rank" if self._per_rank > 1 else ""
             most = len(groups) // self._per_rank
             nearest = f"pipeline={most}" if most else "parallel.schedule=1f1b"
             raise ConfigError(
-                f"pipeline={self._ranks}{loops} makes {self.stages} stages, which is more than the "
-                f"{len(groups)} layers with weights of this model: choose at most {nearest}"
+                f"pipeline={self._ranks}{loops} makes {self.stages} stages, but the model has only "
+                f"{len(groups)} layers with weights; choose at most {nearest}"
             )
         bounds = balance([group.cost for group in groups], self.stages)
-        self._sent = [groups[bound - 1].numbers for bound in bounds[1:-1]]
+        self._sent = [groups[bound - 1].outputs for bound in bounds[1:-1]]
         self._names: list[str] = []
         found: list[nn.Module] = []
         for stage in range(self.stages):
             held = groups[bounds[stage] : bounds[stage + 1]]
-            layers = [layer for group in held for layer in group.layers.items()]
+            layers = {name: layer for group in held for name, layer in group.layers.items()}
             if stage in self.mine:
-                self._names.append(span([name for name, _ in layers]))
-                # The names within a stage are nobody's; a dot is not allowed.
-                named = OrderedDict((name.replace(".", "_"), layer) for name, layer in layers)
-                found.append(Stage(named))
+                self._names.append(span(list(layers)))
+                found.append(Stage(*layers.values()))
+                _ignore_shape_inference(found[-1])
             else:
-                remove(model, [name for name, _ in layers])
+                remove(model, list(layers))
         return found
 
     def describe(self) -> str:
-        """The layers of this rank, and what goes from stage to stage."""
+        """Describe the layers of this rank and the communication between stages."""
         sent = " and ".join(dict.fromkeys(map(str, self._sent)))
         return (
-            f"Its layers are {' and '.join(self._names)}; between the stages {sent} numbers a "
-            f"sample go forward and as many gradients back, {self._count} micro-batches a step "
+            f"Its layers are {' and '.join(self._names)}; stages exchange {sent} values per "
+            f"sample and as many gradients, in {self._count} micro-batches per step "
             f"({self._name})."
         )
 
@@ -119,58 +109,52 @@ class Pipeline:
         loss: Callable[[torch.Tensor, Batch], torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
-        """Run a step.
+        """Run the forward and backward passes of a step over this rank's stages.
 
-        Args:
-            modules: the stages of this rank, as they are called.
-            loss: of outputs and their samples; called on the last stage.
-            scale: of the losses whose gradient is left.
-
-        Returns:
-            The sum of the losses, not scaled; zero but on the rank of the last stage.
+        `scale` multiplies the losses for the gradient. Return the sum of the unscaled losses on the
+        rank of the last stage, zero on the others.
         """
-        at_once = self._count
-        runs = [Batch(*(torch.cat(parts) for parts in zip(*micro_batches, strict=True)))]
+        runs = [Batch.joined(micro_batches)]
         if self._name == "sequential":
-            at_once, runs = 1, list(micro_batches)
+            runs = list(micro_batches)
         device = runs[0].weights.device
         if self._run is None:
-            self._run = self._scheduled(modules, at_once, device)
-        total = torch.zeros((), device=device)
+            self._run = self._scheduled(modules, device)
+        total, self.losses = torch.zeros((), device=device), 0
         for batch in runs:
             self._loss = lambda outputs, rows, batch=batch: (  # type: ignore[misc]
-                loss(outputs, Batch(*(part[rows] for part in batch))) * scale
+                loss(outputs, batch.map(lambda part: part[rows])) * scale
             )
-            # torch 2.11 wants the strides that it saw when it inferred shapes.
+            # torch 2.11 needs the strides from which it inferred the shapes.
             inputs = (batch.inputs.contiguous(),) if 0 in self.mine else ()
-            # The schedule cuts one target: rows, by which the loss finds targets and weights.
-            rows = torch.arange(len(batch.weights), device=device) if self.has_outputs else None
+            # The schedule splits one target tensor: row numbers, for the targets and weights.
+            is_last = self.stages - 1 in self.mine
+            rows = torch.arange(len(batch.weights), device=device) if is_last else None
             losses: list[torch.Tensor] = []
             self._run.step(*inputs, target=rows, losses=losses, return_outputs=False)
+            self.losses += len(losses)
             total += sum(losses, torch.zeros((), device=device)).detach() / scale
         return total
 
     def _scheduled(
-        self, modules: Sequence[nn.Module], count: int, device: torch.device
+        self, modules: Sequence[nn.Module], device: torch.device
     ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        for module in modules:
-            _ignore_trials(module)
         stages = [
             PipelineStage(module, stage, self.stages, device, group=self.group)
             for stage, module in zip(self.mine, modules, strict=True)
         ]
         run: PipelineScheduleSingle | PipelineScheduleMulti = self._schedule.run(
             stages if self._schedule.looped else stages[0],
-            count,
+            self.at_once,
             loss_fn=lambda outputs, rows: self._loss(outputs, rows),
             scale_grads=False,
         )
         return run
 
     def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs, on every rank.
+        """Return the outputs, on every rank.
 
-        One stage after the other sends to all: a schedule wants every batch as large as the first.
+        Each stage broadcasts to all ranks: a schedule would need every batch to have one size.
         """
         x = inputs
         mine = dict(zip(self.mine, modules, strict=True))
@@ -195,17 +179,14 @@ class Stage(nn.Sequential):
     """Layers one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the last one returns, but no view: schedules detach in place what was sent."""
+        """Return the output of the last layer, never a view: schedules detach it in place."""
         for layer in self:
             x = layer(x)
         return x.clone() if x._is_view() else x
 
 
-def _ignore_trials(module: nn.Module) -> None:
-    """Keep BatchNorm's statistics free of trials.
-
-    torch 2.11 runs each stage on zeros, without gradients, to learn the shapes that it will send.
-    """
+def _ignore_shape_inference(module: nn.Module) -> None:
+    """Keep BatchNorm's statistics when torch 2.11 runs a stage on zeros to infer its shapes."""
     before: list[torch.Tensor] = []
 
     def keep(stage: nn.Module, _: object) -> None:

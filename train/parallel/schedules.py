@@ -1,24 +1,18 @@
-"""In which order do micro-batches run through the stages of a pipeline, and how many must there be?
+"""Pipeline schedules, and the micro-batches that each can run.
 
 GPipe, https://arxiv.org/abs/1811.06965; 1F1B, https://arxiv.org/abs/1806.03377; interleaved 1F1B,
 https://arxiv.org/abs/2104.04473; breadth-first, https://arxiv.org/abs/2211.05953; zero-bubble and
 ZBV, https://arxiv.org/abs/2401.10241; DualPipe, https://arxiv.org/abs/2412.19437.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
+from torch import nn
 from torch.distributed import pipelining
 
-from train.schema import ConfigError, Parallel
-
-
-def _any(count: int, ranks: int, stages: int) -> str:  # noqa: ARG001
-    return ""
+from rollcall.config.schema import ConfigError, Parallel
 
 
 def _as_many_as_stages(count: int, ranks: int, stages: int) -> str:  # noqa: ARG001
@@ -31,79 +25,66 @@ def _whole_rounds(count: int, ranks: int, stages: int) -> str:  # noqa: ARG001
 
 
 class Schedule(NamedTuple):
-    """An order of the work.
-
-    Attributes:
-        run: torch's class.
-        complaint: about a number of micro-batches that it cannot run, of (count, ranks, stages).
-        looped: whether a rank has several stages.
-        v_shaped: the stages go over the ranks forth and back, so the first rank has the last too.
-        since: the first torch that runs it.
-    """
+    """A pipeline schedule, as a class of torch."""
 
     run: Callable[..., Any]
-    complaint: Callable[[int, int, int], str] = _any
-    looped: bool = False
-    v_shaped: bool = False
-    since: tuple[int, int] = (2, 11)
+    # Of (micro-batches, ranks, stages): why the schedule cannot run them, or "".
+    problem: Callable[[int, int, int], str] = lambda *_: ""
+    looped: bool = False  # whether a rank has several stages
+    v_shaped: bool = False  # the stages run over the ranks and back: the first also has the last
+    splits: bool = False  # the gradients of inputs and of weights are computed at different times
 
 
 SCHEDULES = {
     "1f1b": Schedule(pipelining.Schedule1F1B, _as_many_as_stages),
     "gpipe": Schedule(pipelining.ScheduleGPipe),
-    # One micro-batch after the other goes forth and back: a GPipe of one, many times.
+    # GPipe with a single micro-batch, many times.
     "sequential": Schedule(pipelining.ScheduleGPipe),
     "interleaved": Schedule(pipelining.ScheduleInterleaved1F1B, _whole_rounds, looped=True),
     "breadth-first": Schedule(pipelining.ScheduleLoopedBFS, looped=True),
-    "zero-bubble": Schedule(pipelining.ScheduleInterleavedZeroBubble, _whole_rounds, looped=True),
-    "zbv": Schedule(pipelining.ScheduleZBVZeroBubble, v_shaped=True, looped=True, since=(2, 15)),
+    "zero-bubble": Schedule(
+        pipelining.ScheduleInterleavedZeroBubble, _whole_rounds, looped=True, splits=True
+    ),
+    "zbv": Schedule(pipelining.ScheduleZBVZeroBubble, looped=True, v_shaped=True, splits=True),
     "dualpipev": Schedule(
-        pipelining.ScheduleDualPipeV,
-        _as_many_as_stages,
-        looped=True,
-        v_shaped=True,
-        since=(2, 15),
+        pipelining.ScheduleDualPipeV, _as_many_as_stages, looped=True, v_shaped=True, splits=True
     ),
 }
 
 
 def owners(schedule: Schedule, ranks: int, per_rank: int) -> list[int]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     forth = list(range(ranks))
     loops = [forth[:: -1 if schedule.v_shaped and loop % 2 else 1] for loop in range(per_rank)]
     return [rank for loop in loops for rank in loop]
 
 
-def check_version(name: str) -> None:
-    """Refuse a schedule that this torch cannot run.
+def check_shared(name: str, stage: nn.Module) -> None:
+    """Raise ConfigError if a schedule cannot run a stage because its layers share a weight.
 
-    Raises:
-        ConfigError: names the version that can.
+    torch computes such a weight's gradient twice from the same activations, which are gone the
+    second time (2.15).
     """
-    since = SCHEDULES[name].since
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < since:
-        raise ConfigError(
-            f"parallel.schedule={name} needs torch {since[0]}.{since[1]}: torch "
-            f"{torch.__version__} fails in it with 'Pair is not connected'; choose "
-            "parallel.schedule=zero-bubble"
-        )
+    places: dict[int, str] = {}
+    for place, weight in stage.named_parameters(remove_duplicate=False):
+        first = places.setdefault(id(weight), place)
+        if SCHEDULES[name].splits and weight.requires_grad and first != place:
+            raise ConfigError(
+                f"parallel.schedule={name}: {first} and {place} share a weight, which this "
+                "schedule does not support; choose parallel.schedule=interleaved"
+            )
 
 
 def micro_batch(options: Parallel, asked: int | None, share: int, ranks: int, stages: int) -> int:
-    """Samples of a micro-batch.
+    """Return the samples of a micro-batch: as `asked`, or the largest that the schedule can run.
 
-    Args:
-        asked: data.micro_batch; None takes the largest that the schedule can run.
-        share: samples of a step that these ranks compute.
-
-    Raises:
-        ConfigError: the schedule cannot run as many micro-batches as that makes.
+    Raise ConfigError if the schedule cannot run the resulting number of micro-batches.
     """
     name = options.schedule_name
-    complaint = SCHEDULES[name].complaint
+    find_problem = SCHEDULES[name].problem
 
     def problem(size: int) -> str:
-        return complaint(math.ceil(share / size), ranks, stages)
+        return find_problem(math.ceil(share / size), ranks, stages)
 
     fitting = [size for size in range(1, share + 1) if not problem(size)]
     if asked is None:
@@ -113,9 +94,9 @@ def micro_batch(options: Parallel, asked: int | None, share: int, ranks: int, st
         return asked
     nearest = min(fitting, key=lambda size: (abs(size - asked), size), default=None)
     raise ConfigError(
-        f"{share} samples in micro-batches of data.micro_batch={asked} are "
-        f"{math.ceil(share / asked)}, which parallel.schedule={name} cannot run over "
-        f"{stages} stages on {ranks} ranks: {problem(asked)}; choose "
+        f"data.micro_batch={asked} makes {math.ceil(share / asked)} micro-batches of {share} "
+        f"samples, which parallel.schedule={name} cannot run over {stages} stages on {ranks} "
+        f"ranks: {problem(asked)}; choose "
         + (f"data.micro_batch={nearest}, or " if nearest else "")
         + "parallel.schedule=gpipe"
     )

@@ -1,9 +1,7 @@
-"""Each rank holds a share of the optimizer state, the gradients, the weights: the ZeRO family.
+"""ZeRO: each rank holds a shard of the optimizer state, the gradients and the weights.
 
 ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,35 +11,50 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from train.parallel.part import MakeOptimizer, Part, local_bytes, size
+from rollcall.text import size
+from rollcall.train.parallel.part import MakeOptimizer, Part, local_bytes
 
 
 class Shard(Part):
-    """Stages 2 and 3: weights lie in shards and are gathered, unit by unit, when they are used.
+    """Stages 2 and 3: weights are sharded, and gathered unit by unit when they are used.
 
-    Stage 2 keeps them gathered from the first forward of a step to its last backward.
+    Stage 2 keeps them gathered from the first forward to the last backward pass of a step.
     """
 
-    def __init__(self, mesh: DeviceMesh, stage: int, offload: bool) -> None:
-        """Shard over the last dimension of the mesh; a first one holds replicas of the shards."""
+    shards = True
+    suspicion = "weights that are used outside the forward method of their module"
+
+    def __init__(self, mesh: DeviceMesh, stage: int, offload: bool, gathers_bf16: bool) -> None:
+        """Shard over the last dimension of the mesh; a first dimension replicates the shards.
+
+        With `gathers_bf16`, weights are gathered in bf16; gradients are still reduced in fp32.
+        """
         self._mesh = mesh
         self._stage = stage
-        self._policy = (
-            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-        )
-        # What is called: FSDPModules, which fully_shard makes of modules in place.
+        pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        self._policy = pinned if offload else OffloadPolicy()
+        self.rounds = gathers_bf16
+        self._dtype = torch.bfloat16 if gathers_bf16 else None
+        self._reduced = torch.float32 if gathers_bf16 else None
+        # The modules that are called; fully_shard has made them FSDPModules in place.
         self._roots: list[Any] = []
+        self._is_last = True
 
     def apply(self, model: nn.Module) -> None:
-        """Shard every unit."""
-        for unit in units(model):
+        """Shard every unit that shares no weights with others; `wrap` shards the rest as one."""
+        for unit in [unit for unit in units(model) if not _shares_weights(unit, model)]:
             self._shard(unit)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Shard what is left."""
+        """Shard the remaining weights."""
         self._shard(module)
         self._roots.append(module)
         return module
@@ -52,10 +65,14 @@ class Shard(Part):
             mesh=self._mesh,
             reshard_after_forward=self._stage == 3,
             offload_policy=self._policy,
+            mp_policy=MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=self._reduced),
         )
 
     def around(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients stay whole on each rank until the last backward scatters them."""
+        """Keep whole gradients on each rank until the last backward pass scatters them."""
+        if last and self._is_last:  # as at the start: these calls visit every module
+            return nullcontext()
+        self._is_last = last
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             if self._stage == 2:
@@ -63,55 +80,58 @@ class Shard(Part):
         return nullcontext()
 
     def describe(self, model: nn.Module) -> str:
-        """The gathers, the scatters, and what the replicas add."""
+        """Describe the all-gathers, reduce-scatters and all-reduces."""
         shards = self._mesh.size(-1)
         replicas = self._mesh.size() // shards
         whole = local_bytes(model) * shards
-        travels = []
+        messages = []
         if shards > 1:
             often = " (twice for each micro-batch)" if self._stage == 3 else ""
-            travels.append(f"all-gathers of {size(whole)} of weights{often}")
-            travels.append(f"reduce-scatters of {size(whole)} of gradients")
+            gathered, kind = (whole // 2, " in bf16") if self._dtype else (whole, "")
+            messages.append(f"all-gathers of {size(gathered)} of weights{kind}{often}")
+            messages.append(f"reduce-scatters of {size(whole)} of gradients")
         if replicas > 1:
-            travels.append(f"all-reduces of {size(whole / shards)} between the replicas")
-        return f"Per step {', '.join(travels)}." if travels else ""
+            messages.append(f"all-reduces of {size(whole / shards)} between the replicas")
+        return f"Per step {', '.join(messages)}." if messages else ""
 
 
 class ShardOptimizer(Part):
-    """Stage 1: the state of each tensor is on one rank, which updates it for all."""
+    """Stage 1: the optimizer state of each tensor is on one rank, which updates it for all."""
+
+    changes_passes = False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
     def optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
-        """Divide the tensors over the ranks, each with an optimizer for its own."""
+        """Divide the tensors over the ranks; each rank has an optimizer for its tensors."""
         return partial(
             ZeroRedundancyOptimizer,
-            optimizer_class=make,  # type: ignore[arg-type]  # it is called like the class
+            optimizer_class=make,  # type: ignore[arg-type]  # it is called like a class
             process_group=self._mesh.get_group(),
         )
 
-    def rejoin(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """No other rank waits in a forward or backward."""
+    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Do nothing: no other rank waits in a forward or backward pass."""
         return True
 
     def describe(self, model: nn.Module) -> str:
-        """The broadcasts."""
+        """Describe the broadcasts."""
         return (
-            f"The optimizer state is divided by tensors over {self._mesh.size()} ranks, which "
-            f"broadcast {size(local_bytes(model))} of new weights after each step."
+            f"The optimizer state is divided over {self._mesh.size()} ranks by tensors; the ranks "
+            f"broadcast {size(local_bytes(model))} of updated weights after each step."
         )
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of this rank's own parameters, which alone has state."""
+    """Return the optimizer of this rank's parameters, which holds the state."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered at once: the members of the outermost containers, such as blocks.
+    """Yield the modules that are gathered as one: the members of the outermost containers.
 
-    Only those that have weights; a model without containers is one unit.
+    Members without weights are left out. A model without containers has no units.
     """
     for child in module.children():
         if isinstance(module, nn.Sequential | nn.ModuleList):
@@ -119,3 +139,10 @@ def units(module: nn.Module) -> Iterator[nn.Module]:
                 yield child
         else:
             yield from units(child)
+
+
+def _shares_weights(unit: nn.Module, model: nn.Module) -> bool:
+    inside = set(unit.modules())
+    others = [module for module in model.modules() if module not in inside]
+    outside = {id(one) for module in others for one in module.parameters(recurse=False)}
+    return any(id(weight) in outside for weight in unit.parameters())

@@ -1,31 +1,33 @@
-"""The model spread over the mesh: parts applied one after the other, and the step over them."""
-
-from __future__ import annotations
+"""A model spread over a mesh by parts, and a training step over it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.tensor import DTensor
 
-from train import optim
-from train.config import Config, ConfigError
-from train.data.source import Batch
-from train.parallel.assembly import parts, weights_mesh
-from train.parallel.gradients import by_mesh, clip
-from train.parallel.mesh import NODE
-from train.parallel.part import MakeOptimizer, local_bytes, size
-from train.parallel.pipeline import Pipeline
-from train.parallel.shard import local_optimizer
-from train.precision import autocast
-from train.world import World
+from rollcall.config import Config, ConfigError
+from rollcall.config.mesh import NODE, parse
+from rollcall.text import size
+from rollcall.train.data.calling import in_fp32, one_input, outputs_of
+from rollcall.train.data.source import Batch
+from rollcall.train.dist.world import World
+from rollcall.train.numerics import optim
+from rollcall.train.numerics.losses import Objective, Sums
+from rollcall.train.numerics.precision import autocast
+from rollcall.train.parallel.assembly import parts, weights_mesh
+from rollcall.train.parallel.gradients import by_mesh, clip
+from rollcall.train.parallel.modes import evaluating
+from rollcall.train.parallel.part import Fill, MakeOptimizer, UnusedWeights, local_bytes
+from rollcall.train.parallel.pipeline import Pipeline
+from rollcall.train.parallel.shard import local_optimizer
 
-PerSampleLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Flat optimizer names (state.<parameter>.<quantity>) are the same for every strategy and mesh.
+# Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
 OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 ONE = {
     "replicate": "replica",
@@ -38,29 +40,24 @@ MANY = {"context": "pieces of the sequences"}
 
 
 class Composed:
-    """A model and the parts that spread it; answers the protocol `Strategy`."""
+    """A model and the parts that spread it; implements the protocol `Strategy`."""
 
-    def __init__(self, config: Config, world: World, loss: PerSampleLoss) -> None:
-        """Form the mesh.
-
-        Raises:
-            ConfigError: its degrees do not fit the world size, the model or the batch.
-        """
+    def __init__(self, config: Config, world: World, loss: Objective) -> None:
+        """Create the mesh; raise ConfigError if it does not fit the world size or the batch."""
         self.world = world
-        self.stream = world.rank
         self.degrees = config.parallel.degrees(world.world_size, _node_size(config, world))
-        # Ranks that hold one replica compute the same samples: its stages, the parts of its layers,
-        # the pieces of its sequences. Tensor parts are neighbours, then pieces, then shares.
+        # Ranks of one replica compute the same samples: its stages, the parts of its layers, the
+        # pieces of its sequences. Neighboring ranks differ in the tensor part, then in the piece.
         copies, pieces = self.degrees.get("tensor", 1), self.degrees.get("context", 1)
         stages = self.degrees.get("pipeline", 1)
         self.data_ranks = world.world_size // copies // pieces // stages
-        self.data_rank, copy = divmod(
-            world.rank % (self.data_ranks * pieces * copies), pieces * copies
-        )
+        # Each stage has its own random numbers; ranks with pieces of activations fork theirs.
+        self.stream, self._copy = divmod(world.rank, pieces * copies)
+        self.data_rank = self.stream % self.data_ranks
         if self.data_ranks > config.data.global_batch:
             raise ConfigError(
-                f"data.global_batch={config.data.global_batch} leaves some of {self.data_ranks} "
-                f"shares of the batch without a sample: take at least {self.data_ranks}"
+                f"data.global_batch={config.data.global_batch}: expected at least "
+                f"{self.data_ranks}, one sample for each share of the batch"
             )
         self._mesh = mesh = weights_mesh(self.degrees, world)
         self._stage = config.parallel.stage
@@ -69,12 +66,17 @@ class Composed:
             share = math.ceil(config.data.global_batch / self.data_ranks)
             self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
         self._parts = parts(config, world, self.degrees, mesh)
-        self._averaged = self.data_ranks * pieces  # by the parts: ranks with replicas of weights
-        self._counts_loss = copy % copies == 0  # each number once in sums over all ranks
+        self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
+        self._pads_to_longest = config.data.pad is True
+        self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
+        self._counts_loss = (
+            self._copy % copies == 0
+        )  # each loss counts once in a sum over all ranks
         self._precision, self._optim = config.precision, config.optim
+        self._offloads = config.parallel.cpu_offload
         self._loss = loss
-        self._model: nn.Module  # under its own names: parameters and state
-        self._callables: list[nn.Module]  # what the parts made of it, or of each stage of it
+        self._model: nn.Module  # under the names of the plain model
+        self._callables: list[nn.Module]  # what the parts made of it, or of each stage
 
     @property
     def shares(self) -> tuple[range, int]:
@@ -82,68 +84,194 @@ class Composed:
         return range(self.data_rank, self.data_rank + 1), self.data_ranks
 
     def rows(self, batch: int) -> range:
-        """An equal share for each data rank; the last ones' may reach into padding."""
+        """Return equal shares for all data ranks; the last may contain padding."""
         share = math.ceil(batch / self.data_ranks)
         if self._pipeline:
             share = self._pipeline.padded(share)
         return range(self.data_rank * share, (self.data_rank + 1) * share)
 
-    def place(self, model: nn.Module, example: Batch) -> None:
-        """Take the model to the device and apply the parts."""
+    def place(self, model: nn.Module, example: Batch, fill: Fill | None = None) -> None:
+        """Move the model to the device and apply the parts.
+
+        `fill` gives values to a model on the meta device; without it, the model stays there.
+        """
+        optim.check_groups(self._optim, [name for name, _ in model.named_parameters()])
         for part in self._parts:
             part.check(model, example)
         self._whole = sum(parameter.nbytes for parameter in model.parameters())
         self._model, modules = model, [model]
+        if self._is_pipeline:
+            self._check_pipeline(example)
         if self._pipeline:
             modules = self._pipeline.cut(model, example.inputs[:1])
-        if not any(part.places for part in self._parts):
-            model.to(self.world.device)
+        is_empty = any(weight.is_meta for weight in model.parameters())
+        places = any(part.places for part in self._parts)
+        shards = any(part.shards for part in self._parts)
+        home = torch.device("cpu") if places else self.world.device
+        # Parts that move or replicate weights need their values; parts that shard them do not.
+        turn = 0 if places or not is_empty else 2 if shards else 1
+
+        def give_values(now: int) -> None:
+            if now != turn or (is_empty and fill is None):
+                return
+            if not is_empty:
+                model.to(home)
+            elif fill:
+                fill(model, torch.device("cpu") if self._offloads else home, home)
+            for part in self._parts:
+                part.keep_piece(model)
+
+        give_values(0)
         for part in self._parts:
             part.apply(model)
+        give_values(1)
         for part in self._parts:
-            modules = [part.wrap(module) for module in modules]
+            if fill or part.shards or not is_empty:
+                modules = [part.wrap(module) for module in modules]
+        give_values(2)
         self._callables = modules
+        self._groups = by_mesh(model.parameters())
 
-    def settle(self, example: Batch) -> None:
-        """The backward passes that parts need before the first step; they leave nothing."""
+    def _check_pipeline(self, example: Batch) -> None:
+        """Raise ConfigError for what no pipeline can do, also on one rank, where there is none."""
+        loss = self._loss.loss
+        if loss.takes_model:
+            raise ConfigError(
+                f"train.loss={loss.name} calls the model itself, but a pipeline calls its layers "
+                "in turn: use a loss of (outputs, targets), or another strategy"
+            )
+        one_input(example, "a pipeline")
+        if self._pads_to_longest:
+            raise ConfigError(
+                "data.pad=true makes batches of unequal length, which a pipeline cannot run: set "
+                "data.pad to the length of the longest row"
+            )
+
+    def warm_up(self, example: Batch) -> None:
+        """Run the backward passes that parts need before the first step; they change nothing."""
         example = example.to(self.world.device)
         buffers = [buffer.clone() for buffer in self._model.buffers()]
-        for _ in range(max((part.warm_ups for part in self._parts), default=0)):
-            self.forward_backward([example], len(example.weights))
+        left = passes = max((part.warm_ups for part in self._parts), default=0)
+        while left:
+            left, unused = left - 1, False
+            try:
+                self.forward_backward([example], len(example.weights))
+            except UnusedWeights:
+                unused = True
             self._model.zero_grad()
+            if self.world.has_any(unused):
+                self.allow_unused()
+                left = passes
         for buffer, before in zip(self._model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
+    def example_pass(self, example: Batch) -> torch.Tensor:
+        """Leave the gradient of the mean loss of these samples; return the mean loss, in fp32."""
+        micro_batches = [example] * (self._pipeline.at_once if self._pipeline else 1)
+        count = len(example.weights) * len(micro_batches) * self.data_ranks
+        self._loss.weights.clear()
+        try:
+            with self._in_fp32():
+                total = self.forward_backward(micro_batches, count)
+        finally:
+            if self._pipeline:
+                self._pipeline.forget_shapes()
+        dist.all_reduce(total)
+        return self._per_weight(self._model, total / count, dist.all_reduce)
+
+    def plain_pass(self, model: nn.Module, example: Batch) -> torch.Tensor:
+        """Compute the same with a model that is not spread."""
+        with self._in_fp32():
+            loss = self._loss_of(model, example) / len(example.weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return self._per_weight(model, loss.detach(), lambda sums: sums)
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[None]:
+        precision, self._precision = self._precision, "fp32"
+        try:
+            yield
+        finally:
+            self._precision = precision
+
+    def _per_weight(
+        self, model: nn.Module, loss: torch.Tensor, add_up: Callable[[torch.Tensor], Any]
+    ) -> torch.Tensor:
+        """Divide a loss and the gradients by the mean weight, if the loss returns weights."""
+        if not self._loss.loss.is_weighted:
+            return loss
+        sums = self._loss.sums_of_weights(loss.device)
+        self._loss.weights.clear()
+        add_up(sums)
+        mean = float(sums[0] / sums[1])
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.div_(mean)
+        return loss / mean
+
+    @property
+    def changes_passes(self) -> bool:
+        """Whether forward or backward passes differ from the plain model's."""
+        return bool(self._pipeline) or any(part.changes_passes for part in self._parts)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the spread model computes with weights of 16 bits, even if asked for fp32."""
+        return any(part.rounds for part in self._parts)
+
+    @property
+    def suspicions(self) -> list[str]:
+        """Likely causes if the spread model computes something else than the plain one."""
+        found = [part.suspicion for part in self._parts if part.changes_passes]
+        return [*found, self._pipeline.suspicion] if self._pipeline else found
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """The pieces of a context group, of a tensor group, and of both."""
+        pieces, copies = self.degrees.get("context", 1), self.copies
+        piece, copy = divmod(self._copy, copies)
+        return [(pieces, piece), (copies, copy), (pieces * copies, self._copy)]
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks of a tensor group."""
+        return self.degrees.get("tensor", 1)
+
+    def among_copies(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all ranks of the tensor group."""
+        assert self._mesh is not None
+        found = [torch.empty_like(values) for _ in range(self.copies)]
+        dist.all_gather(found, values, group=self._mesh["tensor"].get_group())
+        return torch.stack(found)
+
     def describe(self) -> str:
-        """Computed from the mesh and the placed model."""
+        """Describe the mesh, the weights on rank 0 and the communication of a step."""
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         product = " × ".join(
             f"{degree} {ONE[name] if degree == 1 else MANY.get(name, f'{ONE[name]}s')}"
             for name, degree in self.degrees.items()
         )
-        sentences = [part.describe(self._model) for part in self._parts]
-        if self._pipeline:
-            sentences.insert(0, self._pipeline.describe())
-        return " ".join(
-            [
-                f"{ranks}{' = ' * bool(product)}{product}; rank {self.world.rank} holds "
-                f"{size(local_bytes(self._model))} of {size(self._whole)} of weights.",
-                *filter(None, sentences),
-            ]
-        )
+        sentences = [
+            f"{ranks}{' = ' * bool(product)}{product}; rank {self.world.rank} holds "
+            f"{size(local_bytes(self._model))} of {size(self._whole)} of weights.",
+            self._pipeline.describe() if self._pipeline else "",
+            *(part.describe(self._model) for part in self._parts),
+        ]
+        return " ".join(filter(None, sentences))
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
-        """One group of parameters for each mesh, since fused updates cannot mix them."""
+        """Make groups of parameters for each mesh, since fused updates cannot mix meshes."""
         for part in self._parts:
             make = part.optimizer(make)
-        groups = by_mesh(self._model.parameters())
-        return make([part for group in groups for part in optim.groups(self._optim, group)])
+        names = {weight: name for name, weight in self._model.named_parameters()}
+        groups = [(group, names) for group in self._groups]
+        return make([part for group in groups for part in optim.groups(self._optim, *group)])
 
-    def forward_backward(self, micro_batches: Sequence[Batch], count: int) -> torch.Tensor:
+    def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
         """Accumulate the gradient of the summed loss over `count`, micro-batch by micro-batch.
 
-        Summing and dividing by the count of the whole step makes the result independent of how
-        the batch was cut. Parts average over the data ranks, which the scale takes back.
+        Dividing the sum by the count of the whole step makes the result independent of how the
+        batch is divided. Parts average over the data ranks; the scale compensates for that.
         """
         scale = self._averaged / count
         micro_batches = [self._share(batch) for batch in micro_batches]
@@ -152,27 +280,27 @@ class Composed:
                 total = self._pipeline.forward_backward(
                     self._callables, micro_batches, self._sum_of_losses, scale
                 )
+            # torch calls the loss once more in the first step, to infer shapes (2.15).
+            del self._loss.weights[: -self._pipeline.losses]
         else:
-            total = torch.zeros((), device=self.world.device)
+            totals, last = [], len(micro_batches) - 1
             for number, batch in enumerate(micro_batches):
-                with self._around(last=number == len(micro_batches) - 1):
-                    with autocast(self._precision, self.world.device):
-                        outputs = self._callable(batch.inputs)
-                    loss = self._sum_of_losses(outputs, batch)
-                    (loss * scale).backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
+                with self._around(last=number == last):
+                    loss = self._loss_of(self._callable, batch, guard=False)
+                    loss.backward(self._loss.slope(loss, scale))  # type: ignore[no-untyped-call]
+                totals.append(loss.detach())
+            total = totals[0] if last == 0 else torch.stack(totals).sum()
         for part in self._parts:
             part.finish(self._model)
-        return total * self._counts_loss
+        return total if self._counts_loss else torch.zeros_like(total)
 
     @property
     def model(self) -> nn.Module:
-        """What this rank holds of the placed model."""
+        """The part of the model that this rank holds."""
         return self._model
 
     @property
-    def _callable(self) -> nn.Module:
-        """What is called where there is no pipeline."""
+    def _callable(self) -> nn.Module:  # without a pipeline
         return self._callables[0]
 
     def _share(self, batch: Batch) -> Batch:
@@ -180,88 +308,118 @@ class Composed:
             batch = part.share(batch)
         return batch
 
-    @contextmanager
-    def _around(self, last: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.around(last))
-            yield
+    def _around(self, last: bool) -> AbstractContextManager[Any]:
+        contexts = [part.around(last) for part in self._parts]
+        if len(contexts) < 2:
+            return contexts[0] if contexts else nullcontext()
+        stack = ExitStack()
+        for context in contexts:
+            stack.enter_context(context)
+        return stack
 
-    def _sum_of_losses(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return (self._loss(outputs.float(), batch.targets) * batch.weights).sum()
+    def _loss_of(self, model: nn.Module, batch: Batch, guard: bool = True) -> torch.Tensor:
+        """Return the sum of the losses of a batch."""
+        with autocast(self._precision, self.world.device):
+            if self._loss.loss.takes_model:
+                return self._loss.of_model(model, batch, guard)
+            outputs = outputs_of(model, batch)
+        return self._sum_of_losses(outputs, batch, guard)
 
-    @torch.no_grad()
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """The outputs of the model in evaluation mode: (rows, …, classes), fp32."""
-        self._model.eval()
-        inputs = self._share(batch).inputs
-        with self._around(last=True), autocast(self._precision, self.world.device):
-            outputs: torch.Tensor = (
-                self._pipeline.forward(self._callables, inputs)
-                if self._pipeline
-                else self._callable(inputs)
-            )
-        self._model.train()
+    def _sum_of_losses(self, outputs: Any, batch: Batch, guard: bool = True) -> torch.Tensor:
+        return self._loss(in_fp32(outputs), batch.targets, batch.weights, guard)
+
+    def forward(self, batch: Batch) -> Any:
+        """Return the outputs of the model in evaluation mode: (rows, …, classes), fp32."""
+        outputs = self._evaluated(batch, outputs_of)
         for part in self._parts:
             outputs = part.gather(outputs)
-        return outputs.float()
+        return in_fp32(outputs)
+
+    def sums(self, batch: Batch) -> Sums:
+        """Return what a loss that calls the model itself adds up to, in evaluation mode."""
+        found: Sums = self._evaluated(batch, self._loss.loss.of_model)
+        return found
+
+    @torch.no_grad()
+    def _evaluated(self, batch: Batch, call: Callable[[nn.Module, Batch], Any]) -> Any:
+        batch = self._share(batch)
+        number_format = autocast(self._precision, self.world.device)
+        with evaluating(self._model), self._around(last=True), number_format:
+            if self._pipeline:
+                return self._pipeline.forward(self._callables, batch.inputs)
+            return call(self._callable, batch)
 
     def clip(self, max_norm: float | None, divisor: torch.Tensor | None = None) -> torch.Tensor:
-        """Exact on every mesh."""
+        """Clip by the norm over the whole model, on every mesh."""
         group = self._pipeline.group if self._pipeline else None
-        return clip(self._model.parameters(), max_norm, group, divisor)
+        return clip(self._groups, max_norm, group, divisor)
 
-    def rejoin(self) -> bool:
-        """Part by part; a pipeline cannot."""
-        if self._pipeline or not all(part.rejoin(self._model) for part in self._parts):
+    def finish_with_nan(self) -> bool:
+        """Let all parts finish; a pipeline cannot."""
+        if self._pipeline or not all(part.finish_with_nan(self._model) for part in self._parts):
             return False
         weight = next(weight for weight in self._model.parameters() if weight.requires_grad)
         weight.grad = torch.full_like(weight, torch.nan)
         return True
 
+    def allow_unused(self) -> None:
+        """Let all parts prepare for steps that leave weights out."""
+        for part in self._parts:
+            self._callables = [part.allow_unused(module) for module in self._callables]
+
     def forget(self) -> None:
-        """Part by part."""
+        """Let all parts forget."""
         for part in self._parts:
             part.forget()
 
-    @property
-    def replicas(self) -> list[list[int]]:
-        """Those that differ only in dimensions that do not divide weights."""
+    def replicas(self, alike: Collection[str]) -> list[list[int]]:
+        """Return all ranks, in groups that differ only in these dimensions of the weights."""
         if self._mesh is None:
             return []
-        whole = {"replicate", "shard"} if self._stage == 1 else {"replicate"}
         names, grid = self._mesh.mesh_dim_names or (), self._mesh.mesh
-        order = sorted(range(len(names)), key=lambda place: names[place] in whole)
-        alike = math.prod(grid.shape[place] for place in order if names[place] in whole)
-        groups: list[list[int]] = grid.permute(order).reshape(-1, alike).tolist()
+        order = sorted(range(len(names)), key=lambda place: names[place] in alike)
+        size = math.prod(grid.shape[place] for place in order if names[place] in alike)
+        groups: list[list[int]] = grid.permute(order).reshape(-1, size).tolist()
         return groups
 
+    def alike(self, tensor: torch.Tensor, is_buffer: bool) -> frozenset[str]:
+        """Return the dimensions that neither divide it, nor compute a buffer of other samples."""
+        names = frozenset((self._mesh and self._mesh.mesh_dim_names) or ()) - {"pipeline"}
+        if is_buffer:
+            return names & {"tensor"}
+        if isinstance(tensor, DTensor):
+            cut = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+            names -= {name for name, placement in cut if not placement.is_replicate()}
+        return names
+
     def add(self, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Over all ranks; what ranks of one replica compute alike counts once for each."""
+        """Sum over all replicas; the ranks of one contribute the same values."""
         total = torch.stack(list(terms)).sum(0)
         dist.all_reduce(total)
-        return total
+        return total * self.data_ranks / self.world.world_size
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Model and optimizer under the names of the plain model."""
+        """Return model and optimizer under the names of the plain model."""
         model, optim = state_dict.get_state_dict(
             self._model, local_optimizer(optimizer), options=OPTIONS
         )
         return {"model": model, "optim": optim}
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load both in place."""
-        state_dict.set_state_dict(
-            self._model,
-            local_optimizer(optimizer),
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=OPTIONS,
-        )
+        """Load both in place; the options of the optimizer stay those of this run."""
+        own = local_optimizer(optimizer)
+        with optim.own_options(self._optim, own):
+            state_dict.set_state_dict(
+                self._model,
+                own,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optim"],
+                options=OPTIONS,
+            )
 
 
 def _node_size(config: Config, world: World) -> int:
-    """Ranks of one node, if the mesh needs it; then all nodes must have equally many."""
+    """Return the ranks per node; if the mesh uses it, all nodes must have the same number."""
     mine = world.place.local_world_size
     if NODE not in config.parallel.mesh_text:
         return mine
@@ -269,7 +427,7 @@ def _node_size(config: Config, world: World) -> int:
     world.raise_together(
         ""
         if mine == first
-        else f"rank {world.rank} is on a node of {mine} ranks, rank 0 on one of {first}: "
-        f"the mesh {config.parallel.mesh_text} needs equally many on every node"
+        else f"the mesh {config.parallel.mesh_text} needs the same number of ranks on every node, "
+        f"but rank {world.rank} is on a node of {mine} ranks and rank 0 on one of {first}"
     )
     return mine

@@ -1,134 +1,87 @@
-"""Single layers divided over ranks: columns of one, rows of the next, one sum between the pairs.
+"""Tensor parallelism: split a linear layer by columns, the next by rows, and sum after the pair.
 
-Megatron-LM, https://arxiv.org/abs/1909.08053. The plans stand here, so that the models' files stay
-plain; a model of the user's own brings one as `tensor_plan`. What a plan does not name is computed
-alike on every rank of the dimension, from the same samples; so dropout may stand only between
-columns and rows, where a rank draws for its own units.
+Megatron-LM, https://arxiv.org/abs/1909.08053. A model declares its layers in `tensor_plan`. All
+other modules compute the same on every rank of the dimension, so their dropout draws the same masks
+there. Between a columns and a rows layer each rank draws random numbers for its own units.
 
-With sequence parallelism, https://arxiv.org/abs/2205.05198, each rank computes what lies between
-the pairs, such as norms, for its own piece of every sequence, and the sum becomes two halves: it
-is scattered after rows and gathered before columns.
+With sequence parallelism, https://arxiv.org/abs/2205.05198, each rank computes the modules between
+the pairs, such as norms, for its own piece of every sequence, with its own random numbers. The
+sum is then split in two: a reduce-scatter after rows and an all-gather before columns.
 """
-
-from __future__ import annotations
 
 import fnmatch
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from train.config import Config
-from train.data.source import Batch
-from train.parallel.part import Part, nearest_multiples
-from train.schema import ConfigError
+from rollcall.config import Config
+from rollcall.config.schema import ConfigError
+from rollcall.train.data.calling import one_input
+from rollcall.train.data.source import Batch
+from rollcall.train.numerics.randomness import Fork
+from rollcall.train.parallel.part import Part, nearest_multiples
 
 COLUMNS, ROWS = "columns", "rows"
+SCATTER, GATHER = "scatter", "gather"
 PIECE = Shard(1)
-"""Of each sequence: (rows, length, hidden)."""
-STYLES: dict[str, Callable[[], ParallelStyle]] = {COLUMNS: ColwiseParallel, ROWS: RowwiseParallel}
+"""The layout of pieces of sequences: (rows, length, hidden), cut along the length."""
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    COLUMNS: parallel.ColwiseParallel,
+    ROWS: parallel.RowwiseParallel,
+}
 SEQUENCE_STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    COLUMNS: ColwiseParallel,
-    ROWS: lambda: RowwiseParallel(output_layouts=PIECE),
-    # The inputs of these columns come in pieces, not from a module whose input was gathered.
-    "columns of pieces": lambda: ColwiseParallel(input_layouts=PIECE),
-    "of pieces": lambda: SequenceParallel(use_local_output=True),
-    "scatter": lambda: PrepareModuleOutput(
+    COLUMNS: parallel.ColwiseParallel,
+    ROWS: lambda: parallel.RowwiseParallel(output_layouts=PIECE),
+    # The input of these columns comes in pieces; no module before it gathers them.
+    "columns of pieces": lambda: parallel.ColwiseParallel(input_layouts=PIECE),
+    "of pieces": lambda: parallel.SequenceParallel(use_local_output=True),
+    SCATTER: lambda: parallel.PrepareModuleOutput(
         output_layouts=Replicate(), desired_output_layouts=PIECE
     ),
-    "gather": lambda: PrepareModuleInput(
+    GATHER: lambda: parallel.PrepareModuleInput(
         input_layouts=PIECE, desired_input_layouts=Replicate(), use_local_output=True
     ),
-    # One gather for several columns, whose gradients are added before they are scattered.
-    "gather for columns": lambda: PrepareModuleInput(
+    # One all-gather for several columns; their gradients are added before they are scattered.
+    "gather for columns": lambda: parallel.PrepareModuleInput(
         input_layouts=PIECE, desired_input_layouts=Replicate()
     ),
 }
 
 
-class Plan(NamedTuple):
-    """How a model is cut.
-
-    Attributes:
-        layers: names, with * for any, and the cut of each.
-        divided: keys of `model` that must divide by the degree.
-        sequence: changes of the layers for sequence parallelism, if they can be.
-    """
-
-    layers: Mapping[str, str]
-    divided: tuple[str, ...] = ("hidden",)
-    sequence: Mapping[str, str] = {}
-
-
-PLANS = {
-    "cnn": Plan({"6": COLUMNS, "9": ROWS}),
-    "mlp": Plan({"1": COLUMNS, "4": ROWS}),
-    "gpt": Plan(
-        {
-            "block*.attention.query": COLUMNS,
-            "block*.attention.key": COLUMNS,
-            "block*.attention.value": COLUMNS,
-            "block*.attention.out": ROWS,
-            "block*.up": COLUMNS,
-            "block*.down": ROWS,
-        },
-        divided=("hidden", "heads", "kv_heads"),
-        sequence={
-            "embedding": "scatter",
-            "block*.attention_norm": "of pieces",
-            "block*.attention": "gather for columns",
-            "block*.perceptron_norm": "of pieces",
-            "block*.up": "columns of pieces",
-            "norm": "of pieces",
-            "head": "gather",
-        },
-    ),
-}
-
-
 class Tensor(Part):
-    """The layers of the model's plan, cut over the ranks of one dimension."""
+    """The layers of the model's plan, split over the ranks of one dimension."""
+
+    suspicion = "columns layers in tensor_plan whose outputs do not go to a rows layer unit by unit"
 
     def __init__(self, mesh: DeviceMesh, config: Config, pieces: int) -> None:
-        """Take the degree.
-
-        Args:
-            pieces: of each sequence that other ranks compute.
-        """
         self._mesh = mesh
         self._model = config.model
-        self._sequence = config.parallel.sequence
-        self._pieces = pieces
-        self._plan = Plan({})
+        self._sequence = config.parallel.sequence_parallel
+        self._pieces = pieces  # the degree of context parallelism, which also divides sequences
+        self._plan: Any = {}  # names of layers, with * as a wildcard, each with columns or rows
+        self._sequence_plan: Any = {}  # changes of the plan for sequence parallelism, if supported
 
     def check(self, model: nn.Module, example: Batch) -> None:
-        """Take the plan; widths, heads and sequences must divide."""
-        name, degree = self._model.name, self._mesh.size()
-        own: Any = getattr(model, "tensor_plan", None)
-        if own is not None:
-            sequence: Any = getattr(model, "sequence_plan", {})
-            self._plan = Plan(own, (), sequence)
-        elif name in PLANS:
-            self._plan = PLANS[name]
-        else:
+        """Take the model's plan; widths, heads and sequences must divide."""
+        degree = self._mesh.size()
+        self._plan = getattr(model, "tensor_plan", None)
+        self._sequence_plan = getattr(model, "sequence_plan", {})
+        if self._plan is None:
             raise ConfigError(
-                f"tensor parallelism has no plan for model.name={name}: give the model one as its "
-                f"attribute tensor_plan, or choose one of {', '.join(PLANS)}"
+                f"model.name={self._model.name} has no plan for tensor parallelism: give the "
+                "model an attribute tensor_plan, or choose a model that has one, such as gpt"
             )
-        for key in self._plan.divided:
-            if (number := getattr(self._model, key)) % degree:
+        divides: Any = getattr(model, "tensor_divides", ())
+        if not isinstance(divides, Mapping):
+            divides = {key: getattr(self._model, key) for key in divides}
+        for key, number in divides.items():
+            if number % degree:
                 raise ConfigError(
                     f"model.{key}={number} does not divide by tensor={degree}; "
                     f"choose model.{key}={nearest_multiples(number, degree)}"
@@ -138,76 +91,135 @@ class Tensor(Part):
             self._check_sequence(example, degree)
 
     def _check_layers(self, model: nn.Module, degree: int) -> None:
-        matches = _matches(model, self._plan.layers)
-        for pattern, cut in self._plan.layers.items():
-            problem = "" if cut in STYLES else f"a layer is cut into {' or '.join(STYLES)}"
+        matches = _matches(model, self._plan)
+        for pattern, cut in self._plan.items():
+            problem = "" if cut in STYLES else f"expected {' or '.join(STYLES)}"
             if not any(fnmatch.fnmatch(name, pattern) for name, *_ in matches):
                 problem = "the model has no such layer"
             if problem:
-                raise ConfigError(f"tensor_plan says {pattern}: {cut}, but {problem}")
+                raise ConfigError(f"tensor_plan has {pattern}: {cut}, but {problem}")
         for name, cut, layer in matches:
             if not isinstance(layer, nn.Linear):
                 raise ConfigError(
-                    f"tensor_plan names {name}, which is a {type(layer).__name__}: only nn.Linear "
-                    "can be cut"
+                    f"tensor_plan: expected {name} to be an nn.Linear, got a {type(layer).__name__}"
                 )
             width = layer.out_features if cut == COLUMNS else layer.in_features
             if width % degree:
                 raise ConfigError(
                     f"layer {name} has {width} {cut}, which do not divide by tensor={degree}; "
-                    f"give it {nearest_multiples(width, degree)}"
+                    f"choose {nearest_multiples(width, degree)}"
                 )
 
     def _check_sequence(self, example: Batch, degree: int) -> None:
-        if not self._plan.sequence:
+        if not self._sequence_plan:
             raise ConfigError(
-                f"parallel.sequence=true has no plan for model.name={self._model.name}: choose "
-                "model.name=gpt, give the model one as its attribute sequence_plan, or leave it out"
+                f"model.name={self._model.name} has no plan for parallel.sequence_parallel=true: "
+                "choose model.name=gpt, give the model an attribute sequence_plan, or remove the "
+                "key"
             )
-        length = example.inputs.shape[1]
+        length = one_input(example, "parallel.sequence_parallel=true").shape[1]
         if length % (degree * self._pieces):
             by = f"tensor={degree}" + f" times context={self._pieces}" * (self._pieces > 1)
             raise ConfigError(
-                f"sequences of {length} do not divide by {by} for parallel.sequence=true; choose "
-                f"data.context={nearest_multiples(length, degree * self._pieces)}"
+                f"data.seq_len={length} does not divide by {by}, as "
+                "parallel.sequence_parallel=true needs; choose "
+                f"{nearest_multiples(length, degree * self._pieces)}"
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Cut the layers in place."""
-        # A cut layer returns a view, and FSDP2 around it warns of writes in place (torch 2.15);
-        # the models that have a plan write nothing there.
+        """Split the layers in place."""
+        # A split layer returns a view, and FSDP2 around it warns of in-place writes (torch 2.15);
+        # models with a plan do not write in place there.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        plan, styles = self._plan.layers, STYLES
+        plan, styles = self._plan, STYLES
         if self._sequence:
-            plan, styles = {**plan, **self._plan.sequence}, SEQUENCE_STYLES
+            plan, styles = {**plan, **self._sequence_plan}, SEQUENCE_STYLES
         found = {name: styles[cut]() for name, cut, _ in _matches(model, plan)}
-        parallelize_module(model, self._mesh, found)
+        shared = _places_of_shared(model)
+        parallel.parallelize_module(model, self._mesh, found)
+        for places in shared:  # each has its own copy now
+            _share_again(model, places)
+        self._fork_where_pieces_begin(model)
+
+    def _fork_where_pieces_begin(self, model: nn.Module) -> None:
+        self._fork = Fork(self._mesh.device_type, "tensor", self._mesh.get_local_rank())
+        begin, end = COLUMNS, ROWS
+        if self._sequence:  # also between the pairs
+            begin, end = SCATTER, GATHER
+        cuts = _matches(model, self._sequence_plan if self._sequence else self._plan)
+        self._begins = {layer for _, cut, layer in cuts if cut == begin}
+        for layer in self._begins:
+            layer.register_forward_hook(self._enter)
+        for layer in (layer for _, cut, layer in cuts if cut == end):
+            layer.register_forward_pre_hook(self._leave)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Fork the random numbers of a pipeline stage whose inputs or outputs are pieces."""
+        if self._sequence:
+            if self._begins.isdisjoint(module.modules()):
+                module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave)
+        return module
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        if module.training:
+            self._fork.enter()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, *_: Any) -> None:
+        self._fork.leave()
 
     def finish(self, model: nn.Module) -> None:
-        """Add what each rank knows of the gradient of a norm: that of its pieces of sequences."""
+        """Sum the gradients of norms, which each rank has for its pieces of the sequences."""
         for parameter in model.parameters():
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def describe(self, model: nn.Module) -> str:
-        """The sums of activations."""
-        cuts = _matches(model, self._plan.layers)
+        """Describe the sums of activations."""
+        cuts = _matches(model, self._plan)
         if not cuts:
             return ""
         forward = sum(layer.out_features for _, cut, layer in cuts if cut == ROWS)
         backward = sum(layer.in_features for _, cut, layer in cuts if cut == COLUMNS)
-        names = ", ".join(pattern for pattern in self._plan.layers)
-        how = "in halves, scattered after rows and gathered before columns, " * self._sequence
+        names = ", ".join(pattern for pattern in self._plan)
+        how = "(as reduce-scatters and all-gathers) " * self._sequence
         return (
-            f"Each rank holds 1/{self._mesh.size()} of layers {names}; per micro-batch all-reduces "
-            f"{how}of {forward} numbers a sample or token in the forward and at most {backward} in "
-            "the backward."
+            f"Each rank holds 1/{self._mesh.size()} of layers {names}; per micro-batch "
+            f"all-reduces {how}of {forward} values per sample or token in the forward pass and at "
+            f"most {backward} in the backward pass."
         )
 
 
+def _places_of_shared(model: nn.Module) -> list[list[str]]:
+    """Return the names of each weight that has several."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return [places for places in names.values() if len(places) > 1]
+
+
+def _share_again(model: nn.Module, places: list[str]) -> None:
+    first, *others = places
+    weight = model.get_parameter(first)
+    for place in others:
+        if _placements(model.get_parameter(place)) != _placements(weight):
+            raise ConfigError(
+                f"{first} and {place} are one weight, but the plans for tensor and sequence "
+                "parallelism split them differently: split both in the same way, or neither"
+            )
+        module, _, leaf = place.rpartition(".")
+        setattr(model.get_submodule(module), leaf, weight)
+
+
+def _placements(weight: nn.Parameter) -> Any:
+    return weight.placements if isinstance(weight, DTensor) else None
+
+
 def _matches(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str, Any]]:
-    """The layers that a plan names, but for those that other stages of a pipeline hold."""
+    """Return the layers in a plan, without the layers of other pipeline stages."""
     return [
         (name, cut, layer)
         for name, layer in model.named_modules()

@@ -1,0 +1,1 @@
+"""The first process of a job: start the step, choose its hosts, requeue the job."""

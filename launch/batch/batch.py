@@ -1,0 +1,375 @@
+"""`rollcall batch srun …`: the first process of a job. It starts the step and requeues the job.
+
+Slurm itself requeues only after a preemption without grace time or the loss of a node, and never a
+job that ended with an exit code. The exit code is the one of the step.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rollcall.config import ConfigError
+from rollcall.launch.batch import placement
+from rollcall.launch.batch.expand import Expansion
+from rollcall.launch.batch.placement import Hosts
+from rollcall.launch.node import takeover
+from rollcall.launch.node.batch_process import BatchHeartbeat
+from rollcall.launch.node.identity import job_of, start_of
+from rollcall.launch.node.rendezvous import lost_hosts
+from rollcall.launch.runs import find, resolve, restarts
+from rollcall.launch.runs.resolve import StepFacts
+from rollcall.launch.scheduler import cluster, requeue, slurm
+from rollcall.launch.scheduler.job import STOP_LEAD
+from rollcall.launch.scheduler.slurm import JobStatus, SlurmError
+from rollcall.launch.submission.options import span
+from rollcall.process import outlast_full_disks, wait_for_signal
+from rollcall.records.job import RestartCause
+from rollcall.records.run import Verdict
+from rollcall.run_dir import RunDir
+from rollcall.timer import Every, RunningClock
+
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that srun sends on to the supervisors. SIGTERM would make srun end them, but Slurm sends
+them that one itself."""
+TAKEN = (*PASSED_ON, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+LOOK = 1.0
+"""Seconds between two counts of the heartbeat."""
+SELDOM = 2.0
+"""Seconds between two looks at whether a host has been lost, and this one taken for lost."""
+COMES_BACK: dict[str, RestartCause] = {"TimeLimit": "time limit", "JobLaunchFailure": "lost node"}
+"""Slurm's reasons for ending a job that we requeue. JobLaunchFailure: Slurm took the script's host
+for dead, and kills the script when the host is back."""
+UNASKED: tuple[RestartCause, ...] = ("time limit", "asked to stop")
+"""Causes after which Slurm alone would not start a job again, as it does with --requeue after a
+preemption or the loss of a node."""
+LEAVE = 5.0
+"""Seconds that the step has to end after a host was lost."""
+REFUSED = 2
+"""Exit code of a supervisor if the same request would be refused again."""
+ABSENCE = 600.0
+"""Seconds for which Slurm's controller may be away when the step has ended."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the step to its end, and requeue the job if the run is to continue."""
+    # Blocked, not handled: each is taken when it is useful.
+    signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
+    outlast_full_disks()
+    parser = argparse.ArgumentParser(prog="rollcall batch", allow_abbrev=False)
+    resolve.add_run_options(parser)
+    nodes = "on how many nodes the step can run, in a job script of your own"
+    parser.add_argument("--nodes", type=span, metavar="MIN-MAX", help=nodes)
+    after = "a shell line to run when the step has ended; may be repeated"
+    parser.add_argument("--teardown", action="append", default=[], metavar="LINE", help=after)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="srun …")
+    options = parser.parse_args(argv)
+    if "SLURM_JOB_ID" not in os.environ or not options.command:
+        print("rollcall: error: use this in a job script: exec … batch srun …", file=sys.stderr)
+        return 2
+    try:
+        code = Batch(options, job_of(os.environ)).go()
+        _tear_down(options.teardown, code)
+        return code
+    except OSError as error:  # srun is missing, or the run directory is not writable
+        print(f"rollcall: error: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def _tear_down(lines: Sequence[str], code: int) -> None:
+    """Run the lines of `--teardown`; how they end does not change how the job ends."""
+    if lines:
+        env = os.environ | {"ROLLCALL_EXIT_CODE": str(code)}
+        ended = subprocess.run(
+            ["bash", "-c", "\n".join(lines)],
+            env=env,
+            check=False,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []),
+        ).returncode
+        if ended:
+            print(f"batch: the lines of --teardown end with exit code {ended}", file=sys.stderr)
+
+
+class Batch:
+    """A job's first process, which starts its step."""
+
+    def __init__(self, options: argparse.Namespace, job: str) -> None:
+        self.command: list[str] = options.command
+        self.job = job
+        self.run: RunDir | None = None
+        self._options = options
+        self._this_start = start_of(job, os.environ)
+        self._own_step = takeover.leave_step(options.output) if options.number else None
+        self._hosts: Hosts
+        self._step: subprocess.Popen[bytes]
+        self._heartbeat: BatchHeartbeat | None = None
+        self._expansion: Expansion | None = None
+        self._lost: dict[str, str] = {}
+        self._was_asked = False
+        self._is_expanding = False
+        self._is_requeued = False
+        self._continues = True
+
+    def go(self) -> int:
+        """Look after the step, restarting it on the remaining hosts; return its exit code."""
+        try:
+            facts = resolve.facts_of_batch(self._options, os.environ, self.job)
+        except ConfigError:
+            return self._follow(self.command)  # the step says what is wrong
+        except resolve.CommandError as error:
+            print(f"rollcall: note: the job will not be requeued: {error}", file=sys.stderr)
+            return self._follow(self.command)
+        self.run, self._continues = facts.run, facts.continues
+        if facts.is_named and (text := resolve.finished(self.run)):
+            print(text)
+            return 0
+        self._hosts = Hosts(os.environ, facts.nodes, facts.span)
+        self._prepare_for_losses(self.run, facts)
+        try:
+            code = self._go_on_or_take_over(self.run)
+        except OSError:  # it ends by itself, and was not killed
+            self._end_heartbeat()
+            raise
+        self._end_heartbeat()
+        return code
+
+    def _end_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+
+    def _go_on_or_take_over(self, run: RunDir) -> int:
+        if self._own_step is None:
+            return self._go_on(run, self.command)
+        code, hosts = os.EX_UNAVAILABLE, self._next_hosts(run)
+        if hosts is not None:
+            code = self._go_on(run, self._restarted_on(hosts))
+        if not self._is_requeued:
+            # Slurm waits for the end of the script, which died with its host.
+            with contextlib.suppress(SlurmError):
+                if slurm.status(self.job).state == "RUNNING":
+                    slurm.tell("scancel", self.job)
+        return code
+
+    def _prepare_for_losses(self, run: RunDir, facts: StepFacts) -> None:
+        options = self._options
+        own = {"--run-dir": options.run_dir, "--cells": options.cells}
+        words = [f"{name}={value}" for name, value in own.items() if value is not None]
+        words += ["--nodes={}-{}".format(*options.nodes)] if options.nodes else []
+        words += [f"--teardown={line}" for line in options.teardown]
+        words += self.command
+        can_move = self._hosts.may_change
+        start, number = self._this_start, options.number
+        with contextlib.suppress(OSError):  # a full disk must not end a run
+            self._heartbeat = BatchHeartbeat(run, start, number, words, can_move)
+        if facts.span:
+            self._expansion = Expansion(run, self.job, self._hosts)
+
+    def _go_on(self, run: RunDir, command: Sequence[str]) -> int:
+        while True:
+            code = self._follow(command)
+            if self._is_requeued:
+                with contextlib.suppress(SlurmError):  # from now on: the save may have taken long
+                    requeue.start_soon(self.job)
+                return code
+            hosts = self._after(run, code)
+            if hosts is None:
+                return code
+            command = self._restarted_on(hosts)
+
+    def _restarted_on(self, hosts: Sequence[str]) -> list[str]:
+        self._say(f"restarts its step on {', '.join(hosts)}")
+        return placement.on(self.command, hosts)
+
+    def _follow(self, command: Sequence[str]) -> int:
+        self._step = subprocess.Popen(
+            command,
+            start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []),
+        )
+        clock, end, seldom = RunningClock(), float("inf"), Every(SELDOM)
+        while self._step.poll() is None:
+            number = wait_for_signal(TAKEN, LOOK)
+            if self._heartbeat:
+                self._heartbeat.beat()
+            is_due = seldom.is_due()
+            if is_due and self._heartbeat and self._heartbeat.is_replaced():
+                self._stand_aside()
+            if number in PASSED_ON:
+                self._was_asked = True
+                self._step.send_signal(number)
+            elif number == signal.SIGTERM:
+                self._was_asked = True
+                self._requeue_ended(self._status())
+            self._expand()
+            if is_due and end == float("inf") and self._new_losses():
+                end = clock.read() + LEAVE
+            if clock.read() > end:  # srun waits for a dead host until Slurm has noticed it
+                self._step.kill()
+                with contextlib.suppress(SlurmError):
+                    slurm.end_steps(self.job, but=self._own_step)
+        code = self._step.returncode
+        return code if code >= 0 else 128 - code
+
+    def _stand_aside(self) -> NoReturn:
+        """Give way to another host, which took over because this one was silent for too long."""
+        self._step.kill()
+        self._say("was taken over by another batch process; this one waits, to keep the job alive")
+        signal.sigwait([signal.SIGTERM])
+        sys.exit(os.EX_UNAVAILABLE)
+
+    def _expand(self) -> None:
+        is_free = not self._was_asked and not self._is_expanding
+        if self._expansion and is_free and self._expansion.is_due():
+            self._is_expanding = True
+            self._say("saves its run to continue with more hosts")
+            self._step.send_signal(signal.SIGUSR1)
+
+    def _new_losses(self) -> dict[str, str]:
+        if self.run is None:
+            return {}
+        found = lost_hosts(self.run, self._this_start)
+        return {name: host for name, host in found.items() if name not in self._lost}
+
+    def _requeue_ended(self, status: JobStatus | None) -> None:
+        """Requeue a job that Slurm ends, if Slurm itself will not."""
+        if status is None or status.state == "RUNNING" or self.run is None or self._is_requeued:
+            return
+        if self._step.returncode == 0:  # it has finished after all
+            return
+        # With PreemptMode=CANCEL, Slurm considers a preempted job as ended.
+        cause = "preempted" if status.is_preempted else COMES_BACK.get(status.reason)
+        if cause is not None:
+            self._requeue(self.run, cause, sorted(self._hosts.dead))
+
+    def _after(self, run: RunDir, code: int) -> list[str] | None:
+        """Return the hosts for another step, or None if the job ends."""
+        status = self._status(ABSENCE)
+        if status is None:
+            return None
+        if status.state != "RUNNING":
+            self._requeue_ended(status)
+            # If Slurm has not requeued it, because it was cancelled, this is refused.
+            with contextlib.suppress(SlurmError):
+                requeue.start_soon(self.job)
+            return None
+        verdict = run.read_verdict()
+        state = verdict.state if verdict else "requeue" if code == os.EX_TEMPFAIL else "failed"
+        if code == REFUSED and state == "requeue":
+            state = "failed"  # an earlier start wrote this verdict
+        is_expanding = self._is_expanding and not self._was_asked and not status.is_preempted
+        if state != "done" and is_expanding:
+            return self._more_hosts(run)
+        was_asked = self._was_asked or status.is_preempted  # Slurm may signal only the step
+        if state == "requeue" or (state == "failed" and was_asked):
+            due = status.end - time.time() < STOP_LEAD
+            cause: RestartCause = "time limit" if due else "asked to stop"
+            self._requeue(run, "preempted" if status.is_preempted else cause)
+        elif state == "failed" and code not in (0, os.EX_TEMPFAIL) and self._is_lost(run):
+            return self._next_hosts(run)
+        return None
+
+    def _is_lost(self, run: RunDir) -> bool:
+        """Whether a supervisor vanished: the head, or one that another supervisor misses."""
+        attempt = next(iter(find.attempts(run)[-1:]), None)
+        is_silent = attempt is not None and attempt.job == self.job and attempt.state is None
+        return is_silent or bool(self._new_losses())
+
+    def _next_hosts(self, run: RunDir) -> list[str] | None:
+        losses = self._new_losses()
+        self._lost |= losses
+        suspects = sorted(set(losses.values()))
+        if not self._may_start(run, "lost node"):
+            return None
+        try:
+            bad = restarts.bad_hosts(run, self.job, suspects)
+            hosts = self._hosts.choose(suspects, bad)
+        except placement.NoSpareError as error:
+            self._say(str(error))
+            self._requeue(run, "lost node", error.dead)
+            return None
+        self._note(run, "lost node", suspects)
+        return hosts
+
+    def _more_hosts(self, run: RunDir) -> list[str] | None:
+        """Return the hosts for a larger step; None if the job is requeued to get them."""
+        self._is_expanding = False
+        if not (self._expansion and self._expansion.back):
+            self._requeue(run, "more hosts")
+            return None
+        self._expansion.take_back()
+        self._note(run, "more hosts")
+        return self._hosts.choose()
+
+    def _requeue(self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
+        if not self._may_start(run, cause):
+            return
+        self._note(run, cause, hosts)
+        self._is_requeued = True
+        self._say(f"is requeued: {cause}")
+        bad = sorted({*hosts, *restarts.bad_hosts(run, self.job)})
+        try:
+            self._requeue_without(bad)
+        except SlurmError:
+            # Refused, or not heard: a busy controller may not answer for a while.
+            self._status(ABSENCE)
+            try:
+                self._requeue_without(bad)
+            except SlurmError as error:
+                self._say(f"could not be requeued: {error}")
+
+    def _requeue_without(self, bad: Sequence[str]) -> None:
+        nodes = self._hosts.fewest or len(self._hosts.all)
+        leave_out = cluster.without(self.job, bad, nodes) if bad else []
+        if bad and not leave_out:
+            self._say(f"cannot exclude {', '.join(bad)}: too few other nodes")
+        requeue.own_job(self.job, leave_out)
+
+    def _note(self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end a run
+            restarts.note(run, self.job, cause, hosts)
+
+    def _may_start(self, run: RunDir, cause: RestartCause) -> bool:
+        if self.job in find.cancelled(run):
+            return False
+        step = restarts.saved_step(run)
+        if cause in UNASKED and not self._can_continue(run):
+            advice = "exits with 75 when it is asked to stop, or --max-restarts is given"
+            reason = f"{cause}; a script restarts only if it {advice}"
+        elif restarts.allowed(run, self.job, cause):
+            return True
+        else:
+            reason = f"{cause}, {restarts.MOST} times in a row without a checkpoint after step "
+            reason += str(step)
+        # A program that saves or finishes after all replaces this; one that is killed cannot.
+        with contextlib.suppress(OSError):
+            run.conclude(Verdict("failed", step, reason))
+        if cause not in UNASKED or self._step.returncode is not None:
+            self._say(f"is not restarted: {reason}")
+        return False
+
+    def _can_continue(self, run: RunDir) -> bool:
+        """Whether a restart continues the work: else it would repeat it from the beginning."""
+        has_saved = self._step.returncode == os.EX_TEMPFAIL
+        return self._continues or has_saved or restarts.has_stopped_in_order(run)
+
+    def _status(self, patience: float = 0.0) -> JobStatus | None:
+        end = time.monotonic() + patience
+        while True:
+            try:
+                return slurm.status(self.job)
+            except SlurmError as error:
+                if time.monotonic() > end:
+                    self._say(f"is not changed: {error}")
+                    return None
+            wait_for_signal([signal.SIGTERM], 5.0)
+
+    def _say(self, text: str) -> None:
+        name = self.run.name if self.run else ""
+        print(f"batch: job {self.job} of run {name} {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,90 @@
+"""Choose the hosts of a job on which its step runs, when some of them are lost."""
+
+import contextlib
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from rollcall import hosts
+from rollcall.launch.runs.resolve import options_of_srun
+from rollcall.launch.scheduler import slurm
+
+ANSWER = 5.0
+"""Seconds in which a live host starts a process."""
+
+
+class NoSpareError(Exception):
+    """Too few hosts are left: those in `dead` do not answer."""
+
+    def __init__(self, dead: Sequence[str]) -> None:
+        super().__init__(f"cannot reach {', '.join(dead)}: it has too few nodes left")
+        self.dead = tuple(dead)
+
+
+class Hosts:
+    """A job's hosts: `nodes` of them, or from `span[0]` to `span[1]` if the job is elastic."""
+
+    def __init__(
+        self, env: Mapping[str, str], nodes: int | None, span: tuple[int, int] | None
+    ) -> None:
+        self.all = hosts.expand(env["SLURM_JOB_NODELIST"])
+        self.dead: set[str] = set()  # they do not answer
+        self.most = len(self.all) if nodes is None else nodes
+        least, self.wanted = span or (self.most, self.most)
+        self.fewest = span[0] if span else None  # of all hosts; a step may use self.least
+        self.least = min(least, self.most)
+        self.job = env["SLURM_JOB_ID"]
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the step can run without one of them."""
+        return self.least < len(self.all)
+
+    @property
+    def lacking(self) -> int:
+        """How many more hosts the job may have."""
+        return max(0, self.wanted - len(self.all) + len(self.dead))
+
+    def choose(self, suspects: Sequence[str] = (), bad: Sequence[str] = ()) -> list[str]:
+        """Choose the hosts for the next step, keeping the previous ones that are alive.
+
+        Suspects are asked whether they are alive. Bad hosts are used only as a last resort. Without
+        enough hosts, NoSpareError is raised.
+        """
+        self.dead |= _silent(self.job, [host for host in suspects if host not in self.dead])
+        alive = [host for host in self.all if host not in self.dead]
+        if len(alive) < self.least:
+            raise NoSpareError(sorted(self.dead))
+        chosen = sorted(alive, key=lambda host: host in bad)[: self.most]
+        return sorted(chosen, key=self.all.index)
+
+
+def on(step: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """Return the step's command line for these hosts."""
+    # An earlier step may still hold them: without --overlap the new one would wait for its end.
+    # --mem=0 asks for all the memory that the job has.
+    place = [f"--nodelist={','.join(chosen)}", "--overlap", "--mem=0"]
+    given = options_of_srun(step)
+    count = (re.sub(r"^(--nodes|--ntasks)=\d+$", rf"\1={len(chosen)}", word) for word in given)
+    return [step[0], *place, *count, *step[1 + len(given) :]]
+
+
+def probe(job: str, host: str) -> subprocess.Popen[bytes]:
+    """Start a process on a host of the job; it exits with 0 only if the host is alive."""
+    null = subprocess.DEVNULL
+    return subprocess.Popen([*slurm.step(job, [host]), "true"], stdout=null, stderr=null)
+
+
+def _silent(job: str, suspects: Sequence[str]) -> set[str]:
+    asked = {host: probe(job, host) for host in suspects}
+    end = time.monotonic() + ANSWER
+    found = set()
+    for host, process in asked.items():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+        if process.poll() != 0:
+            found.add(host)
+            process.kill()
+            process.wait()
+    return found

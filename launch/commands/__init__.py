@@ -1,0 +1,1 @@
+"""The commands about runs: a module with a `main(argv)` for each."""

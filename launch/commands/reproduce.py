@@ -1,0 +1,137 @@
+"""`rollcall reproduce RUN`: submit the same code, program and options under a new name.
+
+Everything comes from the run directory, which may have been moved. The new run uses the current
+Python, and it does not depend on other jobs.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollcall.config import parse
+from rollcall.launch.runs import find
+from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler.job import Job, render
+from rollcall.launch.submission import snapshot
+from rollcall.launch.submission.command import show
+from rollcall.launch.submission.snapshot import Snapshot
+from rollcall.launch.submission.submission import (
+    MISTAKES,
+    RefusedError,
+    Submission,
+    batch_command,
+    launcher_copy,
+    modules_copy,
+)
+from rollcall.records.job import JobRecord
+from rollcall.run_dir import RunDir
+from rollcall.text import word
+
+
+def main(argv: Sequence[str]) -> int:
+    """Submit a run again; return the exit code."""
+    parser = find.parser("reproduce", __doc__)
+    parser.add_argument("--name", help="name of the new run (default: RUN-again)")
+    on_this = "run on this machine, even if it has Slurm"
+    parser.add_argument("--local", action="store_true", help=on_this)
+    parser.add_argument("--dry-run", action="store_true", help="print the script; write nothing")
+    parser.add_argument("--wait", action="store_true", help="show the output until the run ends")
+    options = parser.parse_args(argv)
+    try:
+        old = find.find(options.run, options.root)
+        submission = _plan(old, _new_run(old, options.name), argv)
+        local = options.local or not slurm.is_available()
+        if options.dry_run:
+            show(submission, local)
+            return 0
+        from rollcall.launch.submission import start  # here: it imports submitit
+
+        return start.start(replace(submission, wait=options.wait), local)
+    except (*MISTAKES, find.NoRunError) as error:
+        return find.refuse(error)
+
+
+def _new_run(old: RunDir, name: str | None) -> RunDir:
+    if name is not None:
+        parse([word("run.name", name)])  # refuses an invalid name
+        run = RunDir(old.path.parent, name)
+        if run.path.exists():
+            raise RefusedError(f"--name {name}: {run.path} exists; choose a new name")
+        return run
+    run, number = RunDir(old.path.parent, f"{old.name}-again"), 2
+    while run.path.exists():
+        run, number = RunDir(old.path.parent, f"{old.name}-again-{number}"), number + 1
+    return run
+
+
+def _plan(old: RunDir, run: RunDir, argv: Sequence[str]) -> Submission:
+    record = JobRecord.read(old.path)
+    if record is None and old.config.is_file():
+        raise RefusedError(
+            f"run {old.name} was not started by `rollcall submit`, so its code was not copied; to "
+            f"train with its configuration: rollcall train {old.config} run.name=NEW"
+        )
+    try:
+        if record is None:
+            raise KeyError(str(JobRecord.place(old.path)))
+        recorded = record.as_dict()
+        code = snapshot.recorded(old.code, old.job / "source")
+        copy = launcher_copy(old)
+        launcher = snapshot.recorded(copy, old.job / "rollcall") if copy.is_dir() else None
+        modules = tuple(_modules(old))
+    except KeyError as error:
+        raise RefusedError(
+            f"run {old.name} cannot be reproduced: {error.args[0]} is missing or damaged; only "
+            "runs started by `rollcall submit` have it"
+        ) from None
+    try:
+        job, recipes = _job(old, run, recorded)
+        render(job)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        place = JobRecord.place(old.path)
+        raise RefusedError(f"run {old.name} cannot be reproduced: {place} is damaged") from None
+    return Submission(tuple(argv), run, recipes, code, launcher, job, modules=modules)
+
+
+def _is_teardown(word: str) -> bool:
+    return word.startswith("--teardown=")
+
+
+def _modules(old: RunDir) -> Iterator[Snapshot]:
+    number = 0
+    while (copy := modules_copy(old, number)).is_dir():
+        yield snapshot.recorded(copy, copy)
+        number += 1
+
+
+def _job(old: RunDir, run: RunDir, recorded: dict[str, Any]) -> tuple[Job, tuple[Path, ...]]:
+    """Return the recorded job as one of the new run, and the recipes that it needs."""
+    before = recorded.pop("run_directory")  # the run may have been moved since
+
+    def moved(text: str) -> str:
+        option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
+        if value == before or value.startswith(f"{before}/"):
+            return f"{option}{equals}{run.path}{value[len(before) :]}"
+        return text
+
+    words, own = recorded["command"], recorded.get("python", ())
+    at_job = f"{before}/job/"
+    recipes = [old.path / text[len(before) + 1 :] for text in words if text.startswith(at_job)]
+    recorded["options"].pop("dependency", None)
+    asked = recorded.get("gpus_per_node")
+    recorded["allocation"] = None
+    recorded |= {
+        "name": run.name,
+        "gpus_per_node": None if asked is None else str(asked),  # it was a number once
+        "command": tuple(map(moved, words)) if own else (sys.executable, *map(moved, words[1:])),
+        "python": tuple(map(moved, own)),
+        "directory": moved(recorded["directory"]),
+        "output": f"{str(run.job).replace('%', '%%')}/{Path(recorded['output']).name}",
+        "srun": tuple(recorded["srun"]),
+        "setup": tuple(recorded["setup"]),
+        "plugins": tuple(recorded.get("plugins", ())),
+        "batch": (*batch_command(run), *filter(_is_teardown, recorded["batch"])),
+    }
+    return Job(**recorded), tuple(recipes)

@@ -1,0 +1,50 @@
+"""`rollcall requeue RUN`: requeue a run's job, and start it without delay.
+
+A running job is asked to save, ended, and queued again. Slurm would then let it wait for two
+minutes; this command skips that wait, also for a job that has requeued itself.
+"""
+
+import time
+from collections.abc import Sequence
+
+from rollcall.launch.runs import find, states
+from rollcall.launch.runs.find import NoRunError
+from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler.slurm import SlurmError
+
+PATIENCE = 180.0
+"""Seconds that the old attempt has to end: it may save, and Slurm kills it after KillWait."""
+LOOK = 0.5
+"""Seconds between two checks whether it has ended."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Requeue the job; return the exit code."""
+    options = find.parser("requeue", __doc__).parse_args(argv)
+    try:
+        run = find.find(options.run, options.root)
+        job = states.look([run])[0][0].job
+        again = f"submit it again: rollcall submit --name {run.name}"
+        if job is None or job.is_local:
+            raise NoRunError(f"run {run.name} has no Slurm job; {again}")
+        info = slurm.queue([job.id]).get(job.id)
+        if info is None:
+            raise NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")
+        if info.state != "PENDING":
+            slurm.tell("scontrol", "requeue", job.id)
+        _start_now(job.id)
+    except (NoRunError, SlurmError) as error:
+        return find.refuse(error)
+    print(f"job {job.id} of run {run.name} is requeued and may start at once")
+    return 0
+
+
+def _start_now(job_id: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while (info := slurm.queue([job_id]).get(job_id)) is None or info.state != "PENDING":
+        if info is not None and info.state == "RUNNING":
+            return  # it is running already
+        if time.monotonic() > end:
+            raise SlurmError(f"job {job_id} has not ended within {PATIENCE:.0f} s")
+        time.sleep(LOOK)
+    slurm.tell("scontrol", "update", f"JobId={job_id}", "StartTime=now")

@@ -1,0 +1,132 @@
+"""`rollcall status [RUN …]`: show a table of runs, live with --watch.
+
+States come from the runs' files. Slurm is asked only about jobs that wait or run, and about those
+that ended without a record. slurmdbd is not needed, and jobs that Slurm forgot are shown too.
+"""
+
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcall.launch.runs import find, states
+from rollcall.launch.runs.find import NoRunError
+from rollcall.launch.runs.states import Condition, Progress
+from rollcall.run_dir import RunDir
+
+EVERY = 5.0
+"""Seconds between two updates while watching."""
+NARROW = 110
+"""In terminals with fewer characters, the table has fewer columns, and notes go below it."""
+NOTE = 20
+"""Characters that a note in the table needs at least."""
+LEFT_OUT = ("samples/s", "attempts", "nodes", "")
+COLOURS = {"running": "32", "pending": "33", "failed": "31", "lost": "31"}
+"""Codes of a terminal's colours: green, yellow, red."""
+HOME, CLEAR = "\x1b[H", "\x1b[J"
+"""Move a terminal's cursor to its first line; erase what follows the cursor."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; return the exit code."""
+    parser = find.parser("status", __doc__, nargs="*")
+    parser.add_argument("--watch", action="store_true", help="keep the table live until Ctrl-C")
+    options = parser.parse_args(argv)
+    return show(options.run, options.root, options.watch)
+
+
+def show(words: Sequence[str], root: str, is_live: bool) -> int:
+    """Print the table of these runs or of all, live until Ctrl-C if asked; return the exit code."""
+    try:
+        while is_live:
+            size = shutil.get_terminal_size()
+            lines = _table(_chosen(words, root), root, size.columns)
+            # What is longer than the screen would scroll, and could not be drawn again.
+            shown = [*lines[:1], *lines[1:][2 - size.lines :]] if sys.stdout.isatty() else lines
+            print(HOME + CLEAR + "\n".join(shown), flush=True)
+            time.sleep(EVERY)
+        found = _chosen(words, root)
+    except NoRunError as error:
+        return find.refuse(error)
+    except KeyboardInterrupt:
+        return 0
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(_table(found, root, width)) if found else f"there are no runs in {root}")
+    for path in () if words else find.closed(root):
+        print(f"{path.name}: cannot be read; it may be a run of another user")
+    return 0
+
+
+def _chosen(words: Sequence[str], root: str) -> list[RunDir]:
+    if not words:
+        return find.find_all(root)
+    return [run for word in words for run in find.with_cells(find.find(word, root).path)]
+
+
+def _table(found: Sequence[RunDir], root: str, width: int | None) -> list[str]:
+    """Return the lines of the table, for a terminal of this width or for a file."""
+    conditions, complaint = states.look(found)
+    base = f"{Path(root).absolute()}{os.sep}"
+    rows = [["run", *_cells(Condition(""), Progress())]]
+    for run, condition in zip(found, conditions, strict=True):
+        if not (condition.is_live or condition.attempts) and find.is_sweep(run):
+            continue  # its cells say everything
+        name = str(run.path).removeprefix(base) if str(run.path).startswith(base) else run.name
+        rows.append([name, *_cells(condition, states.progress(run)).values()])
+    return [*_lines(rows, width), *([complaint] if complaint else [])]
+
+
+def _lines(rows: list[list[str]], width: int | None) -> list[str]:
+    """Lay the rows out; the last cell of each is a note of any length."""
+    names, below = rows[0], []
+    if width is not None and width < NARROW:
+        below = [f"{row[0]}: {row[-1]}" for row in rows[1:] if row[-1]]
+        kept = [place for place, name in enumerate(names) if name not in LEFT_OUT]
+        rows = [[*(row[place] for place in kept), ""] for row in rows]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    room = None if width is None else max(NOTE, width - sum(widths) - 2 * len(widths))
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(size) if place < 2 else cell.rjust(size)
+            for place, (cell, size) in enumerate(zip(row, widths, strict=False))
+        ]
+        colour = COLOURS.get(row[1]) if width is not None else None
+        cells[1] = f"\x1b[{colour}m{cells[1]}\x1b[0m" if colour else cells[1]
+        first, *more = textwrap.wrap(row[-1], room) if room and row[-1] else [row[-1]]
+        indent = " " * (sum(widths) + 2 * len(widths))
+        lines += ["  ".join([*cells, first]).rstrip(), *(indent + text for text in more)]
+    return lines + below
+
+
+def _cells(condition: Condition, progress: Progress) -> dict[str, str]:
+    """Return the cells of a row by column, without the name of the run."""
+    is_moving = condition.state == "running"
+    return {
+        "state": condition.state,
+        "step": _steps(progress),
+        "loss": "" if progress.loss is None else f"{progress.loss:.4f}",
+        "samples/s": "" if progress.rate is None else f"{progress.rate:,.0f}",
+        "left": _clock(progress.left) if is_moving and progress.left is not None else "",
+        "attempts": str(condition.attempts or ""),
+        "nodes": str(condition.nodes or ""),
+        "job": condition.job.id if condition.job else "",
+        "": condition.note,
+    }
+
+
+def _steps(progress: Progress) -> str:
+    if progress.step is None:
+        return ""
+    if not progress.total:
+        return str(progress.step)
+    return f"{progress.step}/{progress.total} {progress.step / progress.total:4.0%}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

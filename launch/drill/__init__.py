@@ -1,0 +1,1 @@
+"""Inject faults into a live run and measure the recovery."""

@@ -1,0 +1,47 @@
+"""The variables of each framework beyond torchrun's: one file and one line for each."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcall.installation import USER_PROGRAM
+from rollcall.launch.frameworks import deepspeed, jax, mpi, tensorflow, torch
+from rollcall.launch.frameworks.framework import Framework
+
+TABLE: dict[str, Framework] = {
+    "torch": torch.FRAMEWORK,
+    "deepspeed": deepspeed.FRAMEWORK,
+    "jax": jax.FRAMEWORK,
+    "tensorflow": tensorflow.FRAMEWORK,
+    "mpi": mpi.FRAMEWORK,
+}
+"""Every framework by the name that `--framework` has for it."""
+
+
+def guess(program: Sequence[str]) -> str:
+    """Return the framework of a program from what its file imports; `torch` if it is not plain.
+
+    Args:
+        program: what a rank runs, word by word.
+    """
+    directory, program = (
+        (program[2], program[3:]) if tuple(program[:2]) == USER_PROGRAM else (".", program)
+    )
+    path = Path(directory, program[0])
+    if program[0] == "-m":
+        path = Path(directory, *program[1].split("."))
+        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # the rank says what is wrong with it
+        return "torch"
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    named = [name for name, framework in TABLE.items() if found & framework.imports]
+    # A script that imports torch as well meets through torch, unless DeepSpeed or MPI does that.
+    decided = [name for name in named if name in ("deepspeed", "mpi")] or named
+    return decided[0] if decided else "torch"

@@ -1,0 +1,1 @@
+"""The supervisor, which runs once on every node, and its parts."""

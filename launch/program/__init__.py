@@ -1,0 +1,1 @@
+"""The needs of a user's program in a job: its Python, modules and data."""

@@ -1,0 +1,87 @@
+"""Files that a program names and that the copy of its directory will not have."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rollcall.launch.program.python import ProgramError
+
+
+def links(given: Sequence[str], checkout: Path) -> tuple[str, ...]:
+    """Return what `--link` names, relative to the directory that is copied.
+
+    Raises:
+        ProgramError: a path does not exist, or lies outside that directory.
+    """
+    names = []
+    for text in given:
+        place = Path(os.path.abspath(text))  # noqa: PTH100 - a link stays what it is
+        if not place.exists():
+            raise ProgramError(f"--link {text}: no such file or directory")
+        if not place.is_relative_to(checkout) or place == checkout:
+            raise ProgramError(
+                f"--link {text}: expected a path in {checkout}, the directory that is copied; name "
+                "other places by their absolute path in the program's arguments"
+            )
+        names.append(str(_to_link(place, checkout).relative_to(checkout)))
+    within = {name for name in names if {*map(str, Path(name).parents)} & {*names}}
+    return tuple(name for name in dict.fromkeys(names) if name not in within)
+
+
+def _to_link(place: Path, checkout: Path) -> Path:
+    """Return what must be linked to have a path: the first symbolic link on the way, or itself."""
+    inside = [step for step in reversed(place.parents) if checkout in step.parents]
+    return next((step for step in inside if step.is_symlink()), place)
+
+
+def left_out(
+    arguments: Sequence[str],
+    texts: Mapping[str, str],
+    copied: Sequence[str],
+    linked: Sequence[str],
+    ignored: Sequence[str],
+    places: tuple[Path, Path],
+) -> Iterator[str]:
+    """Yield a sentence for each path that is named and exists here, but not in the copy.
+
+    Args:
+        arguments: of the program.
+        texts: constants of its source code; only names of files count.
+        copied: the files of the copy, relative to the checkout.
+        linked: what the copy has as links, relative to the checkout.
+        ignored: files that git ignores, relative to the checkout.
+        places: the checkout, and the directory in it where the program is started.
+    """
+    checkout, directory = places
+    there = {*copied, *(str(parent) for name in copied for parent in Path(name).parents)}
+    values = [value for word in arguments for value in (word, word.partition("=")[2])]
+    # A program often puts the directory and the name of a file together.
+    names = {Path(name).name: os.path.relpath(checkout / name, directory) for name in ignored}
+    named = dict.fromkeys(values, "an argument")
+    for text, file in texts.items():
+        name = names.get(text, text) if Path(text).suffix else text
+        if (directory / name).is_file():
+            named.setdefault(name, os.path.relpath(file))
+    told: list[Path] = []
+    for text, who in named.items():
+        if not text or text.startswith("-") or Path(text).is_absolute():
+            continue
+        place = Path(os.path.abspath(directory / text))  # noqa: PTH100
+        name = os.path.relpath(place, checkout)
+        is_linked = any(Path(name).is_relative_to(link) for link in linked)
+        if name in there or is_linked or not place.exists():
+            continue
+        if any(place.is_relative_to(other) for other in told):
+            continue
+        told.append(place)
+        link = os.path.relpath(_to_link(place, checkout))
+        if name.startswith(".."):
+            yield (
+                f"{text}, named by {who}, is outside {checkout} and will not exist in the job: "
+                "use its absolute path"
+            )
+        else:
+            yield (
+                f"{text}, named by {who}, will not exist in the job: git ignores it, or it is "
+                f"hidden. Link it (--link {link}), or use its absolute path"
+            )

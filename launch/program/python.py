@@ -1,0 +1,184 @@
+"""The Python of a job: where it is, what it has, and what a program imports with it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.installation import ROOT
+
+PROBE = Path(__file__).with_name("probe.py")
+OLDEST = (3, 11)
+ENV_RUN = "ROLLCALL_TORCH" in os.environ
+"""Whether env/run made the environment that runs rollcall."""
+MOST_SHOWN = 12
+"""Number of packages that a dry run names."""
+
+
+class ProgramError(ValueError):
+    """A program needs something that is missing; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The answer of a Python about itself and about a program; see probe.py.
+
+    Attributes:
+        first: the directory that Python searches first for the program's modules.
+        versions: of torch and of the packages that the program imports; None if unknown.
+        own: modules that are not installed, and where they lie.
+        shadowing: directories that hide other modules if they are searched first.
+        missing: modules that this Python does not have, and where they are imported.
+        texts: constants of the source code that may be paths, and the file that has each.
+    """
+
+    executable: str
+    python: str
+    first: str
+    versions: Mapping[str, str | None]
+    own: Mapping[str, str]
+    shadowing: Sequence[str]
+    missing: Mapping[str, str]
+    texts: Mapping[str, str]
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines for people: this Python, what the program imports, and what is missing."""
+        torch = self.versions.get("torch")
+        has_torch = f"torch {torch}" if torch else "no torch"
+        yield f"python: {self.executable}, version {self.python}, {has_torch}"
+        found = [name for name in self.versions if name != "torch"]
+        known = [f"{name} {self.versions[name] or ''}".strip() for name in found[:MOST_SHOWN]]
+        more = [f"{len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+        if found:
+            yield f"packages that the program imports: {', '.join([*known, *more])}"
+        yield from self.lacks()
+
+    def lacks(self) -> Iterator[str]:
+        """Yield a sentence for each module that is imported and missing."""
+        for name, where in self.missing.items():
+            if name == "rollcall":  # the ranks get the run's own copy
+                continue
+            file, colon, line = where.partition(".py:")
+            shown = f"{os.path.relpath(file)}{colon}{line}" if colon else where
+            is_ours = ENV_RUN and not is_other(self.executable)
+            cure = f"add it with env/run --with {name}" if is_ours else "install it there"
+            yield (
+                f"{shown} imports {name}, which {self.executable} does not have: {cure}, or name "
+                "another interpreter with --python"
+            )
+
+
+@dataclass(frozen=True)
+class Imports:
+    """The user's modules outside the directory in which a program works.
+
+    Attributes:
+        inside: directories of the checkout that the ranks must search.
+        outside: modules elsewhere, by the directory that has them; the run gets copies.
+        needs_rollcall: whether the program imports rollcall itself, which is not installed.
+    """
+
+    inside: tuple[Path, ...] = ()
+    outside: Mapping[Path, tuple[str, ...]] = ()  # type: ignore[assignment]
+    needs_rollcall: bool = False
+
+
+def find(text: str) -> str:
+    """Return the interpreter that --python names: a program, or the directory of an environment.
+
+    Raises:
+        ProgramError: there is no such interpreter.
+    """
+    place = Path(text).expanduser()
+    if place.is_dir():
+        place = place / "bin" / "python"
+    found = shutil.which(str(place), path=_path_of_user())
+    if found is None:
+        raise ProgramError(
+            f"--python {text}: no such interpreter; expected a program such as venv/bin/python, or "
+            "the directory of a virtual or conda environment"
+        )
+    return os.path.abspath(found)  # noqa: PTH100 - the link is what makes it an environment
+
+
+def _path_of_user() -> str:
+    """Return PATH without the directories of rollcall's own environment, which env/run adds."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    sites = [path for path in sys.path if path.endswith("/site-packages")]  # env/run --with has two
+    own = [f"{ROOT}/env/bin", *(os.path.normpath(f"{path}/../../../bin") for path in sites)]
+    return os.pathsep.join(name for name in folders if not (ENV_RUN and name in own))
+
+
+def ask(executable: str, directory: Path, words: Sequence[str]) -> Facts:
+    """Ask a Python about itself and about a program.
+
+    Args:
+        executable: the interpreter.
+        directory: where the program is started.
+        words: the absolute path of a script, or `-m` and modules.
+
+    Raises:
+        ProgramError: the interpreter does not run, or it is too old.
+    """
+    command = [executable, str(PROBE), str(directory), *words]
+    env = dict(os.environ)
+    if is_other(executable):
+        activate(executable, env)  # as for the ranks
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    try:
+        facts = Facts(**json.loads(done.stdout))
+    except (ValueError, TypeError):
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ProgramError(f"{executable} cannot be used: {last or 'it prints nothing'}") from None
+    if tuple(map(int, facts.python.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ProgramError(
+            f"{executable} is Python {facts.python}, and rollcall needs {oldest} or newer there"
+        )
+    return facts
+
+
+def imports(facts: Facts, checkout: Path) -> Imports:
+    """Sort the user's modules by whether a copy of the checkout has them.
+
+    Raises:
+        ProgramError: a module has another name than its directory.
+    """
+    inside: dict[Path, None] = {}
+    outside: dict[Path, tuple[str, ...]] = {}
+    needs_rollcall = "rollcall" in facts.missing
+    whole = checkout.resolve()
+    for name, place in facts.own.items():
+        root, file = Path(place).parent, Path(place).name
+        if root == ROOT and whole != ROOT:
+            needs_rollcall = True
+        elif file.split(".")[0] != name:
+            raise ProgramError(
+                f"the module {name} is installed in editable mode from {place}, a directory of "
+                "another name, so the run cannot have a copy of it; rename the directory"
+            )
+        elif root.is_relative_to(whole) and str(root) not in facts.shadowing:
+            if str(root) != facts.first:
+                inside[root.relative_to(whole)] = None
+        elif str(root) != facts.first:
+            outside[root] = (*outside.get(root, ()), file)
+    return Imports(tuple(inside), outside, needs_rollcall)
+
+
+def activate(executable: str, env: MutableMapping[str, str]) -> None:
+    """Change environment variables as if the interpreter's environment had been activated."""
+    folder = Path(executable).parent
+    env["PATH"] = os.pathsep.join([str(folder), env.get("PATH", os.defpath)])
+    for name in ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONNOUSERSITE"):  # env/run's, or another one's
+        env.pop(name, None)
+    if (folder.parent / "pyvenv.cfg").exists():
+        env["VIRTUAL_ENV"] = str(folder.parent)
+
+
+def is_other(executable: str) -> bool:
+    """Whether an interpreter is not the one that runs rollcall."""
+    return executable != sys.executable

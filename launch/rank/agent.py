@@ -1,0 +1,99 @@
+"""The agent: start the ranks of one node and wait for them, as a replacement for torchrun.
+
+torchrun starts one interpreter per rank, and each of them imports torch. Here one process imports
+torch and forks the ranks. That is safe only while it has started neither CUDA nor a thread, so
+before the fork it does nothing but import. `--start-method torchrun` is for scripts that use CUDA
+at import. The exit code is the first failed rank's (128 + n if signal n killed it), otherwise 0.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcall import hosts
+from rollcall.launch.frameworks import TABLE
+from rollcall.launch.rank.fork_server import run_fork_server
+from rollcall.launch.rank.process import RankError, record_failure, run_rank
+from rollcall.records.attempt import AGENT
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks that the command line asks for and wait for them; return the exit code."""
+    options = parser().parse_args(argv)
+    if options.start_method == "none":
+        sys.exit(run_rank(options))
+    world_size = options.nnodes * options.nproc_per_node
+    if options.expect_world not in (None, world_size):
+        print(
+            f"node {options.node_rank}: expected a world of {options.expect_world} ranks, but "
+            f"--nnodes={options.nnodes} and --nproc-per-node={options.nproc_per_node} make "
+            f"{world_size}",
+            file=sys.stderr,
+        )
+        return 2
+    Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+    # Before torch is imported: its thread pool reads this once.
+    threads = max(1, hosts.usable_cpus() // options.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # The supervisor forwards signals to the ranks itself, so this process must survive them.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    variables = set(os.environ)
+    if options.start_method == "fork":
+        from rollcall.launch.rank.fork import preload, start  # imports torch
+
+        preload(options)
+    else:
+        from rollcall.launch.rank.torchrun import start  # imports torch
+
+    for name in set(os.environ) - variables:  # an import has set it; ranks must not inherit it
+        del os.environ[name]
+    if options.serve is not None:
+        run_fork_server(options.serve, main)
+    try:
+        start(options)
+    except RankError as error:
+        if error.code != os.EX_TEMPFAIL:  # a rank that was asked to stop has said so itself
+            print(f"node {options.node_rank}: {error}", file=sys.stderr)
+            record_failure(options, AGENT, error.code, str(error), error.rank)
+        return error.code
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, with torchrun's option names where torchrun has the option."""
+    name = "python -m rollcall.launch.rank.agent"
+    result = argparse.ArgumentParser(prog=name, allow_abbrev=False)
+    result.add_argument("--nnodes", type=int, default=1)
+    result.add_argument("--node-rank", type=int, default=0)
+    result.add_argument("--nproc-per-node", type=int, default=1)
+    result.add_argument("--master-addr", default="127.0.0.1", help="address of node 0")
+    result.add_argument("--master-port", type=int, required=True)
+    result.add_argument("--port-fd", type=int, help="a bound socket that reserves the port")
+    result.add_argument("--serve", type=int, help="be a fork server that takes orders here")
+    result.add_argument("--run-id", required=True, help="the same on all nodes, new per attempt")
+    result.add_argument("--log-dir", required=True, help="where each rank writes rank-<n>.log")
+    result.add_argument("--expect-world", type=int, help="refuse any other number of ranks")
+    result.add_argument(
+        "--start-method",
+        choices=("fork", "torchrun", "none"),
+        default="fork",
+        help="fork: import torch once and fork the ranks; torchrun: an interpreter per rank; "
+        "none: this process is a rank already (torchrun starts it this way)",
+    )
+    result.add_argument("--framework", choices=list(TABLE), default="torch")
+    result.add_argument("-m", "--module", action="store_true", help="the program is a module")
+    result.add_argument("program")
+    result.add_argument("arguments", nargs=argparse.REMAINDER)
+    return result
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # there is nothing to save here, and unloading torch costs half a second

@@ -1,0 +1,153 @@
+"""Start ranks as forks of a process that has imported torch.
+
+The ranks wait at a pipe until this process has the store that `env://` uses (see store.py).
+So before the fork there are only imports: no thread and no connection.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from rollcall.installation import training_words
+from rollcall.launch.rank.process import (
+    RankError,
+    exit_rank,
+    record_end,
+    record_failure,
+    run_rank,
+)
+from rollcall.process import die_with_parent
+from rollcall.timer import RunningClock
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+"""Whether this Python has torch. Without it, ranks get no store; their program needs none."""
+if HAS_TORCH:
+    from rollcall.launch.rank import store
+
+LAST_WORDS = 2.0
+"""Seconds that ranks have to end by themselves after another rank of the node has failed."""
+
+
+def preload(options: argparse.Namespace) -> None:
+    """Import what every rank of rollcall's training imports; another program may not expect it."""
+    program = ("-m",) * options.module + (options.program, *options.arguments)
+    words = training_words(program)
+    if words is not None:
+        _import_training(words)
+    # Otherwise the collector writes to every page that ranks share, which copies it. Done before
+    # the first attempt, so that a restart has only its own few objects to collect.
+    gc.collect()
+    gc.freeze()
+
+
+def _import_training(words: Sequence[str]) -> None:
+    from rollcall.config import ConfigError, parse
+    from rollcall.train import main, models, training  # noqa: F401
+    from rollcall.train.data import sets
+
+    with contextlib.suppress(ConfigError, ImportError):  # the ranks explain it
+        _, config = parse(words)
+        for name in (*sets.slow_imports(config.data.name), *models.slow_imports(config.model.name)):
+            importlib.import_module(name)
+
+
+def start(options: argparse.Namespace) -> None:
+    """Fork the ranks and wait for them; raise RankError if they do not start or one fails."""
+    if HAS_TORCH:
+        store.check_cuda(options.program)
+    gc.collect()
+    gc.freeze()
+    sys.stdout.flush()  # otherwise every rank would print what waits here
+    gate, opener = os.pipe()
+    pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
+    os.close(gate)
+    meeting = store.meet(options) if HAS_TORCH else None
+    keys = 0 if meeting is None else meeting.num_keys()
+    if meeting is None and options.port_fd is not None:
+        os.close(options.port_fd)  # the program may want the port
+    with contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
+        os.write(opener, bytes(len(pids)))
+    os.close(opener)
+    _wait(pids, options)
+    if meeting is not None:
+        store.record_if_alone(meeting, keys, options)
+        store.leave(meeting, options)
+
+
+def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank."""
+    rank = options.node_rank * options.nproc_per_node + local_rank
+    world_size = options.nnodes * options.nproc_per_node
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": options.nproc_per_node,
+        "GROUP_RANK": options.node_rank,
+        "GROUP_WORLD_SIZE": options.nnodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": options.master_addr,
+        "MASTER_PORT": options.master_port,
+        "TORCHELASTIC_RUN_ID": options.run_id,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _fork(options: argparse.Namespace, local_rank: int, gate: int, opener: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent()
+        os.setsid()  # as under torchrun: a program may signal its whole group
+        os.close(opener)
+        if options.port_fd is not None:
+            os.close(options.port_fd)
+        if not os.read(gate, 1):
+            os._exit(1)  # the nodes have not met
+        os.close(gate)
+        os.environ.update(environment(options, local_rank))
+        if "numpy" in sys.modules:  # torch has imported it
+            sys.modules["numpy"].random.seed()  # otherwise all ranks would draw the same numbers
+        exit_rank(run_rank(options))
+    return pid
+
+
+def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
+    """Wait for the ranks; after a failure only for LAST_WORDS seconds, then kill the others."""
+    codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
+    first_rank = options.node_rank * options.nproc_per_node
+    deadline, clock = None, RunningClock()
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG if deadline else 0)
+        if pid:
+            codes[pid] = code = os.waitstatus_to_exitcode(status)
+            rank = first_rank + pids.index(pid)
+            record_end(options, rank, code)
+            if code not in (0, os.EX_TEMPFAIL):
+                deadline = deadline or clock.read() + LAST_WORDS
+            if code > 0 and code != os.EX_TEMPFAIL:  # it may have left by os._exit
+                record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
+        elif deadline and clock.read() > deadline:
+            for late in set(pids) - set(codes):
+                os.kill(late, signal.SIGKILL)
+            break
+        else:
+            time.sleep(0.02)
+    failed = [pid for pid, code in codes.items() if code]
+    if failed:
+        # Ranks that lose a peer fail too, at once and loudly. A rank that a signal killed did not
+        # fail because of a peer, so it comes first; a rank that was asked to stop comes last.
+        first = min(failed, key=lambda pid: (codes[pid] > 0, codes[pid] == os.EX_TEMPFAIL))
+        raise RankError.of_rank(first_rank + pids.index(first), codes[first], options)

@@ -1,0 +1,1 @@
+"""Commands that run on another machine: `rollcall submit --host login.cluster …`."""

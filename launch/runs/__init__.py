@@ -1,0 +1,1 @@
+"""Read what runs have left in their directories."""

@@ -1,0 +1,142 @@
+"""Find runs by name, and read their attempts, jobs and failures."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.records.attempt import AttemptRecord, RankFailure, RanksAlone
+from rollcall.records.files import changed, is_there, listed
+from rollcall.records.job import Cancellation, Cell, Submission, local_jobs
+from rollcall.run_dir import RunDir
+from rollcall.text import did_you_mean
+
+
+class NoRunError(Exception):
+    """The run, or the part of it that was asked for, does not exist; the message says what does."""
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job of a run."""
+
+    id: str
+    submitted: float  # seconds since 1970; for a job submitted by hand, when it started
+    is_local: bool  # whether it runs on this machine instead of under Slurm
+
+
+def parser(command: str, meaning: str | None, nargs: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser for a command about runs; `run` is a list if `nargs` says so."""
+    prog = f"rollcall {command}"
+    result = argparse.ArgumentParser(prog=prog, description=meaning, allow_abbrev=False)
+    result.add_argument("--root", default="runs", help="directory of the runs (default: runs)")
+    meaning_of_run = "its name under --root, or its directory"
+    result.add_argument("run", metavar="RUN", nargs=nargs, help=meaning_of_run)
+    return result
+
+
+def refuse(error: Exception | str) -> int:
+    """Print why a command does nothing; return the exit code for that."""
+    print(f"rollcall: error: {error}", file=sys.stderr)
+    return 2
+
+
+def find(word: str, root: str) -> RunDir:
+    """Find the run of this name under root, or in this directory; raise NoRunError without one."""
+    for path in (Path(root) / word, Path(os.path.abspath(word))):  # noqa: PTH100 - without ".."
+        if _is_run(path):
+            return RunDir(path.parent, path.name)
+    near = did_you_mean(word, [run.name for run in find_all(root)])
+    hint = near or "; rollcall status lists all"
+    raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
+
+
+def typed(run: RunDir) -> str:
+    """Return how to name a run, so that `find` finds it without --root in this directory."""
+    root = Path.cwd() / "runs"
+    inside = root in run.path.parents
+    return str(run.path.relative_to(root) if inside else run.path)
+
+
+def find_all(root: str) -> list[RunDir]:
+    """Find all runs under root, sweeps and their cells too; the one changed last comes last."""
+    found = [run for path in _runs_in(Path(root)) for run in with_cells(path)]
+    return sorted(found, key=lambda run: changed(run.path))
+
+
+def closed(root: str) -> list[Path]:
+    """Return the directories under root that this user may not look into."""
+    folders = [path for path in listed(Path(root), "[!.]*") if path.is_dir()]
+    return [path for path in folders if not os.access(path, os.R_OK | os.X_OK)]
+
+
+def with_cells(path: Path) -> list[RunDir]:
+    """Return the run in this directory, and if it is a sweep or an array, those in it too."""
+    run = RunDir(path.parent, path.name)
+    cells = _runs_in(path) if is_sweep(run) else []
+    return [run, *(RunDir(path, cell.name) for cell in cells)]
+
+
+def is_sweep(run: RunDir) -> bool:
+    """Whether this is a sweep or an array, whose cells or tasks are runs in its directory."""
+    return Cell.are_in(run.path) or any(
+        is_there(task / "job") for task in listed(run.path, "task-*")
+    )
+
+
+def _runs_in(place: Path) -> list[Path]:
+    return [path for path in listed(place, "*") if _is_run(path)]
+
+
+def _is_run(path: Path) -> bool:
+    return os.access(f"{path}/job/.", os.F_OK) or is_there(path / "config.yaml")
+
+
+def attempts(run: RunDir) -> list[AttemptRecord]:
+    """Read all attempts, in order."""
+    return AttemptRecord.read(run.path)
+
+
+def newest_attempt(run: RunDir) -> AttemptRecord | None:
+    """Return the attempt that started last; None if there was none."""
+    return next(iter(attempts(run)[-1:]), None)
+
+
+def jobs(run: RunDir, known: Sequence[AttemptRecord] | None = None) -> list[SubmittedJob]:
+    """Return all jobs of a run, in the order in which they were submitted.
+
+    Args:
+        known: the attempts of the run, if they have been read already.
+    """
+    times = {record.job: record.time for record in Submission.read(run.path)}
+    for attempt in attempts(run) if known is None else known:
+        times.setdefault(attempt.job, attempt.started)
+    # Without Slurm, a job's id is submitit's process id or a date: see node.identity.find.
+    processes = local_jobs(run.job)
+    return [
+        SubmittedJob(job, time, "-" in job or job in processes)
+        for job, time in sorted(times.items(), key=lambda item: item[1])
+    ]
+
+
+def newest_job(run: RunDir) -> SubmittedJob | None:
+    """Return the job that was submitted last, or started last if it was submitted by hand."""
+    return next(iter(jobs(run)[-1:]), None)
+
+
+def cancelled(run: RunDir) -> set[str]:
+    """Return the ids of the jobs that `rollcall cancel` has ended."""
+    return {job for record in Cancellation.read(run.path) for job in record.jobs}
+
+
+def alone(run: RunDir) -> RanksAlone | None:
+    """Return what is known of the newest attempt if its ranks never met."""
+    newest = newest_attempt(run)
+    return RanksAlone.read(run.attempt_logs(newest.number) / "node-0") if newest else None
+
+
+def failures(run: RunDir, attempt: AttemptRecord) -> list[RankFailure]:
+    """Return what the ranks and agents of an attempt wrote about their failures, by time."""
+    return RankFailure.of_attempt(run.attempt_logs(attempt.number))

@@ -1,0 +1,83 @@
+"""The processes on this machine that started a run's local jobs, from one look at /proc."""
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from rollcall.launch.runs.find import SubmittedJob
+from rollcall.run_dir import RunDir
+
+
+class Agent(NamedTuple):
+    """A process that starts ranks, or a rank, on this machine."""
+
+    pid: int
+    parent: int
+    logs: Path  # where it writes its logs
+
+
+class Processes:
+    """The processes of this machine, read once, when they are needed."""
+
+    def of(self, run: RunDir, job: SubmittedJob) -> list[int]:
+        """Return the processes that started a local job's nodes; none once it has ended.
+
+        If the job's own process was killed, these are its supervisors, or the processes of its
+        tasks if it is an array.
+        """
+        if self._controllers.get(int(job.id) if job.id.isdecimal() else 0) == run.job.resolve():
+            return [int(job.id)]
+        place = run.path.resolve()
+        if of_tasks := [pid for pid, path in self._controllers.items() if place in path.parents]:
+            return of_tasks
+        # A supervisor without a controller is the parent of an agent that writes the run's logs.
+        ours = {one.pid: one.parent for one in self._agents if place in one.logs.parents}
+        return sorted(set(ours.values()) - set(ours))
+
+    @cached_property
+    def _controllers(self) -> dict[int, Path]:
+        """The job/ of each of submitit's controllers, by its process id."""
+        ours = [item for item in self._words.items() if "submitit.local._local" in item[1]]
+        return {int(pid): Path(words[-1]).resolve() for pid, words in ours}
+
+    @cached_property
+    def _words(self) -> dict[str, list[str]]:
+        """The command line of each process by its id."""
+        names = os.listdir("/proc")  # noqa: PTH208 (names, not paths)
+        return {name: _words_of(name) for name in names if name.isdecimal()}
+
+    @cached_property
+    def _agents(self) -> list[Agent]:
+        return list(self._find_agents())
+
+    def _find_agents(self) -> Iterator[Agent]:
+        for pid, words in self._words.items():
+            if (logs := log_directory(words)) is not None and (parent := _parent_of(pid) or 0) > 1:
+                yield Agent(int(pid), parent, logs)
+
+
+def log_directory(words: Sequence[str]) -> Path | None:
+    """Return where an agent or rank with this command line writes its logs; None for others."""
+    option = "--log-dir="
+    found = next((word for word in words if word.startswith(option)), None)
+    return None if found is None else Path(found.removeprefix(option)).resolve()
+
+
+def _words_of(pid: str) -> list[str]:
+    """Return a process's command line; none if it has ended, or for a kernel thread."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123 (a third of the time)
+            text = os.fsdecode(file.read()).removesuffix("\0")
+            return text.split("\0") if text else []
+    except OSError:
+        return []
+
+
+def _parent_of(pid: str) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[1])

@@ -1,0 +1,208 @@
+"""Which run does a process of a job work for, and what was asked for?
+
+`submit` names the run directory on the command lines of `batch` and `supervise`, and its record
+there says the rest. In a job script of a person's own, the words of its step must do.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+from rollcall.installation import is_training, training_words
+from rollcall.launch import frameworks
+from rollcall.launch.scheduler.job import RANKS_WITHOUT_GPU
+from rollcall.records.code import CodeRecord
+from rollcall.records.job import Cell, JobRecord
+from rollcall.run_dir import RunDir
+
+
+class CommandError(ValueError):
+    """A command line that starts no run; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a supervisor has to do."""
+
+    run: RunDir
+    program: tuple[str, ...]  # what every rank runs, word by word
+    is_training: bool  # whether that is rollcall's own training, not a user's program
+    is_named: bool  # whether the command line names the run directory
+    is_submitted: bool  # whether `submit` started the run
+    modules: tuple[str, ...] = ()  # directories that the ranks search first for modules
+    directory: Path | None = None  # of the run or array; None if the command line names none
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What a job's first process must know of its step."""
+
+    run: RunDir
+    is_named: bool  # whether the command line names the run directory
+    nodes: int | None  # how many hosts the step needs; None for all that the job has
+    span: tuple[int, int] | None  # the fewest and the most hosts of an elastic job
+    continues: bool = True  # whether it is known that a restarted program continues its work
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a run to a process of its job."""
+    parser.add_argument("--run-dir", type=Path, help="default: runs/<recipe or script>-<job id>")
+    parser.add_argument("--cells", type=Path, help="what the tasks of a sweep's array run")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `rollcall supervise`."""
+    result = argparse.ArgumentParser(prog="rollcall supervise", allow_abbrev=False)
+    add_run_options(result)
+    ranks = f"ranks on every node (default: one per GPU, or {RANKS_WITHOUT_GPU} without a GPU)"
+    restarts = (
+        "how often failed ranks restart (default: as long as they make progress; 0 for a "
+        "script of your own)"
+    )
+    add = result.add_argument
+    add("--nproc-per-node", type=int, help=ranks)
+    add("--start-method", choices=("fork", "torchrun"), default="fork")
+    framework = "what the program computes with (default: by its imports)"
+    add("--framework", choices=list(frameworks.TABLE), help=framework)
+    add("--max-restarts", type=int, metavar="N", help=restarts)
+    modules = "a directory that the ranks search first for modules; may be repeated"
+    add("--modules", action="append", default=[], metavar="DIR", help=modules)
+    add("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help="-m train digits …")
+    return result
+
+
+def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job: str) -> Work:
+    """Find the run and the program that a supervisor's command line means.
+
+    Raises:
+        CommandError, ConfigError: there is no program, no cell, or train would refuse its words.
+    """
+    program = tuple(options.program[options.program[:1] == ["--"] :])
+    if not program:
+        raise CommandError("no program: add -- -m train, or -- script.py")
+    if options.run_dir is None:
+        return Work(_default_run(program, job), program, is_training(program), False, False)
+    record = JobRecord.read(options.run_dir)
+    run, words = named_run(options, env)
+    trains = is_training(program) if record is None else record.is_training
+    modules = tuple(options.modules)
+    submitted = record is not None
+    return Work(run, (*program, *words), trains, True, submitted, modules, options.run_dir)
+
+
+def check_code(directory: Path) -> None:
+    """Look at the copies of a run's code; say what has changed.
+
+    Raises:
+        CommandError: a file is missing.
+    """
+    job = directory / "job"
+    copies = [(directory / "code", job / "source.json"), (job / "rollcall", job / "rollcall.json")]
+    copies += [(path.with_name(path.stem), path) for path in (job / "modules").glob("*.json")]
+    for copy, source in copies:
+        record = CodeRecord.read(source) if copy.is_dir() else None
+        for file, is_missing in record.damage(copy) if record else ():
+            if is_missing:
+                raise CommandError(
+                    f"{copy / file} is missing, though it was submitted; restore it, or submit "
+                    "the run again with --resume --new-code"
+                )
+            print(f"note: {copy / file} has changed since it was submitted", file=sys.stderr)
+
+
+def facts_of_batch(options: argparse.Namespace, env: Mapping[str, str], job: str) -> StepFacts:
+    """Find what a job's first process must know.
+
+    Raises:
+        CommandError, ConfigError: the step starts no run, or as `work_of_supervisor`.
+    """
+    record = None if options.run_dir is None else JobRecord.read(options.run_dir)
+    if record is None:
+        return _facts_of_template(options.command, options.nodes, env, job)
+    run, _ = named_run(options, env)
+    asked = _supervisor_options(options.command)
+    continues = record.is_training or (asked is not None and _continues(asked))
+    if record.min_nodes is None:
+        return StepFacts(run, True, record.nodes, None, continues)
+    return StepFacts(run, True, None, (record.min_nodes, record.nodes), continues)
+
+
+def _facts_of_template(
+    command: Sequence[str], span: tuple[int, int] | None, env: Mapping[str, str], job: str
+) -> StepFacts:
+    """Find the same for a hand-written job script, from the words of its step and `--nodes`."""
+    asked = (re.fullmatch(r"--nodes=(\d+)", word) for word in options_of_srun(command))
+    nodes = next((int(match[1]) for match in asked if match), None)
+    supervisor = _supervisor_options(command)
+    if supervisor is not None:
+        work = work_of_supervisor(supervisor, env, job)
+        continues = work.is_training or _continues(supervisor)
+        return StepFacts(work.run, work.is_named, nodes, span, continues)
+    for place in range(len(command)):
+        if is_training(command[place:]):
+            # Like run_dir.default_name: the plain number, also for a task of an array.
+            run = _default_run(command[place:], env["SLURM_JOB_ID"])
+            return StepFacts(run, False, nodes, span)
+    raise CommandError("the step starts neither rollcall supervise nor python -m train")
+
+
+def _supervisor_options(command: Sequence[str]) -> argparse.Namespace | None:
+    """Parse the options of the supervisor that a step starts; None for another step."""
+    pairs = list(pairwise(command))
+    for pair in (("rollcall", "supervise"), ("launch", "supervise")):
+        if pair in pairs:
+            return parser().parse_args(command[pairs.index(pair) + 2 :])
+    return None
+
+
+def _continues(supervisor: argparse.Namespace) -> bool:
+    """Whether the user says that a restart of the script makes progress."""
+    return bool(supervisor.max_restarts)
+
+
+def options_of_srun(step: Sequence[str]) -> list[str]:
+    """Return srun's own options, without the command that it starts."""
+    return list(takewhile(lambda word: word.startswith("-"), step[1:]))
+
+
+def finished(run: RunDir) -> str:
+    """Return what a later job of a chain says of a finished run; empty if there is work left."""
+    verdict = run.read_verdict()
+    if verdict is None or verdict.state != "done":
+        return ""
+    return f"run {run.name} is finished: {verdict.reason}"
+
+
+def named_run(
+    options: argparse.Namespace, env: Mapping[str, str]
+) -> tuple[RunDir, tuple[str, ...]]:
+    """Return the run that the options name, and further words for its program.
+
+    Raises:
+        CommandError: this task of a sweep has no cell.
+    """
+    given: Path = options.run_dir.absolute()
+    if "SLURM_ARRAY_TASK_ID" not in env:
+        return RunDir(given.parent, given.name), ()
+    index = int(env["SLURM_ARRAY_TASK_ID"])  # each task has a run in the array's directory
+    if options.cells is None:
+        return RunDir(given, f"task-{index}"), ()
+    cell = Cell.read(options.cells, index)
+    if cell is None:
+        raise CommandError(f"{options.cells} has no readable cell {index}: submit the sweep again")
+    return RunDir(given, cell.name), tuple(cell.words)
+
+
+def _default_run(program: Sequence[str], job: str) -> RunDir:
+    words = training_words(program)
+    if words is not None:
+        from rollcall.config import parse  # here, because it costs 100 ms
+
+        recipe, config = parse(words)
+        return RunDir(config.run.root, config.run.name or f"{recipe}-{job}")
+    name = program[1] if program[0] == "-m" else Path(program[0]).stem
+    return RunDir("runs", f"{name}-{job}")

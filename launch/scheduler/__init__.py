@@ -1,0 +1,1 @@
+"""The only place that calls Slurm's commands and reads their output."""

@@ -1,0 +1,142 @@
+"""A Slurm job as a dataclass, and the pure function that renders it as an sbatch script."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rollcall.launch.scheduler.slurm import seconds
+
+RANKS_WITHOUT_GPU = 2
+"""Ranks of a node without a GPU: two, so that training is distributed there too."""
+STOP_LEAD = 120
+"""Seconds before the limit, or a quarter of it, at which a run is asked to save and stop."""
+
+
+class JobError(ValueError):
+    """A job that cannot be written as a script; the message names the value."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as Slurm gets the request: one task per node, which starts that node's ranks."""
+
+    name: str
+    nodes: int  # number of hosts
+    command: tuple[str, ...]  # what every node runs, word by word
+    directory: str  # working directory: the snapshot of the code
+    output: str  # file for the job's output; Slurm replaces `%j` by the job id
+    cpus_per_task: int  # CPUs per node, shared by all its ranks
+    gpus_per_node: str | None = None  # in sbatch's notation
+    mem: str | None = None  # memory per node, in sbatch's notation
+    time: str | None = None  # time limit, in sbatch's notation; None uses the partition's
+    partition: str | None = None  # None uses the site's default
+    # Further sbatch options, by name; None for an option without a value.
+    options: Mapping[str, str | None] = field(default_factory=dict)
+    srun: tuple[str, ...] = ()  # further arguments for srun
+    setup: tuple[str, ...] = ()  # shell lines to run before the command on the first node
+    spares: int = 0  # number of further hosts, which stay idle until one is needed
+    min_nodes: int | None = None  # how many of `nodes` an elastic job needs; None for all
+    batch: tuple[str, ...] = ()  # what starts srun and looks after the job; empty leaves it to srun
+    is_training: bool = True  # whether the program is rollcall's own training and not a user's
+    plugins: tuple[str, ...] = ()  # options of the site's plugins, with dashes
+    allocation: str | None = None  # the allocation that the user holds and the run uses
+    python: tuple[str, ...] = ()  # how `command` begins if it does not use rollcall's own Python
+
+
+def render(job: Job) -> str:
+    """Return the sbatch script of a job.
+
+    Raises:
+        JobError: a value contains a control character, such as a line break.
+    """
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{option}" for option in options(job)]
+    # srun of 22.05 to 23.02 does not take --cpus-per-task from sbatch. The supervisors end their
+    # nodes: srun would kill a node that is still saving when another one has finished.
+    srun = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=0 --wait=0"
+    if job.spares or job.min_nodes:
+        count = '"$SLURM_JOB_NUM_NODES"' if job.min_nodes else job.nodes
+        srun += f" --nodes={count} --ntasks={count} --no-kill"
+    srun = " ".join([srun, *map(shlex.quote, job.srun)])
+    lines += ["", f"cd {shlex.quote(job.directory)} || exit", *job.setup]
+    batch = (*job.batch, *([f"--nodes={job.min_nodes}-{job.nodes}"] if job.min_nodes else []))
+    words = [*([shlex.join(batch)] if job.batch else []), srun, shlex.join(job.command)]
+    lines += ["exec " + " \\\n    ".join(words)]
+    return "\n".join(lines) + "\n"
+
+
+def render_step(job: Job) -> str:
+    """Return the shell lines that run a job as a step of an allocation that the user holds."""
+    srun = [
+        *("srun", f"--jobid={job.allocation}", f"--nodes={job.nodes}", f"--ntasks={job.nodes}"),
+        *("--ntasks-per-node=1", f"--cpus-per-task={job.cpus_per_task}"),
+        *("--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"),
+        f"--output={job.output.replace('%j', str(job.allocation))}",
+    ]
+    lines = [f"cd {shlex.quote(job.directory)} || exit", *job.setup]
+    return "\n".join([*lines, f"exec {shlex.join([*srun, *job.srun, *job.command])}"]) + "\n"
+
+
+def array_tasks(text: str) -> tuple[list[int], int | None]:
+    """Return the indices that sbatch's `--array` means, and how many may run at a time.
+
+    Raises:
+        JobError: the text is not an array.
+    """
+    listed, percent, most = text.partition("%")
+    indices: dict[int, None] = {}
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        first, end, step = match.groups("") if match else ("1", "0", "")
+        last, step = int(end or first), step or "1"
+        is_wrong = last < int(first) or int(step) == 0
+        if is_wrong or (percent and not most.strip("0").isdecimal()):
+            raise JobError(f"--array {text}: expected indices such as 0-7, 1,3,5 or 0-99:10%4")
+        indices |= dict.fromkeys(range(int(first), last + 1, int(step)))
+    return list(indices), int(most) if percent else None
+
+
+def options(job: Job) -> Iterator[str]:
+    """Yield the options of a job, as #SBATCH lines have them after the dashes.
+
+    Raises:
+        JobError: as `render`.
+    """
+    yield f"job-name={_quote(job.name)}"
+    yield f"nodes={f'{job.min_nodes}-' if job.min_nodes else ''}{job.nodes + job.spares}"
+    if job.spares or job.min_nodes:
+        yield "no-kill"  # otherwise the job would end when its first host fails
+    if not job.min_nodes:  # with it, the job would never grow (22.05)
+        yield "ntasks-per-node=1"
+    yield f"cpus-per-task={job.cpus_per_task}"
+    optional = {"gpus-per-node": job.gpus_per_node, "mem": job.mem}
+    optional |= {"time": job.time, "partition": job.partition}
+    for option, value in optional.items():
+        if value is not None:
+            yield f"{option}={_quote(str(value))}"
+    for option, text in job.options.items():
+        yield option if text is None else f"{option}={_quote(text)}"
+    for word in job.plugins:
+        option, equals, text = word.removeprefix("--").partition("=")
+        yield f"{option}={_quote(text)}" if equals else option
+    yield f"output={_quote(job.output)}"
+    yield "open-mode=append"
+    if not {"requeue", "no-requeue"} & job.options.keys():
+        yield "requeue"
+    if "mail-user" in job.options and "mail-type" not in job.options:
+        yield "mail-type=END,FAIL"  # by default, Slurm sends no mail
+    if "signal" not in job.options:
+        # B: for the batch shell, which `rollcall batch` has replaced: it passes the signal through
+        # srun to the supervisors. Without B:, Slurm signals the ranks too on some clusters, and on
+        # others only the supervisors.
+        lead = STOP_LEAD if job.time is None else min(STOP_LEAD, seconds(job.time) / 4)
+        yield f"signal=B:USR2@{lead:.0f}"
+
+
+def _quote(value: str) -> str:
+    """Quote a value for an `#SBATCH` line, which Slurm splits like a shell, but without escapes."""
+    if re.search(r"[\x00-\x1f\x7f]", value):
+        what = "contains a control character, which an #SBATCH line cannot express"
+        raise JobError(f"{value!r} {what}")
+    return shlex.quote(value)

@@ -1,0 +1,227 @@
+"""Jobs as Slurm knows them. Only this file and cluster.py run Slurm's commands.
+
+Every function that runs such a command raises SlurmError if the command is missing or fails, unless
+the function says otherwise.
+"""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+UNLIMITED = float("inf")
+TIMESTAMP = "%Y-%m-%dT%H:%M:%S"
+TIME_FORMATS = "M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S"
+FINAL = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "TIMEOUT"),
+}
+"""States that a job never leaves. A preempted and requeued job is COMPLETING, then PENDING."""
+os.environ["SLURM_TIME_FORMAT"] = "standard"  # otherwise the user's own format applies
+AT_ONCE = 5000
+"""Most jobs per query: Linux limits a word of a command line to 128 kB."""
+
+
+class SlurmError(Exception):
+    """Slurm refused, or one of its commands failed; the message says what would be valid."""
+
+
+def is_available() -> bool:
+    """Whether jobs can be submitted from here."""
+    return any(
+        os.access(os.path.join(folder, "sbatch"), os.X_OK)  # noqa: PTH118 - no shutil, no pathlib
+        for folder in os.environ.get("PATH", "").split(os.pathsep)
+    )
+
+
+def seconds(text: str) -> float:
+    """Parse a Slurm time limit: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M`, `D-H:M:S` or `infinite`.
+
+    Raises:
+        ValueError: it has none of these forms.
+    """
+    if text.lower() in ("infinite", "unlimited"):
+        return UNLIMITED
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(f"'{text}' is not a valid Slurm time limit; use {TIME_FORMATS}")
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)  # without hours
+    hours, minutes, rest = (*numbers, 0, 0)[:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
+
+
+def times(job_id: str) -> tuple[str, float]:
+    """Return the time limit of a running job, as Slurm writes it, and the seconds it has used."""
+    answer = ask("squeue", "-h", "-j", job_id, "-o", "%l %M").split()
+    if len(answer) != 2:
+        raise SlurmError(f"job {job_id} is no longer running")
+    return answer[0], seconds(answer[1])
+
+
+def state(job_id: str) -> str | None:
+    """Return the state of a live job, or of a live task of an array; None if Slurm forgot it."""
+    command = ["squeue", "-h", "-j", job_id, "-t", "all", "-o", "%T"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode == 0:
+        states = answer.stdout.split()
+        return next((state for state in states if state not in FINAL), (*states, None)[0])
+    if "Invalid job id" in answer.stderr:
+        return None
+    raise SlurmError(f"squeue does not answer: {plain(answer.stderr)}")
+
+
+class JobInfo(NamedTuple):
+    """A job as Slurm reports it."""
+
+    state: str  # PENDING, RUNNING, a final state, ...
+    reason: str  # why it is pending; "None" without a reason
+    start: str  # or when it is expected to, as Slurm writes it; "N/A" if unknown
+    nodes: int  # how many hosts it has or requests
+
+
+def queue(job_ids: Sequence[str]) -> dict[str, JobInfo]:
+    """Return the jobs among these that Slurm's controller still remembers, by id."""
+    if len(job_ids) > AT_ONCE:
+        return queue(job_ids[:AT_ONCE]) | queue(job_ids[AT_ONCE:])
+    # -r: print one line per array task, even for pending tasks.
+    command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(job_ids)]
+    command += ["-o", "%i|%A|%T|%r|%S|%D"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise SlurmError("squeue is not on PATH") from None
+    # An unknown job is an error only if it is the only one in the query (22.05).
+    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+        raise SlurmError(f"squeue does not answer: {plain(answer.stderr)}")
+    found: dict[str, JobInfo] = {}
+    for line in answer.stdout.splitlines():
+        name, raw, state, reason, start, nodes = line.split("|")
+        info = JobInfo(state, reason, start, int(nodes))
+        # The array's number, which one task also has, maps to a task that has not ended.
+        for key in (name, raw, name.partition("_")[0]):
+            if key not in found or found[key].state in FINAL:
+                found[key] = info
+    return found
+
+
+def accounting(job_ids: Sequence[str]) -> dict[str, JobInfo]:
+    """Return what the accounting database knows about these jobs; empty without a database."""
+    if len(job_ids) > AT_ONCE:
+        return accounting(job_ids[:AT_ONCE]) | accounting(job_ids[AT_ONCE:])
+    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids)]
+    command += ["-o", "JobID,JobIDRaw,State,Start,NNodes"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return {}
+    found = {}
+    for line in answer.stdout.splitlines():
+        name, raw, state, start, nodes = line.split("|")
+        # "CANCELLED by 1000"
+        found[name] = found[raw] = JobInfo(state.split()[0], "None", start, int(nodes))
+    return found
+
+
+class JobStatus(NamedTuple):
+    """How a running job of ours is doing, or why it ends."""
+
+    state: str  # RUNNING, COMPLETING, ...
+    reason: str  # why it ends, such as TimeLimit; "None" where Slurm gives none
+    end: float  # seconds since 1970; after a preemption, the end of the grace time
+    is_preempted: bool  # whether another job takes its nodes
+
+
+STATUS = ("squeue", "-h", "-t", "all", "-O", "State:|,Reason:|,EndTime:|,PreemptTime:", "-j")
+
+
+def status(job_id: str) -> JobStatus:
+    """Return the status of a job that has not left the queue."""
+    try:
+        return read_status(ask(*STATUS, job_id))
+    except ValueError:  # of a task of an array that is gone there is nothing, not even an error
+        raise SlurmError(f"squeue does not know job {job_id}") from None
+
+
+def ask_status(job_id: str) -> subprocess.Popen[bytes]:
+    """Ask for a job's status without waiting for the answer, which is for `read_status`."""
+    return in_background([*STATUS, job_id], stdout=subprocess.PIPE)
+
+
+def read_status(answer: str) -> JobStatus:
+    """Parse what squeue says about one job; raise ValueError if it says nothing."""
+    state, reason, end, preempted = answer.strip().split("|")
+    try:
+        when = time.mktime(time.strptime(end, TIMESTAMP))
+    except ValueError:
+        when = UNLIMITED  # N/A
+    return JobStatus(state, reason, when, preempted not in ("N/A", "Unknown", "None", ""))
+
+
+def script_signal(job_id: str) -> int:
+    """Return the signal that ended a job's script, 0 if none did or Slurm has forgotten it."""
+    try:
+        answer = ask("scontrol", "--oneliner", "show", "job", job_id)
+    except SlurmError:
+        return 0
+    found = re.search(r"\bExitCode=\d+:(\d+)", answer)
+    return int(found[1]) if found else 0
+
+
+def tell(*command: str) -> str:
+    """Run a Slurm command that changes something; return its output."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]} is not on PATH") from None
+    except subprocess.CalledProcessError as error:
+        raise SlurmError(f"{command[0]} refuses: {plain(error.stderr)}") from None
+
+
+def end_steps(job_id: str, but: str | None = None) -> None:
+    """Cancel the steps of a job except for one, but not its batch script."""
+    names = ask("squeue", "-h", "-s", "-j", job_id, "-o", "%i").split()
+    ids = {name: name.rpartition(".")[2] for name in names}
+    if steps := [name for name in names if ids[name].isdecimal() and ids[name] != but]:
+        tell("scancel", *steps)
+
+
+def step(job_id: str, hosts: Sequence[str]) -> list[str]:
+    """Return an srun command that starts one extra process on each of these hosts of a job."""
+    if "_" in job_id:  # srun does not accept 12_3 (22.05)
+        job_id = ask("squeue", "-h", "-j", job_id, "-o", "%A").strip()
+    # Without --overlap, it would wait until the job ends.
+    place = [f"--jobid={job_id}", "--overlap", f"--nodelist={','.join(hosts)}"]
+    return ["srun", *place, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--cpus-per-task=1"]
+
+
+def in_background(
+    command: Sequence[str], stdout: int = subprocess.DEVNULL, stderr: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """Start a Slurm command without waiting for it, because the controller may hang."""
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+    except OSError:
+        raise SlurmError(f"{command[0]} is not on PATH") from None
+
+
+def ask(*command: str) -> str:
+    """Run a Slurm command that changes nothing; return its output."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]} is not on PATH, though sbatch is") from None
+    except subprocess.CalledProcessError as error:
+        reason = f"{plain(error.stderr)} (--local needs no Slurm)"
+        raise SlurmError(f"{command[0]} does not answer: {reason}") from None
+
+
+def plain(stderr: str) -> str:
+    """Return Slurm's message in one line, without `sbatch: error:` before every sentence."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line) for line in stderr.strip().splitlines()]
+    return "; ".join(lines)

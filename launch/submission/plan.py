@@ -1,0 +1,252 @@
+"""Turn a command line into a submission. Checks everything that it can; writes nothing."""
+
+import os
+import re
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcall.config import Config, ConfigError, parse, plugin
+from rollcall.config.read import is_file
+from rollcall.installation import (
+    IS_CHECKOUT,
+    PACKAGED,
+    ROOT,
+    TRAIN,
+    command,
+    is_training,
+    training_words,
+)
+from rollcall.launch.program import find
+from rollcall.launch.program.find import UserCode
+from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler.job import Job, array_tasks
+from rollcall.launch.submission import preflight, resources, snapshot, surroundings
+from rollcall.launch.submission.options import CommandLine
+from rollcall.launch.submission.snapshot import Snapshot
+from rollcall.launch.submission.submission import (
+    RefusedError,
+    Submission,
+    batch_command,
+    launcher_copy,
+    note,
+)
+from rollcall.launch.submission.surroundings import Surroundings
+from rollcall.records.job import slurm_output
+from rollcall.run_dir import RunDir
+from rollcall.text import word
+
+JOB_SCRIPTS = (".sbatch", ".slurm", ".sh")
+
+
+def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Submission:
+    """Return the submission that a command line asks for; write nothing.
+
+    Raises:
+        Exception: one of MISTAKES.
+    """
+    if line.own.in_allocation:
+        line = resources.in_allocation(line, os.environ)
+    line = resources.spread(line)
+    own = line.own
+    if "array" in line.passed and (own.local or not slurm.is_available()):
+        array_tasks(line.passed["array"] or "")  # sbatch is not there to check it
+    words = _training_words(line)
+    script = find.find(line.program) if words is None else None
+    recipe, config = _configuration(own, words or ())
+    run = _run_directory(config, script.name if script else recipe)
+    takes_code = own.new_code or not run.code.exists()
+    code = script.code if script else _code_of_modules(config, run, takes_code)
+    user = surroundings.of(line, code, script, config)
+    program = script.words if script else _training(words or (), run, config)
+    if script is None:
+        _check_every_size(config, line)
+        if not setup:  # its lines may set PYTHONPATH
+            plugin.check_modules(config.model_dump())
+    if code and not takes_code:
+        _check_copy(code, run, user.links)
+    copy = _snapshot(code, run, user) if takes_code else None
+    if copy is not None:
+        user.warn(copy)
+    _explain_time(own.time)
+    cpus, cpus_from = resources.cpus_per_node(line, own.local)
+    job = user.placed(_job(line, run, code, program, setup, cpus), run)
+    return Submission(
+        argv=tuple(argv),
+        run=run,
+        recipes=tuple(Path(source) for source in words or () if is_file(source)),
+        code=copy,
+        launcher=_rollcall(run) if takes_code and code else None,
+        job=job,
+        modules=user.modules if takes_code else (),
+        remarks=user.remarks,
+        is_new=config.run.name is None or not run.path.exists(),
+        later=(job,) * (own.chain - 1),
+        resume=own.resume,
+        wait=own.wait,
+        origins={**line.origins, "cpus-per-task": cpus_from},
+    )
+
+
+def _training_words(line: CommandLine) -> tuple[str, ...] | None:
+    if not line.program:
+        return tuple(line.own.words)
+    if line.program[:2] == ("-m", "train") and not _is_in_checkout():
+        return None  # a module of the user
+    return training_words(line.program)
+
+
+def _is_in_checkout() -> bool:
+    return IS_CHECKOUT and Path.cwd() == ROOT
+
+
+def _configuration(own: Namespace, words: Sequence[str]) -> tuple[str, Config]:
+    for text in words:
+        if "=" not in text and text.endswith(JOB_SCRIPTS):
+            raise RefusedError(f"{text} is a job script, not a recipe; submit it: sbatch {text}")
+    given = {"run.name": own.name, "run.root": own.root}
+    named = [word(key, value) for key, value in given.items() if value]
+    recipe, config = parse([*words, *named])
+    if (problem := preflight.problem(Path(config.run.root).absolute())) is not None:
+        raise RefusedError(f"run.root: {problem}")
+    return recipe, config
+
+
+def _run_directory(config: Config, stem: str) -> RunDir:
+    root, name = config.run.root, config.run.name
+    if name is not None:
+        return RunDir(root, name)
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
+    stem = f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run, number = RunDir(root, stem), 2
+    while run.path.exists():
+        run, number = RunDir(root, f"{stem}-{number}"), number + 1
+    return run
+
+
+def _code_of_modules(config: Config, run: RunDir, takes_code: bool) -> UserCode | None:
+    """Return the user's code that a training needs; None if rollcall's own code is enough."""
+    if not takes_code and not launcher_copy(run).exists():
+        return None  # the run has only rollcall's code, whatever lies in this directory
+    if _is_in_checkout():
+        return None  # the user's modules are part of the copy of rollcall
+    code = find.modules_beside(config.model_dump(), Path(config.data.root).absolute())
+    if code is None and not takes_code:
+        here = Path.cwd()
+        return UserCode(find.checkout_of(here), here)
+    return code
+
+
+def _check_copy(code: UserCode, run: RunDir, links: Sequence[str]) -> None:
+    if not code.in_copy(run.code).is_dir():
+        raise RefusedError(
+            f"the code of run {run.name} was copied from another directory, without "
+            f"{code.directory}; submit from that directory, or add --new-code"
+        )
+    for name in links:
+        if not (run.code / name).is_symlink():
+            raise RefusedError(
+                f"--link {name}: run {run.name} keeps the code that it has, without this link; add "
+                "--new-code"
+            )
+
+
+def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, ...]:
+    """Return what a rank runs to train, with paths that work in a job."""
+    copied = [str(run.job / Path(source).name) if is_file(source) else source for source in words]
+    root = Path(config.data.root)
+    if not root.is_absolute():  # relative to this directory, and the job works in another one
+        copied.append(word("data.root", str(root.absolute())))
+    parts = (config.data.path or "").split(",")
+    found = [str(Path(part).absolute()) if _is_here(part) else part for part in parts]
+    if found != parts:
+        copied.append(word("data.path", ",".join(found)))
+    return (*TRAIN, *copied)
+
+
+def _is_here(pattern: str) -> bool:
+    """Whether a text is the relative path of something; data of the user's may have other names."""
+    path = Path(pattern)
+    return (
+        bool(pattern)
+        and not path.is_absolute()
+        and next(Path.cwd().glob(pattern), None) is not None
+    )
+
+
+def _check_every_size(config: Config, line: CommandLine) -> None:
+    least, most = line.own.nodes
+    ranks = resources.ranks_per_node(line)
+    for nodes in range(least, most + 1) if least < most else ():
+        try:
+            config.parallel.degrees(nodes * ranks, ranks)
+        except ConfigError as error:
+            raise RefusedError(f"--nodes {least}-{most}: with {nodes} of them, {error}") from None
+
+
+def _explain_time(limit: str | None) -> None:
+    if limit and limit.count(":") == 1 and "-" not in limit:
+        minutes, _, seconds = limit.partition(":")
+        note(f"--time {limit} is {int(minutes)} minutes and {int(seconds)} seconds")
+
+
+def _job(
+    line: CommandLine,
+    run: RunDir,
+    code: UserCode | None,
+    program: Sequence[str],
+    setup: tuple[str, ...],
+    cpus: int,
+) -> Job:
+    own = line.own
+    least, most = own.nodes
+    job_id = "%A_%a" if "array" in line.passed else "%j"
+    program = code.command(run.code, program) if code else program
+    return Job(
+        name=run.name,
+        nodes=most,
+        min_nodes=least if least < most else None,
+        spares=own.spares,
+        command=(*_supervisor(own, run), "--", *program),
+        directory=str(launcher_copy(run) if code else run.code),
+        output=str(slurm_output(Path(str(run.job).replace("%", "%%")), job_id)),
+        cpus_per_task=cpus,
+        gpus_per_node=own.gpus_per_node,
+        mem=own.mem,
+        time=own.time,
+        partition=own.partition,
+        options={name: text for name, text in line.passed.items() if name != "cpus-per-gpu"},
+        plugins=tuple(own.sbatch_arg),
+        srun=tuple(own.srun_arg),
+        setup=setup,
+        batch=(*batch_command(run), *(f"--teardown={line}" for line in own.teardown)),
+        is_training=is_training(program),
+        allocation=os.environ["SLURM_JOB_ID"] if own.in_allocation else None,
+    )
+
+
+def _supervisor(own: Namespace, run: RunDir) -> list[str]:
+    words = [*command("supervise"), "--run-dir", str(run.path)]
+    for option in ("nproc-per-node", "start-method", "framework", "max-restarts"):
+        if (value := getattr(own, option.replace("-", "_"))) is not None:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def _snapshot(code: UserCode | None, run: RunDir, user: Surroundings) -> Snapshot:
+    modules = tuple(user.facts.own.values())
+    if code is None:
+        return snapshot.plan(ROOT, [run.path.parent], PACKAGED, modules=modules)
+    leave_out = [run.path.parent, *code.without]
+    found = snapshot.plan(code.checkout, leave_out, links=user.links, modules=modules)
+    if code.script and os.path.relpath(code.script, code.checkout) not in found.files:
+        raise RefusedError(
+            f"{code.script.name}: git ignores it, so the run's copy would not have it; remove it "
+            "from .gitignore"
+        )
+    return found
+
+
+def _rollcall(run: RunDir) -> Snapshot:
+    return snapshot.plan(ROOT, [run.path.parent], PACKAGED)

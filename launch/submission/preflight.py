@@ -1,0 +1,157 @@
+"""Check before queueing that a job fits the cluster and that its run directory can be used."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from rollcall.launch.scheduler import cluster, gpus, slurm
+from rollcall.launch.scheduler.cluster import Partition
+from rollcall.launch.scheduler.job import Job
+from rollcall.launch.scheduler.slurm import SlurmError
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+NODE_OPTIONS = ("gres", "constraint", "nodelist", "exclude", "mem-per-cpu")
+"""sbatch options, passed on unread, that restrict the nodes of a job."""
+LIMITS = {
+    "nodes": "a job in partition {0.name} can have {1:.0f} at most",
+    "time": "the limit of partition {0.name} is {0.limit_text}",
+    "gpus-per-node": "no node of partition {0.name} has more than {1:.0f} GPUs",
+    "gres": "no node of partition {0.name} has more than {1:.0f} GPUs",
+    "cpus-per-task": "no node of partition {0.name} has more than {1:.0f} CPUs",
+    "mem": "no node of partition {0.name} has more than {1:.0f} MB",
+}
+REFUSALS: tuple[tuple[str, tuple[str, ...], Literal["nodes", "features", "reservations"]], ...] = (
+    ("Invalid node name", ("nodelist", "exclude"), "nodes"),
+    ("Invalid feature", ("constraint",), "features"),
+    ("reservation is invalid", ("reservation",), "reservations"),
+)
+"""Messages of sbatch, the options that cause each, and the names to list as valid."""
+
+
+def problem(root: Path) -> str | None:
+    """Return why runs cannot be created in this directory; None if they can."""
+    if match := re.search("%[jtaA]", str(root)):
+        return f"{root}: Slurm replaces {match[0]} in a path by a number; choose another directory"
+    parent = root if root.is_dir() else root.parent
+    if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent}: you do not have permission to write there"
+    if parent.is_dir():
+        return None
+    existing = next(place for place in parent.parents if place.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, so {root} cannot be created"
+    return f"{parent} does not exist, only {existing}; correct --root, or run `mkdir -p {parent}`"
+
+
+def is_node_local(root: Path) -> bool:
+    """Return whether other hosts certainly do not see a directory: in memory, or below /tmp."""
+    path = root.resolve()
+    mount, kind = Path("/"), ""
+    with Path("/proc/self/mountinfo").open() as lines:
+        for line in lines:
+            place, _, rest = line.partition(" - ")
+            # A blank in a name is written as \040.
+            point = Path(place.split()[4].encode().decode("unicode_escape"))
+            if path.is_relative_to(point) and len(point.parts) >= len(mount.parts):
+                mount, kind = point, rest.split()[0]
+    if kind in IN_MEMORY:
+        return True
+    # A file system mounted below /tmp may be shared.
+    return any(
+        path.is_relative_to(place) and Path(place).is_relative_to(mount) for place in NODE_LOCAL
+    )
+
+
+def check(job: Job, script: str) -> str:
+    """Ask whether Slurm would accept a job; return when and where it expects to start it.
+
+    Raises:
+        SlurmError: Slurm would refuse the job or never start it; the message names the option and
+            the valid values.
+    """
+    known = cluster.partitions()
+    chosen = _chosen(job.partition, known)
+    nodes = f"{job.nodes} --spares {job.spares}" if job.spares else job.nodes
+    of_gpus = "gpus-per-node" if job.gpus_per_node else "gres"
+    asked_gpus = job.gpus_per_node or job.options.get("gres")
+    on_node = sum(gpus.per_node(job.gpus_per_node, job.options).values())
+    asked: list[tuple[str, object, float | None, Callable[[Partition], float]]] = [
+        ("nodes", nodes, job.nodes + job.spares, lambda entry: min(entry.nodes, entry.largest_job)),
+        # By default (EnforcePartLimits=NO), Slurm leaves such a job pending for ever.
+        ("time", job.time, slurm.seconds(job.time or "0"), lambda entry: entry.limit),
+        (of_gpus, asked_gpus, on_node, lambda entry: entry.gpus),
+        ("cpus-per-task", job.cpus_per_task, job.cpus_per_task, lambda entry: entry.cpus),
+        ("mem", job.mem, _megabytes(job.mem or "0"), lambda entry: entry.megabytes),
+    ]
+    for option, text, value, most in asked:
+        best = max(chosen, key=most)
+        if value is not None and value > most(best):
+            enough = [entry for entry in known.values() if most(entry) >= value]
+            hint = f"; partition {min(enough, key=most).name} allows it" if enough else ""
+            limit = LIMITS[option].format(best, most(best))
+            raise SlurmError(f"--{option} {text}: {limit}{hint}")
+    _check_array(job.options.get("array"))
+    accepted, message = cluster.test_only(script)
+    if accepted:
+        start = re.search(r"to start at (\S+) .*on nodes (\S+)", message)
+        return f"expected to start at {start[1]} on {start[2]}" if start else message
+    raise SlurmError(_refusal(job, message, chosen))
+
+
+def _chosen(names: str | None, known: dict[str, Partition]) -> list[Partition]:
+    listed = ", ".join(sorted(known))
+    if names is None:
+        if chosen := [entry for entry in known.values() if entry.is_default]:
+            return chosen
+        raise SlurmError(f"this cluster has no default partition; add --partition, one of {listed}")
+    for name in names.split(","):
+        if name not in known:
+            raise SlurmError(f"--partition {name}: no such partition; this cluster has {listed}")
+    return [known[name] for name in names.split(",")]
+
+
+def _check_array(array: str | None) -> None:
+    if array is None:
+        return
+    size = int(cluster.configuration("MaxArraySize") or 1001)
+    # sbatch itself refuses a text that is not an array.
+    indices = [int(number) for number in re.findall(r"\d+", re.sub(r"[:%]\d+", "", array))]
+    if indices and max(indices) >= size:
+        largest = f"{size - 1} (MaxArraySize={size})"
+        raise SlurmError(f"--array {array}: the largest index on this cluster is {largest}")
+
+
+def _refusal(job: Job, message: str, chosen: Sequence[Partition]) -> str:
+    if "node configuration is not available" in message:
+        names = " or ".join(entry.name for entry in chosen)
+        kinds = "; or ".join(kind for entry in chosen for kind in entry.kinds)
+        nodes = f"{'node' if job.nodes == 1 else f'{job.nodes} nodes'} of partition {names}"
+        return f"no {nodes} can provide all of {_per_node(job)}; its nodes have {kinds}"
+    for said, options, kind in REFUSALS:
+        asked = [f"--{name} {job.options[name]}" for name in options if name in job.options]
+        if said in message and asked:
+            valid = f"the {kind} of this cluster are {', '.join(cluster.names(kind)) or 'none'}"
+            return f"sbatch refuses {' '.join(asked)}: {message}; {valid}"
+    return f"sbatch refuses the job: {message}"
+
+
+def _megabytes(text: str) -> float:
+    """Convert memory as sbatch reads it, `64G`. 0 asks for all memory, so it cannot be too much."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if match is None:
+        raise SlurmError(f"--mem {text}: expected a number with K, M (the default), G or T")
+    return int(match[1]) * MEGABYTES[match[2]]
+
+
+def _per_node(job: Job) -> str:
+    asked: dict[str, object] = {
+        "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "mem": job.mem,
+    }
+    asked |= {name: job.options[name] for name in NODE_OPTIONS if name in job.options}
+    return ", ".join(f"--{option} {value}" for option, value in asked.items() if value)

@@ -1,0 +1,182 @@
+"""Store the identical code of many runs once: `runs/.code` keeps each file under its digest.
+
+The files in a run's `code/` are hard links to those in the store, so you can move or remove a run
+or the whole store; the file system counts the links. The files are read-only, and files that a run
+adds to its directory are its own.
+
+An index remembers the digests of a directory's files by what `lstat` says of them, as git's index
+does. So a file that has not changed since the last submission is not read again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from stat import S_IMODE
+from typing import Any
+
+from rollcall.records.code import time_of
+from rollcall.records.files import read_object, write_atomic
+from rollcall.run_dir import RunDir
+
+CHUNK = 1 << 20
+"""Bytes that are read at once."""
+SETTLED = 2.0
+"""Seconds that a file must be old for the index: a change in the same tick of the file system's
+clock would not show."""
+UNUSED = 60 * 86400.0
+"""Seconds after which the index of a directory that was not submitted since is removed."""
+
+
+class Store:
+    """The files that one user's runs in one directory share."""
+
+    def __init__(self, folder: Path, root: Path | None = None) -> None:
+        """Open the store for a copy of the directory `root`; without it, no index is used."""
+        self._folder = folder
+        self._has_grown = False
+        self._is_ours = True
+        try:
+            RunDir(folder.parent, folder.name).create()
+        except OSError:  # others can write here, so a name proves nothing: copy every file
+            self._is_ours = False
+        self._index = Index(folder, root if self._is_ours else None)
+
+    def place(
+        self, name: str, found: os.stat_result, source: str, target: str, is_shared: bool
+    ) -> str:
+        """Copy a file of a run, or link it to an equal one in the store; return its SHA-256.
+
+        Args:
+            name: its name in the directory that is copied.
+            found: what lstat says of the source.
+            is_shared: whether runs share the file; else the copy is the run's own.
+
+        Raises:
+            OSError: the file cannot be read, or the run directory cannot be written.
+        """
+        known = self._index.digest(name, found)
+        is_program = bool(found.st_mode & 0o100)
+        if known and is_shared and self._link(known, is_program, found.st_size, target):
+            return known
+        reader = os.open(source, os.O_RDONLY)
+        try:
+            before = os.fstat(reader)
+            data = os.read(reader, min(before.st_size, CHUNK))
+            seen = hashlib.sha256(data)
+            digest = seen.hexdigest() if len(data) == before.st_size else ""  # if all is read
+            if not (digest and is_shared and self._link(digest, is_program, len(data), target)):
+                writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                try:
+                    _write(writer, data)
+                    while not digest and (data := os.read(reader, CHUNK)):
+                        seen.update(data)
+                        _write(writer, data)
+                    digest = digest or seen.hexdigest()
+                    _finish(writer, before, digest, is_shared)
+                finally:
+                    os.close(writer)
+                if is_shared and self._is_ours:
+                    self._keep(target, self._kept(digest, is_program))
+            # The file may change while it is read; then the next submission reads it again.
+            self._index.note(name, before, os.fstat(reader), digest)
+        finally:
+            os.close(reader)
+        return digest
+
+    def _keep(self, target: str, kept: str) -> None:
+        """Add a finished file to the store."""
+        self._has_grown = True
+        with contextlib.suppress(OSError):  # no hard links on this file system: keep the copy
+            try:
+                os.link(target, kept)
+            except FileExistsError:  # one that somebody has changed
+                beside = f"{kept}.{os.getpid()}"
+                os.link(target, beside)
+                os.replace(beside, kept)  # noqa: PTH105 (paths are made for no file here)
+
+    def _kept(self, digest: str, is_program: bool) -> str:
+        return f"{self._folder}/{digest}{'-x' if is_program else ''}"
+
+    def _link(self, digest: str, is_program: bool, size: int, target: str) -> bool:
+        """Link a file of the store if it exists with the time and size of this digest."""
+        kept = self._kept(digest, is_program)
+        # OSError: the file does not exist, or has the maximum number of links.
+        with contextlib.suppress(OSError):
+            found = os.lstat(kept)
+            if self._is_ours and (found.st_mtime_ns, found.st_size) == (time_of(digest), size):
+                os.link(kept, target)
+                return True
+        return False
+
+    def remember(self) -> None:
+        """Write the index of the files that were read; without it, they are read again."""
+        with contextlib.suppress(OSError):
+            self._index.write()
+
+    def tidy(self) -> None:
+        """Remove files that no run uses if this run has added new ones."""
+        if self._has_grown:
+            self._has_grown = False
+            for kept in os.scandir(self._folder):
+                with contextlib.suppress(FileNotFoundError):  # another submission removed it
+                    found = kept.stat()
+                    is_index = kept.name.startswith(INDEX)
+                    if found.st_mtime < time.time() - UNUSED if is_index else found.st_nlink == 1:
+                        Path(kept).unlink()
+
+
+def _write(writer: int, data: bytes) -> None:
+    while data := data[os.write(writer, data) :]:
+        pass
+
+
+def _finish(writer: int, found: os.stat_result, digest: str, is_shared: bool) -> None:
+    """Set the mode and the times of a copy."""
+    if is_shared:
+        os.fchmod(writer, 0o555 if found.st_mode & 0o100 else 0o444)
+        os.utime(writer, ns=(time_of(digest), time_of(digest)))
+    else:
+        os.fchmod(writer, S_IMODE(found.st_mode))
+        os.utime(writer, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+INDEX = ".index-"
+"""Begins the names of the store's indexes."""
+
+
+class Index:
+    """The digests of a directory's files, by name and what `lstat` says of them."""
+
+    def __init__(self, folder: Path, root: Path | None) -> None:
+        self._path: Path | None = None
+        self._known: dict[str, Any] = {}
+        self._seen: dict[str, list[Any]] = {}
+        if root is not None:
+            self._path = folder / f"{INDEX}{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}"
+            self._known = read_object(self._path) or {}
+
+    def digest(self, name: str, found: os.stat_result) -> str | None:
+        """Return the SHA-256 of a file if it has not changed since it was noted."""
+        entry = self._known.get(name)
+        if entry is None or entry[:-1] != _state(found):
+            return None
+        self._seen[name] = entry
+        return str(entry[-1])
+
+    def note(self, name: str, before: os.stat_result, after: os.stat_result, digest: str) -> None:
+        """Remember the digest of a file, if it did not change while it was read."""
+        is_settled = after.st_ctime < time.time() - SETTLED
+        if is_settled and _state(before) == _state(after):
+            self._seen[name] = [*_state(after), digest]
+
+    def write(self) -> None:
+        """Write what was seen, if it differs from what was known."""
+        if self._path is not None and self._seen != self._known:
+            write_atomic(self._path, json.dumps(self._seen))
+
+
+def _state(found: os.stat_result) -> list[int]:
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]

@@ -1,0 +1,154 @@
+"""`rollcall array`: run the tasks of an array on this machine, as many at a time as fit.
+
+Each task is a separate local run. It gets an equal share of this machine's CPUs and GPUs.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import submitit
+
+from rollcall import hosts
+from rollcall.launch.node.identity import visible_gpus
+from rollcall.launch.runs import resolve
+from rollcall.launch.runs.output import exit_code
+from rollcall.launch.scheduler.job import JobError, array_tasks
+from rollcall.launch.submission.executors import Local
+from rollcall.records.job import Submission
+from rollcall.run_dir import RunDir
+
+LOOK = 0.5
+"""Seconds between two looks at whether a task has ended."""
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class Share(NamedTuple):
+    """The part of this machine that a task may use."""
+
+    cpus: list[int]
+    gpus: list[str]
+
+
+class Running(NamedTuple):
+    """A task that has started."""
+
+    job: submitit.Job[None]
+    share: Share
+    run: RunDir
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all tasks; return 0 if all of them succeed."""
+    parser = argparse.ArgumentParser(prog="rollcall array", allow_abbrev=False)
+    resolve.add_run_options(parser)
+    parser.add_argument("--tasks", required=True, help="as for sbatch's --array")
+    parser.add_argument("--nodes", type=int, default=1, help="simulated nodes of each task")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each task")
+    parser.add_argument("--minutes", type=float, help="time limit of each task")
+    parser.add_argument("--cpus", type=int, default=1, help="CPUs of each task")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    options = parser.parse_args(argv)
+    try:
+        tasks, most = array_tasks(options.tasks)
+    except JobError as error:
+        parser.error(str(error))
+    shares = divide(most, options.cpus, options.gpus, len(tasks))
+    return Array(options, tasks, shares).run()
+
+
+def divide(most: int | None, cpus: int, gpus: int, tasks: int) -> list[Share]:
+    """Divide this machine among the tasks that run at a time; return the CPUs and GPUs of each.
+
+    Args:
+        most: how many tasks may run at a time; None for as many as fit.
+        cpus, gpus: how many a task needs.
+        tasks: number of all tasks.
+    """
+    there, cards = sorted(os.sched_getaffinity(0)), visible_gpus(os.environ)
+    fit = len(cards) // gpus if gpus else hosts.usable_cpus() // cpus
+    count = max(1, min(most or fit, tasks))
+
+    def of(number: int, size: int) -> slice:
+        return slice(number * size // count, (number + 1) * size // count)
+
+    return [
+        Share(there[of(number, len(there))] or there, cards[of(number, len(cards))])
+        for number in range(count)
+    ]
+
+
+class Array:
+    """The tasks of an array: which wait, and which run in which share of the machine."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        tasks: Sequence[int],
+        shares: Sequence[Share],
+    ) -> None:
+        self._options = options
+        self._waiting = list(tasks)
+        self._free = list(shares)
+        self._has_gpus = any(share.gpus for share in shares)
+        self._running: list[Running] = []
+        self._is_asked_to_stop = False
+        self._has_failed = False
+
+    def run(self) -> int:
+        """Start tasks as others end, until all have ended or this process is asked to stop.
+
+        Returns:
+            The exit code: 0 if all tasks succeed.
+        """
+        for number in STOP:
+            signal.signal(number, self._stop)
+        while self._running or (self._waiting and not self._is_asked_to_stop):
+            while self._waiting and self._free and not self._is_asked_to_stop:
+                self._start(self._waiting.pop(0), self._free.pop())
+            time.sleep(LOOK)
+            self._collect()
+        return int(self._has_failed or self._is_asked_to_stop)
+
+    def _stop(self, *_: object) -> None:
+        self._is_asked_to_stop = True
+        for entry in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(entry.job.job_id), signal.SIGTERM)
+
+    def _start(self, task: int, share: Share) -> None:
+        os.environ["SLURM_ARRAY_TASK_ID"] = str(task)  # as under Slurm: scripts read it, too
+        if self._has_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+        run, _ = resolve.named_run(self._options, os.environ)
+        run.create()
+        run.job.mkdir(exist_ok=True)
+        all_cpus = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, share.cpus)  # the task inherits it
+        try:
+            command = self._options.command[1:]
+            job = Local(run.job).start(command, self._options.nodes, self._options.minutes)
+        finally:
+            os.sched_setaffinity(0, all_cpus)
+        Submission(job.job_id, time.time()).append(run.path)
+        self._running.append(Running(job, share, run))
+        if self._is_asked_to_stop:  # asked during the start
+            self._stop()
+        self._say(f"{run.name} runs as process {job.job_id}")
+
+    def _collect(self) -> None:
+        for entry in [entry for entry in self._running if entry.job.done()]:
+            self._running.remove(entry)
+            self._free.append(entry.share)
+            code = exit_code(entry.run, entry.job.job_id)
+            self._has_failed |= code != 0
+            ended = f"{entry.run.name} has ended"
+            self._say(f"{ended}, exit code {'unknown' if code is None else code}")
+
+    def _say(self, text: str) -> None:
+        print(f"array: {text}", file=sys.stderr, flush=True)

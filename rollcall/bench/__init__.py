@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m rollcall.bench NAME` prints a table."""

@@ -1,0 +1,116 @@
+"""`python -m rollcall.bench data`: samples per second from rollcall's loading and from DataLoader.
+
+Images are JPEG files of 256 by 256 pixels, resized to 224; tokens are windows of 1,024 from a file.
+Both ways read the same data in random order, and take turns.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from rollcall.config.schema import Data
+from rollcall.text import table
+from rollcall.train.data import sets
+from rollcall.train.data.loading import Loading
+from rollcall.train.data.order import Order, training_batches
+from rollcall.train.data.sets.tokens import mapped
+from rollcall.train.dist.world import World
+
+BATCH = 32
+IMAGES = 400
+TOKENS = 4_000_000
+BATCHES = {"images": 20, "tokens": 1000}
+"""Batches that are timed, after the first two."""
+VOCABULARY = 50_000
+
+
+class PlainWindows(Dataset[Any]):
+    """Windows of a token file, as a first script would cut them."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        self._tokens, self._length = mapped(path), length
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = index * self._length
+        window = self._tokens[start : start + self._length + 1].astype(np.int64)
+        return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print the table; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rollcall.bench data", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], metavar="N")
+    options = parser.parse_args(argv)
+    rows = [("", "workers", "rollcall", "DataLoader", "ratio")]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        _make(place)
+        for kind in BATCHES:
+            for workers in options.workers:
+                rates = [
+                    [_rate(way(kind, place, workers), kind) for way in (_rollcall, _dataloader)]
+                    for _ in range(options.repeats)
+                ]
+                own, plain = (statistics.median(each) for each in zip(*rates, strict=True))
+                figures = f"{own:,.0f}/s", f"{plain:,.0f}/s", f"{own / plain:.2f}"
+                rows.append((kind, str(workers), *figures))
+    print(f"samples per second, medians of {options.repeats} runs, in turns")
+    print("\n".join(table(rows)))
+    return 0
+
+
+def _make(place: Path) -> None:
+    random = np.random.default_rng(0)
+    (place / "images" / "class").mkdir(parents=True)
+    for number in range(IMAGES):
+        small = Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+        small.resize((256, 256)).save(place / "images" / "class" / f"{number}.jpg")
+    for name in ("train.bin", "val.bin"):
+        random.integers(0, VOCABULARY, TOKENS).astype("<u2").tofile(place / name)
+
+
+def _config(kind: str, place: Path, workers: int) -> Data:
+    config = Data(num_workers=workers, global_batch=BATCH, image_size=224, seq_len=1024)
+    own = {"name": "folder", "path": str(place / "images")}
+    if kind == "tokens":
+        own = {"name": "tokens", "path": str(place)}
+    return config.model_copy(update={**own, "num_classes": VOCABULARY})
+
+
+def _rollcall(kind: str, place: Path, workers: int) -> Iterator[Any]:
+    config = _config(kind, place, workers)
+    source = sets.load(config, cast(World, None))  # no rank is asked for these files
+    steps = BATCHES[kind] + 2
+    order = Order(source.train_size, steps * BATCH, BATCH, seed=0)
+    return training_batches(source, order, range(BATCH), range(steps), Loading(config))
+
+
+def _dataloader(kind: str, place: Path, workers: int) -> Iterator[Any]:
+    if kind == "images":
+        dataset = sets.load(_config(kind, place, workers), cast(World, None)).train
+    else:
+        dataset = PlainWindows(place / "train.bin", 1024)
+    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True)
+    while True:
+        yield from loader
+
+
+def _rate(batches: Iterator[Any], kind: str) -> float:
+    next(batches), next(batches)  # the workers have begun
+    start = time.perf_counter()
+    count = sum(BATCH for _ in islice(batches, BATCHES[kind]))
+    return count / (time.perf_counter() - start)

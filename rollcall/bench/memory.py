@@ -1,0 +1,105 @@
+"""`python -m rollcall.bench memory`: the host memory that a rank needs to start, save and resume.
+
+Several ranks on this machine build a model, save it, and load it again; nothing is trained. Each
+row is the largest peak of a rank, above what it needed before the model.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollcall.installation import ROOT
+from rollcall.text import size, table
+
+MODEL = ["gpt", "model.hidden_size=2048", "model.num_layers=20", "model.num_heads=16"]
+MODEL += ["model.num_kv_heads=16", "data.global_batch=64", "data.seq_len=16"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print the table; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rollcall.bench memory", description=__doc__)
+    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="K", help="ranks")
+    parser.add_argument("words", nargs="*", help=f"recipe and keys (default: {' '.join(MODEL)})")
+    options = parser.parse_intermixed_args(argv)
+    words = options.words or [*MODEL, "parallel.strategy=zero3"]
+    if "RANK" in os.environ:
+        _rank(words, Path(os.environ["BENCH_RESULT"]))
+        return 0
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        env = {**os.environ, "BENCH_RESULT": folder, "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.nproc_per_node)]
+        command = [sys.executable, *launcher, "-m", "rollcall.bench", "memory", *words]
+        if (code := subprocess.run(command, env=env, check=False).returncode) != 0:
+            return code
+        found = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
+    rows = [("on a rank, at most", "bytes")]
+    for name in found[0]:
+        rows.append((name, size(max(figures[name] for figures in found))))
+    print("\n".join(table(rows)))
+    return 0
+
+
+def _rank(words: list[str], folder: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import state_dict
+
+    from rollcall.config import parse
+    from rollcall.train import models
+    from rollcall.train.checkpoint import SharedEngine
+    from rollcall.train.data import sets
+    from rollcall.train.data.order import Order, training_batches
+    from rollcall.train.dist.world import World
+    from rollcall.train.numerics import losses
+    from rollcall.train.parallel.part import local_bytes
+    from rollcall.train.parallel.shard import units
+    from rollcall.train.parallel.strategy import OPTIONS, Composed
+    from rollcall.train.weights import start
+
+    world = World.join("cpu")
+    config = parse(words)[1]
+    source = sets.load(config.data, world)
+    strategy = Composed(config, world, losses.Objective(losses.of(config)))
+    order = Order(source.train_size, 2, 2, config.seed)
+    example = next(training_batches(source, order, range(2), range(1)))
+    before = _resident("VmRSS")
+    peaks: dict[str, int] = {}
+
+    def measure(name: str, work: Callable[[], object]) -> None:
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+        work()
+        peaks[name] = _resident("VmHWM") - before
+
+    def build() -> None:
+        begin = start.built(config, lambda: models.build(config.model, source))
+        counts = [sum(weight.nbytes for weight in unit.parameters()) for unit in units(begin.model)]
+        rest = [weight.nbytes for weight in begin.model.parameters()]
+        peaks["weights of the model"] = sum(rest)
+        peaks["largest block or tensor"] = max([*counts, *rest])
+        strategy.place(begin.model, example, begin.fill)
+        peaks["weights of the rank"] = local_bytes(strategy.model)
+
+    def state() -> dict[str, object]:
+        return {"model": state_dict.get_model_state_dict(strategy.model, options=OPTIONS)}
+
+    def save() -> None:
+        engine.begin(1, state())
+        engine.wait(600)
+
+    measure("peak while building", build)
+    engine = SharedEngine(folder / "checkpoints", world)
+    measure("peak while saving", save)
+    measure("peak while loading", lambda: engine.load(1, state()))
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(peaks))
+    world.leave()
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024

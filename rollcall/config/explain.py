@@ -1,0 +1,36 @@
+"""`rollcall explain [recipe] [key=value …]`: show every key's value and its origin."""
+
+import sys
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollcall.config import ConfigError, describe, origins, parse, yaml_values
+from rollcall.text import table
+
+
+def main(words: Sequence[str]) -> int:
+    """Print one line for each key; return the exit code."""
+    if "--help" in words or "-h" in words:
+        print(__doc__)
+        return 0
+    try:
+        _, config = parse(words)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"rollcall: error: {line}", file=sys.stderr)
+        return 2
+    origin, rows = origins(words), []
+    for key, *_ in describe():
+        value: Any = reduce(getattr, key.split("."), config)
+        is_map = isinstance(value, dict) and value
+        items = {f"{key}.{arg}": one for arg, one in value.items()} if is_map else {key: value}
+        for name, one in items.items():
+            plain = one.model_dump() if isinstance(one, BaseModel) else one
+            text = yaml_values.dump(plain, default_flow_style=True, width=1000)
+            text = text.removesuffix("\n...\n").strip()
+            rows.append((f"{name}={text}", f"# {origin.get(name, 'default')}"))
+    print("\n".join(table(rows)))
+    return 0

@@ -1,0 +1,98 @@
+"""`rollcall train --help [SECTION | KEY | all]`, generated from the schema. No torch."""
+
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rollcall.config import arguments
+from rollcall.config.keys import Key, describe, sections
+from rollcall.config.read import RECIPES, recipes
+from rollcall.config.refusals import unknown_key
+from rollcall.config.schema import ConfigError
+from rollcall.text import did_you_mean, table
+
+USAGE = """\
+Usage: rollcall train [recipe or file.yaml] [key=value ...]
+       torchrun --nproc_per_node=4 -m rollcall.train [recipe or file.yaml] [key=value ...]
+
+  --help SECTION  the keys of one section, such as --help optim
+  --help KEY      one key, such as --help optim.lr
+  --help all      all keys
+  --help module:attribute  the arguments of code of yours
+  --print-config  print the complete configuration as YAML
+  --print-schema  print the JSON schema of the configuration, for editors
+
+Recipes (default: digits):
+{recipes}
+
+Sections:
+{sections}
+
+Keys without a section: {others}
+
+Examples:
+  rollcall train digits train.epochs=2 optim.lr=1e-3
+  torchrun --nproc_per_node=4 -m rollcall.train gpt parallel.strategy=zero3
+  rollcall train gpt run.name=mine     (the same command again resumes the run)
+
+Other commands: rollcall --help"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Print what the words around `--help` ask for; return the exit code."""
+    others = recipes()
+    topics = [word for word in words if word not in others and not word.startswith("-")]
+    topics = [word for word in topics if "=" not in word and not word.endswith((".yaml", ".yml"))]
+    try:
+        print("\n".join(_topic(topic) for topic in topics) or _short())
+    except (LookupError, ConfigError) as error:
+        print(f"rollcall: error: {error.args[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _short() -> str:
+    return USAGE.format(
+        recipes=_table({name: _meaning_of_recipe(name) for name in recipes()}),
+        sections=_table(sections()),
+        others=", ".join(key.name for key in describe() if "." not in key.name),
+    )
+
+
+def _topic(topic: str) -> str:
+    keys = list(describe())
+    if ":" in topic:
+        return arguments.describe(topic)
+    if topic == "all":
+        return _entries(keys)
+    if topic in sections():
+        found = [key for key in keys if key.name.startswith(f"{topic}.")]
+        return f"{topic}: {sections()[topic]}\n\n{_entries(found)}"
+    if found := [key for key in keys if key.name == topic]:
+        return _entries(found)
+    hint = "" if "." in topic else did_you_mean(topic, sections())
+    raise LookupError(f"unknown section '{topic}'{hint}" if hint else unknown_key(topic))
+
+
+def _entries(keys: Iterable[Key]) -> str:
+    return "\n".join(map(_entry, keys))
+
+
+def _entry(key: Key) -> str:
+    words = {"None": "null", "True": "true", "False": "false"}
+    default = words.get(str(key.default), key.default)
+    kind = textwrap.fill(
+        f"{key.name}  ({key.type}; default: {default})", 79, subsequent_indent="  "
+    )
+    return f"{kind}\n{textwrap.indent(textwrap.fill(key.meaning, 75), '    ')}"
+
+
+def _table(rows: dict[str, str]) -> str:
+    return "\n".join(f"  {line}" for line in table([*rows.items()]))
+
+
+def _meaning_of_recipe(name: str) -> str:
+    """Return the first comment of the file that is not for editors."""
+    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
+    comments = (line.removeprefix("# ") for line in lines if line.startswith("# "))
+    return next((line for line in comments if "$schema" not in line), "")

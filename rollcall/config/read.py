@@ -1,0 +1,157 @@
+"""Read a recipe and `key=value` words into a checked Config. No torch.
+
+A wrong key or value raises ConfigError before any process group exists.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rollcall.config import arguments, checks, refusals, yaml_values
+from rollcall.config.keys import describe
+from rollcall.config.schema import Config, ConfigError, entries
+from rollcall.text import did_you_mean, dotted
+
+RECIPES = Path(__file__).parent / "recipes"
+ENTRIES = ("train.metrics", "train.callbacks", "log.to")
+"""Keys with several entries, which may be written as text."""
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes that come with rollcall."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def parse(words: Sequence[str]) -> tuple[str, Config]:
+    """Read `[recipe or file] [key=value …]`; return the recipe's name and the configuration.
+
+    Args:
+        words: of the command line. The one without `=` is a recipe or a YAML file (default:
+            digits); each of the others sets one key to a YAML value.
+
+    Raises:
+        ConfigError: unknown recipe, key or file, a value of the wrong type or out of range, or keys
+            that contradict each other.
+    """
+    source = _source(words)
+    values = _read(source)
+    _assign_all(values, words)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        given = [word.partition("=")[0] for word in words if "=" in word]
+        raise ConfigError(refusals.explain(error.errors(), source, given)) from None
+    try:
+        checks.check(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Path(source).stem, arguments.complete(config)
+
+
+def origins(words: Sequence[str]) -> dict[str, str]:
+    """Return where the value of each key comes from, for words that `parse` accepts.
+
+    A key of arguments, such as model.args, also has one dotted name for each argument.
+    """
+    source = _source(words)
+    found = dict.fromkeys((name for name, *_ in describe()), "default")
+    found |= dict.fromkeys(_leaves(_read(source)), str(_path(source)))
+    given: dict[str, Any] = {}
+    _assign_all(given, words)
+    return found | dict.fromkeys(_leaves(given), "command line")
+
+
+def _leaves(values: dict[str, Any]) -> list[str]:
+    found = []
+    for key, value in dotted(values).items():
+        found += [key, *(f"{key}.{arg}" for arg in (value if isinstance(value, dict) else ()))]
+    return found
+
+
+def _source(words: Sequence[str]) -> str:
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError(f"unknown option {word}; set keys as key=value, see --help")
+        if word.startswith("="):
+            raise ConfigError(f"'{word}': expected key=value without spaces around '='")
+    sources = [word for word in words if "=" not in word]
+    if len(sources) > 1:
+        first, second, *_ = sources
+        raise ConfigError(
+            f"expected one recipe or file and key=value pairs, got '{first}' and '{second}'"
+        )
+    return sources[0] if sources else "digits"
+
+
+def is_file(word: str) -> bool:
+    """Return whether a word names a YAML file, not a recipe or a key."""
+    return "=" not in word and (word.endswith((".yaml", ".yml")) or "/" in word)
+
+
+def _path(source: str) -> Path:
+    return Path(source) if is_file(source) else RECIPES / f"{source}.yaml"
+
+
+def _read(source: str) -> dict[str, Any]:
+    try:
+        text = _path(source).read_text()
+        values = yaml_values.load(text)
+    except FileNotFoundError:
+        raise ConfigError(_not_found(source)) from None
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{source}: not valid YAML: expected UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML, {_yaml_problem(error, text)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source}: expected lines of key: value, got a {type(values).__name__}")
+    return values
+
+
+def _not_found(source: str) -> str:
+    if is_file(source):
+        path = Path(source)
+        hint = did_you_mean(source, (str(other) for other in path.parent.glob("*.y*ml")))
+        if not hint and path.stem in recipes():
+            hint = f"; '{path.stem}' without directory and suffix is a recipe"
+        return f"{source}: no such file{hint}"
+    choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
+    return f"unknown recipe '{source}'{did_you_mean(source, recipes()) or choices}"
+
+
+def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> str:
+    mark, problem = error.problem_mark, error.problem
+    if mark is None:
+        return str(problem)
+    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+    if line[mark.column : mark.column + 1] == "\t":
+        problem = "indent with spaces, not with tabs"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            continue
+        try:
+            value = yaml_values.load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"{word}: the value is not valid YAML; put it in quotes") from None
+        *sections, last = name.split(".")
+        group = values
+        for depth, section in enumerate(sections, 1):
+            if ".".join(sections[:depth]) in ENTRIES:
+                group[section] = entries(group.get(section, {}))
+            group = group.setdefault(section, {})
+            if not isinstance(group, dict):
+                raise ConfigError(f"{word}: '{section}' is not a section")
+        group[last] = value

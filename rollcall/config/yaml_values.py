@@ -1,0 +1,80 @@
+"""Read and write YAML values so that what looks like text stays text. No torch.
+
+PyYAML reads YAML 1.1, in which `off`, `no`, `2026-11-22`, `2:00` and `010` are not text. Here, as
+in YAML 1.2, only true, false, null and numbers are not; pydantic reads `on` and `010` where a key
+is true or false, or a number.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+DEEPEST = 100
+"""Levels of nesting; PyYAML's C code needs stack for each and crashes without."""
+FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.nan"
+)
+RESOLVERS = (
+    ("bool", re.compile("true|True|TRUE|false|False|FALSE"), "tTfF"),
+    ("int", re.compile(r"[-+]?(0|[1-9][0-9]{0,99})|0x[0-9a-fA-F]{1,99}"), "-+0123456789"),
+    ("float", FLOAT, "-+0123456789."),
+    ("null", re.compile("~|null|Null|NULL|"), ["~", "n", "N", ""]),
+    ("merge", re.compile("<<"), "<"),
+)
+
+
+class _SafeLoader(yaml.CSafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (as PyYAML declares it)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes that this module or another reader of YAML would not read as text."""
+
+
+for _name, _pattern, _first in RESOLVERS:
+    _tag, _whole = f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern.pattern})$")
+    _SafeLoader.add_implicit_resolver(_tag, _whole, list(_first))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"({FLOAT.pattern})$"), None)
+
+
+def load(text: str) -> Any:
+    """Parse one YAML document.
+
+    Raises:
+        yaml.YAMLError: it is not valid, or nested too deeply.
+    """
+    with _explained(text):
+        return yaml.load(text, _SafeLoader)
+
+
+def load_texts(text: str) -> Any:
+    """Parse one YAML document whose values are all text, like `load`; 2:00:00 stays text."""
+    with _explained(text):
+        return yaml.load(text, yaml.CBaseLoader)
+
+
+def dump(values: Any, **options: Any) -> str:
+    """Return values as YAML, which `load` reads as the same values."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, **options)
+    return text
+
+
+@contextlib.contextmanager
+def _explained(text: str) -> Iterator[None]:
+    try:
+        depth = 0
+        for event in yaml.parse(text, yaml.CBaseLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")
+        yield
+    except yaml.YAMLError:
+        raise
+    # What PyYAML's constructors raise for values such as `!!int x`.
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise yaml.YAMLError(f"a value does not have the type of its tag ({error})") from None

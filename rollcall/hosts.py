@@ -1,0 +1,128 @@
+"""Node lists, routes between hosts, and ports. No torch.
+
+A host's own name does not help: Debian maps it to 127.0.1.1, so torch would listen on the loopback.
+Instead, a host asks the kernel by which address and interface it reaches the others.
+"""
+
+import itertools
+import os
+import re
+import socket
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FIRST_PORT, PORTS = 20000, 10000
+"""Ports of a rendezvous. Linux assigns the ports from 32768 on to outgoing connections."""
+
+
+class HostError(Exception):
+    """A host cannot be resolved or reached; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The local address and network interface through which this host reaches another one."""
+
+    address: str
+    interface: str
+
+
+def expand(nodelist: str) -> list[str]:
+    """Return the host names in a node list of Slurm; raise ValueError if it is none.
+
+    `rack[1-2]node[03-04,7],login` has seven names: brackets multiply, and leading zeros stay.
+    """
+    names: list[str] = []
+    for part in _split(nodelist):
+        pieces = re.split(r"\[([^\[\]]*)\]", part)
+        if any(bracket in piece for piece in pieces[::2] for bracket in "[]"):
+            raise ValueError(f"'{nodelist}' is not a node list: unbalanced brackets")
+        choices = [[piece] for piece in pieces]
+        choices[1::2] = [list(_numbers(piece, nodelist)) for piece in pieces[1::2]]
+        names.extend("".join(choice) for choice in itertools.product(*choices))
+    return names
+
+
+def route(peer: str) -> Route:
+    """Return how this host reaches another one, given by name or address; not itself.
+
+    Raises:
+        HostError: the name does not resolve or resolves to loopback, or no route exists.
+    """
+    address = _resolve(peer)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # UDP: the kernel picks a route, nothing is sent
+        except OSError as error:
+            way = f"from {socket.gethostname()} to {peer} ({address})"
+            raise HostError(f"no route {way}: {error.strerror}") from None
+        own = probe.getsockname()[0]
+    return Route(own, _interface(own))
+
+
+def port(key: str) -> int:
+    """Return a port from 20000 to 29999 that depends only on `key`, so that jobs rarely collide."""
+    return FIRST_PORT + zlib.crc32(key.encode()) % PORTS
+
+
+def _split(nodelist: str) -> Iterator[str]:
+    """Yield the parts between commas outside of brackets."""
+    part, depth = "", 0
+    for char in nodelist:
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            if part:
+                yield part
+            part = ""
+        else:
+            part += char
+    if part:
+        yield part
+
+
+def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
+    for item in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if match is None:
+            raise ValueError(f"'{nodelist}' is not a node list: '{item}' is not a number or range")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise ValueError(f"'{nodelist}' is not a node list: the range '{item}' is reversed")
+        for number in range(int(first), int(last) + 1):
+            yield str(number).zfill(len(first))
+
+
+def _resolve(peer: str) -> str:
+    try:
+        found = socket.getaddrinfo(peer, None, type=socket.SOCK_DGRAM)
+    except socket.gaierror as error:
+        raise HostError(
+            f"{socket.gethostname()} cannot resolve the host name '{peer}' ({error.strerror}): "
+            "add it to DNS, or to /etc/hosts of every node"
+        ) from None
+    addresses = sorted((str(entry[4][0]) for entry in found), key=lambda text: ":" in text)
+    import ipaddress
+
+    for address in addresses:
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return address
+    raise HostError(
+        f"on {socket.gethostname()} the host name '{peer}' resolves to the loopback address "
+        f"{addresses[0]}, which cannot reach another host; correct /etc/hosts or DNS"
+    )
+
+
+def _interface(address: str) -> str:
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return str(name)
+    raise HostError(f"no network interface of {socket.gethostname()} has the address {address}")
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs on which this process may run, as Slurm or taskset allow."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,325 @@
+"""The files of a run directory that training and launching share. No torch.
+
+Each file has one owner, a class here or in job.py and attempt.py: it alone knows the name and keys.
+A record is either a line of a file that only grows (`Line`) or a whole file that is replaced
+atomically (`Whole`). Names are relative to the run directory unless the class says otherwise.
+
+Readers leave out what is cut off, misses a key or has a value of the wrong type, and `rollcall why`
+mentions it; unknown keys are ignored.
+"""
+
+import functools
+import json
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import (
+    Any,
+    BinaryIO,
+    ClassVar,
+    Literal,
+    Self,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from rollcall.records.files import (
+    append_line,
+    as_object,
+    listed,
+    open_lines,
+    parse_lines,
+    read_every_line,
+    read_lines,
+    read_object,
+    set_aside,
+    tail,
+    write_atomic,
+    write_line,
+    write_once,
+)
+
+Check: TypeAlias = Callable[[object], bool]
+State: TypeAlias = Literal["done", "requeue", "failed", "stopped"]
+CLAIM = "claim"
+"""Holds a random word of the attempt that may write; see `RunDir.claim`."""
+EVENTS = "events.jsonl"
+"""Events: an object per line with `time`, `event` and fields that depend on the event."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A JSON object with the fields of a dataclass.
+
+    A field named `more` holds all keys without a field. None is not written.
+    """
+
+    FILE: ClassVar[str]
+
+    @classmethod
+    def parse(cls, found: object) -> Self | None:
+        """Make a record of a JSON value; None if a field is missing or has the wrong type."""
+        if not isinstance(found, dict):
+            return None
+        known: dict[str, Any] = {}
+        own = _fields(cls)  # type: ignore[arg-type] # mypy does not see that it is hashable
+        for name, (fits, is_needed) in own.items():
+            if name in found:
+                if not fits(found[name]):
+                    return None
+                known[name] = found[name]
+            elif is_needed:
+                return None
+        if "more" in cls.__dataclass_fields__:
+            known["more"] = {key: value for key, value in found.items() if key not in own}
+        return cls(**known)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
+        values = vars(self)
+        own = {name: value for name, value in values.items() if name != "more"}
+        both = {**values.get("more", {}), **own}
+        return {name: value for name, value in both.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Line(Record):
+    """A record that is one line of a file."""
+
+    def append(self, directory: Path) -> None:
+        """Append the record to its file."""
+        append_line(directory / self.FILE, self.as_dict())
+
+    @classmethod
+    def open(cls, directory: Path) -> BinaryIO:
+        """Open the file for a writer that keeps it open; see `write_to`."""
+        return open_lines(directory / cls.FILE)
+
+    def write_to(self, file: BinaryIO) -> None:
+        """Append the record to the open file."""
+        write_line(file, self.as_dict())
+
+    @classmethod
+    def read(cls, directory: Path) -> list[Self]:
+        """Read all records that can be read; none if the file is missing."""
+        found = (cls.parse(line) for line in read_lines(directory / cls.FILE))
+        return [record for record in found if record is not None]
+
+    @classmethod
+    def newest(cls, directory: Path) -> Self | None:
+        """Return the last record, without reading the whole file; None if there is none."""
+        return cls._first_of(reversed(tail(directory / cls.FILE)))
+
+    @classmethod
+    def _first_of(cls, lines: Iterable[str]) -> Self | None:
+        found = (cls.parse(as_object(line)) for line in lines)
+        return next((record for record in found if record is not None), None)
+
+    @classmethod
+    def is_known(cls, line: object) -> bool:
+        """Whether a line is one that the file may have."""
+        return cls.parse(line) is not None
+
+    @classmethod
+    def unreadable(cls, directory: Path) -> Iterator[str]:
+        """Yield a sentence about lines that readers leave out, if there are any."""
+        lines = enumerate(read_every_line(directory / cls.FILE), 1)
+        bad = [number for number, line in lines if not cls.is_known(line)]
+        if bad:
+            count = "1 line" if len(bad) == 1 else f"{len(bad)} lines"
+            yield f"{cls.FILE}: {count} could not be read (line {bad[0]}); left out"
+
+
+@dataclass(frozen=True)
+class Whole(Record):
+    """A record that fills a file; `{name}` in the file's name is replaced by a field or a key."""
+
+    @classmethod
+    def place(cls, directory: Path, **keys: object) -> Path:
+        """Return where the file lies."""
+        return directory / cls.FILE.format_map(keys)
+
+    def write(self, directory: Path, **keys: object) -> None:
+        """Write the file atomically; `keys` are parts of its name that no field has."""
+        path = self.place(directory, **{**vars(self), **keys})
+        write_atomic(path, json.dumps(self.as_dict()) + "\n")
+
+    def write_once(self, directory: Path, **keys: object) -> None:
+        """Write the file unless it exists already: the first writer wins."""
+        path = self.place(directory, **{**vars(self), **keys})
+        write_once(path, json.dumps(self.as_dict()) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path, **keys: object) -> Self | None:
+        """Read the file; None if it is missing or cannot be read."""
+        return cls.parse(read_object(cls.place(directory, **keys)))
+
+    @classmethod
+    def read_all(cls, directory: Path, **keys: object) -> dict[Path, Self]:
+        """Read every file of this kind whose name has these keys, in the order of their names."""
+        found = {path: cls.parse(read_object(path)) for path in cls._paths(directory, **keys)}
+        return {path: record for path, record in found.items() if record is not None}
+
+    @classmethod
+    def unreadable(cls, directory: Path) -> Iterator[str]:
+        """Yield a sentence about each file that readers leave out."""
+        for path in cls._paths(directory):
+            if cls.parse(read_object(path)) is None:
+                yield f"{path.relative_to(directory)} could not be read; left out"
+
+    @classmethod
+    def _paths(cls, directory: Path, **keys: object) -> list[Path]:
+        pattern = cls.FILE.format_map(defaultdict(lambda: "*", keys))
+        return listed(directory, pattern)
+
+
+@dataclass(frozen=True)
+class Verdict(Whole):
+    """How an attempt ended: what a launcher or a person must do next follows from `state`.
+
+    `done`: nothing is left to do. `requeue`: the scheduler asked the run to stop; start it again.
+    `stopped`: a person asked it to stop. `failed`: see `reason`.
+    """
+
+    FILE = "verdict.json"
+
+    state: State
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobEnd(Whole):
+    """When the job ends, in seconds since 1970; without the file, nobody knows."""
+
+    FILE = "job/deadline.json"
+
+    end: float
+
+
+@dataclass(frozen=True)
+class LoggedStep(Line):
+    """A step that rank 0 logged."""
+
+    FILE = "metrics.jsonl"
+
+    step: int  # updates done, this one included
+    loss: float  # mean over the samples of the step
+    samples_per_second: float  # since the line before
+    time: float  # seconds since 1970
+    data_wait: float = 0.0  # fraction of the time that was spent waiting for data
+    more: dict[str, Any] = field(default_factory=dict)  # such as the learning rate
+
+    @classmethod
+    def is_known(cls, line: object) -> bool:
+        """Whether a line is of a step or of a validation, which are in the same file."""
+        return cls.parse(line) is not None or Validation.parse(line) is not None
+
+    @classmethod
+    def span(cls, directory: Path, since: float) -> tuple[Self, Self] | None:
+        """Return the first step since a time, of those in the last lines, and the newest step.
+
+        The first one is the newest if all are older; None if there are no steps.
+        """
+        lines = tail(directory / cls.FILE)
+        last = cls._first_of(reversed(lines))
+        if last is None:
+            return None
+        known = (cls.parse(as_object(line)) for line in lines)
+        recent = (line for line in known if line is not None and line.time >= since)
+        return next(recent, last), last
+
+    @classmethod
+    def forget_after(cls, directory: Path, step: int) -> None:
+        """Drop the lines of steps that a resumed run repeats, validations included.
+
+        A file with lines that cannot be read is kept beside it, as `metrics.jsonl.damaged`.
+
+        Raises:
+            OSError: the file could not be read or written; it is unchanged.
+        """
+        path = directory / cls.FILE
+        if not path.exists():
+            return
+        lines = [*parse_lines(path.read_bytes().splitlines(True))]
+        known = [line for line in lines if line is not None and cls.is_known(line)]
+        if len(known) < len(lines):
+            set_aside(path)
+        kept = [line for line in known if line["step"] <= step]
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+@dataclass(frozen=True)
+class Validation(Line):
+    """An evaluation of the model on the validation data, which rank 0 logged."""
+
+    FILE = LoggedStep.FILE
+
+    step: int  # updates done
+    val_loss: float  # mean over the validation data
+    time: float  # seconds since 1970
+    val_accuracy: float | None = None
+    more: dict[str, Any] = field(default_factory=dict)  # further figures, named val_…
+
+
+def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
+    """Read the events with these names, or all, in order.
+
+    Each has `time`, in seconds since 1970, `event`, and fields that depend on the event.
+    """
+    lines = (line for line in read_lines(directory / EVENTS) if is_event(line))
+    return [line for line in lines if not names or line["event"] in names]
+
+
+def start_and_steps(directory: Path) -> tuple[float, int | None]:
+    """Return when the newest attempt started (0 if none has), and how many steps it must do."""
+    started, steps = 0.0, None
+    # Most events are neither, and need not be parsed.
+    for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"')):
+        if is_event(line):
+            started = line["time"] if line["event"] == "started" else started
+            steps = line["steps"] if isinstance(line.get("steps"), int) else steps
+    return started, steps
+
+
+def is_event(line: dict[str, Any]) -> bool:
+    """Whether an object has what every event has."""
+    return isinstance(line.get("event"), str) and _check(float)(line.get("time"))
+
+
+@functools.cache
+def _fields(kind: type[Record]) -> dict[str, tuple[Check, bool]]:
+    """Return the check of each field, and whether it must be there; without `more`."""
+    hints = get_type_hints(kind)
+    needed = {
+        each.name: each.default is MISSING and each.default_factory is MISSING
+        for each in fields(kind)
+        if each.name != "more"
+    }
+    return {name: (_check(hints[name]), is_needed) for name, is_needed in needed.items()}
+
+
+@functools.cache
+def _check(hint: Any) -> Check:
+    """Return a function that says whether a JSON value has a type."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
+        checks = [_check(part) for part in parts]
+        return lambda value: any(check(value) for check in checks)
+    if kind is Literal:
+        return lambda value: value in parts
+    if kind is list:
+        of_item = _check(parts[0])
+        return lambda value: isinstance(value, list) and all(map(of_item, value))
+    if kind is dict:
+        of_value = _check(parts[1])
+        return lambda value: isinstance(value, dict) and all(map(of_value, value.values()))
+    if hint in (int, float):
+        numbers = (int,) if hint is int else (int, float)
+        return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
+    return lambda value: isinstance(value, hint)

@@ -1,0 +1,191 @@
+"""The run directory: where a run keeps things, as plain files with one writer each. No torch.
+
+A file is either whole or absent. Line files (metrics, events) only grow; a line that a crash cut
+off is left out on reading. rollcall.records has the names and keys of the files.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import time
+from pathlib import Path
+from stat import S_IWOTH
+from typing import Any
+
+from rollcall.records.files import Journal, is_there, listed, remove, write_atomic
+from rollcall.records.run import CLAIM, EVENTS, LoggedStep, read_events
+from rollcall.records.run import State as State
+from rollcall.records.run import Verdict as Verdict
+
+
+class FencedError(OSError):
+    """Another attempt of the run has begun: this one may write no checkpoint and no verdict."""
+
+
+class RunDir:
+    """The directory of one run and the places in it."""
+
+    def __init__(self, root: str | Path, name: str) -> None:
+        self.name = name
+        self.path = Path(root).absolute() / name
+        self._claim = b""
+        self._journal = Journal(self.events)
+
+    @property
+    def config(self) -> Path:
+        """The complete configuration, with defaults filled in."""
+        return self.path / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        """The snapshot of the code that every attempt runs."""
+        return self.path / "code"
+
+    @property
+    def job(self) -> Path:
+        """The directory of what was submitted and how its attempts went."""
+        return self.path / "job"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per logged step, written by rank 0."""
+        return self.path / LoggedStep.FILE
+
+    @property
+    def events(self) -> Path:
+        """One line per event, written by rank 0."""
+        return self.path / EVENTS
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory per saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def verdict(self) -> Path:
+        """How the newest attempt ended."""
+        return Verdict.place(self.path)
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """Return the directory of an attempt's logs, which has a directory for each node."""
+        return self.path / "logs" / f"attempt-{attempt}"
+
+    @property
+    def logs_by_hand(self) -> Path:
+        """The directory in which ranks without a supervisor record their failures."""
+        return self.path / "logs" / "by-hand"
+
+    def next_attempt(self) -> int:
+        """Return the number of an attempt that has no logs yet."""
+        paths = listed(self.attempt_logs(0).parent, "attempt-*")
+        names = [path.name.rpartition("-")[2] for path in paths]
+        return 1 + max(
+            (int(name) for name in names if re.fullmatch(r"[0-9]{1,9}", name)), default=-1
+        )
+
+    def keeps(self, descriptor: int) -> bool:
+        """Return whether an open file is one of this run's logs."""
+        file = Path(f"/proc/self/fd/{descriptor}").resolve()
+        return self.attempt_logs(0).parent.resolve() in file.parents
+
+    def log(self, attempt: int, node: int, rank: int) -> Path:
+        """Return the file with the output of one rank in one attempt."""
+        return self.attempt_logs(attempt) / f"node-{node}" / f"rank-{rank}.log"
+
+    def create(self) -> bool:
+        """Make the directory, readable by this user only; return whether it is new.
+
+        Raises:
+            OSError: the place cannot be written, or others can write what lies there.
+        """
+        _create_root(self.path.parent)
+        is_new = True
+        try:
+            self.path.mkdir(mode=0o700)
+        except FileExistsError:
+            if not self.path.is_dir():
+                raise
+            is_new = False
+        # In a place such as /tmp, others may have put a link or a directory of theirs there.
+        link, directory = self.path.lstat(), self.path.stat()
+        me = os.geteuid()
+        if link.st_uid != me or directory.st_uid != me or directory.st_mode & S_IWOTH:
+            reason = "it belongs to another user, or everybody may write there"
+            raise PermissionError(errno.EPERM, reason, str(self.path))
+        return is_new
+
+    def claim(self) -> None:
+        """Make this attempt the only one that may write; an older one may still be alive."""
+        word = os.urandom(8).hex()
+        self._claim = word.encode()
+        write_atomic(self.path / CLAIM, word + "\n")
+
+    def check_claim(self) -> None:
+        """Raise FencedError if another attempt has claimed the run since."""
+        if self._claim and (self.path / CLAIM).read_bytes().strip() != self._claim:
+            raise FencedError(f"another attempt of run {self.name} has begun: this one ends")
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Append an event with the time, in seconds since 1970."""
+        self._journal.append({"time": time.time(), "event": event, **fields})
+
+    def read_events(self, *names: str) -> list[dict[str, Any]]:
+        """Read the events with these names, or all; see `records.read_events`."""
+        return read_events(self.path, *names)
+
+    def read_metrics(self) -> list[LoggedStep]:
+        """Read all logged steps."""
+        return LoggedStep.read(self.path)
+
+    def conclude(self, verdict: Verdict) -> None:
+        """Write the verdict of this attempt, unless it is fenced off."""
+        with contextlib.suppress(FencedError):
+            self.check_claim()
+            verdict.write(self.path)
+
+    def try_to_conclude(self, verdict: Verdict) -> str:
+        """Write the verdict like `conclude`; return why it could not be written, or nothing."""
+        try:
+            self.conclude(verdict)
+        except OSError as error:
+            return f"the verdict could not be written: {error.strerror}"
+        return ""
+
+    def read_verdict(self) -> Verdict | None:
+        """Return the verdict of the newest attempt; None if it has written none."""
+        return Verdict.read(self.path)
+
+    def forget_verdict(self) -> None:
+        """Remove the last attempt's verdict, because a new attempt has begun."""
+        remove(self.verdict)
+
+
+def _create_root(root: Path) -> None:
+    """Create the directory of the runs, which git then ignores; nothing if it exists."""
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # the disk is full: the run itself will say so
+            (root / ".gitignore").write_text("*\n")
+
+
+def named(word: str, holding: str = "") -> Path | None:
+    """Return the directory of this name, here or in runs/, that holds a file; None if neither."""
+    places = (Path(word), Path("runs", word))
+    return next((path for path in places if is_there(path / holding)), None)
+
+
+def default_name(recipe: str) -> str:
+    """Name a run after its recipe and the Slurm job or the time.
+
+    A restarted attempt must find its run again: a requeued job keeps its id, and ranks that
+    torchrun restarts have the same parent as before.
+    """
+    if "SLURM_STEP_ID" in os.environ:
+        return f"{recipe}-{os.environ['SLURM_JOB_ID']}"
+    begin = time.time()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        import psutil  # here, because launch imports this module often and needs no psutil
+
+        begin = psutil.Process(os.getppid()).create_time()
+    return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(begin))}"

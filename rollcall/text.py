@@ -1,0 +1,46 @@
+"""Helpers for command-line words and messages. No torch, and quick to import."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def word(key: str, value: str) -> str:
+    """Return the word that sets a key to a text, quoted where YAML would read another type."""
+    plain = re.fullmatch(r"[A-Za-z/][\w./-]*", value) and value.lower() not in _NOT_TEXT
+    return f"{key}={value if plain else json.dumps(value)}"
+
+
+_NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
+    """Return the part of a refusal that names the nearest known word, or an empty text."""
+    match = difflib.get_close_matches(word, list(known), 1, cutoff)
+    return f", did you mean '{prefix}{match[0]}'?" if match else ""
+
+
+def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten a configuration: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`."""
+    return {
+        f"{section}.{key}" if key else section: value
+        for section, group in values.items()
+        for key, value in (group.items() if isinstance(group, dict) else [("", group)])
+    }
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people: three digits and a decimal unit, such as 1.23 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # what is not rounded to 1000
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,0 +1,200 @@
+"""Thirty mistakes with one's own code: one sentence with the contract, the sample and the code."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import FORKSERVER, TIMEOUT, free_port
+
+GOOD = {
+    "model.name": "user_mistakes:net",
+    "data.name": "user_mistakes:pairs",
+    "train.steps": "2",
+    "data.global_batch": "4",
+    "device": "cpu",
+    "optim.warmup_steps": "0",
+}
+DATA = r"data\.name=user_mistakes:\w+"
+TABLE: dict[str, tuple[list[str], str]] = {
+    "sample is text": (
+        ["data.name=user_mistakes:text"],
+        r"sample 0 of the training data \(data\.name=user_mistakes:text\): its part 0 is a str; "
+        "expected tensors, arrays or numbers, or tuples and dictionaries of these; turn text into "
+        "numbers",
+    ),
+    "sample is None": (["data.name=user_mistakes:nothing"], "it is None; expected tensors"),
+    "sample is an image": (["data.name=user_mistakes:image"], "is a Image; .*turn images into"),
+    "sample is empty": (["data.name=user_mistakes:empty"], "it is empty; expected tensors"),
+    "other keys later": (
+        ["data.name=user_mistakes:other_keys"],
+        r"sample \d+ of .*: it is a dictionary with the keys x, \w+, but another is a dictionary "
+        r"with the keys x, \w+",
+    ),
+    "rows of other lengths": (
+        ["data.name=user_mistakes:ragged"],
+        r"sample \d+ of .*: samples have the shapes \(\d,\) and \(\d,\): set data.pad=true to pad "
+        "rows, or give a collate function",
+    ),
+    "longer than data.pad": (
+        ["data.name=user_mistakes:ragged", "data.pad=3"],
+        r"a row has \d entries, more than data.pad=3; raise it",
+    ),
+    "no rows to pad": (
+        ["data.name=user_mistakes:numbers", "data.pad=true"],
+        r"data.pad=True expects rows, but a sample is a tuple of 2",
+    ),
+    "no such target": (
+        ["data.name=user_mistakes:named", "data.target=y"],
+        "data.target=y: a sample has no such key; its keys are x, label",
+    ),
+    "only a target": (["data.name=user_mistakes:only_label"], "has only the key label; expected"),
+    "no target": (
+        ["data.name=user_mistakes:inputs_alone"],
+        r"train.loss=cross_entropy expects .* but the samples have no target \(data.name=user_mist",
+    ),
+    "collate fails": (
+        ["data.collate=user_mistakes:broken_collate"],
+        r"sample \d+ of .*: broken_collate\(\) fails: KeyError: 'x'",
+    ),
+    "collate drops a row": (
+        ["data.collate=user_mistakes:short_collate"],
+        r"short_collate\(\) returned a tensor of shape \(1, 4\) for \d samples; expected one row",
+    ),
+    "data is a list of three": (
+        ["data.name=user_mistakes:three"],
+        "expected a Source, or training and validation data, got 3 values",
+    ),
+    "data is a generator": (
+        ["data.name=user_mistakes:generator"],
+        "a generator can be read only once; return an object whose __iter__ starts",
+    ),
+    "data is a number": (["data.name=user_mistakes:number"], "got a int"),
+    "stream without a length": (
+        ["data.name=user_mistakes:endless", "train.steps=null"],
+        "is a stream of unknown length: set train.steps",
+    ),
+    "empty stream": (["data.name=user_mistakes:dry"], "the stream has no sample"),
+    "built-in model without classes": (
+        ["model.name=mlp"],
+        "model.name=mlp needs the number of classes: let the data function return a Source",
+    ),
+    "model is no module": (
+        ["model.name=user_mistakes:no_module"],
+        "model.name=user_mistakes:no_module: expected an nn.Module, got a function",
+    ),
+    "numeric targets for classes": (
+        ["data.name=user_mistakes:floats"],
+        r"expects outputs \(rows, …, classes\) and class numbers .*torch.float32 \(data.name=.*"
+        "use train.loss=mse",
+    ),
+    "loss is a mean": (
+        ["train.loss=user_mistakes:mean"],
+        r"train.loss=user_mistakes:mean: expected one loss per sample, a tensor of shape \(2,\), "
+        r"got \(\); do not take the mean",
+    ),
+    "loss of a model returns a number": (
+        ["train.loss=user_mistakes:alone"],
+        "train.loss=user_mistakes:alone: expected a pair, the sum of the losses and the sum of",
+    ),
+    "loss of a model returns text": (
+        ["train.loss=user_mistakes:worded"],
+        "expected tensors or numbers as sums and weights, got a str",
+    ),
+    "loss of a model in a pipeline": (
+        ["train.loss=user_mistakes:good", "parallel.strategy=pipeline"],
+        "train.loss=user_mistakes:good calls the model itself, but a pipeline calls its layers",
+    ),
+    "several inputs in a pipeline": (
+        ["data.name=user_mistakes:named", "parallel.strategy=pipeline"],
+        "a pipeline expects samples with one input, a tensor, got the inputs x; choose ddp",
+    ),
+    "metric is a mean": (
+        ["train.metrics=user_mistakes:mean"],
+        r"train.metrics.mean: expected one value for each sample, a tensor \(rows,\).* got \(\)",
+    ),
+    "watched metric is missing": (
+        ["checkpoint.keep_best=f1"],
+        "checkpoint.keep_best=f1: the evaluation has no such figure; it has loss, accuracy",
+    ),
+    "optimizer is none": (
+        ["optim.name=user_mistakes:no_optimizer"],
+        "optim.name=user_mistakes:no_optimizer: expected a torch.optim.Optimizer, got a list",
+    ),
+    "pattern fits no weight": (
+        ['optim.groups={"haed.*": {lr: 1}}'],
+        r"optim.groups: no weight has a name like 'haed.\*'; the first is head.weight",
+    ),
+    "group has no such option": (
+        ['optim.groups={"head.*": {decay: 1}}'],
+        "optim.groups: adamw has no option 'decay'; it has lr, betas, eps, weight_decay",
+    ),
+    "schedule returns text": (
+        ["optim.schedule=user_mistakes:worded_schedule"],
+        "optim.schedule=user_mistakes:worded_schedule: expected a finite number, the fraction",
+    ),
+    "callback has no method": (
+        ["train.callbacks=user_mistakes:no_callback"],
+        "train.callbacks.no_callback=user_mistakes:no_callback: expected an object with one of the",
+    ),
+    "logger is not installed": (
+        ["log.to=user_mistakes:Missing"],
+        "log.to.Missing=user_mistakes:Missing needs the package not_here: install it with pip",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The exception of each mistake, all in one process: a pipeline of one rank refuses too."""
+    root = tmp_path_factory.mktemp("mistakes")
+    ends, its = multiprocessing.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=_make_mistakes, args=(its, str(root), free_port()))
+    process.start()
+    its.close()
+    assert ends.poll(TIMEOUT)
+    found: dict[str, list[Any]] = ends.recv()
+    process.join(TIMEOUT)
+    return found
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_one_sentence_names_what_is_wrong(name: str, refusals: dict[str, list[Any]]) -> None:
+    kind, message = refusals[name]
+    assert kind == "ConfigError", message
+    assert "\n" not in message
+    assert re.search(TABLE[name][1], message), message
+
+
+def test_the_same_without_a_mistake_trains(refusals: dict[str, list[Any]]) -> None:
+    assert refusals["good"] == ["", "done"]
+    assert len(TABLE) >= 30
+
+
+def _make_mistakes(pipe: Any, root: str, port: int) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(port)}
+    os.environ.update(place, MASTER_ADDR="127.0.0.1")
+    from rollcall.config import parse
+    from rollcall.train.dist.signals import StopSignals
+    from rollcall.train.dist.world import World
+    from rollcall.train.training import train
+
+    found: dict[str, list[Any]] = {}
+    with StopSignals() as signals:
+        world = World.join("cpu")
+        for number, (name, (words, _)) in enumerate({**TABLE, "good": ([], "")}.items()):
+            given = {word.partition("=")[0] for word in words}
+            rest = [f"{key}={value}" for key, value in GOOD.items() if key not in given]
+            try:
+                _, config = parse([*rest, *words, f"run.root={root}", f"run.name=m{number}"])
+                found[name] = ["", train("mistake", config, world, signals)]
+            except Exception as error:
+                found[name] = [type(error).__name__, str(error)]
+        world.leave()
+    pipe.send(found)

@@ -1,0 +1,56 @@
+"""On a cluster: jobs in a separate environment of the user, by sbatch and in a salloc shell."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from lab import Lab
+
+from rollcall.run_dir import RunDir
+
+SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
+SCRIPT = """
+import os, pathlib, sys, helper
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.prefix, helper.__file__, flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_job_and_an_allocation_use_the_environment(lab: Lab, tmp_path: Path) -> None:
+    python, project, elsewhere = (tmp_path / name for name in ("venv", "project", "elsewhere"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(python)], check=True)
+    for folder in (project, elsewhere):
+        folder.mkdir()
+    (project / "fit.py").write_text(SCRIPT)
+    (elsewhere / "helper.py").touch()
+    env = {"PYTHONPATH": str(elsewhere)}
+
+    def words(name: str, code: int, *options: str) -> list[str]:
+        place = [f"--name={name}", f"--python={python}", "--nproc-per-node=1", *options]
+        return [*SUBMIT, *place, "--", "fit.py", str(code)]
+
+    def check(name: str, count: int) -> RunDir:
+        run = RunDir(project / "runs", name)
+        for rank in range(count):
+            said = run.log(0, rank, rank).read_text().split()
+            helper = run.job / "modules" / "0" / "helper.py"
+            assert said == [str(rank), str(count), str(python), str(helper)]
+        return run
+
+    lines = ["--nodes=2", f"--teardown=echo $ROLLCALL_EXIT_CODE >{tmp_path}/after", "--wait"]
+    done = lab.exec("login", *words("job", 0, *lines), env=env, cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check("job", 2)
+    assert (tmp_path / "after").read_text() == "0\n"
+
+    here = shlex.join(words("held", 3, "--in-allocation"))
+    again = shlex.join(words("held", 0, "--in-allocation", "--resume"))
+    shell = f"{here}; echo first $?; {again}; echo second $?; squeue -h -j $SLURM_JOB_ID -o %T"
+    told = lab.exec(
+        "login", "salloc", "--nodes=2", "--cpus-per-task=2", "bash", "-c", shell,
+        env=env, cwd=project,
+    )  # fmt: skip
+    assert "first 3" in told.stdout and "second 0" in told.stdout, told.stdout + told.stderr
+    assert "RUNNING" in told.stdout  # the allocation is still the user's
+    check("held", 2)

@@ -1,0 +1,164 @@
+"""The table of commands: its help, its completion in shells, and how to add one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollcall import cli
+from rollcall.cli import completion
+from rollcall.commands import COMMANDS, LAUNCH, TRAIN
+
+ROOT = Path(__file__).parents[2]
+TYPED = [name for name, command in COMMANDS.items() if command.by_people]
+NEW = '''
+"""`rollcall weather RUN`: a command that somebody has added."""
+
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the words; return the exit code."""
+    print("sunny in", *argv)
+    return 3
+'''
+
+
+@pytest.mark.parametrize("start", [["-m", "rollcall"], ["-m", "launch"], ["env/bin/rollcall"]])
+def test_every_way_to_start_shows_the_same_commands(start: list[str]) -> None:
+    shown = subprocess.run(
+        [sys.executable, *start, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == cli.usage() + "\n"
+    assert not {*LAUNCH, *TRAIN} - {*COMMANDS}
+    for name in TYPED:
+        assert f"  {name} " in shown.stdout
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_every_command_has_help_under_its_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = importlib.import_module(COMMANDS[name].module).main(["--help"])
+    except SystemExit as left:
+        code = left.code
+    assert code in (0, None)
+    shown = capsys.readouterr().out
+    assert f"rollcall {name}" in shown
+    assert shown.partition("\n")[0].startswith("usage: rollcall watch ") == (name == "watch")
+    assert "__main__.py" not in shown
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sumbit"]) == 2
+    assert "unknown command 'sumbit', did you mean 'submit'?" in capsys.readouterr().err
+
+
+def test_a_new_launcher_command_is_one_file_and_one_line(tmp_path: Path) -> None:
+    for name in ("rollcall", "launch", "train"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
+    (tmp_path / "launch" / "commands" / "weather.py").write_text(NEW)
+    table = tmp_path / "rollcall" / "commands.py"
+    line = '    "weather": Command("rollcall.launch.commands.weather", "show the weather"),\n'
+    table.write_text(table.read_text().replace("LAUNCH = {\n", f"LAUNCH = {{\n{line}"))
+    for start in ("rollcall", "launch"):
+        done = subprocess.run(
+            [sys.executable, "-m", start, "weather", "a"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (3, "sunny in a\n"), done.stderr
+    shown = subprocess.run(
+        [sys.executable, "-m", "rollcall", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "weather" in shown.stdout and "show the weather" in shown.stdout
+
+
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert completion.main([shell]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sta"], ["stacks", "status"]),
+        (["train", "digi"], ["digits"]),
+        (["submit", "optim.lr"], ["optim.lr=", "optim.lr_scaling="]),
+        (["submit", "digits", "seed"], ["seed="]),
+        (["status", "di"], []),
+        (["supervi"], []),
+    ],
+)
+def test_bash_completes_commands_recipes_and_keys(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = f"""{script("bash", capsys)}
+complete -p rollcall
+COMP_WORDS=(rollcall "$@") COMP_CWORD=$#
+_rollcall
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    shown = subprocess.check_output(["bash", "-c", ask, "bash", *words], text=True).splitlines()
+    assert shown[0] == "complete -o default -F _rollcall rollcall"
+    assert sorted(filter(None, shown[1:])) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_read_their_scripts(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = script(shell, capsys)
+    for word in ("status", "digits", "optim.lr="):
+        assert word in text
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed: apt-get install {shell} runs this test")
+    (tmp_path / "script").write_text(text)
+    env = os.environ | {"HOME": str(tmp_path)}
+    subprocess.run([shell, "-n", tmp_path / "script"], check=True, env=env)
+    if shell == "fish":
+        ask = f"source {tmp_path}/script; complete -C 'rollcall submit optim.lr'"
+        shown = subprocess.check_output(["fish", "-c", ask], text=True, env=env)
+        assert shown.split() == ["optim.lr=", "optim.lr_scaling="]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "train", "--help", "all"],
+        ["-m", "train", "--print-schema"],
+        ["-m", "rollcall", "train", "--help", "all"],
+        ["-m", "rollcall", "explain"],
+        ["-m", "rollcall", "completion", "bash"],
+        ["launch/submit.py", "--dry-run"],
+        ["launch/submit.py", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_that_nobody_reads_is_no_traceback(words: list[str], unbuffered: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=env, stdout=theirs, stderr=subprocess.PIPE
+    )
+    os.close(theirs)
+    assert b"Traceback" not in ended.stderr and b"BrokenPipe" not in ended.stderr
+    assert ended.returncode in (0, 128 + signal.SIGPIPE)
+
+
+def test_an_option_whose_value_is_two_dashes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["submit", "--nodes=--"], ["submit", "-N--"], ["status", "--root=--"]):
+        assert cli.main(words) == 2
+        assert "expected a value" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Mistakes that users make in their own code."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Rows(list[Any]):
+    """Samples in a list, which is a map-style data set."""
+
+
+class Net(nn.Sequential):
+    """A linear layer by the name of `head`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("flat", nn.Flatten())
+        self.add_module("head", nn.Linear(4, 3))
+
+
+class Stream:
+    """An iterable without a length."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+def net() -> nn.Module:
+    return Net()
+
+
+def no_module() -> Any:
+    return net
+
+
+def _both(samples: list[Any]) -> Any:
+    return Rows(samples), Rows(samples)
+
+
+def pairs() -> Any:
+    return _both([(torch.ones(4) * n, n % 3) for n in range(8)])
+
+
+def text() -> Any:
+    return _both([("a sentence", 1)] * 8)
+
+
+def nothing() -> Any:
+    return _both([None] * 8)
+
+
+def image() -> Any:
+    images: Any = importlib.import_module("PIL.Image")
+    return _both([(images.new("RGB", (2, 2)), 1)] * 8)
+
+
+def empty() -> Any:
+    return _both([()] * 8)
+
+
+def other_keys() -> Any:
+    return _both([{"x": torch.ones(4), "label" if n else "labels": 1} for n in range(8)])
+
+
+def ragged() -> Any:
+    return _both([(torch.ones(2 + n), n % 3) for n in range(8)])
+
+
+def numbers() -> Any:
+    return _both([(1.0, 1)] * 8)
+
+
+def named() -> Any:
+    return _both([{"x": torch.ones(4), "label": 1}] * 8)
+
+
+def only_label() -> Any:
+    return _both([{"label": 1}] * 8)
+
+
+def inputs_alone() -> Any:
+    return _both([torch.ones(4)] * 8)
+
+
+def floats() -> Any:
+    return _both([(torch.ones(4), 0.5)] * 8)
+
+
+def three() -> Any:
+    return (*pairs(), Rows())
+
+
+def generator() -> Any:
+    return (one for one in pairs()[0]), pairs()[1]
+
+
+def number() -> Any:
+    return 3
+
+
+def endless() -> Any:
+    return Stream(pairs()[0]), pairs()[1]
+
+
+def dry() -> Any:
+    return Stream([]), pairs()[1]
+
+
+def broken_collate(samples: list[Any]) -> Any:
+    return dict(enumerate(samples))["x"]  # type: ignore[index]
+
+
+def short_collate(samples: list[Any]) -> Any:
+    return torch.ones(1, 4), torch.ones(len(samples))
+
+
+def mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets)
+
+
+def alone(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]).sum()
+
+
+def worded(model: nn.Module, batch: Any) -> Any:
+    return "loss", model(batch[0]).sum()
+
+
+def good(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]).sum(), 1
+
+
+def no_optimizer(params: Any) -> Any:
+    return list(params)
+
+
+def worded_schedule(step: int, steps: int) -> Any:
+    return f"{step} of {steps}"
+
+
+def no_callback() -> Any:
+    return object()
+
+
+class Missing:
+    """A logger whose package is missing."""
+
+    def __init__(self) -> None:
+        importlib.import_module("not_here")

@@ -1,0 +1,154 @@
+"""Tasks such as users bring: dictionaries of unequal length, streams, losses and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+WORDS = 32
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Sentences of 4 to 12 tokens, as Hugging Face's data sets have them."""
+
+    def __init__(self, count: int, shortest: int = 4) -> None:
+        self.count, self.shortest = count, shortest
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        length = self.shortest + index * 7 % (13 - self.shortest)
+        drawn = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, WORDS, (length,), generator=drawn)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+class Counted(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream of the same, which counts what it reads and knows its place."""
+
+    def __init__(self, count: int) -> None:
+        self.sentences, self.read, self.place = Sentences(count), 0, 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.place < len(self.sentences):
+            self.read, self.place = self.read + 1, self.place + 1
+            yield self.sentences[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Plain(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream without a state."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from map(Sentences(23).__getitem__, range(23))
+
+
+def sentences(count: int = 50) -> Any:
+    return Sentences(count), {"first": Sentences(11), "second": Sentences(7)}
+
+
+def stream(kind: str = "counted") -> Any:
+    return Counted(23) if kind == "counted" else Plain(), Sentences(11)
+
+
+def loader() -> Any:
+    return DataLoader(Sentences(24, 12), batch_size=8), Sentences(11, 12)
+
+
+class Net(nn.Module):
+    """Attends to the words before with equal weights."""
+
+    tensor_plan: ClassVar = {"up": "columns", "down": "rows"}
+
+    def __init__(self, width: int = 16, words: int = WORDS) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the logits: (rows, length) to (rows, length, words)."""
+        mask = attention_mask[..., None]
+        x: torch.Tensor = self.embed(input_ids) * mask
+        x = x + x.cumsum(1) / mask.cumsum(1).clamp(min=1)
+        x = x + self.down(functional.gelu(self.up(x)))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor], smoothing: float = 0.0) -> Any:
+    """The sum of the losses of all next words, their number, and the number of right ones."""
+    logits = model(batch["input_ids"], batch["attention_mask"])[:, :-1]
+    targets = batch["labels"][:, 1:]
+    losses = functional.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none", label_smoothing=smoothing
+    )
+    counted = targets != -100
+    right = ((logits.argmax(-1) == targets) & counted).sum()
+    return losses.sum(), counted.sum(), {"right": (right, counted.sum())}
+
+
+class Right:
+    """The share of right words, and of wrong ones, and how many there are."""
+
+    def __init__(self, times: float = 1.0) -> None:
+        self.times = times
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        counted = targets != -100
+        right = (outputs.argmax(-1) == targets) & counted
+        return torch.stack([right.sum(1), counted.sum(1)], 1).float()
+
+    def result(self, totals: torch.Tensor) -> dict[str, torch.Tensor]:
+        share = totals[0] / totals[1] * self.times
+        return {"share": share, "wrong": self.times - share, "words": totals[1]}
+
+
+def focal(outputs: torch.Tensor, targets: torch.Tensor, gamma: float = 2.0) -> torch.Tensor:
+    """A loss of one value for each sample."""
+    losses = functional.cross_entropy(outputs, targets, reduction="none")
+    return (1 - (-losses).exp()) ** gamma * losses
+
+
+def margin(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A metric of one value for each sample."""
+    return outputs.softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def fading(step: int, steps: int, power: float = 2.0) -> float:
+    return float((1 - step / steps) ** power)
+
+
+class Watcher:
+    """A member of the step: sums a number over the ranks, and stops the run."""
+
+    def __init__(self, run: Any, model: nn.Module, stop_at: int = 0) -> None:
+        self.run, self.stop_at, self.weights = run, stop_at, sum(1 for _ in model.parameters())
+        self.path = run.run_dir.path / f"watched-{run.world.rank}.txt"
+
+    def report(self) -> dict[str, float]:
+        return {"watched": 1.0}
+
+    def settle(self, step: int, agreed: dict[str, float]) -> Any:
+        from rollcall.train.dist.agreement import Action
+
+        with self.path.open("a") as file:
+            file.write(f"{step} {agreed['watched']:.0f} {self.weights}\n")
+        return Action.STOP if step == self.stop_at else None
+
+    def logged(self, step: int, values: dict[str, float]) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{step} {sorted(values)}\n")

@@ -1,0 +1,29 @@
+"""Build rollcall's wheel and install it beside the packages of the environment."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def build_wheel(place: Path) -> Path:
+    """Build the wheel of a clean copy of the checkout in a directory; no network is needed."""
+    listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
+    for name in subprocess.check_output(listed, text=True).split("\0")[:-1]:
+        if (source := ROOT / name).exists():
+            (place / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, place / "src" / name, follow_symlinks=False)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", str(place), str(place / "src")], check=True, capture_output=True)
+    [built] = place.glob("*.whl")
+    return built
+
+
+def install(wheel: Path) -> Path:
+    """Install a wheel beside it; return the directory for PYTHONPATH, with the script in bin/."""
+    site = wheel.parent / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, capture_output=True)
+    return site

@@ -1,0 +1,340 @@
+"""How is a state saved beside the training, and only what is intact loaded?"""
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rollcall.config import ConfigError
+from rollcall.train.checkpoint import background, layout, manifest, read, write
+from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
+from rollcall.train.checkpoint.contents import Damaged, Manifest
+from rollcall.train.checkpoint.pending_save import PendingSave, SaveResult
+from rollcall.train.checkpoint.store import SharedStore, Store
+from rollcall.train.checkpoint.write_plan import WritePlan
+from rollcall.train.dist.world import World
+
+SHOWN = 3
+"""Names that a refusal lists."""
+MakeState = Callable[[], dict[str, Any]]
+StartJob = Callable[[Callable[[], object]], WriteJob]
+WritePart = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions that an engine calls.
+
+    Attributes:
+        before_publishing: called on publishing ranks right before a checkpoint gets its name; an
+            OSError from it stops that. It may check that this attempt still owns the run.
+        on_refusal: called on every rank with the step of a damaged checkpoint and the damage.
+        is_late: asked on rank 0 during a wait for a save; true ends the wait.
+    """
+
+    before_publishing: Callable[[], object] = lambda: None
+    on_refusal: Callable[[int, str], object] = lambda *_: None
+    is_late: Callable[[], bool] = lambda: False
+
+
+class Engine:
+    """Saves to a store and loads from it; all ranks make each call together."""
+
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        hooks: Hooks | None = None,
+        buffer: PinnedBuffer | None = None,
+    ) -> None:
+        """Share a buffer with an engine that never saves at the same time, if one is given."""
+        self.store = store
+        self.plan = WritePlan(world, store.nodes)
+        self.buffer = buffer
+        if buffer is None and world.device.type == "cuda":
+            self.buffer = PinnedBuffer()
+        self._world = world
+        self._hooks = hooks or Hooks()
+        self._pending: PendingSave | None = None
+        self.facts: dict[str, Any] = {}  # of the checkpoint that was loaded last
+        self._owner = ""
+        self._count = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight; all ranks have the same answer after each `settle`."""
+        return self._pending is not None
+
+    @property
+    def saving(self) -> int | None:
+        """The step of the save in flight."""
+        return self._pending.step if self._pending else None
+
+    def save(self, step: int, state: dict[str, Any], **facts: Any) -> Path:
+        """Write the state after `step` updates, wait until it is published, and return its path.
+
+        Args:
+            state: nested dictionaries of tensors and plain values under global names.
+            facts: further plain values for the manifest.
+
+        Raises:
+            OSError: it could not be written; earlier checkpoints are unchanged.
+        """
+        self.begin(step, state, **facts)
+        result = self.drain()
+        if result and result.problem:
+            raise OSError(result.problem)
+        return self.store.place(step)
+
+    def begin(self, step: int, state: dict[str, Any], **facts: Any) -> None:
+        """Start a save; later changes of the state are not in the checkpoint.
+
+        To finish it, call `settle` with the sums of `signals` after every step, or call `drain`.
+        Only one save can be in flight.
+        """
+        self._check_idle()
+        began = time.monotonic()
+        tensors, values = self.plan.share(state)
+        chunks, parts = [chunk for chunk, _ in tensors], [tensor for _, tensor in tensors]
+        start: StartJob = ThreadJob if self.buffer else background.ProcessJob
+        views = self.buffer.copy(parts) if self.buffer else background.host_views(parts)
+        # `toreadonly` copies nothing: it returns a view of the same memory.
+        sources = [(chunk, view.toreadonly) for chunk, view in zip(chunks, views, strict=True)]
+        part = partial(write.write_part, rank=self._world.rank, chunks=sources, values=values)
+        about = {
+            "step": step,
+            "time": time.time(),
+            "torch": torch.__version__,
+            "world_size": self._world.world_size,
+        }
+        self._start(step, start, part, about | facts, began)
+
+    def amend(self, **facts: Any) -> None:
+        """Add facts to the save in flight; all ranks call it, before any of them settles it."""
+        if self._pending:
+            self._pending.facts.update(facts)
+
+    def begin_copy(self, step: int, write_part: WritePart, facts: dict[str, Any]) -> None:
+        """Start a save in which a thread writes this rank's part from another disk."""
+        self._check_idle()
+        self._start(step, ThreadJob, write_part, facts, time.monotonic())
+
+    def signals(self) -> list[float]:
+        """Return 0 or 1 for the save in flight: this rank's part written, published, failed."""
+        # Numbers: a sum of booleans over the ranks would never be more than one.
+        return [*map(float, self._pending.signals())] if self._pending else [0.0, 0.0, 0.0]
+
+    def settle(self, sums: Sequence[float]) -> SaveResult | None:
+        """Continue the save with all ranks' sums of `signals`; return the result at its end."""
+        result = self._pending.settle(sums) if self._pending else None
+        if result:
+            self._pending = None
+        return result
+
+    def wait(self, seconds: float = math.inf) -> SaveResult | None:
+        """Wait for the save in flight; by rank 0's clock and `is_late`, no longer than allowed."""
+        deadline = time.monotonic() + seconds
+        result, late, pause = None, False, 0.001
+        while self._pending and not late:
+            waited = self._world.is_main and (time.monotonic() > deadline or self._hooks.is_late())
+            sums = torch.tensor([*self.signals(), waited], dtype=torch.float32)
+            dist.all_reduce(sums)
+            result, late = self.settle(sums[:-1].tolist()), bool(sums[-1])
+            if not result:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        return result
+
+    def drain(self, seconds: float = math.inf) -> SaveResult | None:
+        """Wait for the save in flight, and abandon it after this many seconds."""
+        began = time.monotonic()
+        result = self.wait(seconds)
+        if self._pending:
+            self._pending.late = f"it was not on disk after {time.monotonic() - began:.0f} s"
+            if self._hooks.is_late():
+                self._pending.late += ", and the job was about to end"
+            result = self.settle([0, 0, 1])
+        return result
+
+    def newest(self) -> int | None:
+        """Return the newest step that was not refused, the same on every rank."""
+        return self.store.newest()
+
+    def load(self, step: int, state: dict[str, Any]) -> None:
+        """Fill `state` in place from the checkpoint of this step.
+
+        Raises:
+            ConfigError: it is damaged, or belongs to another model or version.
+        """
+        problem = self.try_load(step, state)
+        if problem:
+            raise ConfigError(f"{self.store.place(step)} is damaged: {problem}")
+
+    def try_load(
+        self, step: int, state: dict[str, Any], fill: bool = True, complete: bool = False
+    ) -> str:
+        """Fill `state` in place, or only check all it needs; return any damage of any rank.
+
+        Nothing that the checkpoint holds may be missing from the state of every rank. Only whole
+        parts, such as `ema`, may be left out, unless the state must be `complete`.
+
+        Raises:
+            ConfigError: the checkpoint belongs to another model or version, or holds more.
+        """
+        problem = self.store.mismatch(step)
+        if problem:
+            return problem
+        path, whole = self.store.place(step), self.store.whole
+        unfit, damage = "", ""
+        names: set[str] = set()
+        stored: Manifest | None = None
+        with layout.reading(path):
+            try:
+                stored = manifest.read(path, whole)
+                if stored.step != step:
+                    raise Damaged(f"{manifest.NAME} belongs to step {stored.step}")
+                names = read.load(path, stored, state, whole, fill)
+            except ConfigError as error:
+                unfit = str(error)
+            except Damaged as error:
+                damage = f"{self.store.host_note}{error}"
+            self._world.raise_together(unfit)
+            problem = self._world.first_problem(damage)
+        if stored and not problem:
+            self.facts = stored.facts
+            if whole:
+                first = None if complete else {*map(str, state)}
+                self._check_taken(path, stored, names, first)
+        return problem
+
+    def _check_taken(
+        self, path: Path, stored: Manifest, names: set[str], first: set[str] | None
+    ) -> None:
+        """Raise ConfigError if the checkpoint holds what no rank's state has under these keys."""
+        keys = {name: tensor.key for name, tensor in stored.tensors.items()}
+        keys |= {name: key for name, (key, _) in stored.values.items()}
+        asked = [name for name, key in keys.items() if first is None or str(key[0]) in first]
+        taken = torch.tensor([name in names for name in asked], dtype=torch.uint8)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        left = [name for name, is_taken in zip(asked, taken.tolist(), strict=True) if not is_taken]
+        if left:
+            more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+            raise ConfigError(
+                f"{path} holds {', '.join(left[:SHOWN])}{more}, but the state to fill does not: "
+                "restoring it would lose them. Give the same model, optimizer and other objects as "
+                "when it was saved"
+            )
+
+    def _check_idle(self) -> None:
+        if self._pending:
+            raise RuntimeError(
+                f"the save of step {self._pending.step} is still in flight: wait for it with "
+                "drain(), or begin the next one when `busy` is false"
+            )
+
+    def refuse(self, step: int, problem: str) -> None:
+        """Do not offer a damaged checkpoint again, and report it."""
+        self._hooks.on_refusal(step, problem + self.store.refuse(step))
+
+    def clean(self) -> None:
+        """Remove what killed attempts left in the middle of a save."""
+        if self.store.publishes:
+            layout.clean(self.store.directory)
+        self._world.barrier()
+
+    def retire(self) -> None:
+        """Remove checkpoints that need not be kept, as every save does; call it after a load."""
+        self.store.retire()
+
+    def _start(
+        self, step: int, start: StartJob, write_part: WritePart, facts: dict[str, Any], began: float
+    ) -> None:
+        if not self._owner:
+            self._owner = self._world.broadcast_text(layout.owner())
+        self._count += 1
+        save_id = f"{zlib.crc32(f'{self._owner}{self._count}'.encode()):08x}"
+        writer = f"{self.store.writer(self._owner)}-{save_id}"
+        written = layout.unpublished(self.store.directory, step, writer)
+        own = start(partial(write_part, written))
+        publish = None
+        if self.store.publishes:
+            publish = partial(self._publish, written, step, facts, save_id)
+        publishers = self.store.publishers
+        self._pending = PendingSave(
+            self._world, step, facts, written, own, publish, publishers, began
+        )
+
+    def _publish(self, written: Path, step: int, facts: dict[str, Any], save_id: str) -> None:
+        store, check = self.store, self._hooks.before_publishing
+        facts = facts | store.facts(save_id)
+        write.publish(written, store.place(step), store.ranks, facts, check, store.whole)
+        store.accept(step)
+
+
+class SharedEngine(Engine):
+    """Saves and loads on storage that all ranks see; all ranks make each call together."""
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        keep: int = 2,
+        keep_every: int | None = None,
+        best: Callable[[], int | None] = lambda: None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """Keep the newest `keep`, the multiples of `keep_every` and the step from `best`."""
+        super().__init__(world, SharedStore(directory, world, keep, keep_every, best), hooks)
+
+    def restore(self, make_state: MakeState) -> tuple[int, dict[str, Any]] | None:
+        """Fill a state as the function `restore` does, with the same exceptions."""
+        found = restore([self], make_state)
+        return found and (found.step, found.state)
+
+
+class Restored(NamedTuple):
+    """A state that was loaded, its step, and the engine that loaded it."""
+
+    step: int
+    state: dict[str, Any]
+    engine: Engine
+
+
+def restore(
+    tiers: Sequence[Engine], make_state: MakeState, complete: bool = False
+) -> Restored | None:
+    """Fill a state from the newest intact checkpoint of several tiers, and refuse damaged ones.
+
+    If two tiers have the same step, the first is read. `make_state` is called only if there is
+    something to load; None is returned if nothing was ever saved. `complete` is passed to
+    `try_load`.
+
+    Raises:
+        ConfigError: a checkpoint belongs to another model or version, or none is intact.
+    """
+    state: dict[str, Any] | None = None
+    while True:
+        steps = [tier.newest() for tier in tiers]
+        newest = max((step for step in steps if step is not None), default=None)
+        if newest is None:
+            break
+        tier = tiers[steps.index(newest)]
+        state = state or make_state()
+        problem = ""
+        if not tier.store.whole and steps.count(None) == len(steps) - 1:
+            # If this last hope is damaged, the run starts from step 0, with an unchanged state.
+            problem = tier.try_load(newest, state, fill=False)
+        problem = problem or tier.try_load(newest, state, complete=complete)
+        if not problem:
+            return Restored(newest, state, tier)
+        tier.refuse(newest, problem)
+    for tier in tiers:
+        tier.store.check_fresh_start()
+    return None

@@ -1,0 +1,82 @@
+"""How do all ranks agree on the progress of a save?
+
+When all ranks have written their parts, rank 0, or on local disks one rank of each node, publishes
+the checkpoint. Ranks see only sums of `signals` over all ranks, so all of them act alike.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from rollcall.train.checkpoint.background import ThreadJob, WriteJob
+from rollcall.train.dist.world import World
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended."""
+
+    step: int
+    facts: dict[str, Any]
+    problem: str  # why it failed; empty if it succeeded
+    stall: float  # seconds for which it held up training on this rank
+    seconds: float  # from its begin until this rank knew its end
+
+
+@dataclass
+class PendingSave:
+    """A save that has begun and not ended."""
+
+    world: World
+    step: int
+    facts: dict[str, Any]
+    written: Path  # the directory that all ranks write into
+    own: WriteJob  # the writing of this rank's part
+    publish: Callable[[], object] | None  # called when all is written, if this rank publishes
+    publishers: int  # how many ranks publish
+    began: float  # by time.monotonic
+    late: str = ""  # why nobody waits for it any longer; empty while somebody does
+    _publishing: WriteJob | None = None
+    _all_written: bool = False
+
+    def __post_init__(self) -> None:
+        self._stall = time.monotonic() - self.began  # training continues from here
+
+    def signals(self) -> list[bool]:
+        """Return whether this rank has written its part, has published, has failed."""
+        published = self._publishing is not None and self._publishing.poll() == ""
+        return [self.own.poll() == "", published, bool(self._problem())]
+
+    def settle(self, sums: Sequence[float]) -> SaveResult | None:
+        """Act on the sums of all ranks' signals; return the result once the save has ended."""
+        written, published, failed = sums
+        if failed:
+            return self._result(self._fail())
+        if published == self.publishers:
+            return self._result("")
+        if written == self.world.world_size and not self._all_written:
+            self._all_written = True
+            if self.publish:
+                self._publishing = ThreadJob(self.publish)
+        return None
+
+    def _problem(self) -> str:
+        jobs = [self.own, *([self._publishing] if self._publishing else [])]
+        return next(filter(None, (job.poll() for job in jobs)), self.late)
+
+    def _fail(self) -> str:
+        problem = self.world.first_problem(self._problem())
+        self.own.abandon()
+        # A publishing thread may be renaming it right now; deleting would empty the checkpoint.
+        publishing = self._publishing is not None and not self._publishing.poll()
+        if self.publish and not publishing:
+            ThreadJob(partial(rmtree, self.written, ignore_errors=True))
+        return problem
+
+    def _result(self, problem: str) -> SaveResult:
+        seconds = time.monotonic() - self.began
+        return SaveResult(self.step, self.facts, problem, self._stall, seconds)

@@ -1,0 +1,132 @@
+"""Where are checkpoints kept, and who publishes them? On shared storage, rank 0 does."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rollcall.train.checkpoint import layout
+from rollcall.train.dist.world import World
+
+
+class Store(ABC):
+    """A directory for the checkpoints of a run, as one rank sees it."""
+
+    whole: ClassVar[bool]  # whether each checkpoint holds the whole state
+    host_note = ""  # what messages about damage begin with
+
+    def __init__(self, directory: Path, world: World, nodes: Sequence[int] = ()) -> None:
+        self.directory = directory
+        self.world = world
+        self.nodes = nodes  # each rank's node, if each node keeps what its ranks hold
+        # Whose parts the publishing rank joins.
+        self.ranks: Sequence[int] = range(world.world_size)
+        if nodes:
+            self.ranks = [rank for rank, node in enumerate(nodes) if node == nodes[world.rank]]
+        self.publishes = world.rank == self.ranks[0]
+        # How many ranks publish.
+        self.publishers = len(set(nodes)) or 1
+        self._refused: set[int] = set()  # damaged checkpoints that were not renamed
+
+    @abstractmethod
+    def newest(self) -> int | None:
+        """Return the newest step that was not refused, the same on every rank."""
+
+    @abstractmethod
+    def stale(self, steps: Sequence[int]) -> list[int]:
+        """Return which of these steps may be removed."""
+
+    @abstractmethod
+    def refuse(self, step: int) -> str:
+        """Do not offer this damaged checkpoint again; return what to add to the report."""
+
+    @abstractmethod
+    def writer(self, owner: str) -> str:
+        """Return the host and the process that write here, given rank 0's `layout.owner`."""
+
+    @abstractmethod
+    def check_fresh_start(self) -> None:
+        """Check that a run for which nothing could be loaded may start from step 0.
+
+        Raises:
+            ConfigError: there were checkpoints, and all of them are damaged.
+        """
+
+    def facts(self, save_id: str) -> dict[str, Any]:  # noqa: ARG002
+        """Return what the store itself notes in the manifest of a save."""
+        return {}
+
+    def mismatch(self, step: int) -> str:  # noqa: ARG002
+        """Say why the ranks' parts of a checkpoint do not match; the same on every rank."""
+        return ""
+
+    def place(self, step: int) -> Path:
+        """Return the path of a step's published checkpoint."""
+        return layout.place(self.directory, step)
+
+    def accept(self, step: int) -> None:
+        """Note on the publishing rank that a step was published, and remove what is stale."""
+        self._refused.discard(step)
+        self.retire()
+
+    def retire(self) -> None:
+        """Remove the checkpoints that need not be kept."""
+        if self.publishes:
+            found = layout.published(self.directory)
+            # A refused one that could not be renamed must not displace an intact one.
+            for step in self.stale([step for step in found if step not in self._refused]):
+                layout.retire(found[step])
+
+
+class SharedStore(Store):
+    """A directory that all ranks see; rank 0 publishes."""
+
+    whole = True
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        keep: int,
+        keep_every: int | None,
+        best: Callable[[], int | None],
+    ) -> None:
+        super().__init__(directory, world)
+        self._keep, self._keep_every, self._best = keep, keep_every, best
+
+    def newest(self) -> int | None:
+        """Return the newest step that was not refused, the same on every rank."""
+        found = layout.published(self.directory) if self.world.is_main else {}
+        newest = max(found.keys() - self._refused, default=None)
+        return json.loads(self.world.broadcast_text(json.dumps(newest)))  # type: ignore[no-any-return]
+
+    def stale(self, steps: Sequence[int]) -> list[int]:
+        """Return which of these steps may be removed."""
+        return layout.stale(steps, self._keep, self._keep_every, self._best())
+
+    def refuse(self, step: int) -> str:
+        """Set a damaged checkpoint aside; return why that failed, if it did."""
+        if self.world.is_main:
+            try:
+                layout.set_aside(self.place(step))
+            except OSError as error:
+                self._refused.add(step)
+                return f" (it could not be set aside: {error.strerror})"
+        return ""
+
+    def writer(self, owner: str) -> str:
+        """Return rank 0's host and process."""
+        return owner.rpartition("-")[0]
+
+    def check_fresh_start(self) -> None:
+        """Check that nothing was refused as damaged."""
+        aside = layout.refused(self.directory) if self.world.is_main else []
+        self.world.raise_together(
+            f"{self.directory} holds no intact checkpoint: "
+            f"{', '.join(path.name for path in aside)} {'is' if len(aside) == 1 else 'are'} "
+            "damaged, and nothing was deleted. `rollcall checkpoint verify` names the damaged "
+            "files; restore a copy of a checkpoint, or start a new run with another run.name"
+            if aside or self._refused
+            else ""
+        )

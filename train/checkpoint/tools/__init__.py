@@ -1,0 +1,1 @@
+"""Look at, check, compare and export checkpoints."""

@@ -1,0 +1,211 @@
+"""`rollcall checkpoint list|show|verify|diff|export`: look into checkpoints.
+
+Only `diff` and `export` import torch. No code from a checkpoint is ever run.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollcall.config import ConfigError
+from rollcall.run_dir import named
+from rollcall.text import did_you_mean, size, table
+from rollcall.train.checkpoint import cadence, layout, manifest
+from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.checkpoint.tools import verify
+
+SHOWN = 10
+"""Differences that `diff` prints."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command line; return the exit code."""
+    arguments = _parser().parse_args(words)
+    try:
+        code: int = arguments.command(arguments)
+    except (ConfigError, Damaged, OSError) as error:
+        print(f"rollcall: error: {_plain(str(error))}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for path in arguments.paths:
+        directory = _directory(path)
+        print(f"{directory}:")
+        rows: list[tuple[str, ...]] = [("step", "saved", "size", "ranks", "torch", "")]
+        rows += [_row(place) for _, place in sorted(layout.published(directory).items())]
+        refused = layout.refused(directory)
+        rows += [(place.name, "", "", "", "", "damaged, set aside") for place in refused]
+        for line in table([[_plain(cell) for cell in row] for row in rows]):
+            print(f"  {line}")
+    return 0
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    try:
+        stored = manifest.read(path)
+    except (Damaged, ConfigError) as error:
+        return (path.name, "", "", "", "", f"damaged: {error}")
+    facts = stored.facts
+    try:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
+    except (OverflowError, ValueError, OSError):
+        saved = "?"
+    ranks, version = str(facts.get("world_size")), str(facts.get("torch"))
+    return (str(stored.step), saved, size(stored.nbytes), ranks, version, _metrics(facts))
+
+
+def _metrics(facts: dict[str, Any]) -> str:
+    """Return the validation of a checkpoint's step as words; empty without one."""
+    found = facts.get("metrics")
+    pairs = found.items() if isinstance(found, dict) else ()
+    return ", ".join(f"val_{name} {_number(value):.4g}" for name, value in pairs)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    path = _checkpoint(arguments.path)
+    stored = manifest.read_named(path)
+    print(f"{path}: {len(stored.tensors)} tensors, {size(stored.nbytes)}")
+    for name, fact in stored.facts.items():
+        print(f"  {_plain(name)}: {_plain(json.dumps(fact))}")
+    for name, count in stored.files.items():
+        print(f"  {name}: {count} bytes")
+    for tensor in stored.tensors.values():
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        print(f"  {_plain(tensor.name)}: {tensor.dtype} {shape}, {len(tensor.pieces)} pieces")
+    for name, (_, value) in stored.values.items():
+        print(f"  {_plain(name)} = {_plain(json.dumps(value))}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    code = 0
+    for path in arguments.paths:
+        is_one = _is_checkpoint(path)
+        for place in [path] if is_one else sorted(layout.published(_directory(path)).values()):
+            found = verify.problems(place)
+            if place != path and not place.exists():  # the training has just removed it
+                continue
+            print(f"{place}: {'damaged' if found else 'intact'}")
+            for problem in found:
+                print(f"  {_plain(problem)}")
+            code = code or bool(found)
+    return int(code)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from rollcall.train.checkpoint.tools.compare import differences
+
+    first, second = _checkpoint(arguments.first), _checkpoint(arguments.second)
+    found = differences(first, second)
+    for line in found[:SHOWN]:
+        print(_plain(line))
+    if len(found) > SHOWN:
+        print(f"and {len(found) - SHOWN} more")
+    if not found:
+        print("all tensors and values are equal to the last bit")
+    return int(bool(found))
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from rollcall.train.checkpoint.tools import export
+
+    path, target = _checkpoint(arguments.path, arguments.best), arguments.target
+    formats = {
+        "safetensors": export.to_safetensors,
+        "pt": export.to_torch,
+        "hf": export.to_hugging_face,
+        "peft": export.to_peft,
+        "dcp": export.to_dcp,
+    }
+    write = formats.get(arguments.format or target.suffix.removeprefix("."))
+    if write is None:
+        raise ConfigError(
+            f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or "
+            "--format dcp for a folder"
+        )
+    with manifest.naming(path):
+        count = write(path, target, None if arguments.all else "model")
+    metrics = _metrics(manifest.read_named(path).facts) if arguments.best else ""
+    print(f"{target}: {count} tensors of {path}{metrics and f' ({metrics})'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollcall checkpoint",
+        description="Look into checkpoints. No code from a checkpoint is run.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    where = "a run directory, a run's name in runs/, or the directory of one checkpoint"
+
+    def command(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(command=function)
+        return added
+
+    list_ = command("list", _list, "list the checkpoints of runs")
+    verify_text = "read every byte and name each damaged file; exit code 1 if any"
+    for many in (list_, command("verify", _verify, verify_text)):
+        many.add_argument("paths", type=_place, nargs="+", help=where)
+    show = command("show", _show, "show what a checkpoint holds (of a run: the newest)")
+    differ = command("diff", _diff, "show the first tensors that differ; exit code 1 if any")
+    export = command("export", _export, "write the weights for other programs")
+    for one, name in ((show, "path"), (differ, "first"), (differ, "second"), (export, "path")):
+        one.add_argument(name, type=_place, help=where)
+    target = "a name that ends in .safetensors or .pt, or a new folder"
+    export.add_argument("target", type=Path, help=target)
+    form = "hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained; "
+    form += "dcp: torch.distributed.checkpoint"
+    export.add_argument("--format", choices=("safetensors", "pt", "hf", "peft", "dcp"), help=form)
+    best = "the checkpoint with the best validation, not the newest"
+    export.add_argument("--best", action="store_true", help=best)
+    export.add_argument("--all", action="store_true", help="include the optimizer's state")
+    return parser
+
+
+def _place(text: str) -> Path:
+    return named(text) or Path(text)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / manifest.NAME).exists() or path.name.startswith(("step-", "damaged-step-"))
+
+
+def _directory(path: Path) -> Path:
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not directory.is_dir():
+        hint = did_you_mean(str(path), (run.name for run in Path("runs").glob("*")))
+        raise ConfigError(f"{path}: no such run or checkpoint{hint}")
+    if not layout.published(directory) and not layout.refused(directory):
+        raise ConfigError(f"{directory} holds no checkpoint")
+    return directory
+
+
+def _checkpoint(path: Path, best: bool = False) -> Path:
+    if _is_checkpoint(path):
+        return path
+    if best:
+        return cadence.best(_directory(path))
+    found = layout.published(_directory(path))
+    if not found:
+        raise ConfigError(f"{path}: all checkpoints are damaged and were set aside")
+    return found[max(found)]
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) else 0.0
+    except OverflowError:
+        return math.inf
+
+
+def _plain(text: str) -> str:
+    """Replace the characters of a stranger's text that could control a terminal."""
+    return "".join(sign if sign.isprintable() else "�" for sign in text)

@@ -1,0 +1,257 @@
+"""How are weights exported? To files that other programs read."""
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from rollcall.config import ConfigError
+from rollcall.train.checkpoint import layout, manifest
+from rollcall.train.checkpoint.contents import Key, Manifest, StoredTensor, dotted
+from rollcall.train.checkpoint.read import view, whole
+
+SAFETENSORS = {  # https://github.com/huggingface/safetensors#format
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+SHARD_BYTES = 5_000_000_000
+"""The most that a safetensors file in a folder of Hugging Face holds, as transformers does it."""
+COMPANIONS = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*processor_config.json",
+    "generation_config.json",
+)  # fmt: skip
+"""Files beside the weights that belong to a model of transformers."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read and check a whole state, nested like the one that was saved.
+
+    Raises:
+        Damaged: the checkpoint is damaged.
+        ConfigError: another version of rollcall wrote it.
+    """
+    state: dict[str, Any] = {}
+    with layout.reading(path):
+        stored = manifest.read(path)
+        for tensor, numbers in whole(path, stored.tensors.values()):
+            _put(state, tensor.key, numbers)
+    for key, value in stored.values.values():
+        _put(state, key, value)
+    return state
+
+
+def to_safetensors(path: Path, target: Path, part: str | None) -> int:
+    """Write the tensors to one safetensors file, and return how many.
+
+    Args:
+        part: write only what is under this first key, such as `model`, which the names leave out.
+
+    Raises:
+        Damaged: the checkpoint is damaged.
+        ConfigError: safetensors does not have a tensor's type, or nothing is under this key.
+    """
+    with layout.reading(path):
+        stored = manifest.read(path)
+        chosen = _chosen(path, stored, part)
+        _write_safetensors(path, target, chosen, {"format": "pt", "step": str(stored.step)})
+    return len(chosen)
+
+
+def to_hugging_face(path: Path, target: Path, part: str | None) -> int:
+    """Write a folder that `from_pretrained` loads: config.json and safetensors of at most 5 GB.
+
+    Only one tensor is in memory at a time. Files of a tokenizer are copied from the folder that
+    the run has started from, if it is still there.
+    """
+    with layout.reading(path), _new_folder(target) as folder:
+        stored = manifest.read(path)
+        config = stored.facts.get("hugging_face")
+        if "adapter" in stored.facts:
+            raise ConfigError(f"{path} holds adapters; choose --format peft")
+        if not isinstance(config, dict):
+            raise ConfigError(
+                f"{path} holds no model of transformers, so --format hf cannot write its "
+                "config.json; choose a target that ends in .safetensors"
+            )
+        chosen = _chosen(path, stored, part)
+        shards = _shards(chosen)
+        names = ["model.safetensors"]
+        if len(shards) > 1:
+            count = len(shards)
+            names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+            total = sum(tensor.nbytes for tensor in chosen.values())
+            files = zip(names, shards, strict=True)
+            places = {name: file for file, shard in files for name in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        for name, shard in zip(names, shards, strict=True):
+            _write_safetensors(path, folder / name, shard, {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        options = stored.facts.get("config", {}).get("model", {})
+        for place in (options.get("init"), options.get("args", {}).get("base")):
+            _copy_companions(place, folder)
+    return len(chosen)
+
+
+def to_peft(path: Path, target: Path, part: str | None) -> int:
+    """Write a folder of adapters that `PeftModel.from_pretrained` loads."""
+    with layout.reading(path), _new_folder(target) as folder:
+        stored = manifest.read(path)
+        config = stored.facts.get("adapter")
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path} holds no adapters; set model.args.lora to train some")
+        chosen = {
+            f"base_model.model.{name.replace('.default', '')}": tensor
+            for name, tensor in _chosen(path, stored, part).items()
+            if ".lora_" in name
+        }
+        _write_safetensors(path, folder / "adapter_model.safetensors", chosen, {"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return len(chosen)
+
+
+def to_dcp(path: Path, target: Path, part: str | None) -> int:
+    """Write a directory of torch.distributed.checkpoint; one tensor is in memory at a time."""
+    with layout.reading(path), _new_folder(target) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it saves without other ranks
+        chosen = _chosen(path, manifest.read(path), part)
+        state = {
+            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+            for name, tensor in chosen.items()
+        }
+        dcp.save(
+            state,
+            storage_writer=dcp.FileSystemWriter(folder),
+            planner=_Lazy(path, chosen),
+            no_dist=True,
+        )
+    return len(chosen)
+
+
+class _Lazy(dcp.DefaultSavePlanner):
+    """Reads each tensor when it is written."""
+
+    def __init__(self, path: Path, chosen: dict[str, StoredTensor]) -> None:
+        super().__init__()
+        self._path, self._chosen = path, chosen
+
+    def resolve_data(self, write_item: Any) -> Any:
+        [(_, numbers)] = whole(self._path, [self._chosen[write_item.index.fqn]])
+        return numbers
+
+
+def _shards(chosen: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
+    shards: list[dict[str, StoredTensor]] = [{}]
+    filled = 0
+    for name, tensor in chosen.items():
+        if shards[-1] and filled + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    return shards
+
+
+def _copy_companions(place: str | None, folder: Path) -> None:
+    for pattern in COMPANIONS if place else ():
+        for file in Path(str(place)).expanduser().glob(pattern):
+            if not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+
+def _write_safetensors(
+    path: Path, target: Path, chosen: dict[str, StoredTensor], about: dict[str, str]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name, tensor in chosen.items():
+        if tensor.dtype not in SAFETENSORS:
+            raise ConfigError(f"{name}: safetensors cannot hold {tensor.dtype}")
+        header[name] = {
+            "dtype": SAFETENSORS[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data starts aligned
+    with _new_file(target) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor, numbers in whole(path, chosen.values()):
+            assert tensor.nbytes == numbers.nbytes
+            file.write(view(numbers))
+
+
+def to_torch(path: Path, target: Path, part: str | None) -> int:
+    """Do the same as `to_safetensors`, and write values too, for torch.load(weights_only=True)."""
+    with layout.reading(path), _new_file(target) as file:
+        chosen = _chosen(path, manifest.read(path), part)
+        state = read(path)
+        torch.save(state if part is None else state[part], file)
+        return len(chosen)
+
+
+def _chosen(path: Path, stored: Manifest, part: str | None) -> dict[str, StoredTensor]:
+    chosen = {
+        dotted(tensor.key[part is not None :]): tensor
+        for tensor in stored.tensors.values()
+        if part in (None, tensor.key[0])
+    }
+    if part and not chosen:
+        raise ConfigError(f"{path} holds no tensor under {part}; --all exports everything it holds")
+    return chosen
+
+
+@contextlib.contextmanager
+def _new_file(target: Path) -> Iterator[IO[bytes]]:
+    """Open a file that gets its name once it is complete and on disk."""
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with beside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Make a folder that gets its name once it is complete."""
+    if target.exists():
+        raise ConfigError(f"{target} exists already; choose another target")
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    beside.mkdir()
+    try:
+        yield beside
+        beside.rename(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _put(state: dict[str, Any], key: Key, value: Any) -> None:
+    inner: Any = state
+    for part in key[:-1]:
+        inner = inner.setdefault(part, {})
+    inner[key[-1]] = value

@@ -1,0 +1,205 @@
+"""How samples become a batch: tensors of equal shape are stacked, rows of other lengths padded.
+
+A sample is a tensor, array or number; a tuple `(input, …, target)`; or a dictionary of inputs by
+the names of the model's parameters, with the target under one of `TARGETS`. They may be nested.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from rollcall.train.numerics.losses import IGNORED
+
+TARGETS = ("labels", "label", "targets", "target")
+"""Keys under which a sample may have its target, if `data.target` names none."""
+INTEGERS = "int8", "int16", "int32", "uint16", "uint32", "uint64"  # few operations know the others
+FORMATS = {getattr(torch, name): torch.int64 for name in INTEGERS} | {torch.float64: torch.float32}
+CONTRACT = "expected tensors, arrays or numbers, or tuples and dictionaries of these"
+
+
+class SampleError(ValueError):
+    """A sample, or several together, do not follow the contract; the message says how."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the samples of a data set are put together and divided into inputs and targets."""
+
+    target: str | None = None  # the key of the target in a dictionary; None for one of TARGETS
+    pad: bool | int = False  # whether rows are padded, to the longest of a batch or to a length
+    mask: str | None = "attention_mask"  # the input with ones where a padded row has content
+    collate: Callable[[list[Any]], Any] | None = None  # makes the whole batch of a list of samples
+    is_whole: bool = False  # leave the target among the inputs, for a loss of model and batch
+
+    def inputs_and_targets(self, samples: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the inputs and the targets of some samples: trees of tensors (rows, …).
+
+        Raises:
+            SampleError: the samples, or what `collate` makes of them, do not follow the contract.
+        """
+        whole: Any
+        if self.collate is not None:
+            whole = _collated(self.collate, samples)
+        else:
+            whole = self._stacked([_tensors(sample) for sample in samples])
+        if self.is_whole:
+            return whole, ()
+        inputs, targets = self.divided(whole)
+        return inputs, tree_map_only(
+            torch.Tensor, lambda one: one.long() if one.dtype == torch.bool else one, targets
+        )
+
+    def divided(self, whole: Any) -> tuple[Any, Any]:
+        """Divide samples into inputs and targets; without a target they are ()."""
+        if isinstance(whole, Mapping):
+            key = self._key(whole)
+            named = {name: value for name, value in whole.items() if name != key}
+            if not named:
+                raise SampleError(f"a sample has only the key {key}; expected inputs too")
+            return named, whole[key] if key is not None else ()
+        if isinstance(whole, tuple | list) and len(whole) > 1:
+            *inputs, targets = whole
+            return inputs[0] if len(inputs) == 1 else tuple(inputs), targets
+        return whole[0] if isinstance(whole, tuple | list) else whole, ()
+
+    def _key(self, whole: Mapping[str, Any]) -> str | None:
+        if self.target is not None and self.target not in whole:
+            raise SampleError(
+                f"data.target={self.target}: a sample has no such key; its keys are "
+                f"{', '.join(map(str, whole))}"
+            )
+        return self.target or next((key for key in TARGETS if key in whole), None)
+
+    def _stacked(self, samples: Sequence[Any]) -> Any:
+        leaves, spec = tree_flatten(samples[0])
+        rows = [leaves]
+        for sample in samples[1:]:
+            own, other = tree_flatten(sample)
+            if other != spec:
+                raise SampleError(f"it is {_shape(sample)}, but another is {_shape(samples[0])}")
+            rows.append(own)
+        columns = list(zip(*rows, strict=True))
+        if self.pad:
+            return self._padded(columns, spec, samples[0])
+        return tree_unflatten([self._column(column) for column in columns], spec)
+
+    def _column(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
+        shapes = {tuple(tensor.shape) for tensor in column}
+        if len(shapes) > 1:
+            first, second, *_ = sorted(shapes)
+            raise SampleError(
+                f"samples have the shapes {first} and {second}: set data.pad=true to pad rows, or "
+                "give a collate function"
+            )
+        return torch.stack(list(column))
+
+    def _padded(self, columns: list[Any], spec: Any, sample: Any) -> Any:
+        lead = self._lead(columns, spec, sample)
+        lengths = [len(row) for row in columns[lead]]
+        longest = max(lengths) if self.pad is True else int(self.pad)
+        if max(lengths) > longest:
+            raise SampleError(
+                f"a row has {max(lengths)} entries, more than data.pad={longest}; raise it, or cut "
+                "rows in the data set"
+            )
+        found = []
+        for place, column in enumerate(columns):
+            is_row = all(
+                row.ndim and len(row) == length for row, length in zip(column, lengths, strict=True)
+            )
+            is_target = place in self._target_places(spec, len(columns))
+            value = IGNORED if is_target and not column[0].is_floating_point() else 0
+            found.append(
+                torch.stack([_filled(row, longest, value) for row in column])
+                if is_row
+                else self._column(column)
+            )
+        whole = tree_unflatten(found, spec)
+        return self._with_mask(whole, torch.tensor(lengths), longest)
+
+    def _lead(self, columns: list[Any], spec: Any, sample: Any) -> int:
+        """Return the first input that is a row: its lengths are the lengths of the samples."""
+        targets = self._target_places(spec, len(columns))
+        for place, column in enumerate(columns):
+            if place not in targets and all(row.ndim for row in column):
+                return place
+        raise SampleError(f"data.pad={self.pad} expects rows, but a sample is {_shape(sample)}")
+
+    def _target_places(self, spec: Any, count: int) -> set[int]:
+        numbers = tree_unflatten(list(range(count)), spec)
+        return {*tree_leaves(self.divided(numbers)[1])}
+
+    def _with_mask(self, whole: Any, lengths: torch.Tensor, longest: int) -> Any:
+        """Add the mask: under its name in a dictionary, else as the last input."""
+        if self.mask is None:
+            return whole
+        mask = (torch.arange(longest) < lengths[:, None]).long()
+        if isinstance(whole, Mapping):
+            return whole if self.mask in whole else {**whole, self.mask: mask}
+        if isinstance(whole, tuple) and len(whole) > 1:
+            return (*whole[:-1], mask, whole[-1])
+        return ({"input": whole, self.mask: mask}) if self.is_whole else (whole, mask, ())
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Any:
+    name = getattr(collate, "__name__", type(collate).__name__)
+    try:
+        whole = collate(list(samples))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise SampleError(f"{name}() fails: {type(error).__name__}: {text}") from error
+    whole = _tensors(dict(whole) if isinstance(whole, Mapping) else whole)
+    for leaf in tree_leaves(whole):
+        if not leaf.ndim or len(leaf) != len(samples):
+            raise SampleError(
+                f"{name}() returned a tensor of shape {tuple(leaf.shape)} for {len(samples)} "
+                "samples; expected one row for each"
+            )
+    return whole
+
+
+def _tensors(sample: Any, place: str = "it") -> Any:
+    """Return a sample with tensors for arrays, numbers, and lists of numbers.
+
+    Floats of 64 bits become fp32, the format of the weights, and integers but bytes int64.
+    """
+    if isinstance(sample, Mapping):
+        return {key: _tensors(value, f"its {key!r}") for key, value in sample.items()}
+    if isinstance(sample, tuple) or (isinstance(sample, list) and not _is_numbers(sample)):
+        if not sample:
+            raise SampleError(f"{place} is empty; {CONTRACT}")
+        parts = [_tensors(value, f"its part {number}") for number, value in enumerate(sample)]
+        return tuple(parts)
+    if isinstance(sample, torch.Tensor | np.ndarray | np.generic | bool | int | float | list):
+        try:
+            tensor = torch.as_tensor(sample)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SampleError(f"{place} is not a tensor: {error}") from None
+        return tensor.to(FORMATS.get(tensor.dtype, tensor.dtype))
+    kind = "None" if sample is None else f"a {type(sample).__name__}"
+    hint = {"Image": "; turn images into tensors", "str": "; turn text into numbers"}
+    raise SampleError(f"{place} is {kind}; {CONTRACT}{hint.get(type(sample).__name__, '')}")
+
+
+def _is_numbers(sample: list[Any]) -> bool:
+    first = sample[0] if sample else 0
+    return _is_numbers(first) if isinstance(first, list) else isinstance(first, int | float)
+
+
+def _filled(row: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    row = row.long() if value == IGNORED else row  # no byte is -100
+    return functional.pad(row, [0, 0] * (row.ndim - 1) + [0, length - len(row)], value=value)
+
+
+def _shape(sample: Any) -> str:
+    """Describe a sample, for messages."""
+    if isinstance(sample, Mapping):
+        return f"a dictionary with the keys {', '.join(map(str, sample))}"
+    if isinstance(sample, tuple):
+        return f"a tuple of {len(sample)}"
+    return f"a tensor of shape {tuple(sample.shape)}"

@@ -1,0 +1,132 @@
+"""Read samples: seed the random numbers of each, and replace the unreadable ones."""
+
+import random
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from rollcall.config.schema import ConfigError
+from rollcall.train.data.form import Form, SampleError
+from rollcall.train.data.source import Batch, BatchDataset
+from rollcall.train.data.stream import Place, Stream
+from rollcall.train.numerics.randomness import derive
+
+NEIGHBOURS = 1000
+"""How many of the following samples are tried in place of an unreadable one."""
+
+
+class Selection(NamedTuple):
+    """The samples of a batch."""
+
+    samples: list[int]  # indices in the data set
+    epochs: list[int]  # of each; a sample gets new random numbers in every epoch
+    weights: torch.Tensor  # (rows,) as in a Batch
+
+
+class ReadResult(NamedTuple):
+    """A batch, and the epoch and error of each unreadable sample, whose weight is zero."""
+
+    batch: Batch
+    problems: list[tuple[int, str]]
+    place: Place | None = None  # behind the batch, in a stream
+
+
+class Reader:
+    """Reads samples of a data set, each independently of the batch and process that reads it."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        name: str,
+        seed: int,
+        form: Form | None = None,
+        source: str = "",  # the value of data.name, for messages
+    ) -> None:
+        self._dataset = dataset
+        self._form = form or Form()
+        self._source = source
+        self._name = name  # for messages, such as "the training data"
+        self._seed = seed
+
+    def read(self, selection: Selection) -> ReadResult:
+        """Read a batch; another sample takes the place of an unreadable one.
+
+        Raises:
+            ConfigError: an unreadable sample has no readable one after it.
+        """
+        if isinstance(self._dataset, BatchDataset):
+            with suppress(Exception):  # the unreadable sample is found one by one below
+                batch = self._dataset.__getitems__(selection.samples)
+                return ReadResult(self._whole(batch, selection.weights), [])
+        return self._one_by_one(selection)
+
+    def _whole(self, batch: Batch, weights: torch.Tensor) -> Batch:
+        if self._form.is_whole:
+            return Batch((batch.inputs, batch.targets), (), weights)
+        return batch._replace(weights=weights)
+
+    def _one_by_one(self, selection: Selection) -> ReadResult:
+        weights = selection.weights.clone()
+        parts: list[Any] = []
+        problems: list[tuple[int, str]] = []
+        for row, (sample, epoch) in enumerate(zip(*selection[:2], strict=True)):
+            try:
+                parts.append(self._sample(sample, epoch))
+            except Exception as error:  # a data set may raise anything
+                if weights[row]:
+                    problems.append((epoch, self._explain(sample, error)))
+                weights[row] = 0
+                parts.append(self._neighbour(sample, error))
+        if isinstance(self._dataset, BatchDataset):
+            return ReadResult(self._whole(Batch.joined(parts), weights), problems)
+        place = self._dataset.place() if isinstance(self._dataset, Stream) else None
+        return ReadResult(Batch(*self._put_together(parts, selection), weights), problems, place)
+
+    def _put_together(self, parts: list[Any], selection: Selection) -> tuple[Any, Any]:
+        try:
+            return self._form.inputs_and_targets(parts)
+        except SampleError as error:
+            row, reason = self._culprit(parts, error)
+            source = f" (data.name={self._source})" * bool(self._source)
+            raise ConfigError(
+                f"sample {selection.samples[row]} of {self._name}{source}: {reason}"
+            ) from None
+
+    def _culprit(self, parts: list[Any], error: SampleError) -> tuple[int, SampleError]:
+        """Return the first row that does not go together with the first, and why."""
+        for row, part in enumerate(parts):
+            try:
+                self._form.inputs_and_targets([parts[0], part][: row + 1])
+            except SampleError as reason:
+                return row, reason
+        return 0, error
+
+    def _sample(self, sample: int, epoch: int) -> Any:
+        if isinstance(self._dataset, BatchDataset | Stream):
+            return self._dataset[sample]
+        seed = derive(self._seed, "sample", epoch, sample)
+        torch.default_generator.manual_seed(seed)  # of the CPU only
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return self._dataset[sample]
+
+    def _neighbour(self, sample: int, error: Exception) -> Any:
+        """Return the next readable sample; zeros would distort the statistics of BatchNorm."""
+        if isinstance(self._dataset, Stream):
+            raise ConfigError(f"cannot read {self._explain(sample, error)}") from error
+        size = len(self._dataset)  # type: ignore[arg-type]  # samples are read by index
+        for distance in range(1, min(size, NEIGHBOURS)):
+            with suppress(Exception):
+                return self._sample((sample + distance) % size, 0)
+        raise ConfigError(
+            f"cannot read {self._explain(sample, error)}, nor any sample after it"
+        ) from error
+
+    def _explain(self, sample: int, error: Exception) -> str:
+        where = getattr(self._dataset, "where", None)
+        file = f" ({where(sample)})" if where else ""
+        reason = " ".join(str(error).split()) or "no reason given"
+        return f"sample {sample} of {self._name}{file}: {type(error).__name__}: {reason}"

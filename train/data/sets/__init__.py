@@ -1,0 +1,121 @@
+"""The data sets. Each is a file here and a line in `rollcall/config/catalog.py`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rollcall.config import arguments
+from rollcall.config.catalog import DATA_SETS
+from rollcall.config.plugin import load_attribute
+from rollcall.config.schema import ConfigError, Data
+from rollcall.train.data.reader import Reader, Selection
+from rollcall.train.data.source import Batch, BatchDataset, InMemory, ReadFiles, Source
+from rollcall.train.data.stream import Stream, adapted
+from rollcall.train.dist.world import World
+
+
+def load(config: Data, world: World, seed: int = 0) -> Source:
+    """Load the data that the configuration names; every rank must call this together.
+
+    Raises:
+        ConfigError: the data set is unknown, or its files are missing.
+    """
+    if config.augment and config.name in DATA_SETS and not _declared(config.name, "augments"):
+        able = [name for name in DATA_SETS if _declared(name, "augments")]
+        raise ConfigError(
+            f"data.augment=true: data.name={config.name} has no augmentation; remove it, or choose "
+            f"{', '.join(able)}"
+        )
+    given = {"config": config, "world": world}
+    source = arguments.call("data.name", "data.args", config.name, config.args, **given)
+    source = _source(source, config, seed)
+    return replace(source, read=source.read or _reader(config, source.classes))
+
+
+def _source(made: Any, config: Data, seed: int) -> Source:
+    """Return the source that a function of the user's returned, in whatever form."""
+    found: Source
+    if isinstance(made, Source):
+        found = made
+    else:
+        train, validation, *rest = made if isinstance(made, tuple | list) else (made, None)
+        if rest:
+            raise ConfigError(
+                f"data.name={config.name}: expected a Source, or training and validation data, got "
+                f"{len(rest) + 2} values; name further validation sets in a dictionary"
+            )
+        sets: dict[str, Any] = validation if isinstance(validation, dict) else {"": validation}
+        first, *others = sets
+        main = InMemory(torch.empty(0), torch.empty(0)) if sets[first] is None else sets[first]
+        found = Source(train, main, further={name: sets[name] for name in others})
+    collate = found.form.collate
+    if config.collate:
+        collate = arguments.call("data.collate", "data.collate", config.collate, {})
+    form = replace(
+        found.form, target=config.target, pad=config.pad, mask=config.mask, collate=collate
+    )
+    train, validation = (
+        adapted(samples, config.name, seed) for samples in (found.train, found.validation)
+    )
+    count = found.validation_size
+    if isinstance(validation, Stream) and count < 0:
+        count = validation.count()
+    further = {name: adapted(one, config.name, seed) for name, one in found.further.items()}
+    known = replace(
+        found, train=train, validation=validation, validation_size=count, further=further, form=form
+    )
+    names = tuple(known.names or getattr(found.train, "classes", None) or ())
+    known = replace(known, names=names, classes=known.classes or len(names))
+    return replace(known, shape=known.shape or _shape(known, config.name))
+
+
+def _shape(source: Source, name: str) -> tuple[int, ...]:
+    """Return the shape of one input that is a tensor; () for others."""
+    read = Reader(source.train, "the training data", 0, source.form, name).read
+    inputs = read(Selection([0], [0], torch.ones(1))).batch.inputs
+    return tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else ()
+
+
+def slow_imports(name: str) -> tuple[str, ...]:
+    """Return the slow modules that a data set of the catalog imports, without importing them."""
+    return _declared(name, "slow_imports") or () if name in DATA_SETS else ()
+
+
+def without_samples(config: Data, facts: Mapping[str, Any]) -> Source | None:
+    """Return a source without samples that can read files, if possible; `facts` is its identity."""
+    shape, classes, names = tuple(facts["shape"]), facts["classes"], tuple(facts["names"])
+    read = _reader(config, classes)
+    zeros = _Zeros(shape)
+    return read and Source(zeros, zeros, len(zeros), len(zeros), shape, classes, names, read)
+
+
+def _function(name: str) -> Any:
+    return load_attribute(name, "data.name", DATA_SETS)
+
+
+def _declared(name: str, attribute: str) -> Any:
+    return getattr(_function(name), attribute, None)
+
+
+def _reader(config: Data, classes: int) -> ReadFiles | None:
+    reader = _declared(config.name, "reader")
+    return reader(config, classes) if reader else None
+
+
+class _Zeros(BatchDataset):
+    """Two samples of zeros, from which a strategy learns the shapes."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        size, weights = (len(indices), *self._shape), torch.ones(len(indices))
+        if len(self._shape) == 1:
+            zeros = torch.zeros(size, dtype=torch.int64)
+            return Batch(zeros, zeros, weights)
+        return Batch(torch.zeros(size), torch.zeros(len(indices), dtype=torch.int64), weights)

@@ -1,0 +1,47 @@
+"""scikit-learn's handwritten digits: 1,797 real images of 8×8 pixels, without a download."""
+
+import gzip
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollcall.config.schema import ConfigError, Data
+from rollcall.train.data.sets.images import ImageFormat, image_reader
+from rollcall.train.data.source import InMemory, Source, data_set
+from rollcall.train.dist.world import World
+
+FORMAT = ImageFormat(edge=8, mean=(0.0,), std=(1.0,))
+PLACE = ("datasets", "data", "digits.csv.gz")
+
+
+@data_set(reader=lambda *_: image_reader(FORMAT))
+def digits(_config: Data, _world: World) -> Source:
+    """Load the digits; every fifth is for validation."""
+    with gzip.open(_file(), "rt") as lines:
+        rows = np.loadtxt(lines, delimiter=",")  # 64 pixels from 0 to 16, then the digit
+    inputs = torch.tensor(rows[:, :-1].reshape(-1, 1, 8, 8), dtype=torch.float32) / 16
+    targets = torch.tensor(rows[:, -1], dtype=torch.int64)
+    held_out = torch.arange(len(targets)) % 5 == 4
+
+    return Source(
+        train=InMemory(inputs[~held_out], targets[~held_out]),
+        validation=InMemory(inputs[held_out], targets[held_out]),
+        train_size=int((~held_out).sum()),
+        validation_size=int(held_out.sum()),
+        shape=FORMAT.shape,
+        classes=10,
+    )
+
+
+def _file() -> Path:
+    """Return the file in scikit-learn's package; importing its loader takes half a second."""
+    found = importlib.util.find_spec("sklearn")
+    file = Path(*(found.submodule_search_locations or ()) if found else (), *PLACE)
+    if not file.exists():
+        raise ConfigError(
+            f"data.name=digits: {file} is missing; install scikit-learn again (pip install "
+            "--force-reinstall scikit-learn)"
+        )
+    return file

@@ -1,0 +1,47 @@
+"""Signals that ask this process to stop."""
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+PERSON = frozenset({signal.SIGINT})
+SCHEDULER = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+
+
+class StopSignals:
+    """Remembers the first signal that asked this process to stop, in `received`.
+
+    A signal may arrive at any moment and more than once (Slurm repeats SIGTERM), so the handler
+    does nothing else. A second Ctrl-C raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Handler] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in PERSON | SCHEDULER:
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def by_person(self) -> bool:
+        """Whether a person asked, with Ctrl-C."""
+        return self.received in PERSON
+
+    @property
+    def by_scheduler(self) -> bool:
+        """Whether Slurm, torchrun or another program asked."""
+        return self.received in SCHEDULER
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or signal.Signals(number)

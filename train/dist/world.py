@@ -1,0 +1,314 @@
+"""Find this process's rank, world size and device, and join the other ranks.
+
+The environment says who started the process: torchrun, a Slurm step (`srun`) or Open MPI
+(`mpirun`), in this order. With none of them the process is alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rollcall import hosts
+from rollcall.config import ConfigError
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+JOIN_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among the ranks."""
+
+    launcher: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    nodes: tuple[str, ...] = ()  # the hosts of the step in rank order, if the launcher names them
+    key: str = ""  # names the job; all its ranks derive the same port from it
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Read this process's place from its environment; ConfigError if that contradicts itself."""
+    if any(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        place = _from_torchrun(env)
+    # Other SLURM_* variables do not prove a step: a shell inside salloc has them too.
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        place = _from_slurm(env)
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        place = _from_open_mpi(env)
+    else:
+        place = Place("one process")
+    _check(place, env)
+    return place
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Place:
+    missing = [name for name in TORCHRUN if name not in env]
+    if missing:
+        present = [name for name in TORCHRUN if name in env]
+        raise ConfigError(
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}; start ranks "
+            f"with torchrun, srun or mpirun, or unset {', '.join(present)} to train alone"
+        )
+    return Place(
+        "torchrun",
+        rank=_number(env, "RANK"),
+        local_rank=_number(env, "LOCAL_RANK"),
+        world_size=_number(env, "WORLD_SIZE"),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1,
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> Place:
+    nodes = hosts.expand(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    # "2(x3),1" lists the tasks of each node: 2, 2, 2, 1.
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return Place(
+        "srun",
+        rank=_number(env, "SLURM_PROCID"),
+        local_rank=_number(env, "SLURM_LOCALID"),
+        world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
+        local_world_size=counts[_number(env, "SLURM_NODEID")],
+        nodes=tuple(nodes),
+        key=f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
+    )
+
+
+def _from_open_mpi(env: Mapping[str, str]) -> Place:
+    return Place(
+        "mpirun",
+        rank=_number(env, "OMPI_COMM_WORLD_RANK"),
+        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
+        local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        nodes=tuple(hosts.expand(env.get("SLURM_JOB_NODELIST", ""))),
+        # The same in all processes of this mpirun, different in the next one.
+        key=env.get("PMIX_NAMESPACE", "") + env.get("OMPI_MCA_ess_base_jobid", ""),
+    )
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except KeyError:
+        raise ConfigError(
+            f"{name} is not set, although other variables of its launcher are"
+        ) from None
+    except ValueError:
+        raise ConfigError(f"{name}: expected a whole number, got '{env[name]}'") from None
+
+
+def _check(place: Place, env: Mapping[str, str]) -> None:
+    if not 0 <= place.rank < place.world_size:
+        raise ConfigError(
+            f"{place.launcher} started rank {place.rank} in a world of {place.world_size} ranks; "
+            f"expected a rank from 0 to {place.world_size - 1}"
+        )
+    expected = env.get("ROLLCALL_WORLD_SIZE")
+    if expected and int(expected) != place.world_size:
+        raise ConfigError(
+            f"rank {place.rank} on {socket.gethostname()} found a world of {place.world_size} "
+            f"ranks, but {expected} were started: some nodes did not join; see their logs"
+        )
+
+
+class World:
+    """All ranks that train together, and this rank's place among them (numbers as in torchrun)."""
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        self.place = place
+        self.rank = place.rank
+        self.local_rank = place.local_rank
+        self.world_size = place.world_size
+        self.device = device
+        self.host = socket.gethostname()
+
+    @classmethod
+    def join(cls, device: str = "auto") -> World:
+        """Join the other ranks: with gloo on CPUs, with NCCL (and gloo for host data) on GPUs.
+
+        Raises:
+            ConfigError: the environment or the device is not usable, or other ranks did not join.
+        """
+        place = find_place(os.environ)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, hosts.usable_cpus() // place.local_world_size))
+        world = cls(place, pick_device(device, place, os.environ))
+        nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+        if place.launcher == "one process" and nodes != "1":
+            print(
+                f"rollcall: warning: this job has {nodes} nodes, but only one process trains; "
+                "start it with srun, or use slurm/multi_node.sbatch",
+                file=sys.stderr,
+            )
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        if place.world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            return world
+        try:
+            dist.init_process_group(
+                backend,
+                store=None if place.launcher == "torchrun" else _meet(place),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=JOIN_TIMEOUT,
+            )
+        except hosts.HostError as error:
+            raise ConfigError(f"rank {place.rank}: {error}") from error
+        except dist.DistError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ConfigError(
+                f"rank {place.rank} on {world.host} could not join the other ranks of "
+                f"{place.world_size} at {address}: {error}"
+            ) from error
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes and prints for all."""
+        return self.rank == 0
+
+    def broadcast_text(self, text: str, source: int = 0) -> str:
+        """Return the source rank's text on every rank; no data from a peer is unpickled."""
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, source)
+        if self.rank != source:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, source)
+        return bytes(data.tolist()).decode()
+
+    def raise_together(self, problem: str) -> None:
+        """Raise ConfigError on every rank if `problem` is not empty on one, so that no rank waits."""
+        if first := self.first_problem(problem):
+            raise ConfigError(first)
+
+    def first_problem(self, problem: str) -> str:
+        """Return, on every rank, the problem of the first rank that has one, or an empty string."""
+        first = torch.tensor([self.rank if problem else self.world_size])
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if first.item() == self.world_size:
+            return ""
+        return self.broadcast_text(problem, int(first))
+
+    def has_any(self, flag: bool) -> bool:
+        """Return whether the flag of any rank is set; every rank must call this."""
+        flags = torch.tensor(float(flag))
+        dist.all_reduce(flags)
+        return bool(flags)
+
+    def sum(self, *values: float) -> list[float]:
+        """Return the sum of each number over all ranks, which must call this together."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def replicate(self, model: nn.Module) -> DistributedDataParallel:
+        """Move a model to this rank's device, and average its gradients over all ranks.
+
+        It starts with the weights of rank 0. Each rank keeps its own statistics of BatchNorm.
+        """
+        model.to(self.device)
+        devices = [self.device] if self.device.type == "cuda" else None
+        # Buffers are not sent: ranks may evaluate different numbers of batches.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        new = "forward_sync_buffers"  # its name from torch 2.15 on
+        options: dict[str, Any] = {new if new in known else "broadcast_buffers": False}
+        return DistributedDataParallel(model, device_ids=devices, **options)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        dist.all_reduce(torch.zeros(1))
+
+    def leave(self) -> None:
+        """End the process group; every rank must call this after the last collective."""
+        dist.destroy_process_group()
+
+
+def pick_device(wanted: str, place: Place, env: Mapping[str, str]) -> torch.device:
+    """Return the device of this rank; a GPU also becomes the current device.
+
+    Raises:
+        ConfigError: a GPU was requested or allocated, but torch sees none for this local rank.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        allocated = env.get("CUDA_VISIBLE_DEVICES", "")
+        if wanted == "auto" and allocated in ("", "-1", "NoDevFiles"):
+            return torch.device("cpu")
+        reason = f"CUDA_VISIBLE_DEVICES={allocated}" if wanted == "auto" else "device=cuda"
+        raise ConfigError(
+            f"{reason} asks for GPUs, but torch {torch.__version__} on {socket.gethostname()} "
+            "sees none: check `nvidia-smi` and the torch build, or set device=cpu"
+        )
+    # With --gpus-per-task each task sees only its own GPU, as number 0.
+    masked = place.launcher == "srun" and int(env.get("SLURM_GPUS_ON_NODE", 0)) > count
+    index = 0 if count == 1 and masked else place.local_rank
+    if index >= count:
+        raise ConfigError(
+            f"LOCAL_RANK {index} on {socket.gethostname()} has no GPU: {count} visible, "
+            f"{place.local_world_size} ranks on this node; start at most {count}, or set device=cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _meet(place: Place) -> dist.Store:
+    """Return the store for ranks without torchrun; it listens only where other ranks connect."""
+    one_node = place.local_world_size == place.world_size
+    peers = [node for node in place.nodes if node != socket.gethostname()]
+    own = hosts.Route("127.0.0.1", "lo") if one_node else None
+    if peers and not one_node:
+        own = hosts.route(peers[0])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", own.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", own.interface)
+    port = int(os.environ.setdefault("MASTER_PORT", str(hosts.port(place.key))))
+    listener = None
+    if "MASTER_ADDR" not in os.environ:
+        if own is None:
+            raise ConfigError(
+                f"{place.launcher} started ranks on several hosts but did not name the first host; "
+                "pass its address, for example mpirun -x MASTER_ADDR=10.0.0.1"
+            )
+        # On the first host itself its name may resolve to 127.0.1.1 (Debian).
+        on_head = one_node or place.nodes[0] == socket.gethostname()
+        os.environ["MASTER_ADDR"] = own.address if on_head else place.nodes[0]
+        if place.rank == 0:
+            listener = _listen(own.address, port)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=JOIN_TIMEOUT,
+        master_listen_fd=listener,
+    )
+
+
+def _listen(address: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family).detach()
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_PORT to "
+            "another port, the same for all ranks"
+        ) from None

@@ -1,0 +1,1 @@
+"""Are two runs equal to the last bit?"""

@@ -1,0 +1,100 @@
+"""Record fingerprints of every tensor in every step, so that two runs can be compared.
+
+Rank 0 writes a line of facts for each attempt, a line for each step, and the weights at the end.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rollcall.records.files import append_line, read_lines, write_atomic
+from rollcall.train.data.source import Batch
+from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import World
+from rollcall.train.exact import fingerprint
+from rollcall.train.exact.difference import FINGERPRINTS
+from rollcall.train.health import crosscheck
+
+
+def conclude(world: World, weights: Mapping[str, torch.Tensor]) -> str:
+    """Return the hash of an exact run's weights; all ranks must call it together.
+
+    Raises:
+        RuntimeError: the weights of a rank differ from those on rank 0.
+    """
+    mine = fingerprint.of(weights)
+    main = world.broadcast_text(mine)
+    first = torch.tensor([world.world_size if mine == main else world.rank])
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    if first < world.world_size:
+        raise RuntimeError(
+            f"rank {int(first)} ended with different weights than rank 0, although exact mode "
+            "computes the same on all ranks: check its memory and its device for faults"
+        )
+    return mine
+
+
+class Recorder:
+    """Writes fingerprints.jsonl; all ranks must make each call together."""
+
+    def __init__(self, run: Run, done: Callable[[], int]) -> None:
+        """Write nothing before `begin`; `done` returns how many updates are done."""
+        self._world = run.world
+        self._path = run.run_dir.path / FINGERPRINTS
+        self._done = done
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Record every step from now on, and remove the lines of steps that will be repeated."""
+        self._has_begun = True
+        if self._world.is_main:
+            lines = read_lines(self._path)
+            kept = [line for line in lines if line.get("step", 0) <= self._done()]
+            kept.append({"facts": crosscheck.facts(self._world.device)})
+            write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def step(
+        self, model: nn.Module, shards: Sequence[Batch], losses: Sequence[torch.Tensor]
+    ) -> None:
+        """Record a step after its gradients are complete and before the weights are updated.
+
+        A repeated step has several lines; the last one counts.
+        """
+        if not self._has_begun:
+            return
+        mine = [[_digest(shard), float(loss)] for shard, loss in zip(shards, losses, strict=True)]
+        world = self._world
+        found = [torch.zeros(len(mine), 2, dtype=torch.float64) for _ in range(world.world_size)]
+        dist.all_gather(found, torch.tensor(mine, dtype=torch.float64))
+        everything = torch.cat(found).tolist()
+        if world.is_main:
+            pairs = [(name, weight.grad) for name, weight in model.named_parameters()]
+            gradients = {name: gradient for name, gradient in pairs if gradient is not None}
+            line = {
+                "step": self._done() + 1,
+                "weights": _short(model.state_dict()),
+                "samples": {str(n): int(digest) for n, (digest, _) in enumerate(everything)},
+                "losses": {str(n): loss for n, (_, loss) in enumerate(everything)},
+                "gradients": _short(gradients),
+            }
+            append_line(self._path, line)
+
+    def end(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Record the weights after the last step of this attempt."""
+        if self._has_begun and self._world.is_main:
+            append_line(self._path, {"step": self._done() + 1, "weights": _short(weights)})
+
+
+def _digest(batch: Batch) -> int:
+    digest = 0
+    for tensor in batch.tensors:
+        digest = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), digest)
+    return digest
+
+
+def _short(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: fingerprint.short(tensor) for name, tensor in tensors.items()}

@@ -1,1 +1,0 @@
-"""What can befall a step or a rank, how is it noticed, and what is done about it?"""

@@ -1,0 +1,1 @@
+"""Is a rank well? Hangs, stragglers, replicas that differ."""

@@ -1,0 +1,119 @@
+"""Check before the first step that all ranks have the same code, configuration and model.
+
+`rollcall verify` uses the same facts to explain why two runs differ.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollcall.config import Config
+from rollcall.text import dotted
+from rollcall.train.dist.world import World
+
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+)
+"""Environment variables by which libraries choose their kernels or the order of additions."""
+MUST_BE_EQUAL = ("torch", "configuration", "code", "model")
+"""Facts in which no rank may differ from rank 0."""
+KERNELS = ("device", "cpu capability")
+"""Facts that determine in which order a kernel adds."""
+MAX_SHOWN = 3
+"""Number of differences that a message names."""
+
+
+def check(world: World, config: Config, model: nn.Module) -> None:
+    """Compare every rank with rank 0, before the model is spread over them; all call it together.
+
+    Raises:
+        ConfigError: the torch version, the configuration, the code or the model of a rank differs.
+    """
+    mine = {
+        **facts(world.device),
+        "configuration": dotted(config.model_dump(exclude={"run"})),
+        "model": {
+            name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            for name, tensor in model.state_dict().items()
+        },
+    }
+    main = json.loads(world.broadcast_text(json.dumps(mine)))
+    found = [text for name in MUST_BE_EQUAL for text in differences(name, main[name], mine[name])]
+    world.raise_together(
+        f"rank {world.rank} on {world.host} differs from rank 0 on {main['host']}: "
+        f"{'; '.join(found[:MAX_SHOWN])}. All nodes need the same files and the same environment"
+        if found
+        else ""
+    )
+    kernels = [text for name in KERNELS for text in differences(name, main[name], mine[name])]
+    if kernels and config.exact:
+        print(
+            f"rollcall: warning: rank {world.rank} on {world.host} uses different kernels than "
+            f"rank 0 ({'; '.join(kernels)}); with exact=true, only runs on the same mix of "
+            "processors end with equal weights",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def differences(name: str, main: Any, mine: Any) -> Iterator[str]:
+    """Describe how a fact differs from rank 0's; yield nothing if it is the same."""
+    if isinstance(main, Mapping):
+        # A launcher may import more source files on one of the ranks.
+        shared = [key for key in main if key in mine] if name == "code" else {**main, **mine}
+        for key in shared:
+            yield from differences(f"{name} {key}", main.get(key), mine.get(key))
+    elif main != mine:
+        is_code = name.startswith("code ")
+        yield f"different {name}" if is_code else f"{name} is {mine}, not {main}"
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Collect what can change the result of a run: versions, hardware, threads and code."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "code": code(),
+    }
+
+
+def code() -> dict[str, str]:
+    """Hash the source of each imported module outside site-packages and the standard library."""
+    paths = sysconfig.get_paths()
+    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if name.startswith("__") or any(file.startswith(place) for place in installed):
+            continue
+        if file.endswith(".py") and Path(file).is_absolute():  # torch invents some file names
+            found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return found
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,104 @@
+"""Loggers and callbacks that a configuration names: members of the training step.
+
+Each is an object with some of these methods:
+
+- `logged(step, values)`: the values of a line of metrics.jsonl, on rank 0 only;
+- `report()` and `settle(step, agreed)`: as in a member of the step (`dist/agreement.py`);
+- `close()`: the run ends, or this attempt.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollcall.config import ConfigError, arguments
+from rollcall.train.dist.agreement import Action
+from rollcall.train.dist.run import Run
+
+METHODS = ("logged", "report", "settle", "close")
+
+
+class Callbacks:
+    """The member of the step that passes everything on to the user's, in their order."""
+
+    def __init__(self, run: Run, model: Callable[[], nn.Module]) -> None:
+        self._run = run
+        self._model = model  # known once it is spread
+        self._members: dict[str, Any] = {}  # by key
+
+    def open(self) -> None:
+        """Make loggers on rank 0 and callbacks on all ranks, once the run directory exists.
+
+        Raises:
+            ConfigError: on every rank; one cannot be made, or has none of the methods.
+        """
+        config, problem = self._run.config, ""
+        loggers = config.log.to if self._run.world.is_main else {}
+        for section, entries in (("log.to", loggers), ("train.callbacks", config.train.callbacks)):
+            for name, entry in entries.items():
+                key = f"{section}.{name}"
+                try:
+                    self._members[key] = self._made(section, key, entry)
+                except ConfigError as error:
+                    problem = problem or str(error)
+        self._run.world.raise_together(problem)
+
+    @property
+    def wants_every_step(self) -> bool:
+        """Whether one of them is a member of the step: short steps must not be reported as one."""
+        members = self._members.values()
+        return any(hasattr(one, "report") or hasattr(one, "settle") for one in members)
+
+    def logged(self, step: int, values: Mapping[str, Any]) -> None:
+        """Pass on the values of a line of metrics.jsonl; rank 0 calls it."""
+        numbers = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, int | float) and name not in ("step", "time")
+        }
+        self._each("logged", step, numbers)
+
+    def report(self) -> Mapping[str, float | torch.Tensor]:
+        """Return all their numbers."""
+        found: dict[str, float | torch.Tensor] = {}
+        for key, numbers in self._each("report"):
+            if not isinstance(numbers, Mapping):
+                raise ConfigError(
+                    f"{key}: report() expects to return numbers by name, got a "
+                    f"{type(numbers).__name__}"
+                )
+            found.update(numbers)
+        return found
+
+    def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
+        """Let them act on the sums; return the strongest action."""
+        actions = [action for _, action in self._each("settle", step, agreed) if action is not None]
+        return max(actions, default=Action.CONTINUE)
+
+    def close(self) -> None:
+        """Let them finish."""
+        self._each("close")
+
+    def _made(self, section: str, key: str, entry: Any) -> Any:
+        given = {"run": self._run, "model": self._model()}
+        try:
+            made = arguments.call(section, f"{key}.args", entry.name, entry.args, **given)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{key}={entry.name} needs the package {error.name}: install it with pip"
+            ) from error
+        if not any(hasattr(made, method) for method in METHODS):
+            raise ConfigError(
+                f"{key}={entry.name}: expected an object with one of the methods "
+                f"{', '.join(METHODS)}, got a {type(made).__name__}"
+            )
+        return made
+
+    def _each(self, method: str, *what: Any) -> list[tuple[str, Any]]:
+        return [
+            (key, getattr(member, method)(*what))
+            for key, member in self._members.items()
+            if hasattr(member, method)
+        ]

@@ -1,0 +1,43 @@
+"""Log a run to MLflow; a requeued run continues as the same one."""
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rollcall.text import dotted
+from rollcall.train.dist.run import Run
+
+TAG = "rollcall.run_directory"
+"""The tag by which a run is found again."""
+
+
+class MLflow:
+    """Logs with the package mlflow, to MLFLOW_TRACKING_URI or to the run's directory."""
+
+    def __init__(self, run: Run, experiment: str = "rollcall", tracking_uri: str = "") -> None:
+        """Start or continue the run of this directory."""
+        tracking: Any = importlib.import_module("mlflow.tracking")
+        path = run.run_dir.path.absolute()
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (path / "mlflow").as_uri()
+        self._client = tracking.MlflowClient(uri)
+        known = self._client.get_experiment_by_name(experiment)
+        place = known.experiment_id if known else self._client.create_experiment(experiment)
+        found = self._client.search_runs([place], f"tags.`{TAG}` = '{path}'")
+        if found:
+            self._id = found[0].info.run_id
+            self._client.set_terminated(self._id, "RUNNING")
+            return
+        tags = {TAG: str(path)}
+        self._id = self._client.create_run(place, tags=tags, run_name=run.run_dir.name).info.run_id
+        for key, value in dotted(run.config.model_dump()).items():
+            self._client.log_param(self._id, key, str(value)[:500])
+
+    def logged(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the values of a step."""
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._id)

@@ -1,0 +1,35 @@
+"""Log a run to Weights & Biases, also offline; a requeued run continues as the same one."""
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from rollcall.train.dist.run import Run
+
+
+class Wandb:
+    """Logs with the package wandb; WANDB_MODE=offline writes files alone."""
+
+    def __init__(self, run: Run, project: str = "rollcall", entity: str | None = None) -> None:
+        """Start or continue the run of this directory."""
+        wandb: Any = importlib.import_module("wandb")
+
+        path = run.run_dir.path.absolute()
+        self._run = wandb.init(
+            project=project,
+            entity=entity,
+            name=run.run_dir.name,
+            id=f"{run.run_dir.name}-{hashlib.blake2b(bytes(path), digest_size=4).hexdigest()}",
+            dir=str(path),
+            config=run.config.model_dump(),
+            resume="allow",
+        )
+
+    def logged(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the values of a step; W&B drops steps that it has already."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._run.finish()

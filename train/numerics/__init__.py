@@ -1,0 +1,1 @@
+"""Losses, optimizers, number formats, random numbers."""

@@ -1,1 +1,0 @@
-"""Are two runs equal, where do they part, and does what was saved go on elsewhere?"""

@@ -1,0 +1,1 @@
+"""Recovery from a bad step: non-finite numbers, memory, loss spikes."""

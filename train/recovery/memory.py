@@ -1,0 +1,62 @@
+"""Handle running out of memory: recognize it, record it, propose a smaller micro-batch."""
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcall.records.files import write_atomic
+from rollcall.run_dir import RunDir
+from rollcall.train.dist.run import Run
+
+# Messages of the CPU allocators: https://github.com/pytorch/pytorch/blob/main/c10/core/impl/alloc_cpu.cpp
+HOST_MESSAGES = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
+FILE = "micro-batch.json"
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Return whether this exception means that a GPU or the host ran out of memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_MESSAGES)
+
+
+def snapshot(run: Run, step: int) -> None:
+    """Write a snapshot of the GPU's allocator, for https://pytorch.org/memory_viz."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(OSError):  # the disk may be full as well
+            directory = faults_of(run.run_dir)
+            directory.mkdir(exist_ok=True)
+            path = directory / f"memory-step-{step:08d}-rank-{run.world.rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def propose(run_dir: RunDir, micro_batch: int) -> None:
+    """Record a micro-batch for the next attempt of this run."""
+    directory = faults_of(run_dir)
+    directory.mkdir(exist_ok=True)
+    write_atomic(directory / FILE, json.dumps({"micro_batch": micro_batch}) + "\n")
+
+
+def with_proposal(run: Run) -> Run:
+    """Return the run with the micro-batch that an earlier attempt proposed, if it is smaller."""
+    config = run.config
+    text = ""
+    if run.world.is_main:
+        with contextlib.suppress(OSError, ValueError):
+            proposal = json.loads((faults_of(run.run_dir) / FILE).read_text())
+            text = str(int(proposal["micro_batch"]))
+    text = run.world.broadcast_text(text)
+    if not text or int(text) >= (config.data.micro_batch or config.data.global_batch):
+        return run
+    run.say(f"rollcall: data.micro_batch={text}, because an earlier attempt ran out of memory")
+    data: Any = config.data.model_copy(update={"micro_batch": int(text)})
+    return replace(run, config=config.model_copy(update={"data": data}))
+
+
+def faults_of(run_dir: RunDir) -> Path:
+    """Return the directory in which a run keeps what it knows about its faults."""
+    return run_dir.path / "faults"

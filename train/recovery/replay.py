@@ -1,0 +1,125 @@
+"""`rollcall replay RUN STEP`: repeat a skipped step and show where it broke.
+
+One process computes what the rank that saw the fault computed, from the same weights, samples and
+random numbers.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcall import config as schema
+from rollcall.config import Config, ConfigError
+from rollcall.run_dir import named
+from rollcall.train.checkpoint import layout, manifest
+from rollcall.train.checkpoint.contents import Damaged
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rollcall.train.dist.world import World
+
+USAGE = """\
+Usage: rollcall replay RUN STEP [key=value ...]
+
+Repeats a skipped step in one process, as the rank that saw the fault computed it, and shows where
+a number is first not finite. RUN is the directory of a run or its name in runs/. STEP is the number
+of a directory faults/step-* of the run. Keys such as device=cpu or precision=fp32 change the run's
+configuration.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Replay a step; return 0 if a number was not finite again, 1 if all numbers were."""
+    wants_help = "--help" in words or "-h" in words
+    if len(words) < 2 or wants_help:
+        print(USAGE, end="", file=None if wants_help else sys.stderr)
+        return 0 if wants_help else 2
+    try:
+        name, step, *settings = words
+        run = named(name, "config.yaml")
+        if run is None:
+            raise ConfigError(f"{name} is neither a run directory nor the name of a run in runs/")
+        if not step.isdigit():
+            raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
+        directory = layout.place(run / "faults", int(step))
+        facts = manifest.read(directory).facts if directory.exists() else {}
+        if "fault" not in facts:
+            found = sorted(layout.published(run / "faults"))
+            steps = ", ".join(map(str, found)) or "none"
+            raise ConfigError(f"{directory}: this step was not kept; kept steps: {steps}")
+        _, config = schema.parse([str(run / "config.yaml"), *settings])
+        return _replay(config, run, facts)
+    except (ConfigError, Damaged) as error:
+        print(f"rollcall: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
+    # torch is imported only now, so that a wrong command line is answered at once.
+    from rollcall.train.dist.world import World
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ROLLCALL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    parallel = type(config.parallel)(strategy="single")
+    sets = config.data.model_copy(update={"micro_batch": facts["fault"]["micro_batch"]})
+    update = {"parallel": parallel, "data": sets, "exact": False}
+    world = World.join(config.device)
+    try:
+        return _repeat(config.model_copy(update=update), world, run, facts)
+    finally:
+        world.leave()
+
+
+def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) -> int:
+    from rollcall.train import models
+    from rollcall.train.checkpoint import SharedEngine
+    from rollcall.train.data import sets
+    from rollcall.train.data.order import Order, training_batches
+    from rollcall.train.numerics import losses, precision
+    from rollcall.train.numerics.randomness import set_seed
+    from rollcall.train.parallel.strategy import Composed
+    from rollcall.train.recovery.nonfinite import NOWHERE, Witness
+    from rollcall.train.weights import start
+
+    fault = facts["fault"]
+    step, batch_size = fault["step"], config.data.global_batch
+    precision.prepare(config.precision, world.device)
+    objective = losses.Objective(losses.of(config))
+    source = sets.load(config.data, world, config.seed)
+    if objective.loss.takes_model:
+        source = replace(source, form=replace(source.form, is_whole=True))
+    samples = facts.get("samples", (step - 1) * batch_size)
+    order = Order(source.train_size, samples + batch_size, batch_size, config.seed)
+    order.continue_from(step - 1, facts)
+    rows = range(*fault["rows"])
+
+    def make() -> "nn.Module":
+        return models.adapt(models.build(config.model, source), config, world.device)
+
+    begin = start.built(config, make, draws=False)
+    strategy = Composed(config, world, objective)
+    batch = next(training_batches(source, order, rows, range(step - 1, step)))
+    strategy.place(begin.model, batch, begin.fill)
+    state = {"model": dict(begin.model.state_dict())}
+    SharedEngine(run / "faults", world).load(step, state)
+    set_seed(config.seed, "step", fault["stream"], step - 1)
+    size = fault["micro_batch"]
+    parts = [
+        batch.map(lambda tensor, at=at: tensor[at : at + size].to(world.device))  # type: ignore[misc]
+        for at in range(0, len(rows), size)
+    ]
+    with Witness(strategy.model, objective) as witness:
+        strategy.forward_backward(parts, order.count(step - 1))
+    finding = witness.finding()
+    samples, _ = order.samples(step - 1, rows)
+    print(f"step {step} of {run}, as rank {fault['rank']} of {fault['world_size']} computed it:")
+    print(f"  then    {fault['kind']}, first in {fault['place']}")
+    print(f"  now     {'all numbers are finite' if finding.stage == NOWHERE else finding.place}")
+    _, worst = witness.largest(8)
+    for row in finding.rows or worst:
+        print(f"  sample  {samples[row]}: loss {witness.losses[row].item():.6g}")
+    return int(finding.stage == NOWHERE)

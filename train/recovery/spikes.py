@@ -1,0 +1,38 @@
+"""Detect a loss that is much larger than the recent ones."""
+
+import torch
+import torch.distributed as dist
+
+MEMORY = 0.95
+"""Share of the running mean that each step keeps: it covers about the last twenty steps."""
+
+
+class Spikes:
+    """Compares the loss of each step, over all ranks, with the running mean of earlier ones."""
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        """Start without a mean; a spike will be more than `factor` times the mean."""
+        self._factor = factor
+        self._mean = torch.full((), torch.nan, device=device)
+
+    def found(
+        self, loss: torch.Tensor, count: float | torch.Tensor, skipped: torch.Tensor
+    ) -> torch.Tensor:
+        """Return whether this step is a spike, on the device; every rank calls it together.
+
+        Args:
+            loss: the sum of this rank's weighted losses.
+            count: weight of the samples of the step over all ranks.
+            skipped: whether the step is skipped for another reason and must not enter the mean.
+        """
+        total = loss.clone()
+        dist.all_reduce(total)
+        mean = total / count
+        spike = mean > self._factor * self._mean  # false while the mean is NaN
+        usual = torch.where(self._mean.isnan(), mean, self._mean.lerp(mean, 1 - MEMORY))
+        self._mean.copy_(torch.where(spike | skipped, self._mean, usual))
+        return spike
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint keeps, to be filled in place."""
+        return {"mean": self._mean}
