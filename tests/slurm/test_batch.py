@@ -24,10 +24,10 @@ SLEEPS += "while not end.exists():\n    time.sleep(0.1)\n"
 WORDS = ["digits", "device=cpu", "exact=true", "log.every=1", "data.global_batch=64"]
 
 
-def submit(lab: Lab, run: RunDir, *words: str, cwd: Path = ROOT) -> str:
+def submit(lab: Lab, run: RunDir, *words: str, cwd: Path = ROOT, gate: str = "0:0:") -> str:
     """Submit a run on two nodes; return the id of its job."""
     place = ["--nodes=2", "--nproc-per-node=1", "--name", run.name, "--root", str(run.path.parent)]
-    done = lab.exec("login", *SUBMIT, *place, *words, cwd=cwd)
+    done = lab.exec("login", *SUBMIT, *place, *words, cwd=cwd, env={"GATE": gate})
     assert done.returncode == 0, done.stdout + done.stderr
     return str(next(read_lines(run.job / "submissions.jsonl"))["job"])
 
@@ -109,9 +109,12 @@ def test_a_batch_process_that_was_stopped_keeps_no_nodes(
     assert says(lab, run, "why").startswith("run it has not failed: done")
 
 
-def test_a_suspended_job_continues_as_if_nothing_had_been(lab: Lab, run: RunDir) -> None:
-    steps = ["train.steps=1500", "checkpoint.every=null"]
-    job = submit(lab, run, *WORDS, *steps)
+def test_a_suspended_job_continues_as_if_nothing_had_been(
+    lab: Lab, run: RunDir, tmp_path: Path
+) -> None:
+    steps = ["train.steps=150", "checkpoint.every=null", "model.name=tests.user_code:gated"]
+    # A step takes 0.2 s until both suspensions are over.
+    job = submit(lab, run, *WORDS, *steps, gate=f"1:0.2:{tmp_path / 'quick'}")
     wait_until(lambda: count(run, "first_step") == 1, 120, lambda: "there is no step")
     for seconds in (1, 9):  # longer than a process may be stopped, and a supervisor be silent
         lab.output("login", "scontrol", "suspend", job)
@@ -119,10 +122,12 @@ def test_a_suspended_job_continues_as_if_nothing_had_been(lab: Lab, run: RunDir)
         time.sleep(seconds)
         lab.output("login", "scontrol", "resume", job)
         time.sleep(2)
+    assert len(run.read_metrics()) < 150, "the job ended before it was suspended twice"
+    (tmp_path / "quick").touch()
     assert lab.wait_job(job, 180) == "COMPLETED"
     assert [attempt.state for attempt in find.attempts(run)] == ["finished"]
     assert not list(run.job.glob("rendezvous/*.failed.json")), "nobody was blamed"
-    assert [line.step for line in run.read_metrics()] == list(range(1, 1501))
+    assert [line.step for line in run.read_metrics()] == list(range(1, 151))
     assert not (run.job / "restarts.jsonl").exists()
     if os.environ.get("ROLLCALL_LAB_PROCTRACK") is None:
         alone = RunDir(run.path.parent, "alone")  # not suspended: its losses are the same
