@@ -15,7 +15,7 @@ from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.world import World
 from rollcall.train.numerics.losses import Loss, valid_share
 from rollcall.train.numerics.metrics import Metric
-from rollcall.train.parallel import Strategy
+from rollcall.train.parallel.strategy import Strategy
 
 ROWS = 256
 """The fewest samples of one forward pass on a rank."""

@@ -23,7 +23,7 @@ from rollcall.train.data.order import Order, training_batches
 from rollcall.train.dist.world import Place, World
 from rollcall.train.exact.strategy import Exact
 from rollcall.train.numerics import losses
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.weights import start
 
 
@@ -53,7 +53,7 @@ def _plan(config: Config, ranks: int, node_size: int) -> str:
     try:
         place = Place("plan", world_size=ranks, local_world_size=node_size)
         world = World(place, torch.device("cpu"))
-        kind = Exact if config.exact else Composed
+        kind = Exact if config.exact else Strategy
         strategy = kind(config, world, losses.Objective(losses.of(config)))
         source = sets.load(config.data, world, config.seed)
         batch = config.data.global_batch

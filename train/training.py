@@ -35,8 +35,7 @@ from rollcall.train.metrics import Metrics
 from rollcall.train.models import huggingface
 from rollcall.train.numerics import losses, optim, precision
 from rollcall.train.numerics.randomness import set_seed
-from rollcall.train.parallel import Strategy
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery import memory
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
@@ -130,7 +129,7 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     strategy = (
         Exact(config, world, objective, recorder.step)
         if config.exact
-        else Composed(config, world, objective)
+        else Strategy(config, world, objective)
     )
     source = sets.load(config.data, world, config.seed)
     deadline = Deadline(run.run_dir.path)

@@ -22,9 +22,9 @@ from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import Ema, drop_gathered
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
-from rollcall.train.parallel import Strategy
 from rollcall.train.parallel.part import UnusedWeights
 from rollcall.train.parallel.shard import local_optimizer
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery import memory
 from rollcall.train.recovery.policy import Recovery
 from rollcall.train.recovery.spikes import Spikes

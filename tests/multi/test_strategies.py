@@ -34,7 +34,7 @@ from rollcall.train.data.order import validation_batches
 from rollcall.train.dist.world import World
 from rollcall.train.matrix import Job
 from rollcall.train.numerics import losses
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 
 # Eight steps of 50 samples, the last of 24: with four ranks two of them have nothing but padding.
 # The norm of the gradient is above the clip at some steps and below at others.
@@ -280,10 +280,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def _record_gradients(roots: list[Path]) -> None:
     """Let every rank write the gradients it has part in, and masks, at the first clip of a run."""
-    clip, pending = Composed.clip, iter(roots)
-    seen: list[Composed] = []
+    clip, pending = Strategy.clip, iter(roots)
+    seen: list[Strategy] = []
 
-    def clip_and_record(strategy: Composed, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def clip_and_record(strategy: Strategy, *args: Any, **kwargs: Any) -> torch.Tensor:
         found: dict[str, Any] = {
             name: weight.grad for name, weight in strategy.model.named_parameters()
         }
@@ -306,7 +306,7 @@ def _record_gradients(roots: list[Path]) -> None:
         user_code.MASKS.clear()
         return clip(strategy, *args, **kwargs)
 
-    setattr(Composed, "clip", clip_and_record)  # noqa: B010
+    setattr(Strategy, "clip", clip_and_record)  # noqa: B010
 
 
 @pytest.mark.timeout(900)  # the first one makes all of as many ranks
@@ -559,7 +559,7 @@ def _count_collectives(rank: int, port: int, file: Path) -> None:
         config = parse([f"parallel.strategy={name}"])[1]
         source = sets.load(config.data, world)
         batch = next(validation_batches(source, 4, world.rank, world.world_size))
-        strategy = Composed(config, world, losses.Objective(losses.build("cross_entropy")))
+        strategy = Strategy(config, world, losses.Objective(losses.build("cross_entropy")))
         strategy.place(models.build(config.model, source), batch)
         strategy.warm_up(batch)
         counts[name] = []

@@ -29,7 +29,7 @@ from rollcall.train.data import sets
 from rollcall.train.data.order import validation_batches
 from rollcall.train.dist.world import World
 from rollcall.train.numerics import losses
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.weights import start, stored
 
 GPT = ["gpt", "data.seq_len=16", "data.global_batch=4", "model.hidden_size=32", "log.every=1"]
@@ -148,7 +148,7 @@ def _traffic(rank: int, port: int, file: Path) -> None:
             source = sets.load(config.data, world)
             begin = start.built(config, partial(models.build, config.model, source))
             batch = next(validation_batches(source, 4, world.rank, 2))
-            strategy = Composed(config, world, losses.Objective(losses.build("cross_entropy")))
+            strategy = Strategy(config, world, losses.Objective(losses.build("cross_entropy")))
             strategy.place(begin.model, batch, begin.fill)
             strategy.forward_backward([batch], 8)
             strategy.model.zero_grad()

@@ -23,12 +23,12 @@ from rollcall.train.exact import virtual_shards
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import Fill
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 
 OnStep = Callable[[nn.Module, Sequence[Batch], Sequence[torch.Tensor]], object]
 
 
-class Exact(Composed):
+class Exact(Strategy):
     """Replicas whose weights do not depend on the number of ranks."""
 
     def __init__(

@@ -30,8 +30,8 @@ from rollcall.train.dist.agreement import one_slot
 from rollcall.train.dist.run import Run
 from rollcall.train.health import crosscheck
 from rollcall.train.numerics.randomness import kept, set_seed
-from rollcall.train.parallel import Strategy
 from rollcall.train.parallel.modes import evaluating
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery import memory
 
 EVENT = "spread_checked"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollcall.train.data.source import Source
     from rollcall.train.dist.signals import StopSignals
     from rollcall.train.dist.world import World
-    from rollcall.train.parallel import Strategy
+    from rollcall.train.parallel.strategy import Strategy
 
 
 BEST = "use the checkpoint with the best validation, not the newest"
@@ -107,7 +107,7 @@ def load(
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
     from rollcall.train.numerics.ema import Ema
-    from rollcall.train.parallel.strategy import OPTIONS, Composed
+    from rollcall.train.parallel.strategy import OPTIONS, Strategy
     from rollcall.train.update import drop_frozen
     from rollcall.train.weights import start
 
@@ -115,7 +115,7 @@ def load(
     if checkpoints.newest() is None:
         raise ConfigError(f"{run_dir.path} has no checkpoint yet; train it first")
     precision.prepare(config.precision, world.device)
-    strategy = Composed(config, world, losses.Objective(losses.of(config)))
+    strategy = Strategy(config, world, losses.Objective(losses.of(config)))
     source = None if with_data else _recorded(run_dir, config, world)
     source = source or sets.load(config.data, world, config.seed)
 

@@ -17,7 +17,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import FaultError
 from rollcall.train.dist.run import Run
 from rollcall.train.numerics.losses import Objective
-from rollcall.train.parallel import Strategy
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery.memory import faults_of
 from rollcall.train.recovery.nonfinite import BACKWARD, NOWHERE, Finding, Witness
 

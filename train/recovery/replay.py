@@ -81,7 +81,7 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
     from rollcall.train.numerics.randomness import set_seed
-    from rollcall.train.parallel.strategy import Composed
+    from rollcall.train.parallel.strategy import Strategy
     from rollcall.train.recovery.nonfinite import NOWHERE, Witness
     from rollcall.train.weights import start
 
@@ -101,7 +101,7 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
         return models.adapt(models.build(config.model, source), config, world.device)
 
     begin = start.built(config, make, draws=False)
-    strategy = Composed(config, world, objective)
+    strategy = Strategy(config, world, objective)
     batch = next(training_batches(source, order, rows, range(step - 1, step)))
     strategy.place(begin.model, batch, begin.fill)
     state = {"model": dict(begin.model.state_dict())}
