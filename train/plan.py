@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 # Internal to torch (2.11 to 2.15); torch's own tests of imaginary worlds use it.
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,11 +57,7 @@ def _plan(config: Config, ranks: int, node_size: int) -> str:
         source = sets.load(config.data, world, config.seed)
         batch = config.data.global_batch
         order = Order.of_run(config, source)
-
-        def make() -> nn.Module:
-            return models.adapt(models.build(config.model, source), config, world.device)
-
-        model = start.built(config, make).model
+        model = start.built(config, models.maker(config, source, world.device)).model
         count = sum(parameter.numel() for parameter in model.parameters())
         example = next(training_batches(source, order, range(2), range(order.steps)))
         strategy.place(model, example)

@@ -6,8 +6,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch import nn
-
 from rollcall.config import Config, ConfigError, arguments
 from rollcall.deadline import Deadline
 from rollcall.process import keep_output
@@ -162,11 +160,7 @@ def _place_model(
     Return its start, and factors from samples per second to other figures.
     """
     config, world = run.config, run.world
-
-    def make() -> nn.Module:
-        return models.adapt(models.build(config.model, source), config, world.device)
-
-    begin = start(run, make)
+    begin = start(run, models.maker(config, source, world.device))
     model = begin.model
     crosscheck.check(world, config, model)
     example = spread.example

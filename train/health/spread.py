@@ -30,7 +30,7 @@ from rollcall.train.dist.agreement import one_slot
 from rollcall.train.dist.run import Run
 from rollcall.train.health import crosscheck
 from rollcall.train.numerics.randomness import kept, set_seed
-from rollcall.train.parallel.modes import evaluating
+from rollcall.train.parallel.part import evaluating
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery import memory
 

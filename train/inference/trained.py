@@ -15,8 +15,6 @@ from rollcall.run_dir import RunDir, named
 from rollcall.text import did_you_mean
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rollcall.train.data.source import Source
     from rollcall.train.dist.signals import StopSignals
     from rollcall.train.dist.world import World
@@ -118,11 +116,7 @@ def load(
     strategy = Strategy(config, world, losses.Objective(losses.of(config)))
     source = None if with_data else _recorded(run_dir, config, world)
     source = source or sets.load(config.data, world, config.seed)
-
-    def make() -> "nn.Module":
-        return models.adapt(models.build(config.model, source), config, world.device)
-
-    begin = start.built(config, make, draws=False)
+    begin = start.built(config, models.maker(config, source, world.device), draws=False)
     if not config.checkpoint.save_frozen:
         start.read_init(begin, config, world)
     order = Order(source.train_size, 2, 2, config.seed)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config.schema import ConfigError
 from rollcall.train.dist.world import World
-from rollcall.train.parallel.modes import evaluating
+from rollcall.train.parallel.part import evaluating
 
 Groups = Sequence[dict[str, nn.Module]]
 TIMED = 5

@@ -22,8 +22,13 @@ from rollcall.train.numerics.losses import Objective, Sums
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.parallel.assembly import parts, weights_mesh
 from rollcall.train.parallel.gradients import by_mesh, clip
-from rollcall.train.parallel.modes import evaluating
-from rollcall.train.parallel.part import Fill, MakeOptimizer, UnusedWeights, local_bytes
+from rollcall.train.parallel.part import (
+    Fill,
+    MakeOptimizer,
+    UnusedWeights,
+    evaluating,
+    local_bytes,
+)
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import local_optimizer
 

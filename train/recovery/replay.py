@@ -18,8 +18,6 @@ from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.contents import Damaged
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rollcall.train.dist.world import World
 
 USAGE = """\
@@ -96,11 +94,7 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     order = Order(source.train_size, samples + batch_size, batch_size, config.seed)
     order.continue_from(step - 1, facts)
     rows = range(*fault["rows"])
-
-    def make() -> "nn.Module":
-        return models.adapt(models.build(config.model, source), config, world.device)
-
-    begin = start.built(config, make, draws=False)
+    begin = start.built(config, models.maker(config, source, world.device), draws=False)
     strategy = Strategy(config, world, objective)
     batch = next(training_batches(source, order, rows, range(step - 1, step)))
     strategy.place(begin.model, batch, begin.fill)
