@@ -7,6 +7,7 @@ the end rank 0 concatenates them.
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from rollcall.refusal import refuse
 from rollcall.run_dir import RunDir
 from rollcall.train.inference import trained
 from rollcall.train.inference.parts import Parts
+from rollcall.train.main import on_all_ranks
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -81,7 +83,7 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError(f"--batch: expected at least 1, got {options.batch}")
     except ConfigError as error:
         return refuse(error)
-    return trained.on_all_ranks(config, partial(_predict, run_dir, config, options))
+    return on_all_ranks(config.device, partial(_predict, run_dir, config, options))
 
 
 def _predict(
@@ -90,7 +92,7 @@ def _predict(
     options: argparse.Namespace,
     world: "World",
     stop: "StopSignals",
-) -> bool:
+) -> int:
     from rollcall.train.inference.outputs import FORMATS
 
     with trained.load(run_dir, config, world, options.input is None, options.best) as model:
@@ -118,7 +120,7 @@ def _predict(
             f"{count / seconds:,.0f} samples/s; {end}",
             flush=True,
         )
-    return not left
+    return os.EX_TEMPFAIL if left else 0
 
 
 def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

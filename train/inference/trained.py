@@ -1,8 +1,7 @@
 """Load the model of a run from its newest checkpoint, spread over the ranks."""
 
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rollcall import config as schema
 from rollcall.config import Config, ConfigError
-from rollcall.refusal import PATIENCE, REFUSED, refuse
 from rollcall.run_dir import RunDir, named
 from rollcall.text import did_you_mean
 
 if TYPE_CHECKING:
     from rollcall.train.data.source import Source
-    from rollcall.train.dist.signals import StopSignals
     from rollcall.train.dist.world import World
     from rollcall.train.parallel.strategy import Strategy
 
@@ -54,30 +51,6 @@ def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
     _, config = schema.parse([str(place / "config.yaml"), *words])
     # Exact mode only matters for training, and would limit the number of ranks.
     return RunDir(place.parent, place.name), config.model_copy(update={"exact": False})
-
-
-def on_all_ranks(config: Config, work: "Callable[[World, StopSignals], bool]") -> int:
-    """Join all ranks and run `work`; return an exit code, as `rollcall train` does.
-
-    `work` returns whether it is complete; False means that a signal asked it to stop.
-    """
-    from rollcall.train.dist.signals import StopSignals
-    from rollcall.train.dist.world import World
-
-    with StopSignals() as stop:
-        try:
-            world = World.join(config.device)
-        except ConfigError as error:
-            return refuse(error, everywhere=False)
-        refusal = None
-        try:
-            code = 0 if work(world, stop) else os.EX_TEMPFAIL
-        except ConfigError as error:
-            refusal, code = error, REFUSED
-    if refusal is not None:  # not before: the launcher's signals end a rank that waits
-        refuse(refusal, patience=0 if stop.received else PATIENCE)
-    world.leave()
-    return code
 
 
 @contextmanager
