@@ -131,10 +131,9 @@ def _check_exact(config: Config) -> None:
                 raise ValueError(f"{key} needs exact mode; set exact=true, or remove the key")
         return
     if parallel.strategy not in ("single", "ddp") or {*parse(parallel.mesh_text)} - {"replicate"}:
-        key = "strategy" if parallel.mesh is None else "mesh"
         raise ValueError(
             f"exact=true sums whole gradients in a fixed order, which does not work with "
-            f"parallel.{key}={getattr(parallel, key)}; choose parallel.strategy=ddp or single"
+            f"{parallel.choice}; choose parallel.strategy=ddp or single"
         )
     for name in DDP_KEYS:
         if _is_set(parallel, name):

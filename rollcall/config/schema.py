@@ -451,6 +451,12 @@ class Parallel(Section):
     )
 
     @property
+    def choice(self) -> str:
+        """The key that chooses the mesh and its value, for messages."""
+        key = f"strategy={self.strategy}" if self.mesh is None else f"mesh={self.mesh}"
+        return f"parallel.{key}"
+
+    @property
     def mesh_text(self) -> str:
         """The mesh as text: the configured one, or the strategy's default."""
         return PRESETS[self.strategy].mesh if self.mesh is None else self.mesh
@@ -474,8 +480,7 @@ class Parallel(Section):
         try:
             return fit(self.mesh_text, world_size, node_size)
         except ValueError as error:
-            key = f"strategy={self.strategy}" if self.mesh is None else f"mesh={self.mesh}"
-            raise ConfigError(f"parallel.{key} {error}") from None
+            raise ConfigError(f"{self.choice} {error}") from None
 
 
 class Checkpoint(Section):

@@ -207,9 +207,9 @@ class Spread:
             wrong = wrong or "its output differs"
         first = f", first in the output of {module or 'the model'}" * (module is not None)
         problem = wrong and (
-            f"{_key_of(self._run)} computes something else than one rank would: {wrong}{first} on "
-            f"rank {self._world.rank}; look for {' or '.join(self._strategy.suspicions)}; or set "
-            "parallel.check=off to train anyway"
+            f"{self._run.config.parallel.choice} computes something else than one rank would: "
+            f"{wrong}{first} on rank {self._world.rank}; look for "
+            f"{' or '.join(self._strategy.suspicions)}; or set parallel.check=off to train anyway"
         )
         # What a rank sees in a module comes first, and then what all ranks see in the sum.
         self._world.raise_together(problem if module else "")
@@ -283,10 +283,10 @@ class Spread:
         for what, span, mine in zip(shared, spans.tolist(), shared.values(), strict=True):
             if not span <= self._tolerance * mine.norm * math.sqrt(mine.sums.numel()):
                 return (
-                    f"{_key_of(self._run)}: {what} differs between the ranks of a tensor group, "
-                    "which all compute it: do not seed generators in the model, and keep dropout "
-                    "either between a columns and a rows layer or outside of such pairs; or set "
-                    "parallel.check=off to train anyway"
+                    f"{self._run.config.parallel.choice}: {what} differs between the ranks of a "
+                    "tensor group, which all compute it: do not seed generators in the model, and "
+                    "keep dropout either between a columns and a rows layer or outside of such "
+                    "pairs; or set parallel.check=off to train anyway"
                 )
         return ""
 
@@ -377,13 +377,6 @@ def _next_numbers(device: torch.device) -> list[float]:
             np.random.random(),
             *(float(torch.rand((), device=each)) for each in generators),
         ]
-
-
-def _key_of(run: Run) -> str:
-    parallel = run.config.parallel
-    return f"parallel.{'strategy' if parallel.mesh is None else 'mesh'}=" + (
-        parallel.strategy if parallel.mesh is None else parallel.mesh
-    )
 
 
 def _digest(run: Run) -> str:
