@@ -354,12 +354,9 @@ def _signature(node: ast.FunctionDef) -> inspect.Signature:
     arguments = node.args
     arguments.defaults = [_literal(one) for one in arguments.defaults]
     arguments.kw_defaults = [one and _literal(one) for one in arguments.kw_defaults]
-    stub = ast.parse("from __future__ import annotations\ndef stub(): pass")
-    function = stub.body[1]
-    assert isinstance(function, ast.FunctionDef)
-    function.args = arguments
+    stub = f"from __future__ import annotations\ndef stub({ast.unparse(arguments)}): ..."
     names: dict[str, Any] = {"UNKNOWN": UNKNOWN}
-    exec(compile(ast.fix_missing_locations(stub), "<signature>", "exec"), names)
+    exec(stub, names)
     return inspect.signature(names["stub"])
 
 
@@ -372,12 +369,8 @@ def _literal(default: ast.expr) -> ast.expr:
 
 
 @cache
-def _parsed(path: Path, _time: float) -> ast.Module:
-    return ast.parse(path.read_bytes())
-
-
 def _tree(path: Path) -> ast.Module:
-    return _parsed(path, path.stat().st_mtime)
+    return ast.parse(path.read_bytes())
 
 
 def _aliases(node: ast.stmt) -> list[ast.alias]:
