@@ -51,7 +51,7 @@ def _rank(words: list[str], folder: Path) -> None:
 
     from rollcall.config import parse
     from rollcall.train import models
-    from rollcall.train.checkpoint import SharedEngine
+    from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.dist.world import World

@@ -72,8 +72,9 @@ def load(
     from torch.distributed.checkpoint import state_dict
 
     from rollcall.train import models
-    from rollcall.train.checkpoint import SharedEngine, cadence, manifest
+    from rollcall.train.checkpoint import cadence, manifest
     from rollcall.train.checkpoint.contents import Damaged
+    from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rollcall.activity import doing
 from rollcall.records.files import write_atomic
-from rollcall.train.checkpoint import SharedEngine
+from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import FaultError

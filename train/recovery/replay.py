@@ -74,7 +74,7 @@ def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
 
 def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) -> int:
     from rollcall.train import models
-    from rollcall.train.checkpoint import SharedEngine
+    from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
