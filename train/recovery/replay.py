@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcall import config as schema
 from rollcall.config import Config, ConfigError
-from rollcall.run_dir import named
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.inference import trained
 
 if TYPE_CHECKING:
     from rollcall.train.dist.world import World
@@ -38,18 +37,16 @@ def main(words: Sequence[str]) -> int:
         return 0 if wants_help else 2
     try:
         name, step, *settings = words
-        run = named(name, "config.yaml")
-        if run is None:
-            raise ConfigError(f"{name} is neither a run directory nor the name of a run in runs/")
         if not step.isdigit():
             raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
+        run_dir, config = trained.find(name, settings)
+        run = run_dir.path
         directory = layout.place(run / "faults", int(step))
         facts = manifest.read(directory).facts if directory.exists() else {}
         if "fault" not in facts:
             found = sorted(layout.published(run / "faults"))
             steps = ", ".join(map(str, found)) or "none"
             raise ConfigError(f"{directory}: this step was not kept; kept steps: {steps}")
-        _, config = schema.parse([str(run / "config.yaml"), *settings])
         return _replay(config, run, facts)
     except (ConfigError, Damaged) as error:
         print(f"rollcall: error: {error}", file=sys.stderr)
@@ -64,7 +61,7 @@ def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
         os.environ.pop(name, None)
     parallel = type(config.parallel)(strategy="single")
     sets = config.data.model_copy(update={"micro_batch": facts["fault"]["micro_batch"]})
-    update = {"parallel": parallel, "data": sets, "exact": False}
+    update = {"parallel": parallel, "data": sets}
     world = World.join(config.device)
     try:
         return _repeat(config.model_copy(update=update), world, run, facts)
