@@ -219,6 +219,12 @@ class World:
         dist.all_reduce(sums)
         return sums.tolist()
 
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, of the same shape: (world_size, *mine.shape)."""
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine)
+        return torch.stack(every)
+
     def replicate(self, model: nn.Module) -> DistributedDataParallel:
         """Move a model to this rank's device, and average its gradients over all ranks.
 
