@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -26,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from rollcall.config.mesh import parse
 from rollcall.text import size
 from rollcall.train.data.source import Batch
-from rollcall.train.dist.agreement import one_slot
 from rollcall.train.dist.run import Run
 from rollcall.train.health import crosscheck
 from rollcall.train.numerics.randomness import kept, set_seed
@@ -188,8 +186,7 @@ class Spread:
         """Return a problem if the plain models of the ranks differ."""
         assert self._plain is not None
         world = self._world
-        losses = one_slot(self._plain.loss, world.rank, world.world_size)
-        dist.all_reduce(losses)
+        losses = world.gather(torch.tensor([self._plain.loss]))
         if float(losses.max() - losses.min()) <= self._tolerance * float(losses.abs().max()):
             return ""
         return (

@@ -185,7 +185,9 @@ def _compute(
     batches = loading.batches(
         dataset, "the input", select, range(turns * passes), model.source.form
     )
-    writes = _is_first_of_share(strategy.data_rank, world)
+    # Of the ranks that have the same share and compute the same outputs, the first writes them.
+    shares = world.gather(torch.tensor([strategy.data_rank])).flatten().tolist()
+    writes = shares.index(strategy.data_rank) == world.rank
     content: list[Any] = []
     for number, read in enumerate(batches):
         outputs = strategy.forward(read.to(world.device)).cpu()
@@ -205,9 +207,3 @@ def _compute(
         content = []
         if asked:
             return
-
-
-def _is_first_of_share(share: int, world: "World") -> bool:
-    """Whether this rank writes the outputs that all ranks with the same share compute."""
-    slots = [share if rank == world.rank else 0 for rank in range(world.world_size)]
-    return world.sum(*slots).index(share) == world.rank

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from rollcall.activity import doing
 from rollcall.records.files import write_atomic
@@ -193,11 +192,8 @@ class Recovery:
 
     def _first(self, turn: float, fault: Fault) -> Fault:
         """Return the fault of the rank with the smallest turn, on every rank."""
-        first = torch.tensor([turn], dtype=torch.float64)
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        owner = torch.tensor([self._world.rank if first == turn else self._world.world_size])
-        dist.all_reduce(owner, dist.ReduceOp.MIN)
-        text = self._world.broadcast_text(json.dumps(asdict(fault)), int(owner))
+        turns = self._world.gather(torch.tensor([turn], dtype=torch.float64)).flatten().tolist()
+        text = self._world.broadcast_text(json.dumps(asdict(fault)), turns.index(min(turns)))
         return Fault(**json.loads(text))
 
     def _report(self, fault: Fault, is_spike: bool) -> None:
