@@ -7,6 +7,7 @@ The environment says who started the process: torchrun, a Slurm step (`srun`) or
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import socket
 import sys
@@ -193,6 +194,10 @@ class World:
             data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, source)
         return bytes(data.tolist()).decode()
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the source rank's value on every rank: one that JSON can hold."""
+        return json.loads(self.broadcast_text(json.dumps(value), source))
 
     def raise_together(self, problem: str) -> None:
         """Raise ConfigError on every rank if `problem` is not empty on one, so that no rank waits."""

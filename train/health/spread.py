@@ -85,7 +85,7 @@ class Spread:
         if is_off or not self._strategy.changes_passes:
             return
         self._key = _digest(self._run)
-        if world.broadcast_text("known" if self._is_known() else ""):
+        if world.broadcast(self._is_known()):
             return
         self._tolerance = _tolerance(model, self._strategy.rounds)
         reason = world.first_problem(self._obstacle(model))

@@ -1,6 +1,5 @@
 """Load the model of a run from its newest checkpoint, spread over the ranks."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -128,5 +127,5 @@ def _recorded(run_dir: RunDir, config: Config, world: "World") -> "Source | None
     from rollcall.train.data import sets
 
     facts = run_dir.read_events("data")[-1:] if world.is_main else []
-    facts = json.loads(world.broadcast_text(json.dumps(facts)))
+    facts = world.broadcast(facts)
     return sets.without_samples(config.data, facts[0]) if facts else None

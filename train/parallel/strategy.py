@@ -448,7 +448,7 @@ def _node_size(config: Config, world: World) -> int:
     mine = world.place.local_world_size
     if NODE not in config.parallel.mesh_text:
         return mine
-    first = int(world.broadcast_text(str(mine)))
+    first = world.broadcast(mine)
     world.raise_together(
         ""
         if mine == first

@@ -83,8 +83,8 @@ class Recovery:
         if self._snapshots:
             self._snapshots.clean()
         path = self._directory / LEFT_OUT
-        text = path.read_text() if self._world.is_main and path.exists() else "[]"
-        self.left_out = {int(step) for step in json.loads(self._world.broadcast_text(text))}
+        found = json.loads(path.read_text()) if self._world.is_main and path.exists() else []
+        self.left_out = {int(step) for step in self._world.broadcast(found)}
 
     def succeeded(self, step: int) -> None:
         """Note that a step, counted from 1, changed the weights."""
@@ -193,8 +193,7 @@ class Recovery:
     def _first(self, turn: float, fault: Fault) -> Fault:
         """Return the fault of the rank with the smallest turn, on every rank."""
         turns = self._world.gather(torch.tensor([turn], dtype=torch.float64)).flatten().tolist()
-        text = self._world.broadcast_text(json.dumps(asdict(fault)), turns.index(min(turns)))
-        return Fault(**json.loads(text))
+        return Fault(**self._world.broadcast(asdict(fault), turns.index(min(turns))))
 
     def _report(self, fault: Fault, is_spike: bool) -> None:
         samples = ", ".join(map(str, fault.samples[:SAMPLES_SHOWN])) or "unknown"

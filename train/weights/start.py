@@ -152,7 +152,7 @@ def start(run: Run, make: Callable[[], nn.Module]) -> Start:
     if found.reason:
         run.say(f"rollcall: every rank builds the whole model first: {found.reason}")
     has_checkpoint = world.is_main and any(run.run_dir.checkpoints.glob("step-*"))
-    resumes = bool(world.broadcast_text("resumes" if has_checkpoint else ""))
+    resumes = world.broadcast(has_checkpoint)
     if config.model.init is not None and not (resumes and config.checkpoint.save_frozen):
         read_init(found, config, world)
         run.say(f"rollcall: model.init={config.model.init}: {found.report}")
