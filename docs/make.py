@@ -238,7 +238,7 @@ def reference() -> str:
         "explains one key.",
     ]
     section = None
-    for name, kind, default, meaning in describe():
+    for name, kind, default, meaning, _ in describe():
         first = name.partition(".")[0] if "." in name else ""
         if first != section:
             section = first

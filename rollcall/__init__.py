@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rollcall.config import Config as Config
     from rollcall.run_dir import RunDir as RunDir
-    from rollcall.train.checkpoint import Checkpointer as Checkpointer
+    from rollcall.train.checkpoint.checkpointer import Checkpointer as Checkpointer
     from rollcall.train.data.loader import Loader as Loader
     from rollcall.train.data.order import Order as Order
     from rollcall.train.dist.signals import StopSignals as StopSignals
     from rollcall.train.dist.world import World as World
 
 _MODULES = {
-    "Checkpointer": "rollcall.train.checkpoint",
+    "Checkpointer": "rollcall.train.checkpoint.checkpointer",
     "Config": "rollcall.config",
     "Loader": "rollcall.train.data.loader",
     "Order": "rollcall.train.data.order",

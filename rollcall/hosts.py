@@ -34,7 +34,7 @@ def expand(nodelist: str) -> list[str]:
     `rack[1-2]node[03-04,7],login` has seven names: brackets multiply, and leading zeros stay.
     """
     names: list[str] = []
-    for part in _split(nodelist):
+    for part in filter(None, re.split(r",(?![^\[]*\])", nodelist)):  # commas outside of brackets
         pieces = re.split(r"\[([^\[\]]*)\]", part)
         if any(bracket in piece for piece in pieces[::2] for bracket in "[]"):
             raise ValueError(f"'{nodelist}' is not a node list: unbalanced brackets")
@@ -65,21 +65,6 @@ def route(peer: str) -> Route:
 def port(key: str) -> int:
     """Return a port from 20000 to 29999 that depends only on `key`, so that jobs rarely collide."""
     return FIRST_PORT + zlib.crc32(key.encode()) % PORTS
-
-
-def _split(nodelist: str) -> Iterator[str]:
-    """Yield the parts between commas outside of brackets."""
-    part, depth = "", 0
-    for char in nodelist:
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            if part:
-                yield part
-            part = ""
-        else:
-            part += char
-    if part:
-        yield part
 
 
 def _numbers(ranges: str, nodelist: str) -> Iterator[str]:

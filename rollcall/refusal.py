@@ -41,16 +41,20 @@ def refuse(error: Exception | str, everywhere: bool = True, patience: float = PA
     return REFUSED
 
 
+def tell_torchrun(file: Path, text: str, when: float, **more: str) -> None:
+    """Write torchrun's error file, as torch.distributed.elastic does."""
+    said = {"message": text, "extraInfo": {**more, "timestamp": str(int(when))}}
+    write_atomic(file, json.dumps({"message": said}))
+
+
 def _write_error_file(text: str) -> bool | None:
     """Write torchrun's error file; False if another rank has done so, None without torchrun."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return None
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # <attempt>/<local rank>/error.json
-    # As torch.distributed.elastic writes it.
-    said = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
     try:
         (file.parents[1] / "refused").touch(exist_ok=False)
-        write_atomic(file, json.dumps(said))
+        tell_torchrun(file, text, time.time())
     except FileExistsError:
         return False
     except OSError:

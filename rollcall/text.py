@@ -22,6 +22,12 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: s
     return f", did you mean '{prefix}{match[0]}'?" if match else ""
 
 
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Return the first names, and how many there are more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a configuration: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`."""
     return {

@@ -26,7 +26,8 @@ from ranks import FORKSERVER, TIMEOUT, free_port
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rollcall.train.checkpoint import SharedEngine, layout
+from rollcall.train.checkpoint import layout
+from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.checkpoint.tools import export, verify
 from rollcall.train.dist.world import World
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.world import World
 from rollcall.train.numerics.losses import Loss, valid_share
 from rollcall.train.numerics.metrics import Metric
-from rollcall.train.parallel import Strategy
+from rollcall.train.parallel.strategy import Strategy
 
 ROWS = 256
 """The fewest samples of one forward pass on a rank."""
@@ -79,23 +79,19 @@ def evaluate(
     return Evaluation(found)
 
 
+@dataclass
 class _Set:
     """The evaluation of one validation set."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        source: Source,
-        world: World,
-        config: Config,
-        loss: Loss,
-        metrics: Mapping[str, Metric],
-        name: str,
-    ) -> None:
-        self._strategy, self._source, self._world = strategy, source, world
-        self._config, self._loss, self._metrics, self._name = config, loss, metrics, name
-        self._sizes: dict[str, tuple[int, int]] = {}  # of each figure: sums and weights
-        self._is_sequence = False
+    _strategy: Strategy
+    _source: Source
+    _world: World
+    _config: Config
+    _loss: Loss
+    _metrics: Mapping[str, Metric]
+    _name: str
+    _sizes: dict[str, tuple[int, int]] = field(default_factory=dict)  # of each: sums and weights
+    _is_sequence: bool = False
 
     def totals(self, is_asked_to_stop: Callable[[], bool]) -> list[float] | None:
         """Return the sums of all figures over all ranks; None if a rank was asked to stop."""

@@ -6,7 +6,9 @@ anything else failed.
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import rollcall.requirements as _packages  # noqa: F401
 from rollcall import config as schema
@@ -16,6 +18,10 @@ from rollcall.process import outlast_full_disks
 from rollcall.refusal import PATIENCE, REFUSED, refuse
 from rollcall.run_dir import FencedError
 from rollcall.train.dist import failure
+
+if TYPE_CHECKING:
+    from rollcall.train.dist.signals import StopSignals
+    from rollcall.train.dist.world import World
 
 EXIT_CODES = {"done": 0, "requeue": os.EX_TEMPFAIL, "stopped": os.EX_TEMPFAIL, "failed": 1}
 
@@ -37,29 +43,38 @@ def main(words: Sequence[str]) -> int:
     if "--print-config" in words:
         print(config.to_yaml(), end="")
         return 0
+    outlast_full_disks()
     try:
-        return _run(recipe, config)
+        return on_all_ranks(config.device, partial(_train, recipe, config))
     except Exception as error:
         failure.tell_torchrun(error)
         raise
 
 
-def _run(recipe: str, config: Config) -> int:
+def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") -> int:
+    from rollcall.train.training import train
+
+    return EXIT_CODES[train(recipe, config, world, signals)]
+
+
+def on_all_ranks(device: str, work: "Callable[[World, StopSignals], int]") -> int:
+    """Join all ranks on a kind of device, and do the work; return its exit code.
+
+    If the work is refused or cannot continue, one rank says so.
+    """
     # torch is imported only now, so that a wrong command line is answered at once.
     from rollcall.train.dist.agreement import FaultError
     from rollcall.train.dist.signals import StopSignals
     from rollcall.train.dist.world import World
-    from rollcall.train.training import train
 
-    outlast_full_disks()
     with StopSignals() as signals:
         try:
-            world = World.join(config.device)
+            world = World.join(device)
         except ConfigError as error:
             return refuse(error, everywhere=False)
         refusal: Exception | None = None
         try:
-            code = EXIT_CODES[train(recipe, config, world, signals)]
+            code = work(world, signals)
         except (ConfigError, FencedError) as error:
             refusal, code = error, REFUSED
         except FaultError as error:

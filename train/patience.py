@@ -1,6 +1,5 @@
 """Early stopping: has a validation metric stopped improving?"""
 
-import json
 import math
 
 from rollcall.config import ConfigError
@@ -36,8 +35,7 @@ class Patience:
                 value = event.get(self._name)
                 if isinstance(value, int | float) and event.get("step", math.inf) <= step:
                     found[event["step"]] = self._score(value)
-        pairs = json.loads(world.broadcast_text(json.dumps([*found.items()])))
-        self._scores = dict(pairs)
+        self._scores = dict(world.broadcast([*found.items()]))
 
     def add(self, step: int, figures: dict[str, float]) -> None:
         """Note an evaluation.

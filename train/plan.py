@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 # Internal to torch (2.11 to 2.15); torch's own tests of imaginary worlds use it.
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,7 +22,7 @@ from rollcall.train.data.order import Order, training_batches
 from rollcall.train.dist.world import Place, World
 from rollcall.train.exact.strategy import Exact
 from rollcall.train.numerics import losses
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.weights import start
 
 
@@ -53,16 +52,12 @@ def _plan(config: Config, ranks: int, node_size: int) -> str:
     try:
         place = Place("plan", world_size=ranks, local_world_size=node_size)
         world = World(place, torch.device("cpu"))
-        kind = Exact if config.exact else Composed
+        kind = Exact if config.exact else Strategy
         strategy = kind(config, world, losses.Objective(losses.of(config)))
         source = sets.load(config.data, world, config.seed)
         batch = config.data.global_batch
         order = Order.of_run(config, source)
-
-        def make() -> nn.Module:
-            return models.adapt(models.build(config.model, source), config, world.device)
-
-        model = start.built(config, make).model
+        model = start.built(config, models.maker(config, source, world.device)).model
         count = sum(parameter.numel() for parameter in model.parameters())
         example = next(training_batches(source, order, range(2), range(order.steps)))
         strategy.place(model, example)

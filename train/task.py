@@ -17,7 +17,7 @@ from rollcall.train.dist.stop import Stop
 from rollcall.train.evaluate import Evaluation, evaluate, shown
 from rollcall.train.numerics import metrics
 from rollcall.train.numerics.losses import Loss
-from rollcall.train.parallel import Strategy
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.patience import Patience
 
 QUIET = ("top5", "perplexity")

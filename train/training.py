@@ -6,8 +6,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch import nn
-
 from rollcall.config import Config, ConfigError, arguments
 from rollcall.deadline import Deadline
 from rollcall.process import keep_output
@@ -35,8 +33,7 @@ from rollcall.train.metrics import Metrics
 from rollcall.train.models import huggingface
 from rollcall.train.numerics import losses, optim, precision
 from rollcall.train.numerics.randomness import set_seed
-from rollcall.train.parallel import Strategy
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery import memory
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
@@ -130,7 +127,7 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     strategy = (
         Exact(config, world, objective, recorder.step)
         if config.exact
-        else Composed(config, world, objective)
+        else Strategy(config, world, objective)
     )
     source = sets.load(config.data, world, config.seed)
     deadline = Deadline(run.run_dir.path)
@@ -163,11 +160,7 @@ def _place_model(
     Return its start, and factors from samples per second to other figures.
     """
     config, world = run.config, run.world
-
-    def make() -> nn.Module:
-        return models.adapt(models.build(config.model, source), config, world.device)
-
-    begin = start(run, make)
+    begin = start(run, models.maker(config, source, world.device))
     model = begin.model
     crosscheck.check(world, config, model)
     example = spread.example

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rollcall.activity import doing
+from rollcall.text import listed
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import Action
@@ -22,16 +23,14 @@ from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import Ema, drop_gathered
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
-from rollcall.train.parallel import Strategy
 from rollcall.train.parallel.part import UnusedWeights
 from rollcall.train.parallel.shard import local_optimizer
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery import memory
 from rollcall.train.recovery.policy import Recovery
 from rollcall.train.recovery.spikes import Spikes
 
 NO, YES = torch.tensor(False), torch.tensor(True)
-NAMES_SHOWN = 8
-"""Unused weights that a message names."""
 
 
 class Update:
@@ -267,9 +266,7 @@ class Update:
         if self._idle is None:
             return
         names, self._idle = self._idle, None
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        text = ", ".join(names[:NAMES_SHOWN]) + more
-        if text := self._run.world.first_problem(text):
+        if text := self._run.world.first_problem(listed(names)):
             text = f"the loss does not use {text}; steps that do not use a weight do not change it"
             self._run.tell("unused_weights", text)
 

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from rollcall.text import table
-from rollcall.train.checkpoint import SharedEngine
+from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.dist.world import World
 
 WIDTH = 2048

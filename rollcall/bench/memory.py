@@ -51,20 +51,20 @@ def _rank(words: list[str], folder: Path) -> None:
 
     from rollcall.config import parse
     from rollcall.train import models
-    from rollcall.train.checkpoint import SharedEngine
+    from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.dist.world import World
     from rollcall.train.numerics import losses
     from rollcall.train.parallel.part import local_bytes
     from rollcall.train.parallel.shard import units
-    from rollcall.train.parallel.strategy import OPTIONS, Composed
+    from rollcall.train.parallel.strategy import OPTIONS, Strategy
     from rollcall.train.weights import start
 
     world = World.join("cpu")
     config = parse(words)[1]
     source = sets.load(config.data, world)
-    strategy = Composed(config, world, losses.Objective(losses.of(config)))
+    strategy = Strategy(config, world, losses.Objective(losses.of(config)))
     order = Order(source.train_size, 2, 2, config.seed)
     example = next(training_batches(source, order, range(2), range(1)))
     before = _resident("VmRSS")

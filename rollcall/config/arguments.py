@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollcall.config import catalog
 from rollcall.config.plugin import load_attribute
-from rollcall.config.refusals import EXPECTED
+from rollcall.config.refusals import expected
 from rollcall.config.schema import ConfigError
 from rollcall.config.synonyms import about_value
 from rollcall.text import did_you_mean
@@ -34,9 +34,7 @@ class Slot(NamedTuple):
 
     known: Mapping[str, str]  # short names
     given: tuple[str, ...]  # the parameters that rollcall passes
-    by_place: int = (
-        0  # this number of them, in order, also fills required parameters of other names
-    )
+    by_place: int = 0  # so many of them also fill required parameters of other names, in order
     is_called_later: bool = False  # a class is made of its arguments alone; its object is called
 
 
@@ -126,7 +124,7 @@ def checked(key: str, args_key: str, name: str, args: Mapping[str, Any], find: F
         elif parameter.default is parameter.empty:
             raise ConfigError(
                 f"{args_key}.{arg}: {name} needs this argument; set it, or give the parameter a "
-                f"default. rollcall passes {_listed(slot.given)} by these names"
+                f"default. rollcall passes {', '.join(slot.given)} by these names"
             )
         elif _is_plain(parameter.default):
             values[arg] = _plain(parameter.default)
@@ -163,28 +161,20 @@ def call(key: str, args_key: str, name: str, args: Mapping[str, Any], **given: A
 
 def complete(config: Any, find: Find = read) -> Any:
     """Return the configuration with checked arguments, and the defaults of those not given."""
-    train, optim, log = config.train, config.optim, config.log
-    update = {
-        "model": {"args": _args("model.name", "model.args", config.model, find)},
-        "data": {"args": _args("data.name", "data.args", config.data, find)},
-        "optim": {
-            "args": _args("optim.name", "optim.args", optim, find),
-            "schedule_args": checked(
-                "optim.schedule", "optim.schedule_args", optim.schedule, optim.schedule_args, find
-            ),
-        },
-        "train": {
-            "loss_args": checked(
-                "train.loss", "train.loss_args", train.loss, train.loss_args, find
-            ),
-            "metrics": _entries("train.metrics", train.metrics, find),
-            "callbacks": _entries("train.callbacks", train.callbacks, find),
-        },
-        "log": {"to": _entries("log.to", log.to, find)},
-    }
-    sections = {
-        name: getattr(config, name).model_copy(update=values) for name, values in update.items()
-    }
+    sections: dict[str, Any] = {}
+    for key in SLOTS:
+        section, _, field = key.partition(".")
+        group = sections.get(section, getattr(config, section))
+        named, args = getattr(group, field), "args" if field == "name" else f"{field}_args"
+        if isinstance(named, Mapping):  # several entries
+            entries = {}
+            for name, one in named.items():
+                values = checked(key, f"{key}.{name}.args", one.name, one.args, find)
+                entries[name] = one.model_copy(update={"args": values})
+            sections[section] = group.model_copy(update={field: entries})
+        elif hasattr(group, args):
+            values = checked(key, f"{section}.{args}", named, getattr(group, args), find)
+            sections[section] = group.model_copy(update={args: values})
     return config.model_copy(update=sections)
 
 
@@ -207,19 +197,6 @@ def describe(name: str) -> str:
             about = f"default: {one.default!r}"
         lines.append(f"  {one.name}  ({'; '.join(filter(None, [kind.strip(chr(39)), about]))})")
     return "\n".join(lines)
-
-
-def _args(key: str, args_key: str, section: Any, find: Find) -> Any:
-    return checked(key, args_key, section.name, section.args, find)
-
-
-def _entries(key: str, entries: Mapping[str, Any], find: Find) -> dict[str, Any]:
-    return {
-        name: entry.model_copy(
-            update={"args": checked(key, f"{key}.{name}.args", entry.name, entry.args, find)}
-        )
-        for name, entry in entries.items()
-    }
 
 
 def _full_name(key: str, name: str) -> str:
@@ -285,13 +262,9 @@ def _no_argument(
 ) -> str:
     if arg in slot.given:
         return f"{args_key}.{arg}: rollcall passes '{arg}' to {name} itself; remove the key"
-    takes = f"; it takes {_listed(tuple(parameters))}" if parameters else "; it takes none"
+    takes = f"; it takes {', '.join(parameters)}" if parameters else "; it takes none"
     hint = did_you_mean(arg, parameters, prefix=f"{args_key}.")
     return f"{args_key}.{arg}: {name} has no argument '{arg}'{hint or takes}"
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names)
 
 
 def _converted(key: str, parameter: inspect.Parameter, value: Any) -> Any:
@@ -303,11 +276,7 @@ def _converted(key: str, parameter: inspect.Parameter, value: Any) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        expected = EXPECTED.get(first["type"], "another value ({})".format(first["msg"]))
-        context = first.get("ctx", {})
-        text = expected.format(**context) if "{" in expected else expected
-        raise ConfigError(f"{key}: expected {text}, got {value!r}") from None
+        raise ConfigError(f"{key}: expected {expected(error.errors()[0])}, got {value!r}") from None
 
 
 def _type(parameter: inspect.Parameter) -> Any:
@@ -385,12 +354,9 @@ def _signature(node: ast.FunctionDef) -> inspect.Signature:
     arguments = node.args
     arguments.defaults = [_literal(one) for one in arguments.defaults]
     arguments.kw_defaults = [one and _literal(one) for one in arguments.kw_defaults]
-    stub = ast.parse("from __future__ import annotations\ndef stub(): pass")
-    function = stub.body[1]
-    assert isinstance(function, ast.FunctionDef)
-    function.args = arguments
+    stub = f"from __future__ import annotations\ndef stub({ast.unparse(arguments)}): ..."
     names: dict[str, Any] = {"UNKNOWN": UNKNOWN}
-    exec(compile(ast.fix_missing_locations(stub), "<signature>", "exec"), names)
+    exec(stub, names)
     return inspect.signature(names["stub"])
 
 
@@ -403,12 +369,8 @@ def _literal(default: ast.expr) -> ast.expr:
 
 
 @cache
-def _parsed(path: Path, _time: float) -> ast.Module:
-    return ast.parse(path.read_bytes())
-
-
 def _tree(path: Path) -> ast.Module:
-    return _parsed(path, path.stat().st_mtime)
+    return ast.parse(path.read_bytes())
 
 
 def _aliases(node: ast.stmt) -> list[ast.alias]:

@@ -81,7 +81,7 @@ def _check_unused_parallel_keys(parallel: Parallel) -> None:
     for keys, is_used, users, choice in (
         (("cpu_offload",), has_fsdp, "zero2, zero3 and hsdp", "choose one of them"),
         (DDP_KEYS, has_ddp, "ddp and zero1", "choose one of them"),
-        (("schedule", "balance"), "pipeline" in names, "pipelines", "choose pipeline or split"),
+        (("schedule",), "pipeline" in names, "pipelines", "choose pipeline or split"),
         (("stages_per_rank",), is_looped, ", ".join(LOOPED), "set parallel.schedule to one"),
         (("sequence_parallel",), "tensor" in names, "tensor parallelism", "choose tensor"),
     ):
@@ -131,10 +131,9 @@ def _check_exact(config: Config) -> None:
                 raise ValueError(f"{key} needs exact mode; set exact=true, or remove the key")
         return
     if parallel.strategy not in ("single", "ddp") or {*parse(parallel.mesh_text)} - {"replicate"}:
-        key = "strategy" if parallel.mesh is None else "mesh"
         raise ValueError(
             f"exact=true sums whole gradients in a fixed order, which does not work with "
-            f"parallel.{key}={getattr(parallel, key)}; choose parallel.strategy=ddp or single"
+            f"{parallel.choice}; choose parallel.strategy=ddp or single"
         )
     for name in DDP_KEYS:
         if _is_set(parallel, name):

@@ -18,6 +18,7 @@ class Key(NamedTuple):
     type: str
     default: Any
     meaning: str
+    on_resume: OnResume  # what happens if a run is resumed with another value
 
 
 def describe(section: Any = Config, prefix: str = "") -> Iterator[Key]:
@@ -26,20 +27,15 @@ def describe(section: Any = Config, prefix: str = "") -> Iterator[Key]:
         if _is_section(field.annotation):
             yield from describe(field.annotation, f"{prefix}{name}.")
         else:
-            kind = _type_name(field.annotation)
-            yield Key(prefix + name, kind, field.default, field.description or "")
-
-
-def on_resume(section: Any = Config, prefix: str = "") -> dict[str, OnResume]:
-    """Return what happens to each key, by dotted name, if a run is resumed with another value."""
-    found: dict[str, OnResume] = {}
-    for name, field in section.model_fields.items():
-        if _is_section(field.annotation):
-            found |= on_resume(field.annotation, f"{prefix}{name}.")
-        else:
+            kind, meaning = _type_name(field.annotation), field.description or ""
             own = (rule for rule in field.metadata if isinstance(rule, OnResume))
-            found[prefix + name] = next(own, section.ON_RESUME)
-    return found
+            rule = next(own, section.ON_RESUME)
+            yield Key(prefix + name, kind, field.default, meaning, rule)
+
+
+def on_resume() -> dict[str, OnResume]:
+    """Return what happens to each key, by dotted name, if a run is resumed with another value."""
+    return {key.name: key.on_resume for key in describe()}
 
 
 def sections() -> dict[str, str]:

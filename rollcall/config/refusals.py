@@ -1,6 +1,7 @@
 """What is wrong with a configuration, in one line per mistake. No torch."""
 
 import difflib
+import re
 import reprlib
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -84,14 +85,15 @@ def _line(key: str, errors: list[Any]) -> str:
     if key in sections():
         first = next(item.name for item in describe() if item.name.startswith(f"{key}."))
         return f"{key}: expected a section with keys such as {first}, got {got}"
-    expected = " or ".join(dict.fromkeys(map(_expected, errors)))
-    choices = [_expected(error) for error in errors if error["type"] == "literal_error"]
-    words = " ".join(choices).replace(",", "").split()
+    wanted = " or ".join(dict.fromkeys(map(expected, errors))).replace("'", "")
+    choices = [expected(error) for error in errors if error["type"] == "literal_error"]
+    words = re.sub("[',]", "", " ".join(choices)).split()
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
-    return f"{key}: expected {expected}, got {got}{hint}"
+    return f"{key}: expected {wanted}, got {got}{hint}"
 
 
-def _expected(error: Any) -> str:
+def expected(error: Any) -> str:
+    """Return what one of pydantic's errors says was expected."""
     if error["type"] not in EXPECTED:
         return f"another value ({error['msg']})"
-    return EXPECTED[error["type"]].format(**error.get("ctx", {})).replace("'", "")
+    return EXPECTED[error["type"]].format(**error.get("ctx", {}))

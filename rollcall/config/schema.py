@@ -216,9 +216,8 @@ class Model(Section):
     dropout: float = _key(0.0, "Probability that dropout zeroes a hidden unit.", ge=0, lt=1)
     init: str | None = _key(
         None,
-        "Weights to start from: a safetensors or torch.save file, a folder of Hugging Face or of "
-        "torch's distributed checkpoints, a run (its best checkpoint), or the name of weights in "
-        "torchvision, such as DEFAULT. Read only by a new run. Default: random numbers.",
+        "Weights to start from: a safetensors or torch.save file, a folder of Hugging Face, or a "
+        "run (its best checkpoint). Read only by a new run. Default: random numbers.",
         min_length=1,
         on_resume=OnResume.IGNORE,
     )
@@ -429,11 +428,6 @@ class Parallel(Section):
     stages_per_rank: int = _key(
         2, "Number of pipeline stages per rank, for the schedules interleaved to dualpipev.", ge=2
     )
-    balance: Literal["flops", "time"] = _key(
-        "flops",
-        "Cost by which layers are divided into pipeline stages: counted operations or measured "
-        "time.",
-    )
     sequence_parallel: bool = _key(
         False,
         "With tensor parallelism, compute norms and other modules between the split layers on "
@@ -454,6 +448,12 @@ class Parallel(Section):
         "Before the first step, compare the spread model with the plain one, and refuse the run if "
         "they differ.",
     )
+
+    @property
+    def choice(self) -> str:
+        """The key that chooses the mesh and its value, for messages."""
+        key = f"strategy={self.strategy}" if self.mesh is None else f"mesh={self.mesh}"
+        return f"parallel.{key}"
 
     @property
     def mesh_text(self) -> str:
@@ -479,8 +479,7 @@ class Parallel(Section):
         try:
             return fit(self.mesh_text, world_size, node_size)
         except ValueError as error:
-            key = f"strategy={self.strategy}" if self.mesh is None else f"mesh={self.mesh}"
-            raise ConfigError(f"parallel.{key} {error}") from None
+            raise ConfigError(f"{self.choice} {error}") from None
 
 
 class Checkpoint(Section):

@@ -21,8 +21,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from rollcall.records.files import read_lines
 from rollcall.records.run import LoggedStep
 from rollcall.run_dir import RunDir
-from rollcall.train.checkpoint import SharedEngine, layout, manifest
-from rollcall.train.checkpoint.engine import Hooks
+from rollcall.train.checkpoint import layout, manifest
+from rollcall.train.checkpoint.engine import Hooks, SharedEngine
 from rollcall.train.checkpoint.tools import command, verify
 from rollcall.train.dist.world import World
 

@@ -26,7 +26,7 @@ from rollcall.train.dist.signals import StopSignals
 from rollcall.train.dist.stop import Stop
 from rollcall.train.dist.world import World
 from rollcall.train.numerics import losses, optim
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
 from rollcall.train.update import Update
@@ -97,7 +97,7 @@ def _train(rank: int, port: int, directory: Path) -> None:
         run.run_dir.create()
     world.barrier()
     objective = losses.Objective(losses.build("cross_entropy"))
-    strategy = Composed(config, world, objective)
+    strategy = Strategy(config, world, objective)
     source = sets.load(config.data, world)
     deadline = Deadline(run.run_dir.job)
     stop = Stop(world, StopSignals(), deadline, lambda: 0.0)

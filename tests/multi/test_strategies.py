@@ -34,7 +34,7 @@ from rollcall.train.data.order import validation_batches
 from rollcall.train.dist.world import World
 from rollcall.train.matrix import Job
 from rollcall.train.numerics import losses
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 
 # Eight steps of 50 samples, the last of 24: with four ranks two of them have nothing but padding.
 # The norm of the gradient is above the clip at some steps and below at others.
@@ -100,7 +100,7 @@ ON_DIGITS = {
     "tensor-2": setup(2, "strategy=tensor"),
     "tensor-4": setup(4, "strategy=tensor"),
     "replicate×tensor-4": setup(4, "mesh=tensor=2,replicate=rest"),
-    "split-2": setup(2, "strategy=split", "balance=time"),
+    "split-2": setup(2, "strategy=split"),
     "split-4": setup(4, "strategy=split"),
     "split×replicate-4": setup(4, "strategy=split", "mesh=pipeline=2,replicate=2"),
     "pipeline-2": setup(2, "strategy=pipeline"),
@@ -280,10 +280,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def _record_gradients(roots: list[Path]) -> None:
     """Let every rank write the gradients it has part in, and masks, at the first clip of a run."""
-    clip, pending = Composed.clip, iter(roots)
-    seen: list[Composed] = []
+    clip, pending = Strategy.clip, iter(roots)
+    seen: list[Strategy] = []
 
-    def clip_and_record(strategy: Composed, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def clip_and_record(strategy: Strategy, *args: Any, **kwargs: Any) -> torch.Tensor:
         found: dict[str, Any] = {
             name: weight.grad for name, weight in strategy.model.named_parameters()
         }
@@ -306,7 +306,7 @@ def _record_gradients(roots: list[Path]) -> None:
         user_code.MASKS.clear()
         return clip(strategy, *args, **kwargs)
 
-    setattr(Composed, "clip", clip_and_record)  # noqa: B010
+    setattr(Strategy, "clip", clip_and_record)  # noqa: B010
 
 
 @pytest.mark.timeout(900)  # the first one makes all of as many ranks
@@ -504,8 +504,7 @@ def test_a_strategy_is_one_file_and_one_line(made: Made, tmp_path: Path) -> None
         (
             [*OWN, "parallel.strategy=context", "model.name=user_code:own_positions"],
             "parallel.strategy=context computes something else than one rank would: its loss "
-            "differs by # of its size, first in the output of positions on rank 1; look for "
-            "position ids that the model makes itself",
+            "differs by # of its size on rank 0; look for position ids that the model makes itself",
         ),
         (
             [*OWN, "parallel.strategy=tensor", "model.name=user_code:mixed_units"],
@@ -559,7 +558,7 @@ def _count_collectives(rank: int, port: int, file: Path) -> None:
         config = parse([f"parallel.strategy={name}"])[1]
         source = sets.load(config.data, world)
         batch = next(validation_batches(source, 4, world.rank, world.world_size))
-        strategy = Composed(config, world, losses.Objective(losses.build("cross_entropy")))
+        strategy = Strategy(config, world, losses.Objective(losses.build("cross_entropy")))
         strategy.place(models.build(config.model, source), batch)
         strategy.warm_up(batch)
         counts[name] = []

@@ -30,7 +30,8 @@ def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 1 and 2, which are not to be changed."""
     from checkpoints import state
 
-    from rollcall.train.checkpoint import SharedEngine, write_plan
+    from rollcall.train.checkpoint import write_plan
+    from rollcall.train.checkpoint.engine import SharedEngine
 
     directory = tmp_path_factory.mktemp("saved")
     checkpoints = SharedEngine(directory, world)

@@ -15,9 +15,9 @@ from checkpoints import assert_same, cut, empty, entry_of, flip, forge, state
 from disks import mounted, needs_root
 
 from rollcall.config import ConfigError
-from rollcall.train.checkpoint import SharedEngine, cadence, layout, manifest, write_plan
+from rollcall.train.checkpoint import cadence, layout, manifest, write_plan
 from rollcall.train.checkpoint.contents import Damaged
-from rollcall.train.checkpoint.engine import Hooks
+from rollcall.train.checkpoint.engine import Hooks, SharedEngine
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.checkpoint.tools.compare import differences
 from rollcall.train.dist.world import World

@@ -11,7 +11,8 @@ import pytest
 import torch
 from checkpoints import cut, entry_of, flip, forge, state
 
-from rollcall.train.checkpoint import SharedEngine, layout, manifest
+from rollcall.train.checkpoint import layout, manifest
+from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.checkpoint.tools import verify
 from rollcall.train.dist.world import World
 from rollcall.train.main import main

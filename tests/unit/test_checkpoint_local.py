@@ -19,8 +19,8 @@ from rollcall.config import ConfigError, parse
 from rollcall.deadline import Deadline
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
-from rollcall.train.checkpoint import SharedEngine, layout, write, write_plan
-from rollcall.train.checkpoint.engine import Engine, Hooks
+from rollcall.train.checkpoint import layout, write, write_plan
+from rollcall.train.checkpoint.engine import Engine, Hooks, SharedEngine
 from rollcall.train.checkpoint.local_tier import LocalTier
 from rollcall.train.checkpoint.node_local import NodeLocalStore, open_store, place
 from rollcall.train.checkpoint.saver import Saver

@@ -18,8 +18,8 @@ from rollcall.config import parse
 from rollcall.deadline import Deadline
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
-from rollcall.train.checkpoint import SharedEngine, background, cadence, layout, manifest, write
-from rollcall.train.checkpoint.engine import Hooks
+from rollcall.train.checkpoint import background, cadence, layout, manifest, write
+from rollcall.train.checkpoint.engine import Hooks, SharedEngine
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.world import World

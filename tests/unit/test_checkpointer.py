@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from rollcall.config import ConfigError
-from rollcall.train.checkpoint import Checkpointer, SharedEngine
+from rollcall.train.checkpoint.checkpointer import Checkpointer
+from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.dist.world import World
 
 OPTIMIZERS: dict[str, Any] = {

@@ -29,7 +29,7 @@ from rollcall.train.numerics.losses import Loss, Objective, per_sample_loss
 from rollcall.train.numerics.precision import Scaler, prepare
 from rollcall.train.parallel import schedules
 from rollcall.train.parallel.shard import local_optimizer
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.update import Update
 
 
@@ -257,7 +257,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         targets[:30] = -100
         data.validation.targets[:5] = -100  # type: ignore[attr-defined]
         objective = Objective(losses.build(config.train.loss))
-        strategy = Composed(config, world, objective)
+        strategy = Strategy(config, world, objective)
         model = user_code.healthy(Model(), data)
         plain = copy.deepcopy(model)
         strategy.place(model, batch)
@@ -301,7 +301,7 @@ def test_an_evaluation_leaves_every_module_in_its_mode() -> None:
     _, config = parse(["model.name=user_code:with_batchnorm"])
     world = World.join("cpu")
     try:
-        strategy = Composed(config, world, Objective(losses.build(config.train.loss)))
+        strategy = Strategy(config, world, Objective(losses.build(config.train.loss)))
         model = user_code.with_batchnorm(Model(), source(1, 8, 8))
         frozen = next(each for each in model.modules() if isinstance(each, nn.BatchNorm2d))
         frozen.eval()
@@ -351,7 +351,7 @@ def test_to_look_at_the_state_before_the_first_update_changes_nothing(
     try:
         for looks in (False, True):
             objective = Objective(losses.build(config.train.loss))
-            strategy = Composed(config, world, objective)
+            strategy = Strategy(config, world, objective)
             data = user_code.numbered_samples(Data(), world)
             torch.manual_seed(0)
             batch = data.train.__getitems__([*range(8)])  # type: ignore[attr-defined]
@@ -396,7 +396,7 @@ def test_a_resumed_run_uses_its_own_options_of_the_optimizer(name: str, option: 
     try:
         for words in ([*before, 'optim.groups={"*.bias": {weight_decay: 0}}'], after):
             _, config = parse([f"optim.name={name}", *words])
-            strategy = Composed(config, world, Objective(losses.build("cross_entropy")))
+            strategy = Strategy(config, world, Objective(losses.build("cross_entropy")))
             data = user_code.numbered_samples(Data(), world)
             strategy.place(
                 user_code.healthy(Model(), data),

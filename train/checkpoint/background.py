@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn
 
 import torch
 
@@ -29,16 +29,6 @@ START_TIMEOUT = 5.0
 """Seconds for a forked process to start; it may hang on a lock that another thread held."""
 START_ATTEMPTS = 3
 STARTED = b"\1"
-
-
-class WriteJob(Protocol):
-    """Work that has been started."""
-
-    def poll(self) -> str | None:
-        """Return None while it runs, then its problem; empty if it succeeded."""
-
-    def abandon(self) -> None:
-        """Stop it, or let it run on if it cannot be stopped."""
 
 
 class ProcessJob:
@@ -110,6 +100,9 @@ class ThreadJob:
 
     def _run(self, work: Work) -> None:
         self._problem = _attempt(work)
+
+
+WriteJob = ProcessJob | ThreadJob
 
 
 class PinnedBuffer:

@@ -1,7 +1,6 @@
 """When is a save due, and which checkpoint is the best? No torch."""
 
 import contextlib
-import json
 import math
 import re
 import time
@@ -93,7 +92,7 @@ class Best:
                 with contextlib.suppress(Damaged, ConfigError):
                     metrics = _inner(manifest.read(path).facts, "metrics")
                     scores.append((step, self.score(metrics)))
-        known = json.loads(world.broadcast_text(json.dumps(scores)))
+        known = world.broadcast(scores)
         self._saved = {step: score for step, score in known if score is not None}
         self._choose()
 

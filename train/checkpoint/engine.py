@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rollcall.config import ConfigError
+from rollcall.text import listed
 from rollcall.train.checkpoint import background, layout, manifest, read, write
 from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
 from rollcall.train.checkpoint.contents import Damaged, Manifest
@@ -21,8 +22,6 @@ from rollcall.train.checkpoint.store import SharedStore, Store
 from rollcall.train.checkpoint.write_plan import WritePlan
 from rollcall.train.dist.world import World
 
-SHOWN = 3
-"""Names that a refusal lists."""
 MakeState = Callable[[], dict[str, Any]]
 StartJob = Callable[[Callable[[], object]], WriteJob]
 WritePart = Callable[[Path], object]
@@ -225,9 +224,8 @@ class Engine:
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         left = [name for name, is_taken in zip(asked, taken.tolist(), strict=True) if not is_taken]
         if left:
-            more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
             raise ConfigError(
-                f"{path} holds {', '.join(left[:SHOWN])}{more}, but the state to fill does not: "
+                f"{path} holds {listed(left)}, but the state to fill does not: "
                 "restoring it would lose them. Give the same model, optimizer and other objects as "
                 "when it was saved"
             )

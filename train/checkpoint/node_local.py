@@ -143,7 +143,7 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
             raise OSError(failure)
         status = directory.stat()  # equal only for ranks that share the directory
         node = identify((world.host, status.st_dev, status.st_ino))
-        nodes, pids = _gather(node, os.getpid())
+        nodes, pids = world.gather(torch.tensor([node, os.getpid()])).T.tolist()
         shared = nodes[world.rank] != nodes[0] and (directory / f".probe-{word}-0").exists()
         world.raise_together(
             f"checkpoint.local={text} is one directory for several hosts: expected a directory on "
@@ -190,13 +190,6 @@ def _run_id(run_dir: RunDir) -> str:
     if not path.exists():
         write_atomic(path, os.urandom(8).hex() + "\n")
     return path.read_text().strip()
-
-
-def _gather(*numbers: int) -> list[list[int]]:
-    mine = torch.tensor(numbers)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return torch.stack(every).T.tolist()
 
 
 def _remove_other_runs(directory: Path, run_id: str) -> None:

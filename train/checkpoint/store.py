@@ -1,6 +1,5 @@
 """Where are checkpoints kept, and who publishes them? On shared storage, rank 0 does."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,8 +97,8 @@ class SharedStore(Store):
     def newest(self) -> int | None:
         """Return the newest step that was not refused, the same on every rank."""
         found = layout.published(self.directory) if self.world.is_main else {}
-        newest = max(found.keys() - self._refused, default=None)
-        return json.loads(self.world.broadcast_text(json.dumps(newest)))  # type: ignore[no-any-return]
+        newest: int | None = self.world.broadcast(max(found.keys() - self._refused, default=None))
+        return newest
 
     def stale(self, steps: Sequence[int]) -> list[int]:
         """Return which of these steps may be removed."""

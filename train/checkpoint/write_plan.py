@@ -53,7 +53,10 @@ class WritePlan:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if most[1]:
             self._form = form
-            self._divide(_gather(sizes, int(most[0])))
+            held = torch.zeros(int(most[0]), 2, dtype=torch.int64)
+            held[: len(sizes)] = torch.tensor(list(sizes.items()), dtype=torch.int64).view(-1, 2)
+            every = self._world.gather(held).tolist()
+            self._divide([dict(pair for pair in rank if pair != [0, 0]) for rank in every])
         return (
             [item for item in tensors if identify(item[0].key, item[0].offset) in self._own],
             [item for item in values if identify(item[0]) in self._own],
@@ -144,14 +147,6 @@ def _cut(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     rows = max(1, CHUNK_BYTES * len(tensor) // tensor.nbytes)
     for start in range(0, len(tensor), rows):
         yield start, tensor[start : start + rows]
-
-
-def _gather(sizes: Mapping[int, int], most: int) -> list[dict[int, int]]:
-    mine = torch.zeros(most, 2, dtype=torch.int64)
-    mine[: len(sizes)] = torch.tensor(list(sizes.items()), dtype=torch.int64).view(-1, 2)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return [dict(pair for pair in rank.tolist() if pair != [0, 0]) for rank in every]
 
 
 def _checked(key: Key, value: Any) -> Any:

@@ -1,15 +1,14 @@
 """Write down the exception that ends a rank, where launchers and `rollcall why` look for it."""
 
 import contextlib
-import json
 import os
 import socket
 import time
 import traceback
 from pathlib import Path
 
+from rollcall import refusal
 from rollcall.records.attempt import LOST_PEER, RankFailure
-from rollcall.records.files import write_atomic
 from rollcall.run_dir import RunDir
 
 
@@ -22,13 +21,12 @@ def tell_torchrun(error: BaseException) -> None:
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     text = describe(error)
-    when = int(time.time()) + (2 if LOST_PEER.search(text) else 0)
+    when = time.time() + (2 if LOST_PEER.search(text) else 0)
     stack = "".join(traceback.format_exception(error))
-    said = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": str(when)}}
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     with contextlib.suppress(OSError):
         if not file.exists():
-            write_atomic(file, json.dumps({"message": said}))
+            refusal.tell_torchrun(file, text, when, py_callstack=stack)
 
 
 def tell_run(run: RunDir, rank: int, error: BaseException) -> None:

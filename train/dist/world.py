@@ -7,6 +7,7 @@ The environment says who started the process: torchrun, a Slurm step (`srun`) or
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import socket
 import sys
@@ -194,6 +195,10 @@ class World:
         dist.broadcast(data, source)
         return bytes(data.tolist()).decode()
 
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the source rank's value on every rank: one that JSON can hold."""
+        return json.loads(self.broadcast_text(json.dumps(value), source))
+
     def raise_together(self, problem: str) -> None:
         """Raise ConfigError on every rank if `problem` is not empty on one, so that no rank waits."""
         if first := self.first_problem(problem):
@@ -218,6 +223,12 @@ class World:
         sums = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(sums)
         return sums.tolist()
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, of the same shape: (world_size, *mine.shape)."""
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine)
+        return torch.stack(every)
 
     def replicate(self, model: nn.Module) -> DistributedDataParallel:
         """Move a model to this rank's device, and average its gradients over all ranks.

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rollcall.records.files import append_line, read_lines, write_atomic
@@ -27,14 +26,14 @@ def conclude(world: World, weights: Mapping[str, torch.Tensor]) -> str:
         RuntimeError: the weights of a rank differ from those on rank 0.
     """
     mine = fingerprint.of(weights)
-    main = world.broadcast_text(mine)
-    first = torch.tensor([world.world_size if mine == main else world.rank])
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    if first < world.world_size:
-        raise RuntimeError(
-            f"rank {int(first)} ended with different weights than rank 0, although exact mode "
-            "computes the same on all ranks: check its memory and its device for faults"
-        )
+    problem = world.first_problem(
+        ""
+        if mine == world.broadcast_text(mine)
+        else f"rank {world.rank} ended with different weights than rank 0, although exact mode "
+        "computes the same on all ranks: check its memory and its device for faults"
+    )
+    if problem:
+        raise RuntimeError(problem)
     return mine
 
 
@@ -68,9 +67,7 @@ class Recorder:
             return
         mine = [[_digest(shard), float(loss)] for shard, loss in zip(shards, losses, strict=True)]
         world = self._world
-        found = [torch.zeros(len(mine), 2, dtype=torch.float64) for _ in range(world.world_size)]
-        dist.all_gather(found, torch.tensor(mine, dtype=torch.float64))
-        everything = torch.cat(found).tolist()
+        everything = world.gather(torch.tensor(mine, dtype=torch.float64)).flatten(0, 1).tolist()
         if world.is_main:
             pairs = [(name, weight.grad) for name, weight in model.named_parameters()]
             gradients = {name: gradient for name, gradient in pairs if gradient is not None}

@@ -19,16 +19,15 @@ from rollcall.config import Config, ConfigError
 from rollcall.text import size
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.world import World
-from rollcall.train.exact import virtual_shards
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import Fill
-from rollcall.train.parallel.strategy import Composed
+from rollcall.train.parallel.strategy import Strategy
 
 OnStep = Callable[[nn.Module, Sequence[Batch], Sequence[torch.Tensor]], object]
 
 
-class Exact(Composed):
+class Exact(Strategy):
     """Replicas whose weights do not depend on the number of ranks."""
 
     def __init__(
@@ -43,13 +42,18 @@ class Exact(Composed):
         Raises:
             ConfigError: the shards cannot be divided equally among the ranks.
         """
-        try:
-            virtual_shards.check_ranks(world.world_size, config.exact_shards)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        ranks, shards = world.world_size, config.exact_shards
+        fitting = [2**k for k in range(shards.bit_length())]
+        if ranks not in fitting:
+            more = f" (more with exact_shards above {shards})" if ranks > shards else ""
+            raise ConfigError(
+                f"exact=true needs {', '.join(map(str, fitting[:-1]))} or {shards} ranks{more}, "
+                f"but {ranks} were started"
+            )
         super().__init__(config, world, loss)
-        self._count = config.exact_shards
-        self._own = virtual_shards.own(world.rank, world.world_size, config.exact_shards)
+        self._count = shards
+        each = shards // ranks  # consecutive ones, so that a rank can sum a whole subtree
+        self._own = range(world.rank * each, (world.rank + 1) * each)
         self.stream = 0  # random numbers depend on the virtual shard, not on the rank
         self._on_step = on_step
         be_deterministic()

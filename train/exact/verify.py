@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -45,13 +44,16 @@ class VerifyError(RuntimeError):
     """A run failed or could not be stopped; the message says which run and why."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to train the same run, from command line words, in a run directory."""
+Start = Callable[[RunDir], list[str]]
+"""Returns the command that trains a run with the words that follow it."""
+
+
+class Way(NamedTuple):
+    """One way to train the same run."""
 
     name: str
     ranks: str  # of several attempts: such as "4, then 1"
-    train: Callable[[list[str], RunDir], None]
+    starts: Sequence[Start]  # of the attempts; each but the last is asked to stop in the middle
 
 
 class Finished(NamedTuple):
@@ -102,7 +104,9 @@ def _train_all(kind: str, ranks: Sequence[int], words: Sequence[str]) -> Iterato
         print(f"rollcall: {way.name}, ranks: {way.ranks}, run directory {run_dir.path}", flush=True)
         place = [f"run.name={run_dir.name}", f"run.root={json.dumps(str(root))}"]
         try:
-            way.train([*words, *place], run_dir)
+            for attempt, start in enumerate(way.starts, 1):
+                command = [*start(run_dir), *words, *place]
+                _run_to_end(command, run_dir, stop=attempt < len(way.starts))
         except VerifyError as error:
             raise VerifyError(f"{way.name}: {error}") from None
         yield Finished(way.name, way.ranks, run_dir)
@@ -145,23 +149,16 @@ def report(runs: Sequence[Finished]) -> int:
 def equal(ranks: Sequence[int]) -> Iterator[Way]:
     """Train on each number of ranks."""
     for count in ranks:
-        yield Way("uninterrupted", str(count), partial(_train, ranks=count))
+        yield Way("uninterrupted", str(count), [partial(_agent, count)])
 
 
 def resume(ranks: Sequence[int]) -> Iterator[Way]:
     """Train without a stop, and with a stop and a resume on a different number of ranks."""
     few, many = min(ranks), max(ranks)
-
-    def stop_and_resume(first: int, then: int) -> Way:
-        def train(words: list[str], run_dir: RunDir) -> None:
-            _train(words, run_dir, ranks=first, stop=True)
-            _train(words, run_dir, ranks=then)
-
-        return Way("stopped and resumed", f"{first}, then {then}", train)
-
-    yield Way("uninterrupted", str(many), partial(_train, ranks=many))
-    for pair in dict.fromkeys([(many, few), (few, many)]):
-        yield stop_and_resume(*pair)
+    yield from equal([many])
+    for first, then in dict.fromkeys([(many, few), (few, many)]):
+        attempts = [partial(_agent, first), partial(_agent, then)]
+        yield Way("stopped and resumed", f"{first}, then {then}", attempts)
 
 
 def launch(ranks: Sequence[int]) -> Iterator[Way]:
@@ -170,15 +167,14 @@ def launch(ranks: Sequence[int]) -> Iterator[Way]:
     python = [sys.executable, *TRAIN]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={count}", *TRAIN]
-    yield Way("python", "1", partial(_launch, python))
-    yield Way("torchrun", str(count), partial(_launch, torchrun))
-    submit = list(command("submit", "--wait", f"--nproc-per-node={count}"))
+    yield Way("python", "1", [lambda _: python])
+    yield Way("torchrun", str(count), [lambda _: torchrun])
+    submit = command("submit", "--wait", f"--nproc-per-node={count}")
     if _slurm_answers():
-        srun = ["srun", f"--ntasks={count}", *python]
-        yield Way("srun", str(count), partial(_launch, srun))
-        yield Way("rollcall submit", str(count), partial(_launch, submit))
+        yield Way("srun", str(count), [lambda _: ["srun", f"--ntasks={count}", *python]])
+        yield Way("rollcall submit", str(count), [lambda _: [*submit]])
     else:
-        yield Way("rollcall submit --local", str(count), partial(_launch, [*submit, "--local"]))
+        yield Way("rollcall submit --local", str(count), [lambda _: [*submit, "--local"]])
 
 
 WAYS = {"equal": equal, "resume": resume, "launch": launch}
@@ -203,21 +199,16 @@ def _result(run_dir: RunDir) -> tuple[int, str, float | None]:
     return finished["step"], finished["weights"], events.get("evaluated", {}).get("loss")
 
 
-def _launch(command: list[str], words: list[str], run_dir: RunDir) -> None:
-    _run_to_end([*command, *words], run_dir)
-
-
-def _train(words: list[str], run_dir: RunDir, ranks: int, stop: bool = False) -> None:
+def _agent(ranks: int, run_dir: RunDir) -> list[str]:
+    """Return the command that starts ranks on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    logs = run_dir.path / "logs"
-    command = [sys.executable, "-m", "rollcall.launch.rank.agent", f"--nproc-per-node={ranks}"]
-    command += [f"--master-port={port}", f"--run-id={run_dir.name}", f"--log-dir={logs}"]
-    command += [*TRAIN, *words]
-    _run_to_end(command, run_dir, stop)
+    agent = [sys.executable, "-m", "rollcall.launch.rank.agent", f"--nproc-per-node={ranks}"]
+    agent += [f"--master-port={port}", f"--run-id={run_dir.name}"]
+    return [*agent, f"--log-dir={run_dir.path / 'logs'}", *TRAIN]
 
 
-def _run_to_end(command: list[str], run_dir: RunDir, stop: bool = False) -> None:
+def _run_to_end(command: list[str], run_dir: RunDir, stop: bool) -> None:
     """Run a command until it exits; with `stop`, ask the run to stop after half of its steps."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -4,7 +4,6 @@
 """
 
 import hashlib
-import json
 import os
 import platform
 import socket
@@ -52,7 +51,7 @@ def check(world: World, config: Config, model: nn.Module) -> None:
             for name, tensor in model.state_dict().items()
         },
     }
-    main = json.loads(world.broadcast_text(json.dumps(mine)))
+    main = world.broadcast(mine)
     found = [text for name in MUST_BE_EQUAL for text in differences(name, main[name], mine[name])]
     world.raise_together(
         f"rank {world.rank} on {world.host} differs from rank 0 on {main['host']}: "

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rollcall.train.dist.agreement import Action, FaultError, one_slot
 from rollcall.train.dist.run import Run
-from rollcall.train.parallel import Strategy
+from rollcall.train.parallel.strategy import Strategy
 
 PIECE = 1 << 20
 """The most numbers of a piece: few enough that reading them costs little beside a step."""

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -26,12 +25,11 @@ from torch.utils._pytree import tree_leaves
 from rollcall.config.mesh import parse
 from rollcall.text import size
 from rollcall.train.data.source import Batch
-from rollcall.train.dist.agreement import one_slot
 from rollcall.train.dist.run import Run
 from rollcall.train.health import crosscheck
 from rollcall.train.numerics.randomness import kept, set_seed
-from rollcall.train.parallel import Strategy
-from rollcall.train.parallel.modes import evaluating
+from rollcall.train.parallel.part import evaluating
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery import memory
 
 EVENT = "spread_checked"
@@ -87,7 +85,7 @@ class Spread:
         if is_off or not self._strategy.changes_passes:
             return
         self._key = _digest(self._run)
-        if world.broadcast_text("known" if self._is_known() else ""):
+        if world.broadcast(self._is_known()):
             return
         self._tolerance = _tolerance(model, self._strategy.rounds)
         reason = world.first_problem(self._obstacle(model))
@@ -188,8 +186,7 @@ class Spread:
         """Return a problem if the plain models of the ranks differ."""
         assert self._plain is not None
         world = self._world
-        losses = one_slot(self._plain.loss, world.rank, world.world_size)
-        dist.all_reduce(losses)
+        losses = world.gather(torch.tensor([self._plain.loss]))
         if float(losses.max() - losses.min()) <= self._tolerance * float(losses.abs().max()):
             return ""
         return (
@@ -207,9 +204,9 @@ class Spread:
             wrong = wrong or "its output differs"
         first = f", first in the output of {module or 'the model'}" * (module is not None)
         problem = wrong and (
-            f"{_key_of(self._run)} computes something else than one rank would: {wrong}{first} on "
-            f"rank {self._world.rank}; look for {' or '.join(self._strategy.suspicions)}; or set "
-            "parallel.check=off to train anyway"
+            f"{self._run.config.parallel.choice} computes something else than one rank would: "
+            f"{wrong}{first} on rank {self._world.rank}; look for "
+            f"{' or '.join(self._strategy.suspicions)}; or set parallel.check=off to train anyway"
         )
         # What a rank sees in a module comes first, and then what all ranks see in the sum.
         self._world.raise_together(problem if module else "")
@@ -234,30 +231,19 @@ class Spread:
         return ""
 
     def _first_different(self, spread: Pass) -> str | None:
-        """Return the module whose call was the first with another output; None if all agree."""
+        """Return the module whose call was the first with another output; None if all agree.
+
+        Outputs of which this rank holds a piece are left out.
+        """
         assert self._plain is not None
         turns = {
             whole.turn: name
             for name, calls in self._plain.outputs.items()
             for whole, mine in zip(calls, spread.outputs.get(name, []), strict=False)
-            if self._differs(mine, whole)
+            if mine.shape == whole.shape
+            and not float((mine.sums - whole.sums).norm()) <= self._tolerance * whole.norm
         }
         return turns[min(turns)] if turns else None
-
-    def _differs(self, mine: Sketch, whole: Sketch) -> bool:
-        errors = [float((mine.sums - piece).norm()) for piece in self._pieces(mine, whole)]
-        return bool(errors) and not min(errors) <= self._tolerance * whole.norm
-
-    def _pieces(self, mine: Sketch, whole: Sketch) -> Iterator[torch.Tensor]:
-        """Yield the pieces of a whole output that this rank may hold; none if that is unknown."""
-        if mine.shape == whole.shape:
-            yield whole.sums
-        elif len(mine.shape) == len(whole.shape) and mine.shape[-1] == whole.shape[-1]:
-            sizes = enumerate(zip(mine.shape, whole.shape, strict=True))
-            cut = [place for place, (part, full) in sizes if part != full]
-            for count, index in self._strategy.pieces if len(cut) == 1 else ():
-                if mine.shape[cut[0]] * count == whole.shape[cut[0]]:
-                    yield whole.sums.chunk(count, cut[0])[index]
 
     def _disagreement(self, spread: Pass) -> str:
         """Return a problem if ranks of a tensor group differ in what all of them compute."""
@@ -283,10 +269,10 @@ class Spread:
         for what, span, mine in zip(shared, spans.tolist(), shared.values(), strict=True):
             if not span <= self._tolerance * mine.norm * math.sqrt(mine.sums.numel()):
                 return (
-                    f"{_key_of(self._run)}: {what} differs between the ranks of a tensor group, "
-                    "which all compute it: do not seed generators in the model, and keep dropout "
-                    "either between a columns and a rows layer or outside of such pairs; or set "
-                    "parallel.check=off to train anyway"
+                    f"{self._run.config.parallel.choice}: {what} differs between the ranks of a "
+                    "tensor group, which all compute it: do not seed generators in the model, and "
+                    "keep dropout either between a columns and a rows layer or outside of such "
+                    "pairs; or set parallel.check=off to train anyway"
                 )
         return ""
 
@@ -377,13 +363,6 @@ def _next_numbers(device: torch.device) -> list[float]:
             np.random.random(),
             *(float(torch.rand((), device=each)) for each in generators),
         ]
-
-
-def _key_of(run: Run) -> str:
-    parallel = run.config.parallel
-    return f"parallel.{'strategy' if parallel.mesh is None else 'mesh'}=" + (
-        parallel.strategy if parallel.mesh is None else parallel.mesh
-    )
 
 
 def _digest(run: Run) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rollcall.train.dist.agreement import Action, one_slot
@@ -36,9 +35,8 @@ class Stragglers:
         self._run = run
         self._stopwatch = Stopwatch(model, world.device) if world.world_size > 1 else None
         name = world.host.encode()[:LONGEST_NAME].ljust(LONGEST_NAME)
-        found = [torch.empty(LONGEST_NAME, dtype=torch.uint8) for _ in range(world.world_size)]
-        dist.all_gather(found, torch.tensor(list(name), dtype=torch.uint8))
-        self._hosts = [bytes(text.tolist()).decode().strip() for text in found]
+        found = world.gather(torch.tensor(list(name), dtype=torch.uint8)).tolist()
+        self._hosts = [bytes(text).decode().strip() for text in found]
         self._times: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._steps = 0
         self._row: tuple[int, int] = (0, 0)  # a rank, and the windows in which it was slow

@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from rollcall.config import Config, ConfigError
 from rollcall.refusal import refuse
 from rollcall.run_dir import RunDir
 from rollcall.train.inference import trained
+from rollcall.train.main import on_all_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +64,7 @@ def main(words: Sequence[str]) -> int:
         prompt = _encode(options, config)
     except ConfigError as error:
         return refuse(error)
-    return trained.on_all_ranks(config, partial(_write, run_dir, config, options, prompt))
+    return on_all_ranks(config.device, partial(_write, run_dir, config, options, prompt))
 
 
 def _encode(options: argparse.Namespace, config: Config) -> list[int]:
@@ -93,7 +95,7 @@ def _write(
     prompt: list[int],
     world: "World",
     stop: "StopSignals",
-) -> bool:
+) -> int:
     is_text = config.data.name == "text"
     with trained.load(run_dir, config, world, with_data=False, best=options.best) as model:
         _check(model, prompt)
@@ -116,8 +118,7 @@ def _write(
         rate = count / (time.perf_counter() - started)
         print(flush=True)
         print(f"rollcall: {count} tokens, {rate:.1f} tokens/s", file=sys.stderr)
-    is_done: bool = count == options.length
-    return is_done
+    return 0 if count == options.length else os.EX_TEMPFAIL
 
 
 def tokens(

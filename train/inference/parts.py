@@ -44,11 +44,9 @@ class Parts:
 
     def missing(self) -> list[int]:
         """Return the missing parts, the same on every rank."""
-        text = ""
-        if self.world.is_main:
-            numbers = range(-(-self.samples // self.size))
-            text = json.dumps([number for number in numbers if not self.path(number).exists()])
-        return list(json.loads(self.world.broadcast_text(text)))
+        numbers = range(-(-self.samples // self.size)) if self.world.is_main else ()
+        found = [number for number in numbers if not self.path(number).exists()]
+        return list(self.world.broadcast(found))
 
     def path(self, part: int) -> Path:
         """Return the file of a part."""

@@ -7,6 +7,7 @@ the end rank 0 concatenates them.
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from rollcall.refusal import refuse
 from rollcall.run_dir import RunDir
 from rollcall.train.inference import trained
 from rollcall.train.inference.parts import Parts
+from rollcall.train.main import on_all_ranks
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -81,7 +83,7 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError(f"--batch: expected at least 1, got {options.batch}")
     except ConfigError as error:
         return refuse(error)
-    return trained.on_all_ranks(config, partial(_predict, run_dir, config, options))
+    return on_all_ranks(config.device, partial(_predict, run_dir, config, options))
 
 
 def _predict(
@@ -90,7 +92,7 @@ def _predict(
     options: argparse.Namespace,
     world: "World",
     stop: "StopSignals",
-) -> bool:
+) -> int:
     from rollcall.train.inference.outputs import FORMATS
 
     with trained.load(run_dir, config, world, options.input is None, options.best) as model:
@@ -118,7 +120,7 @@ def _predict(
             f"{count / seconds:,.0f} samples/s; {end}",
             flush=True,
         )
-    return not left
+    return os.EX_TEMPFAIL if left else 0
 
 
 def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -183,7 +185,9 @@ def _compute(
     batches = loading.batches(
         dataset, "the input", select, range(turns * passes), model.source.form
     )
-    writes = _is_first_of_share(strategy.data_rank, world)
+    # Of the ranks that have the same share and compute the same outputs, the first writes them.
+    shares = world.gather(torch.tensor([strategy.data_rank])).flatten().tolist()
+    writes = shares.index(strategy.data_rank) == world.rank
     content: list[Any] = []
     for number, read in enumerate(batches):
         outputs = strategy.forward(read.to(world.device)).cpu()
@@ -203,9 +207,3 @@ def _compute(
         content = []
         if asked:
             return
-
-
-def _is_first_of_share(share: int, world: "World") -> bool:
-    """Whether this rank writes the outputs that all ranks with the same share compute."""
-    slots = [share if rank == world.rank else 0 for rank in range(world.world_size)]
-    return world.sum(*slots).index(share) == world.rank

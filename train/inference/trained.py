@@ -1,8 +1,6 @@
 """Load the model of a run from its newest checkpoint, spread over the ranks."""
 
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollcall import config as schema
 from rollcall.config import Config, ConfigError
-from rollcall.refusal import PATIENCE, REFUSED, refuse
 from rollcall.run_dir import RunDir, named
 from rollcall.text import did_you_mean
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rollcall.train.data.source import Source
-    from rollcall.train.dist.signals import StopSignals
     from rollcall.train.dist.world import World
-    from rollcall.train.parallel import Strategy
+    from rollcall.train.parallel.strategy import Strategy
 
 
 BEST = "use the checkpoint with the best validation, not the newest"
@@ -58,30 +52,6 @@ def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
     return RunDir(place.parent, place.name), config.model_copy(update={"exact": False})
 
 
-def on_all_ranks(config: Config, work: "Callable[[World, StopSignals], bool]") -> int:
-    """Join all ranks and run `work`; return an exit code, as `rollcall train` does.
-
-    `work` returns whether it is complete; False means that a signal asked it to stop.
-    """
-    from rollcall.train.dist.signals import StopSignals
-    from rollcall.train.dist.world import World
-
-    with StopSignals() as stop:
-        try:
-            world = World.join(config.device)
-        except ConfigError as error:
-            return refuse(error, everywhere=False)
-        refusal = None
-        try:
-            code = 0 if work(world, stop) else os.EX_TEMPFAIL
-        except ConfigError as error:
-            refusal, code = error, REFUSED
-    if refusal is not None:  # not before: the launcher's signals end a rank that waits
-        refuse(refusal, patience=0 if stop.received else PATIENCE)
-    world.leave()
-    return code
-
-
 @contextmanager
 def load(
     run_dir: RunDir,
@@ -101,13 +71,14 @@ def load(
     from torch.distributed.checkpoint import state_dict
 
     from rollcall.train import models
-    from rollcall.train.checkpoint import SharedEngine, cadence, manifest
+    from rollcall.train.checkpoint import cadence, manifest
     from rollcall.train.checkpoint.contents import Damaged
+    from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
     from rollcall.train.numerics.ema import Ema
-    from rollcall.train.parallel.strategy import OPTIONS, Composed
+    from rollcall.train.parallel.strategy import OPTIONS, Strategy
     from rollcall.train.update import drop_frozen
     from rollcall.train.weights import start
 
@@ -115,14 +86,10 @@ def load(
     if checkpoints.newest() is None:
         raise ConfigError(f"{run_dir.path} has no checkpoint yet; train it first")
     precision.prepare(config.precision, world.device)
-    strategy = Composed(config, world, losses.Objective(losses.of(config)))
+    strategy = Strategy(config, world, losses.Objective(losses.of(config)))
     source = None if with_data else _recorded(run_dir, config, world)
     source = source or sets.load(config.data, world, config.seed)
-
-    def make() -> "nn.Module":
-        return models.adapt(models.build(config.model, source), config, world.device)
-
-    begin = start.built(config, make, draws=False)
+    begin = start.built(config, models.maker(config, source, world.device), draws=False)
     if not config.checkpoint.save_frozen:
         start.read_init(begin, config, world)
     order = Order(source.train_size, 2, 2, config.seed)
@@ -160,5 +127,5 @@ def _recorded(run_dir: RunDir, config: Config, world: "World") -> "Source | None
     from rollcall.train.data import sets
 
     facts = run_dir.read_events("data")[-1:] if world.is_main else []
-    facts = json.loads(world.broadcast_text(json.dumps(facts)))
+    facts = world.broadcast(facts)
     return sets.without_samples(config.data, facts[0]) if facts else None

@@ -1,5 +1,7 @@
 """The models. Each is a file here and a line in `rollcall/config/catalog.py`."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -37,6 +39,11 @@ def build(config: Model, source: Source) -> nn.Module:
             f"model.name={config.name}: expected an nn.Module, got a {type(model).__name__}"
         )
     return model
+
+
+def maker(config: Config, source: Source, device: torch.device) -> Callable[[], nn.Module]:
+    """Return a function that builds and adapts the model of a run."""
+    return lambda: adapt(build(config.model, source), config, device)
 
 
 def slow_imports(name: str) -> tuple[str, ...]:

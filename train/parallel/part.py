@@ -1,7 +1,7 @@
 """The interface of a parallel dimension: how it spreads a model."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -99,3 +99,19 @@ def nearest_multiples(number: int, degree: int) -> str:
     """Return the multiples of a degree below and above a number, for messages."""
     below = number // degree * degree
     return " or ".join(str(other) for other in (below, below + degree) if other)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; then give each module back the mode that it had.
+
+    `model.train()` instead would also train what its author froze with `eval()`, such as the batch
+    normalization of a pretrained part.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training

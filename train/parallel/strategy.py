@@ -22,8 +22,13 @@ from rollcall.train.numerics.losses import Objective, Sums
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.parallel.assembly import parts, weights_mesh
 from rollcall.train.parallel.gradients import by_mesh, clip
-from rollcall.train.parallel.modes import evaluating
-from rollcall.train.parallel.part import Fill, MakeOptimizer, UnusedWeights, local_bytes
+from rollcall.train.parallel.part import (
+    Fill,
+    MakeOptimizer,
+    UnusedWeights,
+    evaluating,
+    local_bytes,
+)
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import local_optimizer
 
@@ -39,8 +44,11 @@ ONE = {
 MANY = {"context": "pieces of the sequences"}
 
 
-class Composed:
-    """A model and the parts that spread it; implements the protocol `Strategy`."""
+class Strategy:
+    """A model, the parts that spread it, and a training step over it.
+
+    Ranks that hold parts of one replica have the same share of every batch.
+    """
 
     def __init__(self, config: Config, world: World, loss: Objective) -> None:
         """Create the mesh; raise ConfigError if it does not fit the world size or the batch."""
@@ -50,10 +58,11 @@ class Composed:
         # pieces of its sequences. Neighboring ranks differ in the tensor part, then in the piece.
         copies, pieces = self.degrees.get("tensor", 1), self.degrees.get("context", 1)
         stages = self.degrees.get("pipeline", 1)
-        self.data_ranks = world.world_size // copies // pieces // stages
-        # Each stage has its own random numbers; ranks with pieces of activations fork theirs.
-        self.stream, self._copy = divmod(world.rank, pieces * copies)
-        self.data_rank = self.stream % self.data_ranks
+        self.data_ranks = world.world_size // copies // pieces // stages  # shares of every batch
+        # Each stage has its own stream of random numbers, the same on ranks that compute the same
+        # activations; ranks with pieces of activations fork theirs.
+        self.stream, copy = divmod(world.rank, pieces * copies)
+        self.data_rank = self.stream % self.data_ranks  # the number of this rank's share
         if self.data_ranks > config.data.global_batch:
             raise ConfigError(
                 f"data.global_batch={config.data.global_batch}: expected at least "
@@ -64,14 +73,12 @@ class Composed:
         self._pipeline: Pipeline | None = None
         if mesh and stages > 1:
             share = math.ceil(config.data.global_batch / self.data_ranks)
-            self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
+            self._pipeline = Pipeline(mesh["pipeline"], config, share)
         self._parts = parts(config, world, self.degrees, mesh)
         self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
         self._pads_to_longest = config.data.pad is True
         self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
-        self._counts_loss = (
-            self._copy % copies == 0
-        )  # each loss counts once in a sum over all ranks
+        self._counts_loss = copy % copies == 0  # each loss counts once in a sum over ranks
         self._precision, self._optim = config.precision, config.optim
         self._offloads = config.parallel.cpu_offload
         self._loss = loss
@@ -80,18 +87,21 @@ class Composed:
 
     @property
     def shares(self) -> tuple[range, int]:
-        """One share for each data rank."""
+        """This rank's shares of the samples in an evaluation, and the number of shares."""
         return range(self.data_rank, self.data_rank + 1), self.data_ranks
 
     def rows(self, batch: int) -> range:
-        """Return equal shares for all data ranks; the last may contain padding."""
+        """Return this rank's rows of a global batch.
+
+        Every rank has the same number of rows, of which the last may be padding.
+        """
         share = math.ceil(batch / self.data_ranks)
         if self._pipeline:
             share = self._pipeline.padded(share)
         return range(self.data_rank * share, (self.data_rank + 1) * share)
 
     def place(self, model: nn.Module, example: Batch, fill: Fill | None = None) -> None:
-        """Move the model to the device and apply the parts.
+        """Move the model, the same on every rank, to this rank's device and apply the parts.
 
         `fill` gives values to a model on the meta device; without it, the model stays there.
         """
@@ -148,7 +158,7 @@ class Composed:
             )
 
     def warm_up(self, example: Batch) -> None:
-        """Run the backward passes that parts need before the first step; they change nothing."""
+        """Run the backward passes that parts need, so that the first step is like any other."""
         example = example.to(self.world.device)
         buffers = [buffer.clone() for buffer in self._model.buffers()]
         left = passes = max((part.warm_ups for part in self._parts), default=0)
@@ -166,7 +176,10 @@ class Composed:
             buffer.copy_(before)
 
     def example_pass(self, example: Batch) -> torch.Tensor:
-        """Leave the gradient of the mean loss of these samples; return the mean loss, in fp32."""
+        """Leave the gradient of the mean loss of these samples; return the mean loss, in fp32.
+
+        Every rank passes the same samples. No later pass computes anything else because of it.
+        """
         micro_batches = [example] * (self._pipeline.at_once if self._pipeline else 1)
         count = len(example.weights) * len(micro_batches) * self.data_ranks
         self._loss.weights.clear()
@@ -226,19 +239,12 @@ class Composed:
         return [*found, self._pipeline.suspicion] if self._pipeline else found
 
     @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """The pieces of a context group, of a tensor group, and of both."""
-        pieces, copies = self.degrees.get("context", 1), self.copies
-        piece, copy = divmod(self._copy, copies)
-        return [(pieces, piece), (copies, copy), (pieces * copies, self._copy)]
-
-    @property
     def copies(self) -> int:
-        """The number of ranks of a tensor group."""
+        """The number of ranks of a tensor group, which compute the same outside of cut layers."""
         return self.degrees.get("tensor", 1)
 
     def among_copies(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of all ranks of the tensor group."""
+        """Return the values of all ranks of the tensor group: (copies, *values.shape)."""
         assert self._mesh is not None
         found = [torch.empty_like(values) for _ in range(self.copies)]
         dist.all_gather(found, values, group=self._mesh["tensor"].get_group())
@@ -260,7 +266,10 @@ class Composed:
         return " ".join(filter(None, sentences))
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
-        """Make groups of parameters for each mesh, since fused updates cannot mix meshes."""
+        """Return the optimizer that `make` returns for groups of this rank's parameters.
+
+        Each mesh has its own groups, since fused updates cannot mix meshes.
+        """
         for part in self._parts:
             make = part.optimizer(make)
         names = {weight: name for name, weight in self._model.named_parameters()}
@@ -268,10 +277,14 @@ class Composed:
         return make([part for group in groups for part in optim.groups(self._optim, *group)])
 
     def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
-        """Accumulate the gradient of the summed loss over `count`, micro-batch by micro-batch.
+        """Leave on every rank the gradient of the mean loss over all `count` samples of the step.
 
-        Dividing the sum by the count of the whole step makes the result independent of how the
-        batch is divided. Parts average over the data ranks; the scale compensates for that.
+        The scalar returned, summed over all ranks, is the sum of the weighted losses. Dividing by
+        the count of the whole step makes the result independent of how the batch is divided. Parts
+        average over the data ranks; the scale compensates for that.
+
+        Raises:
+            UnusedWeights: the gradient is NaN on every rank, and `allow_unused` is needed.
         """
         scale = self._averaged / count
         micro_batches = [self._share(batch) for batch in micro_batches]
@@ -296,7 +309,7 @@ class Composed:
 
     @property
     def model(self) -> nn.Module:
-        """The part of the model that this rank holds."""
+        """The part of the model that this rank holds, under the names of the plain model."""
         return self._model
 
     @property
@@ -350,12 +363,18 @@ class Composed:
             return call(self._callable, batch)
 
     def clip(self, max_norm: float | None, divisor: torch.Tensor | None = None) -> torch.Tensor:
-        """Clip by the norm over the whole model, on every mesh."""
+        """Scale the gradient to at most this norm over the whole model; return the norm before.
+
+        `max_norm=None` only measures it. `divisor` divides the gradient first, as fp16 needs.
+        """
         group = self._pipeline.group if self._pipeline else None
         return clip(self._groups, max_norm, group, divisor)
 
     def finish_with_nan(self) -> bool:
-        """Let all parts finish; a pipeline cannot."""
+        """Complete the communication of `forward_backward`, which failed on this rank, with NaN.
+
+        Return whether that worked; then the gradient is NaN on every rank. A pipeline cannot.
+        """
         if self._pipeline or not all(part.finish_with_nan(self._model) for part in self._parts):
             return False
         weight = next(weight for weight in self._model.parameters() if weight.requires_grad)
@@ -363,12 +382,12 @@ class Composed:
         return True
 
     def allow_unused(self) -> None:
-        """Let all parts prepare for steps that leave weights out."""
+        """Let later steps leave weights out of the loss; every rank calls it together."""
         for part in self._parts:
             self._callables = [part.allow_unused(module) for module in self._callables]
 
     def forget(self) -> None:
-        """Let all parts forget."""
+        """Drop what a gradient that is not finite would carry over to the next step."""
         for part in self._parts:
             part.forget()
 
@@ -383,7 +402,10 @@ class Composed:
         return groups
 
     def alike(self, tensor: torch.Tensor, is_buffer: bool) -> frozenset[str]:
-        """Return the dimensions that neither divide it, nor compute a buffer of other samples."""
+        """Return the dimensions over whose ranks this weight or buffer is the same.
+
+        They neither divide it, nor compute a buffer of other samples.
+        """
         names = frozenset((self._mesh and self._mesh.mesh_dim_names) or ()) - {"pipeline"}
         if is_buffer:
             return names & {"tensor"}
@@ -393,20 +415,23 @@ class Composed:
         return names
 
     def add(self, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum over all replicas; the ranks of one contribute the same values."""
+        """Sum small tensors over all shares, each once; return the sum on all ranks."""
         total = torch.stack(list(terms)).sum(0)
-        dist.all_reduce(total)
+        dist.all_reduce(total)  # the ranks of a replica contribute the same values
         return total * self.data_ranks / self.world.world_size
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return model and optimizer under the names of the plain model."""
+        """Return model and optimizer under global names, to be saved or filled in place."""
         model, optim = state_dict.get_state_dict(
             self._model, local_optimizer(optimizer), options=OPTIONS
         )
         return {"model": model, "optim": optim}
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load both in place; the options of the optimizer stay those of this run."""
+        """Load what `state` returned and a checkpoint has filled, in place.
+
+        The options of the optimizer stay those of this run.
+        """
         own = local_optimizer(optimizer)
         with optim.own_options(self._optim, own):
             state_dict.set_state_dict(
@@ -423,7 +448,7 @@ def _node_size(config: Config, world: World) -> int:
     mine = world.place.local_world_size
     if NODE not in config.parallel.mesh_text:
         return mine
-    first = int(world.broadcast_text(str(mine)))
+    first = world.broadcast(mine)
     world.raise_together(
         ""
         if mine == first

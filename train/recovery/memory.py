@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollcall.records.files import write_atomic
+from rollcall.records.files import read_object, write_atomic
 from rollcall.run_dir import RunDir
 from rollcall.train.dist.run import Run
 
@@ -44,16 +44,12 @@ def propose(run_dir: RunDir, micro_batch: int) -> None:
 def with_proposal(run: Run) -> Run:
     """Return the run with the micro-batch that an earlier attempt proposed, if it is smaller."""
     config = run.config
-    text = ""
-    if run.world.is_main:
-        with contextlib.suppress(OSError, ValueError):
-            proposal = json.loads((faults_of(run.run_dir) / FILE).read_text())
-            text = str(int(proposal["micro_batch"]))
-    text = run.world.broadcast_text(text)
-    if not text or int(text) >= (config.data.micro_batch or config.data.global_batch):
+    found = read_object(faults_of(run.run_dir) / FILE) if run.world.is_main else None
+    size = run.world.broadcast((found or {}).get("micro_batch"))
+    if type(size) is not int or size >= (config.data.micro_batch or config.data.global_batch):
         return run
-    run.say(f"rollcall: data.micro_batch={text}, because an earlier attempt ran out of memory")
-    data: Any = config.data.model_copy(update={"micro_batch": int(text)})
+    run.say(f"rollcall: data.micro_batch={size}, because an earlier attempt ran out of memory")
+    data: Any = config.data.model_copy(update={"micro_batch": size})
     return replace(run, config=config.model_copy(update={"data": data}))
 
 

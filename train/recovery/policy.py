@@ -7,17 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from rollcall.activity import doing
 from rollcall.records.files import write_atomic
-from rollcall.train.checkpoint import SharedEngine
+from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import FaultError
 from rollcall.train.dist.run import Run
 from rollcall.train.numerics.losses import Objective
-from rollcall.train.parallel import Strategy
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.recovery.memory import faults_of
 from rollcall.train.recovery.nonfinite import BACKWARD, NOWHERE, Finding, Witness
 
@@ -84,8 +83,8 @@ class Recovery:
         if self._snapshots:
             self._snapshots.clean()
         path = self._directory / LEFT_OUT
-        text = path.read_text() if self._world.is_main and path.exists() else "[]"
-        self.left_out = {int(step) for step in json.loads(self._world.broadcast_text(text))}
+        found = json.loads(path.read_text()) if self._world.is_main and path.exists() else []
+        self.left_out = {int(step) for step in self._world.broadcast(found)}
 
     def succeeded(self, step: int) -> None:
         """Note that a step, counted from 1, changed the weights."""
@@ -193,12 +192,8 @@ class Recovery:
 
     def _first(self, turn: float, fault: Fault) -> Fault:
         """Return the fault of the rank with the smallest turn, on every rank."""
-        first = torch.tensor([turn], dtype=torch.float64)
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        owner = torch.tensor([self._world.rank if first == turn else self._world.world_size])
-        dist.all_reduce(owner, dist.ReduceOp.MIN)
-        text = self._world.broadcast_text(json.dumps(asdict(fault)), int(owner))
-        return Fault(**json.loads(text))
+        turns = self._world.gather(torch.tensor([turn], dtype=torch.float64)).flatten().tolist()
+        return Fault(**self._world.broadcast(asdict(fault), turns.index(min(turns))))
 
     def _report(self, fault: Fault, is_spike: bool) -> None:
         samples = ", ".join(map(str, fault.samples[:SAMPLES_SHOWN])) or "unknown"

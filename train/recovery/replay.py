@@ -11,15 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcall import config as schema
 from rollcall.config import Config, ConfigError
-from rollcall.run_dir import named
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.inference import trained
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rollcall.train.dist.world import World
 
 USAGE = """\
@@ -40,18 +37,16 @@ def main(words: Sequence[str]) -> int:
         return 0 if wants_help else 2
     try:
         name, step, *settings = words
-        run = named(name, "config.yaml")
-        if run is None:
-            raise ConfigError(f"{name} is neither a run directory nor the name of a run in runs/")
         if not step.isdigit():
             raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
+        run_dir, config = trained.find(name, settings)
+        run = run_dir.path
         directory = layout.place(run / "faults", int(step))
         facts = manifest.read(directory).facts if directory.exists() else {}
         if "fault" not in facts:
             found = sorted(layout.published(run / "faults"))
             steps = ", ".join(map(str, found)) or "none"
             raise ConfigError(f"{directory}: this step was not kept; kept steps: {steps}")
-        _, config = schema.parse([str(run / "config.yaml"), *settings])
         return _replay(config, run, facts)
     except (ConfigError, Damaged) as error:
         print(f"rollcall: error: {error}", file=sys.stderr)
@@ -66,7 +61,7 @@ def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
         os.environ.pop(name, None)
     parallel = type(config.parallel)(strategy="single")
     sets = config.data.model_copy(update={"micro_batch": facts["fault"]["micro_batch"]})
-    update = {"parallel": parallel, "data": sets, "exact": False}
+    update = {"parallel": parallel, "data": sets}
     world = World.join(config.device)
     try:
         return _repeat(config.model_copy(update=update), world, run, facts)
@@ -76,12 +71,12 @@ def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
 
 def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) -> int:
     from rollcall.train import models
-    from rollcall.train.checkpoint import SharedEngine
+    from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
     from rollcall.train.numerics.randomness import set_seed
-    from rollcall.train.parallel.strategy import Composed
+    from rollcall.train.parallel.strategy import Strategy
     from rollcall.train.recovery.nonfinite import NOWHERE, Witness
     from rollcall.train.weights import start
 
@@ -96,12 +91,8 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     order = Order(source.train_size, samples + batch_size, batch_size, config.seed)
     order.continue_from(step - 1, facts)
     rows = range(*fault["rows"])
-
-    def make() -> "nn.Module":
-        return models.adapt(models.build(config.model, source), config, world.device)
-
-    begin = start.built(config, make, draws=False)
-    strategy = Composed(config, world, objective)
+    begin = start.built(config, models.maker(config, source, world.device), draws=False)
+    strategy = Strategy(config, world, objective)
     batch = next(training_batches(source, order, rows, range(step - 1, step)))
     strategy.place(begin.model, batch, begin.fill)
     state = {"model": dict(begin.model.state_dict())}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rollcall.config import Config, ConfigError
-from rollcall.text import size
+from rollcall.text import listed, size
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.world import World
 from rollcall.train.weights import deferred, stored
@@ -152,7 +152,7 @@ def start(run: Run, make: Callable[[], nn.Module]) -> Start:
     if found.reason:
         run.say(f"rollcall: every rank builds the whole model first: {found.reason}")
     has_checkpoint = world.is_main and any(run.run_dir.checkpoints.glob("step-*"))
-    resumes = bool(world.broadcast_text("resumes" if has_checkpoint else ""))
+    resumes = world.broadcast(has_checkpoint)
     if config.model.init is not None and not (resumes and config.checkpoint.save_frozen):
         read_init(found, config, world)
         run.say(f"rollcall: model.init={config.model.init}: {found.report}")
@@ -163,7 +163,7 @@ def read_init(found: Start, config: Config, world: World) -> None:
     """Let a model start from `model.init`; raise ConfigError on all ranks if that does not fit."""
     problem = ""
     try:
-        source = stored.open_(str(config.model.init), config.model.name)
+        source = stored.open_(str(config.model.init))
         names = match(found.model, source.shapes, config)
         found.report = describe(found.model, source, names)
         found.read_from(source, names)
@@ -213,8 +213,9 @@ def match(
         for names, tensor in tensors_of(model)
         if persistent & {*names}
     ]
-    if not any(name in renamed for names, _ in tensors for name in names):
-        renamed = _with_other_prefix(renamed, {name for names, _ in tensors for name in names})
+    own = {name for names, _ in tensors for name in names}
+    if own.isdisjoint(renamed):
+        renamed = _with_other_prefix(renamed, own)
     for names, tensor in tensors:
         chosen = [one for one in optional for name in names if fnmatch.fnmatch(name, one)]
         fitted.update(chosen)
@@ -226,11 +227,7 @@ def match(
             missing.append(f"{names[0]} ({stored_shape}{list(tensor.shape)})")
     for pattern in optional:
         if pattern not in fitted:
-            raise ConfigError(
-                _fits_nothing(
-                    "model.init_random", pattern, {n for names, _ in tensors for n in names}
-                )
-            )
+            raise ConfigError(_fits_nothing("model.init_random", pattern, own))
     if missing:
         raise ConfigError(_incomplete(config, missing, len(found), shapes, set(found.values())))
     return found
@@ -277,19 +274,13 @@ def describe(model: nn.Module, source: Stored, names: Mapping[str, str]) -> str:
     ]
     unused = [name for name in source.shapes if name not in names.values()]
     text = f"{len(loaded)} tensors ({size(sum(one.nbytes for one in loaded))}) from {source.where}"
-    text += f"; {len(others)} keep random or default values: {shown(others)}" if others else ""
-    return text + (f"; {len(unused)} stored ones are not used: {shown(unused)}" if unused else "")
+    text += f"; {len(others)} keep random or default values: {listed(others)}" if others else ""
+    return text + (f"; {len(unused)} stored ones are not used: {listed(unused)}" if unused else "")
 
 
 def split(text: str | None) -> list[str]:
     """Return the parts of a comma-separated text."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def shown(names: list[str]) -> str:
-    """Return the first names, and how many there are more."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _with_other_prefix(renamed: dict[str, str], names: set[str]) -> dict[str, str]:
@@ -316,16 +307,16 @@ def _incomplete(
     patterns = ",".join(dict.fromkeys(name.split(" ")[0] for name in missing[:SHOWN]))
     text = (
         f"model.init={config.model.init} holds {found} of {found + len(missing)} tensors of the "
-        f"model; it does not hold {shown(missing)}. "
+        f"model; it does not hold {listed(missing)}. "
     )
     if unused:
-        text += f"It also holds {shown(unused)}; if they belong together, set model.init_rename, "
+        text += f"It also holds {listed(unused)}; if they belong together, set model.init_rename, "
         text += "such as old.*=new.*. "
     return text + f"To start them from random numbers, set model.init_random={patterns}"
 
 
 def _fits_nothing(key: str, pattern: str, names: Iterable[str]) -> str:
-    return f"{key}: no tensor has a name like '{pattern}'; there are {shown(list(names))}"
+    return f"{key}: no tensor has a name like '{pattern}'; there are {listed(list(names))}"
 
 
 def _fill_attributes(model: nn.Module, recorder: deferred.Recorder) -> None:

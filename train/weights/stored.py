@@ -1,26 +1,21 @@
 """The weights that other programs and earlier runs have stored, each read only where it is needed.
 
-Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; PyTorch's
-distributed checkpoint (DCP); a checkpoint of a run. No code from a file is run.
+Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; a checkpoint of
+a run. No code from a file is run.
 """
 
 import json
 import math
 import mmap
 import pickle
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata
 
 from rollcall.config import ConfigError
 from rollcall.run_dir import named
-from rollcall.text import did_you_mean
 from rollcall.train.checkpoint import cadence, layout, manifest
 from rollcall.train.checkpoint.contents import Damaged, dotted
 from rollcall.train.checkpoint.read import load
@@ -40,23 +35,9 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")
 MAX_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, as its own reader limits them."""
 KNOWN = (
-    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a "
-    "folder of torch.distributed.checkpoint, a run or one of its checkpoints, or the name of "
-    "torchvision's weights for model.name, such as DEFAULT"
+    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a run "
+    "or one of its checkpoints"
 )
-
-
-class Stored(Protocol):
-    """Weights in files."""
-
-    where: str  # for messages
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the tensors, by name."""
-
-    def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Write the numbers into tensors of the same shapes; of a DTensor only this rank's part."""
 
 
 class Mapped:
@@ -68,7 +49,7 @@ class Mapped:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Copy the parts."""
+        """Write the numbers into tensors of the same shapes; of a DTensor only this rank's part."""
         for name, target in wanted.items():
             copy_parts(self._tensors[name], target)
 
@@ -91,7 +72,7 @@ class Checkpoint:
         }
 
     def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Read the pieces that this rank needs, and check them."""
+        """Do the same; read only the pieces that this rank needs, and check them."""
         state: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in wanted.items():
             state.setdefault(self._parts[name], {})[name] = tensor
@@ -99,73 +80,8 @@ class Checkpoint:
             load(self._path, self._stored, state)
 
 
-class Distributed:
-    """A directory of torch.distributed.checkpoint."""
-
-    def __init__(self, path: Path) -> None:
-        self.where = str(path)
-        self._reader = _Reader(path)
-        found = self._reader.read_metadata().state_dict_metadata
-        self.shapes = {
-            name: tuple(one.size)
-            for name, one in found.items()
-            if isinstance(one, metadata.TensorStorageMetadata)
-        }
-
-    def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Let torch find the parts."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that it loads without other ranks
-            dcp.load(dict(wanted), storage_reader=self._reader, no_dist=True)
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the metadata, a pickle, without running code from it."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:  # noqa: ARG002
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            found: metadata.Metadata = _Unpickler(file).load()
-        meta = getattr(found, "storage_meta", None) or metadata.StorageMeta()
-        meta.load_id = self.load_id
-        found.storage_meta = meta
-        return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes the records of DCP and nothing else."""
-
-    ALLOWED = frozenset(
-        {
-            ("torch", name)
-            for name in (*vars(torch), "Size")
-            if isinstance(getattr(torch, name), torch.dtype | torch.layout | torch.memory_format)
-        }
-        | {("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout")}
-        | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-        | {("collections", "OrderedDict"), ("builtins", "set"), ("_codecs", "encode")}
-        | {
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        }
-        | {
-            ("torch.distributed.checkpoint.filesystem", name)
-            for name in ("_StorageInfo", "_StoragePrefix", "StorageMeta")
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a DCP")
-        return super().find_class(module, name)
+Stored = Mapped | Checkpoint
+"""Weights in files, with the `shapes` of the tensors by name, and `where` they are."""
 
 
 def copy_parts(values: torch.Tensor, target: torch.Tensor) -> None:
@@ -175,11 +91,11 @@ def copy_parts(values: torch.Tensor, target: torch.Tensor) -> None:
         part.copy_(values[tuple(slice(start, start + length) for start, length in spans)])
 
 
-def open_(text: str, model_name: str) -> Stored:
+def open_(text: str) -> Stored:
     """Open what `model.init` names.
 
     Raises:
-        ConfigError: no such file, run or name exists, or it cannot be read.
+        ConfigError: no such file or run exists, or it cannot be read.
     """
     path = Path(text).expanduser()
     try:
@@ -191,7 +107,7 @@ def open_(text: str, model_name: str) -> Stored:
             return _run(run)
         if path.is_dir():
             raise ConfigError(f"model.init={text}: this folder holds no weights; expected {KNOWN}")
-        return _torchvision(text, model_name)
+        raise ConfigError(f"model.init={text}: no such file, folder or run; expected {KNOWN}")
     except (OSError, RuntimeError, Damaged, ValueError, KeyError, pickle.UnpicklingError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -209,7 +125,11 @@ def _file(path: Path) -> Stored:
 
 def _folder(path: Path) -> Stored | None:
     if (path / ".metadata").is_file():
-        return Distributed(path)
+        raise ConfigError(
+            f"model.init={path}: a folder of torch.distributed.checkpoint must be one file: run "
+            "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{path} {path.name}.pt`"
+        )
     if (path / manifest.NAME).is_file():
         return Checkpoint(path)
     for index in (path / name for name in INDEXES):
@@ -273,23 +193,3 @@ def _torch_save(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__} instead of a state dict")
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-
-
-def _torchvision(text: str, model_name: str) -> Stored:
-    from torchvision import models
-
-    known: dict[str, Any] = {}
-    if model_name in models.list_models():
-        known = dict(models.get_model_weights(model_name).__members__)
-    if text not in known:
-        hint = did_you_mean(text, known) or f"; expected {KNOWN}"
-        raise ConfigError(f"model.init={text}: no such file, folder, run or weights{hint}")
-    url = known[text].url
-    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    if not path.is_file():
-        raise ConfigError(
-            f"model.init={text}: torchvision's weights are not on this machine, and a run does not "
-            f"download any. Put {url} into {path.parent}, for example with "
-            f"`curl --create-dirs -o {path} {url}`"
-        )
-    return Mapped(str(path), _torch_save(path))

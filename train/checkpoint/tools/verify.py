@@ -4,13 +4,12 @@ import os
 import zlib
 from pathlib import Path
 
+from rollcall.text import listed
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.contents import Damaged, Manifest
 
 BLOCK = 2**20
 """Bytes read at once."""
-NAMED = 3
-"""Tensors that a message names."""
 
 
 def problems(directory: Path) -> list[str]:
@@ -55,9 +54,8 @@ def _difference(directory: Path, stored: Manifest, file: str) -> str:
         os.close(descriptor)
     if not names:
         return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     verb = "differs" if len(names) == 1 else "differ"
-    return f"{file} is not what was written: {', '.join(names[:NAMED])}{more} {verb}"
+    return f"{file} is not what was written: {listed(names)} {verb}"
 
 
 def _crc32(descriptor: int, start: int, size: int) -> int:
