@@ -13,19 +13,18 @@ from typing import Any
 from rollcall.config import parse
 from rollcall.launch.runs import find
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.job import Job, render
+from rollcall.launch.scheduler.job import Job, JobError, render
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.command import show
 from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.launch.submission.submission import (
-    MISTAKES,
-    RefusedError,
     Submission,
     batch_command,
     launcher_copy,
     modules_copy,
 )
 from rollcall.records.job import JobRecord
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import word
 
@@ -39,18 +38,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the script; write nothing")
     parser.add_argument("--wait", action="store_true", help="show the output until the run ends")
     options = parser.parse_args(argv)
-    try:
-        old = find.find(options.run, options.root)
-        submission = _plan(old, _new_run(old, options.name), argv)
-        local = options.local or not slurm.is_available()
-        if options.dry_run:
-            show(submission, local)
-            return 0
-        from rollcall.launch.submission import start  # here: it imports submitit
+    old = find.find(options.run, options.root)
+    submission = _plan(old, _new_run(old, options.name), argv)
+    local = options.local or not slurm.is_available()
+    if options.dry_run:
+        show(submission, local)
+        return 0
+    from rollcall.launch.submission import start  # here: it imports submitit
 
-        return start.start(replace(submission, wait=options.wait), local)
-    except (*MISTAKES, find.NoRunError) as error:
-        return find.refuse(error)
+    return start.start(replace(submission, wait=options.wait), local)
 
 
 def _new_run(old: RunDir, name: str | None) -> RunDir:
@@ -89,7 +85,7 @@ def _plan(old: RunDir, run: RunDir, argv: Sequence[str]) -> Submission:
     try:
         job, recipes = _job(old, run, recorded)
         render(job)
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (KeyError, TypeError, AttributeError, ValueError, JobError):
         place = JobRecord.place(old.path)
         raise RefusedError(f"run {old.name} cannot be reproduced: {place} is damaged") from None
     return Submission(tuple(argv), run, recipes, code, launcher, job, modules=modules)

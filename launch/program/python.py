@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.installation import ROOT
+from rollcall.refusal import RefusedError
 
 PROBE = Path(__file__).with_name("probe.py")
 OLDEST = (3, 11)
@@ -19,7 +20,7 @@ MOST_SHOWN = 12
 """Number of packages that a dry run names."""
 
 
-class ProgramError(ValueError):
+class ProgramError(RefusedError):
     """A program needs something that is missing; the message says what to do."""
 
 

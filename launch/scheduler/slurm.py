@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rollcall.refusal import RefusedError
+
 UNLIMITED = float("inf")
 TIMESTAMP = "%Y-%m-%dT%H:%M:%S"
 TIME_FORMATS = "M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S"
@@ -24,7 +26,7 @@ AT_ONCE = 5000
 """Most jobs per query: Linux limits a word of a command line to 128 kB."""
 
 
-class SlurmError(Exception):
+class SlurmError(RefusedError):
     """Slurm refused, or one of its commands failed; the message says what would be valid."""
 
 

@@ -26,7 +26,6 @@ from rollcall.launch.submission import preflight, resources, snapshot, surroundi
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.launch.submission.submission import (
-    RefusedError,
     Submission,
     batch_command,
     launcher_copy,
@@ -34,6 +33,7 @@ from rollcall.launch.submission.submission import (
 )
 from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.records.job import slurm_output
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import word
 
@@ -44,7 +44,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     """Return the submission that a command line asks for; write nothing.
 
     Raises:
-        Exception: one of MISTAKES.
+        RefusedError: it cannot be met.
     """
     if line.own.in_allocation:
         line = resources.in_allocation(line, os.environ)

@@ -19,6 +19,7 @@ from rollcall.installation import ROOT
 from rollcall.records.code import CodeRecord
 from rollcall.records.files import write_atomic
 from rollcall.records.job import JobRecord
+from rollcall.refusal import RefusedError
 
 if TYPE_CHECKING:
     from rollcall.launch.submission.snapshot_store import Store
@@ -35,7 +36,7 @@ RUN = f"/{JobRecord.FILE}"
 """How the name of a file ends that only the directory of a submitted run has."""
 
 
-class SnapshotError(Exception):
+class SnapshotError(RefusedError):
     """The code cannot be listed or copied; the message says why."""
 
 

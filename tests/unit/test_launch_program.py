@@ -15,8 +15,9 @@ from rollcall.launch.program.python import ProgramError
 from rollcall.launch.submission import layers, snapshot, start
 from rollcall.launch.submission.plan import plan
 from rollcall.launch.submission.snapshot import SnapshotError
-from rollcall.launch.submission.submission import RefusedError, Submission
+from rollcall.launch.submission.submission import Submission
 from rollcall.records.job import JobRecord
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 
 
