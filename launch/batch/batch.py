@@ -24,7 +24,7 @@ from rollcall.launch.node.identity import job_of, start_of
 from rollcall.launch.node.rendezvous import lost_hosts
 from rollcall.launch.runs import find, resolve, restarts
 from rollcall.launch.runs.resolve import StepFacts
-from rollcall.launch.scheduler import cluster, requeue, slurm
+from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import STOP_LEAD
 from rollcall.launch.scheduler.slurm import JobStatus, SlurmError
 from rollcall.launch.submission.options import span
@@ -176,7 +176,7 @@ class Batch:
             code = self._follow(command)
             if self._is_requeued:
                 with contextlib.suppress(SlurmError):  # from now on: the save may have taken long
-                    requeue.start_soon(self.job)
+                    slurm.start_soon(self.job)
                 return code
             hosts = self._after(run, code)
             if hosts is None:
@@ -257,7 +257,7 @@ class Batch:
             self._requeue_ended(status)
             # If Slurm has not requeued it, because it was cancelled, this is refused.
             with contextlib.suppress(SlurmError):
-                requeue.start_soon(self.job)
+                slurm.start_soon(self.job)
             return None
         verdict = run.read_verdict()
         state = verdict.state if verdict else "requeue" if code == os.EX_TEMPFAIL else "failed"
@@ -329,7 +329,7 @@ class Batch:
         leave_out = cluster.without(self.job, bad, nodes) if bad else []
         if bad and not leave_out:
             self._say(f"cannot exclude {', '.join(bad)}: too few other nodes")
-        requeue.own_job(self.job, leave_out)
+        slurm.requeue_own_job(self.job, leave_out)
 
     def _note(self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end a run

@@ -12,7 +12,7 @@ from pathlib import Path
 from rollcall.launch.node import heartbeat, processes
 from rollcall.launch.node.identity import Node, start_of
 from rollcall.launch.runs import find, restarts
-from rollcall.launch.scheduler import requeue, slurm
+from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import Heartbeat
 from rollcall.records.job import BatchRecord, RestartCause
@@ -140,7 +140,7 @@ class BatchWatcher:
             with contextlib.suppress(OSError):  # before: Slurm ends us at once
                 restarts.note(self._run, self._job, cause)
         try:
-            requeue.own_job(self._job)
+            slurm.requeue_own_job(self._job)
             self._tries, text = 0, "is requeued"
         except SlurmError as error:  # the controller may be busy with the end of the job
             self._tries, text = self._tries - 1, f"could not be requeued: {error}"
