@@ -34,7 +34,6 @@ class Facts:
         own: modules that are not installed, and where they lie.
         shadowing: directories that hide other modules if they are searched first.
         missing: modules that this Python does not have, and where they are imported.
-        texts: constants of the source code that may be paths, and the file that has each.
     """
 
     executable: str
@@ -44,7 +43,6 @@ class Facts:
     own: Mapping[str, str]
     shadowing: Sequence[str]
     missing: Mapping[str, str]
-    texts: Mapping[str, str]
 
     def describe(self) -> Iterator[str]:
         """Yield lines for people: this Python, what the program imports, and what is missing."""

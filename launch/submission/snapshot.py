@@ -186,17 +186,6 @@ def _check_size(root: Path, sizes: dict[str, int], in_git: bool, can_link: bool 
     )
 
 
-def ignored(root: Path) -> list[str]:
-    """Return the files that git ignores in a checkout; a directory that is ignored as a whole once.
-
-    Raises:
-        SnapshotError: git fails.
-    """
-    if not (root / ".git").exists():
-        return []
-    return _ls(root, "-oi", "--directory")
-
-
 def plan_modules(root: Path, names: Names) -> Snapshot:
     """List the files of some modules in a directory, which may be part of a git checkout.
 
