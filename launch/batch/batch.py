@@ -74,8 +74,9 @@ def main(argv: Sequence[str]) -> int:
     if "SLURM_JOB_ID" not in os.environ or not options.command:
         print("rollcall: error: use this in a job script: exec … batch srun …", file=sys.stderr)
         return 2
+    own = argv[2:] if options.number else argv  # the first two words are from take_over
     try:
-        code = Batch(options, job_of(os.environ)).go()
+        code = Batch(options, own, job_of(os.environ)).go()
         _tear_down(options.teardown, code)
         return code
     except OSError as error:  # srun is missing, or the run directory is not writable
@@ -100,11 +101,11 @@ def _tear_down(lines: Sequence[str], code: int) -> None:
 class Batch:
     """A job's first process, which starts its step."""
 
-    def __init__(self, options: argparse.Namespace, job: str) -> None:
+    def __init__(self, options: argparse.Namespace, words: Sequence[str], job: str) -> None:
         self.command: list[str] = options.command
         self.job = job
         self.run: RunDir | None = None
-        self._options = options
+        self._options, self._words = options, words
         self._this_start = start_of(job, os.environ)
         self._own_step = takeover.leave_step(options.output) if options.number else None
         self._hosts: Hosts
@@ -158,16 +159,10 @@ class Batch:
         return code
 
     def _prepare_for_losses(self, run: RunDir, facts: StepFacts) -> None:
-        options = self._options
-        own = {"--run-dir": options.run_dir, "--cells": options.cells}
-        words = [f"{name}={value}" for name, value in own.items() if value is not None]
-        words += ["--nodes={}-{}".format(*options.nodes)] if options.nodes else []
-        words += [f"--teardown={line}" for line in options.teardown]
-        words += self.command
+        start, number = self._this_start, self._options.number
         can_move = self._hosts.may_change
-        start, number = self._this_start, options.number
         with contextlib.suppress(OSError):  # a full disk must not end a run
-            self._heartbeat = BatchHeartbeat(run, start, number, words, can_move)
+            self._heartbeat = BatchHeartbeat(run, start, number, self._words, can_move)
         if facts.span:
             self._expansion = Expansion(run, self.job, self._hosts)
 

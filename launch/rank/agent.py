@@ -27,15 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.start_method == "none":
         sys.exit(run_rank(options))
-    world_size = options.nnodes * options.nproc_per_node
-    if options.expect_world not in (None, world_size):
-        print(
-            f"node {options.node_rank}: expected a world of {options.expect_world} ranks, but "
-            f"--nnodes={options.nnodes} and --nproc-per-node={options.nproc_per_node} make "
-            f"{world_size}",
-            file=sys.stderr,
-        )
-        return 2
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
     # Before torch is imported: its thread pool reads this once.
     threads = max(1, hosts.usable_cpus() // options.nproc_per_node)
@@ -78,7 +69,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--serve", type=int, help="be a fork server that takes orders here")
     result.add_argument("--run-id", required=True, help="the same on all nodes, new per attempt")
     result.add_argument("--log-dir", required=True, help="where each rank writes rank-<n>.log")
-    result.add_argument("--expect-world", type=int, help="refuse any other number of ranks")
     result.add_argument(
         "--start-method",
         choices=("fork", "torchrun", "none"),

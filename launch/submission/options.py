@@ -90,7 +90,7 @@ def read(argv: Sequence[str]) -> CommandLine:
             f"got both '{own.words[0]}' and a program after `--`; a run has only one of them"
         )
     _check_combinations(own, passed)
-    # What begins with two dashes is no value: argparse would have refused it.
+    # A value cannot begin with two dashes: argparse would have refused it.
     given = [word.partition("=")[0] for word in rest if word.startswith("--")]
     return CommandLine(own, passed, program, (*given, *(f"--{name}" for name in passed)))
 
