@@ -23,16 +23,21 @@ def main(argv: Sequence[str]) -> int:
 
         return discover.main(line.own.cluster)
     local = line.own.local or not slurm.is_available()
-    if line.own.dry_run:
-        show(plan(line, argv, setup), local)
-        return 0
-    if local and not line.own.local:
+    if local and not (line.own.local or line.own.dry_run):
         note("this machine has no sbatch, so the run starts here")
-    from rollcall.launch.submission import start  # here: it imports submitit
-
     while True:
         with contextlib.suppress(TakenError):
-            return start.start(plan(line, argv, setup), local)
+            return carry_out(plan(line, argv, setup), local, line.own.dry_run)
+
+
+def carry_out(submission: Submission, local: bool, dry_run: bool) -> int:
+    """Start a planned submission, or only show it; return the exit code."""
+    if dry_run:
+        show(submission, local)
+        return 0
+    from rollcall.launch.submission import start  # here: it imports submitit
+
+    return start.start(submission, local)
 
 
 def show(submission: Submission, local: bool) -> None:

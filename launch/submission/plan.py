@@ -118,11 +118,7 @@ def _run_directory(config: Config, stem: str) -> RunDir:
     if name is not None:
         return RunDir(root, name)
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
-    stem = f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run, number = RunDir(root, stem), 2
-    while run.path.exists():
-        run, number = RunDir(root, f"{stem}-{number}"), number + 1
-    return run
+    return RunDir.unused(root, f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _code_of_modules(config: Config, run: RunDir, takes_code: bool) -> UserCode | None:

@@ -69,12 +69,7 @@ def _submit(sweep: Sweep, given: argparse.Namespace, argv: Sequence[str]) -> int
         return 0
     planned = _plan(sweep, given.root, left, argv, local)
     print(f"{len(left)} of {len(sweep.cells)} cells: {', '.join(cell.name for cell in left)}")
-    if given.dry_run:
-        command.show(planned, local)
-        return 0
-    from rollcall.launch.submission import start  # imports submitit
-
-    return start.start(planned, local)
+    return command.carry_out(planned, local, given.dry_run)
 
 
 def _plan(

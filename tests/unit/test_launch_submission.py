@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -444,13 +445,13 @@ def test_unchanged_code_is_linked_and_not_read_again(
     root.mkdir()
     for number in range(40):
         (root / f"{number}.py").write_text(f"x = {number}")
-    real = os.open
+    real = open
 
-    def opening(path: str, *rest: int) -> int:
+    def opening(path: str, *rest: Any, **more: Any) -> Any:
         opened.append(str(path))
-        return real(path, *rest)
+        return real(path, *rest, **more)
 
-    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr("builtins.open", opening)
 
     def opens(name: str) -> int:
         """Submit; return how many files of code were opened."""

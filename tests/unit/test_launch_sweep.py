@@ -110,6 +110,5 @@ def test_arrays_are_read_as_sbatch_reads_them(capsys: pytest.CaptureFixture[str]
     for wrong in ("", "a", "1-", "3-0", "0:0", "0-3%0", "0-3%00", "0-9:0", "0-9:00", "0-3%"):
         with pytest.raises(JobError, match="expected indices such as"):
             array_tasks(wrong)
-    with pytest.raises(SystemExit, match="2"):
-        local.main(["--run-dir=a", "--tasks=0-x", "--", "true"])
+    assert cli.main(["array", "--run-dir=a", "--tasks=0-x", "--", "true"]) == 2
     assert "--array 0-x: expected indices such as" in capsys.readouterr().err
