@@ -46,6 +46,14 @@ class _Lossy(io.FileIO):
             os.write(self.copy, text)
 
 
+def stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def outlast_full_disks() -> None:
     """Keep this process running if its output goes to a full disk or a closed pipe."""
     for name in ("stdout", "stderr"):

@@ -20,6 +20,15 @@ REFUSED = 2
 """Exit code of a process whose request was refused."""
 
 
+class RefusedError(Exception):
+    """A request that cannot be met: the user gets the message, without a traceback."""
+
+
+def sentences(error: Exception | str) -> str:
+    """Return the lines that say why a request is refused."""
+    return "\n".join(PREFIX + line for line in str(error).splitlines())
+
+
 def refuse(error: Exception | str, everywhere: bool = True, patience: float = PATIENCE) -> int:
     """Show why a request is refused; return the exit code.
 
@@ -28,7 +37,7 @@ def refuse(error: Exception | str, everywhere: bool = True, patience: float = PA
         everywhere: whether all ranks refuse the request for the same reason.
         patience: seconds that a rank waits if another one prints the reason.
     """
-    text = "\n".join(PREFIX + line for line in str(error).splitlines())
+    text = sentences(error)
     speaks = _write_error_file(text)
     if speaks is None:
         names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")

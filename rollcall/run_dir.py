@@ -6,12 +6,13 @@ off is left out on reading. rollcall.records has the names and keys of the files
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import time
 from pathlib import Path
 from stat import S_IWOTH
-from typing import Any
+from typing import Any, Self
 
 from rollcall.records.files import Journal, is_there, listed, remove, write_atomic
 from rollcall.records.run import CLAIM, EVENTS, LoggedStep, read_events
@@ -31,6 +32,12 @@ class RunDir:
         self.path = Path(root).absolute() / name
         self._claim = b""
         self._journal = Journal(self.events)
+
+    @classmethod
+    def unused(cls, root: str | Path, stem: str) -> Self:
+        """Return a run of this name, or with a number behind it if there is such a directory."""
+        names = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
+        return next(run for run in (cls(root, name) for name in names) if not run.path.exists())
 
     @property
     def config(self) -> Path:

@@ -24,7 +24,7 @@ from rollcall.launch.node.identity import job_of, start_of
 from rollcall.launch.node.rendezvous import lost_hosts
 from rollcall.launch.runs import find, resolve, restarts
 from rollcall.launch.runs.resolve import StepFacts
-from rollcall.launch.scheduler import cluster, requeue, slurm
+from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import STOP_LEAD
 from rollcall.launch.scheduler.slurm import JobStatus, SlurmError
 from rollcall.launch.submission.options import span
@@ -74,8 +74,9 @@ def main(argv: Sequence[str]) -> int:
     if "SLURM_JOB_ID" not in os.environ or not options.command:
         print("rollcall: error: use this in a job script: exec … batch srun …", file=sys.stderr)
         return 2
+    own = argv[2:] if options.number else argv  # the first two words are from take_over
     try:
-        code = Batch(options, job_of(os.environ)).go()
+        code = Batch(options, own, job_of(os.environ)).go()
         _tear_down(options.teardown, code)
         return code
     except OSError as error:  # srun is missing, or the run directory is not writable
@@ -100,11 +101,11 @@ def _tear_down(lines: Sequence[str], code: int) -> None:
 class Batch:
     """A job's first process, which starts its step."""
 
-    def __init__(self, options: argparse.Namespace, job: str) -> None:
+    def __init__(self, options: argparse.Namespace, words: Sequence[str], job: str) -> None:
         self.command: list[str] = options.command
         self.job = job
         self.run: RunDir | None = None
-        self._options = options
+        self._options, self._words = options, words
         self._this_start = start_of(job, os.environ)
         self._own_step = takeover.leave_step(options.output) if options.number else None
         self._hosts: Hosts
@@ -158,16 +159,10 @@ class Batch:
         return code
 
     def _prepare_for_losses(self, run: RunDir, facts: StepFacts) -> None:
-        options = self._options
-        own = {"--run-dir": options.run_dir, "--cells": options.cells}
-        words = [f"{name}={value}" for name, value in own.items() if value is not None]
-        words += ["--nodes={}-{}".format(*options.nodes)] if options.nodes else []
-        words += [f"--teardown={line}" for line in options.teardown]
-        words += self.command
+        start, number = self._this_start, self._options.number
         can_move = self._hosts.may_change
-        start, number = self._this_start, options.number
         with contextlib.suppress(OSError):  # a full disk must not end a run
-            self._heartbeat = BatchHeartbeat(run, start, number, words, can_move)
+            self._heartbeat = BatchHeartbeat(run, start, number, self._words, can_move)
         if facts.span:
             self._expansion = Expansion(run, self.job, self._hosts)
 
@@ -176,7 +171,7 @@ class Batch:
             code = self._follow(command)
             if self._is_requeued:
                 with contextlib.suppress(SlurmError):  # from now on: the save may have taken long
-                    requeue.start_soon(self.job)
+                    slurm.start_soon(self.job)
                 return code
             hosts = self._after(run, code)
             if hosts is None:
@@ -257,7 +252,7 @@ class Batch:
             self._requeue_ended(status)
             # If Slurm has not requeued it, because it was cancelled, this is refused.
             with contextlib.suppress(SlurmError):
-                requeue.start_soon(self.job)
+                slurm.start_soon(self.job)
             return None
         verdict = run.read_verdict()
         state = verdict.state if verdict else "requeue" if code == os.EX_TEMPFAIL else "failed"
@@ -329,7 +324,7 @@ class Batch:
         leave_out = cluster.without(self.job, bad, nodes) if bad else []
         if bad and not leave_out:
             self._say(f"cannot exclude {', '.join(bad)}: too few other nodes")
-        requeue.own_job(self.job, leave_out)
+        slurm.requeue_own_job(self.job, leave_out)
 
     def _note(self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end a run

@@ -8,15 +8,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.refusal import RefusedError
 
 
-def main(argv: Sequence[str]) -> int:
-    """Become the command; return an exit code only if that fails."""
+def main(argv: Sequence[str]) -> NoReturn:
+    """Become the command."""
     parser = find.parser("attach", __doc__, nargs=argparse.REMAINDER)
     meaning = "number of the node (default: 0)"
     parser.add_argument("--node", type=int, default=0, metavar="N", help=meaning)
@@ -27,18 +28,15 @@ def main(argv: Sequence[str]) -> int:
     # `rest` has everything after RUN; options before the command are still ours.
     options = parser.parse_args(rest, options)
     command = options.run[options.run[:1] == ["--"] :] or ["bash"]
-    try:
-        run = find.find(name, options.root)
-        job, attempt = states.live_attempt(run)
-        if not 0 <= options.node < len(attempt.hosts):
-            last = len(attempt.hosts) - 1
-            raise NoRunError(f"--node {options.node}: run {run.name} has nodes 0 to {last}")
-        if not job.is_local:
-            terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-            command = [*slurm.step(job.id, [attempt.hosts[options.node]]), *terminal, *command]
-    except (NoRunError, SlurmError) as error:
-        return find.refuse(error)
+    run = find.find(name, options.root)
+    job, attempt = states.live_attempt(run)
+    if not 0 <= options.node < len(attempt.hosts):
+        last = len(attempt.hosts) - 1
+        raise NoRunError(f"--node {options.node}: run {run.name} has nodes 0 to {last}")
+    if not job.is_local:
+        terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+        command = [*slurm.step(job.id, [attempt.hosts[options.node]]), *terminal, *command]
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        return find.refuse(f"{command[0]}: {error.strerror}")
+        raise RefusedError(f"{command[0]}: {error.strerror}") from None

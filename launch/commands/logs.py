@@ -37,19 +37,15 @@ def main(argv: Sequence[str]) -> int:
     add("--merge", action="store_true", help="show all ranks of all nodes")
     add("--follow", action="store_true", help="continue until the run is over, with later attempts")
     options = parser.parse_args(argv)
-    try:
-        run = find.find(options.run, options.root)
-        view = _View(run, options.rank, options.node, options.merge)
-        attempt = _newest(run) if options.attempt is None else options.attempt
-        if not options.follow:
-            view.show(attempt)
-            view.finish()
-            return 0
-        return _follow(run, view, attempt, stays=options.attempt is not None)
-    except NoRunError as error:
-        return find.refuse(error)
-    except KeyboardInterrupt:
-        return 130
+    run = find.find(options.run, options.root)
+    view = _View(run, options.rank, options.node, options.merge)
+    attempt = _newest(run) if options.attempt is None else options.attempt
+    if options.follow:
+        _follow(run, view, attempt, stays=options.attempt is not None)
+    else:
+        view.show(attempt)
+        view.finish()
+    return 0
 
 
 class _View:
@@ -145,7 +141,7 @@ def _newest(run: RunDir) -> int:
     return max(0, run.next_attempt() - 1)
 
 
-def _follow(run: RunDir, view: _View, attempt: int, stays: bool) -> int:
+def _follow(run: RunDir, view: _View, attempt: int, stays: bool) -> None:
     if view.files(attempt):
         view.show(attempt)
     question, is_over = Every(ASK_EVERY), False
@@ -160,4 +156,3 @@ def _follow(run: RunDir, view: _View, attempt: int, stays: bool) -> int:
     view.finish()
     if not view.files(attempt):
         raise NoRunError(f"run {run.name} has ended without a log: rollcall why {find.typed(run)}")
-    return 0

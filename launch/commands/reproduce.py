@@ -13,19 +13,18 @@ from typing import Any
 from rollcall.config import parse
 from rollcall.launch.runs import find
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.job import Job, render
+from rollcall.launch.scheduler.job import Job, JobError, render
 from rollcall.launch.submission import snapshot
-from rollcall.launch.submission.command import show
+from rollcall.launch.submission.command import carry_out
 from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.launch.submission.submission import (
-    MISTAKES,
-    RefusedError,
     Submission,
     batch_command,
     launcher_copy,
     modules_copy,
 )
 from rollcall.records.job import JobRecord
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import word
 
@@ -39,30 +38,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the script; write nothing")
     parser.add_argument("--wait", action="store_true", help="show the output until the run ends")
     options = parser.parse_args(argv)
-    try:
-        old = find.find(options.run, options.root)
-        submission = _plan(old, _new_run(old, options.name), argv)
-        local = options.local or not slurm.is_available()
-        if options.dry_run:
-            show(submission, local)
-            return 0
-        from rollcall.launch.submission import start  # here: it imports submitit
-
-        return start.start(replace(submission, wait=options.wait), local)
-    except (*MISTAKES, find.NoRunError) as error:
-        return find.refuse(error)
+    old = find.find(options.run, options.root)
+    submission = _plan(old, _new_run(old, options.name), argv)
+    local = options.local or not slurm.is_available()
+    return carry_out(replace(submission, wait=options.wait), local, options.dry_run)
 
 
 def _new_run(old: RunDir, name: str | None) -> RunDir:
-    if name is not None:
-        parse([word("run.name", name)])  # refuses an invalid name
-        run = RunDir(old.path.parent, name)
-        if run.path.exists():
-            raise RefusedError(f"--name {name}: {run.path} exists; choose a new name")
-        return run
-    run, number = RunDir(old.path.parent, f"{old.name}-again"), 2
-    while run.path.exists():
-        run, number = RunDir(old.path.parent, f"{old.name}-again-{number}"), number + 1
+    if name is None:
+        return RunDir.unused(old.path.parent, f"{old.name}-again")
+    parse([word("run.name", name)])  # refuses an invalid name
+    run = RunDir(old.path.parent, name)
+    if run.path.exists():
+        raise RefusedError(f"--name {name}: {run.path} exists; choose a new name")
     return run
 
 
@@ -89,7 +77,7 @@ def _plan(old: RunDir, run: RunDir, argv: Sequence[str]) -> Submission:
     try:
         job, recipes = _job(old, run, recorded)
         render(job)
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (KeyError, TypeError, AttributeError, ValueError, JobError):
         place = JobRecord.place(old.path)
         raise RefusedError(f"run {old.name} cannot be reproduced: {place} is damaged") from None
     return Submission(tuple(argv), run, recipes, code, launcher, job, modules=modules)
@@ -110,28 +98,27 @@ def _job(old: RunDir, run: RunDir, recorded: dict[str, Any]) -> tuple[Job, tuple
     """Return the recorded job as one of the new run, and the recipes that it needs."""
     before = recorded.pop("run_directory")  # the run may have been moved since
 
-    def moved(text: str) -> str:
-        option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
-        if value == before or value.startswith(f"{before}/"):
-            return f"{option}{equals}{run.path}{value[len(before) :]}"
-        return text
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(map(moved, value))
+        if not isinstance(value, str):
+            return value
+        option, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
+        if path == before or path.startswith(f"{before}/"):
+            return f"{option}{equals}{run.path}{path[len(before) :]}"
+        return value
 
-    words, own = recorded["command"], recorded.get("python", ())
     at_job = f"{before}/job/"
-    recipes = [old.path / text[len(before) + 1 :] for text in words if text.startswith(at_job)]
+    words = [text for text in recorded["command"] if text.startswith(at_job)]
+    recipes = tuple(old.path / text[len(before) + 1 :] for text in words)
     recorded["options"].pop("dependency", None)
-    asked = recorded.get("gpus_per_node")
-    recorded["allocation"] = None
-    recorded |= {
+    fields = {name: moved(value) for name, value in recorded.items()}
+    if not fields.get("python"):
+        fields["command"] = (sys.executable, *fields["command"][1:])
+    fields |= {
         "name": run.name,
-        "gpus_per_node": None if asked is None else str(asked),  # it was a number once
-        "command": tuple(map(moved, words)) if own else (sys.executable, *map(moved, words[1:])),
-        "python": tuple(map(moved, own)),
-        "directory": moved(recorded["directory"]),
         "output": f"{str(run.job).replace('%', '%%')}/{Path(recorded['output']).name}",
-        "srun": tuple(recorded["srun"]),
-        "setup": tuple(recorded["setup"]),
-        "plugins": tuple(recorded.get("plugins", ())),
-        "batch": (*batch_command(run), *filter(_is_teardown, recorded["batch"])),
+        "batch": (*batch_command(run), *filter(_is_teardown, fields["batch"])),
+        "allocation": None,
     }
-    return Job(**recorded), tuple(recipes)
+    return Job(**fields), recipes

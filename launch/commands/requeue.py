@@ -21,20 +21,17 @@ LOOK = 0.5
 def main(argv: Sequence[str]) -> int:
     """Requeue the job; return the exit code."""
     options = find.parser("requeue", __doc__).parse_args(argv)
-    try:
-        run = find.find(options.run, options.root)
-        job = states.look([run])[0][0].job
-        again = f"submit it again: rollcall submit --name {run.name}"
-        if job is None or job.is_local:
-            raise NoRunError(f"run {run.name} has no Slurm job; {again}")
-        info = slurm.queue([job.id]).get(job.id)
-        if info is None:
-            raise NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")
-        if info.state != "PENDING":
-            slurm.tell("scontrol", "requeue", job.id)
-        _start_now(job.id)
-    except (NoRunError, SlurmError) as error:
-        return find.refuse(error)
+    run = find.find(options.run, options.root)
+    job = states.look([run])[0][0].job
+    again = f"submit it again: rollcall submit --name {run.name}"
+    if job is None or job.is_local:
+        raise NoRunError(f"run {run.name} has no Slurm job; {again}")
+    info = slurm.queue([job.id]).get(job.id)
+    if info is None:
+        raise NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")
+    if info.state != "PENDING":
+        slurm.tell("scontrol", "requeue", job.id)
+    _start_now(job.id)
     print(f"job {job.id} of run {run.name} is requeued and may start at once")
     return 0
 

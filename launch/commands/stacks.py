@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rollcall.installation import ROOT
 from rollcall.launch.commands.stacks_on_node import dump
 from rollcall.launch.runs import find, states
-from rollcall.launch.runs.find import NoRunError, SubmittedJob
+from rollcall.launch.runs.find import SubmittedJob
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import AttemptRecord
@@ -25,12 +25,9 @@ OURS = re.compile(r'"<frozen runpy>"|/launch/rank/\w+\.py"')
 def main(argv: Sequence[str]) -> int:
     """Print the stacks; return the exit code, 1 if a rank did not answer."""
     options = find.parser("stacks", __doc__).parse_args(argv)
-    try:
-        run = find.find(options.run, options.root)
-        job, attempt = states.live_attempt(run)
-        answers = _ask(run, job, attempt)
-    except (NoRunError, SlurmError) as error:
-        return find.refuse(error)
+    run = find.find(options.run, options.root)
+    job, attempt = states.live_attempt(run)
+    answers = _ask(run, job, attempt)
     found: dict[str, list[int]] = {}
     for rank, stack in sorted(answers.items()):
         found.setdefault(_without_launcher(stack), []).append(rank)

@@ -4,16 +4,16 @@ States come from the runs' files. Slurm is asked only about jobs that wait or ru
 that ended without a record. slurmdbd is not needed, and jobs that Slurm forgot are shown too.
 """
 
+import contextlib
 import os
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollcall.launch.runs import find, states
-from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.runs.states import Condition, Progress
 from rollcall.run_dir import RunDir
 
@@ -40,24 +40,27 @@ def main(argv: Sequence[str]) -> int:
 
 def show(words: Sequence[str], root: str, is_live: bool) -> int:
     """Print the table of these runs or of all, live until Ctrl-C if asked; return the exit code."""
-    try:
-        while is_live:
-            size = shutil.get_terminal_size()
-            lines = _table(_chosen(words, root), root, size.columns)
-            # What is longer than the screen would scroll, and could not be drawn again.
-            shown = [*lines[:1], *lines[1:][2 - size.lines :]] if sys.stdout.isatty() else lines
-            print(HOME + CLEAR + "\n".join(shown), flush=True)
-            time.sleep(EVERY)
-        found = _chosen(words, root)
-    except NoRunError as error:
-        return find.refuse(error)
-    except KeyboardInterrupt:
+    if is_live:
+        keep_live(lambda width: _table(_chosen(words, root), root, width))
         return 0
+    found = _chosen(words, root)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print("\n".join(_table(found, root, width)) if found else f"there are no runs in {root}")
     for path in () if words else find.closed(root):
         print(f"{path.name}: cannot be read; it may be a run of another user")
     return 0
+
+
+def keep_live(table: Callable[[int], list[str]]) -> None:
+    """Print a table for the width of the terminal again and again, until Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            size = shutil.get_terminal_size()
+            lines = table(size.columns)
+            # What is longer than the screen would scroll, and could not be drawn again.
+            shown = [*lines[:1], *lines[1:][2 - size.lines :]] if sys.stdout.isatty() else lines
+            print(HOME + CLEAR + "\n".join(shown), flush=True)
+            time.sleep(EVERY)
 
 
 def _chosen(words: Sequence[str], root: str) -> list[RunDir]:

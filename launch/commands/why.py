@@ -37,12 +37,9 @@ CHECKED = (
 def main(argv: Sequence[str]) -> int:
     """Explain the newest attempt; return the exit code."""
     options = find.parser("why", __doc__).parse_args(argv)
-    try:
-        run = find.find(options.run, options.root)
-        if find.is_sweep(run):
-            raise NoRunError(f"{run.name} is a sweep: name one of its runs, {run.name}/CELL")
-    except NoRunError as error:
-        return find.refuse(error)
+    run = find.find(options.run, options.root)
+    if find.is_sweep(run):
+        raise NoRunError(f"{run.name} is a sweep: name one of its runs, {run.name}/CELL")
     (condition,), complaint = states.look([run])
     if condition.state in ("pending", "running", "done", "stopped", "requeue"):
         print(f"run {run.name} has not failed: {condition.state}" + _in_brackets(condition.note))

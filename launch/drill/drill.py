@@ -20,6 +20,7 @@ from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.run import LoggedStep
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.timer import Every
 
@@ -60,18 +61,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("what", choices=FAULTS, metavar="WHAT", help=", ".join(FAULTS))
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(argv)
+    target = await_training(find.find(options.run, options.root))
+    fault = FAULTS[options.what](target)
+    print(f"{options.what}: {fault.plan}", flush=True)
     try:
-        run = find.find(options.run, options.root)
-        target = await_training(run)
-        fault = FAULTS[options.what](target)
-        print(f"{options.what}: {fault.plan}", flush=True)
         if not options.yes and input("Do it? [y/N] ").strip().lower() not in ("y", "yes"):
             return 2
-        recovery = measure(target, fault)
-    except (NoRunError, SlurmError) as error:
-        return find.refuse(error)
     except EOFError:
-        return find.refuse("cannot ask for confirmation here: add --yes")
+        raise RefusedError("cannot ask for confirmation here: add --yes") from None
+    recovery = measure(target, fault)
     print(f"noticed after         {_seconds(recovery.noticed)}")
     if fault.is_free is not None:
         print(f"nodes free after      {_seconds(recovery.free)}")

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from rollcall.launch.node import processes
 from rollcall.launch.node.batch_process import BatchWatcher
-from rollcall.launch.node.deadline import DeadlineWatcher
+from rollcall.launch.node.controller import DeadlineWatcher, JobComment
 from rollcall.launch.node.fork_client import ForkClient
 from rollcall.launch.node.heartbeat import Heartbeats, News
 from rollcall.launch.node.identity import Node
 from rollcall.launch.node.processes import REQUESTS, STOPPED, SignalDelivery, StoppedProcesses
 from rollcall.launch.node.rendezvous import Meeting, route
-from rollcall.launch.node.squeue_comment import JobComment
 from rollcall.launch.runs.log_times import LogWatcher, rank_of
 from rollcall.launch.runs.output import Output
 from rollcall.process import wait_for_signal
@@ -114,9 +113,8 @@ class NodeAttempt:
         self, key: str, start_method: str, framework: str, program: Sequence[str]
     ) -> list[str]:
         """Return the agent's command line."""
-        world_size = self.node.count * self.ranks
         words = [f"--nnodes={self.node.count}", f"--node-rank={self.node.number}"]
-        words += [f"--nproc-per-node={self.ranks}", f"--expect-world={world_size}"]
+        words += [f"--nproc-per-node={self.ranks}"]
         words += [f"--master-addr={self.rendezvous.address}"]
         words += [f"--master-port={self.rendezvous.port}"]
         words += [f"--run-id={key}", f"--log-dir={self.log.parent}"]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rollcall.launch.node import heartbeat, processes
+from rollcall.launch.node import heartbeat
 from rollcall.launch.node.identity import Node, start_of
 from rollcall.launch.runs import find, restarts
-from rollcall.launch.scheduler import requeue, slurm
+from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.process import stat
 from rollcall.records.attempt import Heartbeat
 from rollcall.records.job import BatchRecord, RestartCause
 from rollcall.run_dir import RunDir
@@ -124,7 +125,7 @@ class BatchWatcher:
         """Whether it is not stopped; on another host, whether its heartbeat continues."""
         assert self._record is not None
         if self._is_here and self._record.process is not None:
-            return processes.state(int(self._record.process.split()[1])) not in ("T", "t", "")
+            return stat(self._record.process.split()[1])[:1] not in (["T"], ["t"], [])
         return self._count() != first
 
     def _requeue(self) -> None:
@@ -140,7 +141,7 @@ class BatchWatcher:
             with contextlib.suppress(OSError):  # before: Slurm ends us at once
                 restarts.note(self._run, self._job, cause)
         try:
-            requeue.own_job(self._job)
+            slurm.requeue_own_job(self._job)
             self._tries, text = 0, "is requeued"
         except SlurmError as error:  # the controller may be busy with the end of the job
             self._tries, text = self._tries - 1, f"could not be requeued: {error}"
@@ -172,8 +173,5 @@ def _pid_namespace() -> str:
 
 def _identify(pid: int) -> str:
     """Identify a process of this host for as long as the host runs; its pid may be used again."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else f"{_pid_namespace()} {pid} {fields[19]}"
+    fields = stat(pid)
+    return f"{_pid_namespace()} {pid} {fields[19]}" if fields and fields[0] not in "ZX" else ""

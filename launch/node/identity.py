@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollcall import hosts
 from rollcall.launch.scheduler.job import RANKS_WITHOUT_GPU
+from rollcall.process import stat
 
 
 class NodeError(Exception):
@@ -110,7 +111,7 @@ def _local(env: Mapping[str, str]) -> Node:
     number, count = int(env["SUBMITIT_LOCAL_GLOBALID"]), int(env["SUBMITIT_LOCAL_NTASKS"])
     job = env["SUBMITIT_LOCAL_JOB_ID"]
     # The id is a process id, which may be reused; with the controller's start time it is unique.
-    started = Path(f"/proc/{job}/stat").read_text().rpartition(")")[2].split()[19]
+    started = stat(job)[19]
     gpus = visible_gpus(env)
     share = gpus[number * len(gpus) // count : (number + 1) * len(gpus) // count]
     names, key = (socket.gethostname(),) * count, f"local-{job}-{started}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from rollcall.process import stat
 from rollcall.timer import RunningClock
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -118,14 +119,6 @@ class StoppedProcesses:
     def find(self, pids: Sequence[int]) -> list[int]:
         """Return the processes that have been stopped for STOPPED seconds."""
         now = self._clock.read()
-        stopped = [pid for pid in pids if state(pid) == "T"]
+        stopped = [pid for pid in pids if stat(pid)[:1] == ["T"]]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         return [pid for pid in stopped if now - self._since[pid] > STOPPED]
-
-
-def state(pid: int) -> str:
-    """Return the letter of a process's state, such as T if it is stopped; empty if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

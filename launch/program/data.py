@@ -1,9 +1,10 @@
 """Files that a program names and that the copy of its directory will not have."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rollcall.launch.program.find import UserCode
 from rollcall.launch.program.python import ProgramError
 
 
@@ -35,53 +36,34 @@ def _to_link(place: Path, checkout: Path) -> Path:
 
 
 def left_out(
-    arguments: Sequence[str],
-    texts: Mapping[str, str],
-    copied: Sequence[str],
-    linked: Sequence[str],
-    ignored: Sequence[str],
-    places: tuple[Path, Path],
+    arguments: Sequence[str], copied: Sequence[str], linked: Sequence[str], code: UserCode
 ) -> Iterator[str]:
-    """Yield a sentence for each path that is named and exists here, but not in the copy.
+    """Yield a sentence for each argument that is a path here, but not in the copy of the code.
 
     Args:
-        arguments: of the program.
-        texts: constants of its source code; only names of files count.
         copied: the files of the copy, relative to the checkout.
         linked: what the copy has as links, relative to the checkout.
-        ignored: files that git ignores, relative to the checkout.
-        places: the checkout, and the directory in it where the program is started.
     """
-    checkout, directory = places
     there = {*copied, *(str(parent) for name in copied for parent in Path(name).parents)}
-    values = [value for word in arguments for value in (word, word.partition("=")[2])]
-    # A program often puts the directory and the name of a file together.
-    names = {Path(name).name: os.path.relpath(checkout / name, directory) for name in ignored}
-    named = dict.fromkeys(values, "an argument")
-    for text, file in texts.items():
-        name = names.get(text, text) if Path(text).suffix else text
-        if (directory / name).is_file():
-            named.setdefault(name, os.path.relpath(file))
     told: list[Path] = []
-    for text, who in named.items():
+    for text in (value for word in arguments for value in (word, word.partition("=")[2])):
         if not text or text.startswith("-") or Path(text).is_absolute():
             continue
-        place = Path(os.path.abspath(directory / text))  # noqa: PTH100
-        name = os.path.relpath(place, checkout)
+        place = Path(os.path.abspath(code.directory / text))  # noqa: PTH100
+        name = os.path.relpath(place, code.checkout)
         is_linked = any(Path(name).is_relative_to(link) for link in linked)
-        if name in there or is_linked or not place.exists():
-            continue
-        if any(place.is_relative_to(other) for other in told):
+        is_told = any(place.is_relative_to(other) for other in told)
+        if name in there or is_linked or is_told or not place.exists():
             continue
         told.append(place)
-        link = os.path.relpath(_to_link(place, checkout))
         if name.startswith(".."):
             yield (
-                f"{text}, named by {who}, is outside {checkout} and will not exist in the job: "
-                "use its absolute path"
+                f"{text}, named by an argument, is outside {code.checkout} and will not exist in "
+                "the job: use its absolute path"
             )
         else:
+            link = os.path.relpath(_to_link(place, code.checkout))
             yield (
-                f"{text}, named by {who}, will not exist in the job: git ignores it, or it is "
-                f"hidden. Link it (--link {link}), or use its absolute path"
+                f"{text}, named by an argument, will not exist in the job: git ignores it, or it "
+                f"is hidden. Link it (--link {link}), or use its absolute path"
             )

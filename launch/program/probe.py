@@ -19,8 +19,6 @@ from typing import Any
 
 INSTALLED = ("site-packages", "dist-packages")
 STANDARD = getattr(sys, "stdlib_module_names", sys.builtin_module_names)
-LONGEST = 200
-"""Longest text constant that is taken for a path, in characters."""
 
 
 class Scan:
@@ -30,7 +28,6 @@ class Scan:
         own: modules outside the standard library and the installed packages, and their places.
         packages: modules of installed packages.
         missing: modules that this Python does not have, and where they are imported.
-        texts: text constants that may be paths, and the file that has each.
         changes_path: whether the code uses sys.path, so that more modules may be found.
     """
 
@@ -38,7 +35,6 @@ class Scan:
         self.own: dict[str, Path] = {}
         self.packages: set[str] = set()
         self.missing: dict[str, str] = {}
-        self.texts: dict[str, str] = {}
         self.changes_path = False
         self._seen: set[Path] = set()
         self._waiting: list[tuple[Path, str]] = []
@@ -73,9 +69,6 @@ class Scan:
                     base = ".".join([*parts, base] if base else parts)
                 for alias in node.names if base else ():
                     self.find(f"{base}.{alias.name}", f"{path}:{node.lineno}", is_sure)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if 0 < len(node.value) < LONGEST and not set(node.value) & set(" \n"):
-                    self.texts.setdefault(node.value, str(path))
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 self.changes_path |= (node.value.id, node.attr) == ("sys", "path")
             self._visit(node, path, package, is_sure)
@@ -184,7 +177,6 @@ def main(directory: str, *program: str) -> None:
         "own": {name: str(place) for name, place in scan.own.items()},
         "shadowing": [str(root) for root in roots if _shadows(root, scan.own)],
         "missing": {} if scan.changes_path else scan.missing,
-        "texts": scan.texts,
     }
     print(json.dumps(report))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.installation import ROOT
+from rollcall.refusal import RefusedError
 
 PROBE = Path(__file__).with_name("probe.py")
 OLDEST = (3, 11)
@@ -19,7 +20,7 @@ MOST_SHOWN = 12
 """Number of packages that a dry run names."""
 
 
-class ProgramError(ValueError):
+class ProgramError(RefusedError):
     """A program needs something that is missing; the message says what to do."""
 
 
@@ -33,7 +34,6 @@ class Facts:
         own: modules that are not installed, and where they lie.
         shadowing: directories that hide other modules if they are searched first.
         missing: modules that this Python does not have, and where they are imported.
-        texts: constants of the source code that may be paths, and the file that has each.
     """
 
     executable: str
@@ -43,7 +43,6 @@ class Facts:
     own: Mapping[str, str]
     shadowing: Sequence[str]
     missing: Mapping[str, str]
-    texts: Mapping[str, str]
 
     def describe(self) -> Iterator[str]:
         """Yield lines for people: this Python, what the program imports, and what is missing."""

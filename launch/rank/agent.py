@@ -7,19 +7,24 @@ at import. The exit code is the first failed rank's (128 + n if signal n killed 
 """
 
 import argparse
+import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rollcall import hosts
 from rollcall.launch.frameworks import TABLE
-from rollcall.launch.rank.fork_server import run_fork_server
 from rollcall.launch.rank.process import RankError, record_failure, run_rank
+from rollcall.process import die_with_parent
 from rollcall.records.attempt import AGENT
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+MAX_BYTES = 1 << 20
+"""Size limit of an order: a command line as JSON."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,15 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.start_method == "none":
         sys.exit(run_rank(options))
-    world_size = options.nnodes * options.nproc_per_node
-    if options.expect_world not in (None, world_size):
-        print(
-            f"node {options.node_rank}: expected a world of {options.expect_world} ranks, but "
-            f"--nnodes={options.nnodes} and --nproc-per-node={options.nproc_per_node} make "
-            f"{world_size}",
-            file=sys.stderr,
-        )
-        return 2
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
     # Before torch is imported: its thread pool reads this once.
     threads = max(1, hosts.usable_cpus() // options.nproc_per_node)
@@ -54,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in set(os.environ) - variables:  # an import has set it; ranks must not inherit it
         del os.environ[name]
     if options.serve is not None:
-        run_fork_server(options.serve, main)
+        run_fork_server(options.serve)
     try:
         start(options)
     except RankError as error:
@@ -63,6 +59,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             record_failure(options, AGENT, error.code, str(error), error.rank)
         return error.code
     return 0
+
+
+def run_fork_server(descriptor: int) -> NoReturn:
+    """Fork an agent for each command line that arrives, until the supervisor has ended.
+
+    So torch is imported once for all attempts. A message at the `descriptor` of a socket may carry
+    another socket, the one of the port. The answers are the agent's process id and, at the end, its
+    exit code.
+    """
+    control = socket.socket(fileno=descriptor)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, 1)
+        if not message:
+            os._exit(0)
+        words = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            control.close()
+            code = main([*(f"--port-fd={number}" for number in descriptors), *words])
+            sys.stderr.flush()
+            os._exit(code)
+        for number in descriptors:
+            os.close(number)
+        control.send(json.dumps({"pid": pid}).encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        control.send(json.dumps({"code": code if code >= 0 else 128 - code}).encode())
+        # The supervisor waits for SIGCHLD, which the kernel sends for its own children only.
+        os.kill(os.getppid(), signal.SIGCHLD)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,7 +103,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--serve", type=int, help="be a fork server that takes orders here")
     result.add_argument("--run-id", required=True, help="the same on all nodes, new per attempt")
     result.add_argument("--log-dir", required=True, help="where each rank writes rank-<n>.log")
-    result.add_argument("--expect-world", type=int, help="refuse any other number of ranks")
     result.add_argument(
         "--start-method",
         choices=("fork", "torchrun", "none"),

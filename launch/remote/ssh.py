@@ -18,15 +18,11 @@ from pathlib import Path
 
 from rollcall.launch.program.find import checkout_of
 from rollcall.launch.submission import snapshot
-from rollcall.launch.submission.snapshot import SnapshotError
+from rollcall.refusal import RefusedError
 
 PLACE = ".rollcall"
 """Folder of the projects in the home on the other machine."""
 REFERENCE = "refs/rollcall/submitted"
-
-
-class RemoteError(Exception):
-    """A command on the other machine cannot be prepared; the message says why."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,12 +37,11 @@ def main(argv: Sequence[str]) -> int:
     checkout = checkout_of(Path.cwd())
     identity = hashlib.sha256(f"{socket.gethostname()}:{checkout}".encode()).hexdigest()[:8]
     place = f"{PLACE}/{checkout.name}-{identity}"
-    try:
-        if words[:1] == ["submit"] or words[:2] == ["sweep", "submit"]:
+    if words[:1] == ["submit"] or words[:2] == ["sweep", "submit"]:
+        try:
             _bring(checkout, own.host, place)
-    except (RemoteError, SnapshotError) as error:
-        print(f"rollcall: error: --host {own.host}: {error}", file=sys.stderr)
-        return 2
+        except RefusedError as error:
+            raise RefusedError(f"--host {own.host}: {error}") from None
     directory = os.path.join(place, os.path.relpath(Path.cwd(), checkout))  # noqa: PTH118
     command = own.host_command or "rollcall"
     yet = f"--host {own.host}: nothing of {Path.cwd()} is there yet; submit a run first"
@@ -95,7 +90,7 @@ def _bring(checkout: Path, host: str, place: str) -> None:
 def _ssh(host: str, line: str) -> None:
     done = subprocess.run(["ssh", host, line], stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise RemoteError(done.stderr.strip() or f"ssh ends with exit code {done.returncode}")
+        raise RefusedError(done.stderr.strip() or f"ssh ends with exit code {done.returncode}")
 
 
 class _Git:
@@ -123,7 +118,7 @@ class _Git:
                 command, cwd=self._checkout, env=self._env, input=listed, capture_output=True
             )
         except FileNotFoundError:
-            raise RemoteError("git is not on PATH") from None
+            raise RefusedError("git is not on PATH") from None
         if done.returncode != 0:
-            raise RemoteError(f"git {words[0]}: {done.stderr.decode(errors='replace').strip()}")
+            raise RefusedError(f"git {words[0]}: {done.stderr.decode(errors='replace').strip()}")
         return done.stdout.decode().strip()

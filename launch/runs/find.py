@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,12 @@ from pathlib import Path
 from rollcall.records.attempt import AttemptRecord, RankFailure, RanksAlone
 from rollcall.records.files import changed, is_there, listed
 from rollcall.records.job import Cancellation, Cell, Submission, local_jobs
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import did_you_mean
 
 
-class NoRunError(Exception):
+class NoRunError(RefusedError):
     """The run, or the part of it that was asked for, does not exist; the message says what does."""
 
 
@@ -35,12 +35,6 @@ def parser(command: str, meaning: str | None, nargs: str | None = None) -> argpa
     meaning_of_run = "its name under --root, or its directory"
     result.add_argument("run", metavar="RUN", nargs=nargs, help=meaning_of_run)
     return result
-
-
-def refuse(error: Exception | str) -> int:
-    """Print why a command does nothing; return the exit code for that."""
-    print(f"rollcall: error: {error}", file=sys.stderr)
-    return 2
 
 
 def find(word: str, root: str) -> RunDir:

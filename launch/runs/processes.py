@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollcall.launch.runs.find import SubmittedJob
+from rollcall.process import stat
 from rollcall.run_dir import RunDir
 
 
@@ -54,8 +55,10 @@ class Processes:
 
     def _find_agents(self) -> Iterator[Agent]:
         for pid, words in self._words.items():
-            if (logs := log_directory(words)) is not None and (parent := _parent_of(pid) or 0) > 1:
-                yield Agent(int(pid), parent, logs)
+            if (logs := log_directory(words)) is not None and (fields := stat(pid)):
+                parent = int(fields[1])
+                if parent > 1:
+                    yield Agent(int(pid), parent, logs)
 
 
 def log_directory(words: Sequence[str]) -> Path | None:
@@ -73,11 +76,3 @@ def _words_of(pid: str) -> list[str]:
             return text.split("\0") if text else []
     except OSError:
         return []
-
-
-def _parent_of(pid: str) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[1])

@@ -81,10 +81,10 @@ def signal_of(exit_code: int) -> int | None:
     return exit_code - 128 if exit_code - 128 in signal.valid_signals() else None
 
 
-def of_signal(number: int) -> str:
-    """Return a signal's name and what usually causes it."""
+def of_signal(number: int) -> tuple[str, str]:
+    """Return a signal's name and what usually causes it; empty if nothing does."""
     try:
-        name = signal.Signals(number).name
+        found = signal.Signals(number)
     except ValueError:  # a real-time signal, of which only the first and the last have names
-        return f"signal {number}"
-    return f"{name}, {SIGNALS[number]}" if number in SIGNALS else name  # type: ignore[index]
+        return f"signal {number}", ""
+    return found.name, SIGNALS.get(found, "")

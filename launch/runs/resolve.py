@@ -29,7 +29,7 @@ class Work:
     """What a supervisor has to do."""
 
     run: RunDir
-    program: tuple[str, ...]  # what every rank runs, word by word
+    program: tuple[str, ...]  # the command of every rank, word by word
     is_training: bool  # whether that is rollcall's own training, not a user's program
     is_named: bool  # whether the command line names the run directory
     is_submitted: bool  # whether `submit` started the run

@@ -128,11 +128,8 @@ def _ended_parents(found: Evidence) -> Iterator[RootCause]:
     for part in found.nodes.values():
         if part.state == "failed" and not part.is_victim and part.node not in reported:
             number = reasons.signal_of(part.exit_code or 0)
-            how = f"ended with exit code {part.exit_code}"
-            name, hint = "", ""
-            if number is not None:
-                name, _, hint = reasons.of_signal(number).partition(", ")
-                how = f"was ended by {name}"
+            name, hint = reasons.of_signal(number) if number is not None else ("", "")
+            how = f"was ended by {name}" if name else f"ended with exit code {part.exit_code}"
             yield RootCause(
                 f"the parent of the ranks on node {part.node} ({part.host}) {how}", hint
             )
@@ -202,17 +199,17 @@ def _of_failure(found: Evidence, first: RankFailure) -> RootCause:
     code, place, hint = first.exit_code, _place(first), ""
     part = found.nodes.get(first.node or 0)
     number = reasons.signal_of(code)
+    name, usual = reasons.of_signal(number) if number is not None else ("", "")
     asked = part.asked if part is not None else None
     if first.who == SUPERVISOR:
         what = f"on {first.host} (node {first.node}) {first.error}"
     elif first.rank is None:
         what = place
-    elif number is not None and asked == reasons.of_signal(number).partition(", ")[0]:
+    elif name and asked == name:
         what = found.slurm or f"node {first.node} ({first.host}) was asked to stop by {asked}"
         hint = f"{place} did not handle it"
-    elif first.who == AGENT and number is not None:
-        name, _, hint = reasons.of_signal(number).partition(", ")
-        what, hint = f"{place} was ended by {name}", found.slurm or hint
+    elif first.who == AGENT and name:
+        what, hint = f"{place} was ended by {name}", found.slurm or usual
     elif first.error and first.who != AGENT:
         what = f"{place} raised {first.error}"
     elif code == 2:
@@ -220,8 +217,7 @@ def _of_failure(found: Evidence, first: RankFailure) -> RootCause:
     else:
         what = f"{place} ended with exit code {code}"
     ranks = [failure for failure in found.failures if failure.rank is not None]
-    same = sum((other.exit_code, other.error) == (code, first.error) for other in ranks) - 1
-    same = max(0, same)
+    same = max(0, sum((it.exit_code, it.error) == (code, first.error) for it in ranks) - 1)
     others = found.attempt.ranks - (first.rank is not None) - same
     consequences = [f"{_ranks(same)} failed in the same way"] if same else []
     consequences += [f"{_ranks(others)} ended because of it"] if others else []

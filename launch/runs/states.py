@@ -132,7 +132,7 @@ def _of_newest(
     if job.is_local and newest and newest.hosts[0] != socket.gethostname():
         condition = replace(condition, state="unknown", note="it was started on another machine")
     elif newest and newest.state == "finished" and newest.job == job.id:
-        return replace(condition, state="done", note=str(find.alone(run) or ""))
+        return _ended(run, condition, newest.state)
     elif job.is_local and processes.of(run, job):
         return replace(condition, state="running", note="")
     if newest is None or newest.state is None:
@@ -226,7 +226,7 @@ def lost_batch(run: RunDir, job: SubmittedJob) -> str:
     if job.is_local or not BatchRecord.was_lost(run.path, job.id):
         return ""
     number = slurm.script_signal(job.id)
-    how = f" by {reasons.of_signal(number)}" if number else ""
+    how = f" by {', '.join(filter(None, reasons.of_signal(number)))}" if number else ""
     return f"the batch process on its first node was killed{how}"
 
 

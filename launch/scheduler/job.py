@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rollcall.launch.scheduler.slurm import seconds
+from rollcall.refusal import RefusedError
 
 RANKS_WITHOUT_GPU = 2
 """Ranks of a node without a GPU: two, so that training is distributed there too."""
@@ -13,7 +14,7 @@ STOP_LEAD = 120
 """Seconds before the limit, or a quarter of it, at which a run is asked to save and stop."""
 
 
-class JobError(ValueError):
+class JobError(RefusedError):
     """A job that cannot be written as a script; the message names the value."""
 
 

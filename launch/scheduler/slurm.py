@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rollcall.refusal import RefusedError
+
 UNLIMITED = float("inf")
 TIMESTAMP = "%Y-%m-%dT%H:%M:%S"
 TIME_FORMATS = "M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S"
@@ -22,9 +24,11 @@ FINAL = {
 os.environ["SLURM_TIME_FORMAT"] = "standard"  # otherwise the user's own format applies
 AT_ONCE = 5000
 """Most jobs per query: Linux limits a word of a command line to 128 kB."""
+SOON = 8
+"""Seconds until a requeued job may start: by then it should be gone from its nodes."""
 
 
-class SlurmError(Exception):
+class SlurmError(RefusedError):
     """Slurm refused, or one of its commands failed; the message says what would be valid."""
 
 
@@ -65,14 +69,8 @@ def times(job_id: str) -> tuple[str, float]:
 
 def state(job_id: str) -> str | None:
     """Return the state of a live job, or of a live task of an array; None if Slurm forgot it."""
-    command = ["squeue", "-h", "-j", job_id, "-t", "all", "-o", "%T"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode == 0:
-        states = answer.stdout.split()
-        return next((state for state in states if state not in FINAL), (*states, None)[0])
-    if "Invalid job id" in answer.stderr:
-        return None
-    raise SlurmError(f"squeue does not answer: {plain(answer.stderr)}")
+    info = queue([job_id]).get(job_id)
+    return info.state if info else None
 
 
 class JobInfo(NamedTuple):
@@ -174,13 +172,30 @@ def script_signal(job_id: str) -> int:
 
 def tell(*command: str) -> str:
     """Run a Slurm command that changes something; return its output."""
+    return _run(command, "refuses").strip()
+
+
+def requeue_own_job(job_id: str, leave_out: Sequence[str] = ()) -> None:
+    """Requeue the job that this process is part of, without some hosts; Slurm ends it at once.
+
+    Raises:
+        SlurmError: Slurm refuses, for instance because the job was submitted with --no-requeue.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-    except FileNotFoundError:
-        raise SlurmError(f"{command[0]} is not on PATH") from None
-    except subprocess.CalledProcessError as error:
-        raise SlurmError(f"{command[0]} refuses: {plain(error.stderr)}") from None
+        tell("scontrol", "requeue", job_id)
+    except SlurmError as error:
+        if "pending" not in str(error):  # Slurm has requeued it itself, or has heard us before
+            raise
+    start_soon(job_id, *([f"ExcNodeList={','.join(leave_out)}"] if leave_out else []))
+
+
+def start_soon(job_id: str, *changes: str) -> None:
+    """Let a job that ends and is requeued wait for a few seconds only.
+
+    By default, Slurm lets it wait until its credentials expire, which takes two minutes. It does
+    not if a start time in the future is set while the job ends (22.05).
+    """
+    tell("scontrol", "update", f"JobId={job_id}", f"StartTime=now+{SOON}", *changes)
 
 
 def end_steps(job_id: str, but: str | None = None) -> None:
@@ -212,13 +227,16 @@ def in_background(
 
 def ask(*command: str) -> str:
     """Run a Slurm command that changes nothing; return its output."""
+    return _run(command, "does not answer", " (--local needs no Slurm)")
+
+
+def _run(command: Sequence[str], what: str, advice: str = "") -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
-        raise SlurmError(f"{command[0]} is not on PATH, though sbatch is") from None
+        raise SlurmError(f"{command[0]} is not on PATH") from None
     except subprocess.CalledProcessError as error:
-        reason = f"{plain(error.stderr)} (--local needs no Slurm)"
-        raise SlurmError(f"{command[0]} does not answer: {reason}") from None
+        raise SlurmError(f"{command[0]} {what}: {plain(error.stderr)}{advice}") from None
 
 
 def plain(stderr: str) -> str:

@@ -5,40 +5,39 @@ A dry run ends in this module, so nothing here imports submitit, psutil or torch
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Sequence
 
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import options, render, render_step
 from rollcall.launch.submission import layers
 from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import MISTAKES, Submission, TakenError, note
+from rollcall.launch.submission.submission import Submission, TakenError, note
 from rollcall.text import table
 
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return the exit code."""
-    try:
-        line, setup = layers.read(argv)
-        if line.own.discover:
-            from rollcall.launch.submission import discover  # here: few command lines need it
+    line, setup = layers.read(argv)
+    if line.own.discover:
+        from rollcall.launch.submission import discover  # here: few command lines need it
 
-            return discover.main(line.own.cluster)
-        local = line.own.local or not slurm.is_available()
-        if line.own.dry_run:
-            show(plan(line, argv, setup), local)
-            return 0
-        if local and not line.own.local:
-            note("this machine has no sbatch, so the run starts here")
-        from rollcall.launch.submission import start  # here: it imports submitit
+        return discover.main(line.own.cluster)
+    local = line.own.local or not slurm.is_available()
+    if local and not (line.own.local or line.own.dry_run):
+        note("this machine has no sbatch, so the run starts here")
+    while True:
+        with contextlib.suppress(TakenError):
+            return carry_out(plan(line, argv, setup), local, line.own.dry_run)
 
-        while True:
-            with contextlib.suppress(TakenError):
-                return start.start(plan(line, argv, setup), local)
-    except MISTAKES as error:
-        for text in str(error).splitlines():
-            print(f"rollcall: error: {text}", file=sys.stderr)
-        return 2
+
+def carry_out(submission: Submission, local: bool, dry_run: bool) -> int:
+    """Start a planned submission, or only show it; return the exit code."""
+    if dry_run:
+        show(submission, local)
+        return 0
+    from rollcall.launch.submission import start  # here: it imports submitit
+
+    return start.start(submission, local)
 
 
 def show(submission: Submission, local: bool) -> None:

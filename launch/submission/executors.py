@@ -15,7 +15,7 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import FailedJobError
 
-from rollcall.launch.submission.submission import RefusedError
+from rollcall.refusal import RefusedError
 
 YEAR_MINUTES = 366 * 24 * 60
 LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "PMI", "OMPI_", "SUBMITIT_", "TORCHELASTIC_", "ROLE_")

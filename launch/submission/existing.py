@@ -5,8 +5,8 @@ import os
 from rollcall.launch.runs import find
 from rollcall.launch.runs.processes import Processes
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.submission.submission import RefusedError
 from rollcall.records.job import Submission
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 
 MOST_TOLD = 3

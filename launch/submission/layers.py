@@ -35,7 +35,7 @@ def read(argv: Sequence[str], source: str = "command line") -> tuple[CommandLine
     if is_job:
         layers += [(name, [word]) for name, word in _variables(os.environ).items()]
     kept: list[str] = []
-    origins = dict.fromkeys(map(_plain, options.names(argv)), source)
+    origins = dict.fromkeys(map(_plain, line.given), source)
     if gpus.of_resources(line.passed.get("gres") or ""):
         origins.setdefault("gpus", source)
     for place, words in reversed(layers):

@@ -3,15 +3,17 @@
 import argparse
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from rollcall.launch.frameworks import TABLE
 from rollcall.launch.program.find import STARTERS
-from rollcall.launch.scheduler import gpus, slurm
+from rollcall.launch.scheduler import cluster, gpus, slurm
 from rollcall.launch.scheduler.job import RANKS_WITHOUT_GPU
+from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
+from rollcall.refusal import RefusedError
 
 EXAMPLES = """\
 Other sbatch options are passed on unchanged: --account --qos --constraint --reservation --exclude
@@ -46,7 +48,7 @@ DISTRIBUTIONS = r"block|cyclic|plane|arbitrary|\*"
 """How a value of sbatch's -m begins; Python's -m has the name of a module."""
 
 
-class OptionError(ValueError):
+class OptionError(RefusedError):
     """A wrong option or value; the message says what is valid."""
 
 
@@ -57,12 +59,14 @@ class CommandLine(NamedTuple):
         own: the options that rollcall reads.
         passed: sbatch options by name; None for an option without a value.
         program: the words after `--`; empty for the built-in training.
+        given: the names of all options, with dashes.
         origins: where each option comes from, by its name without dashes.
     """
 
     own: argparse.Namespace
     passed: dict[str, str | None]
     program: tuple[str, ...]
+    given: tuple[str, ...]
     origins: Mapping[str, str] = MappingProxyType({})
 
 
@@ -86,7 +90,9 @@ def read(argv: Sequence[str]) -> CommandLine:
             f"got both '{own.words[0]}' and a program after `--`; a run has only one of them"
         )
     _check_combinations(own, passed)
-    return CommandLine(own, passed, program)
+    # A value cannot begin with two dashes: argparse would have refused it.
+    given = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    return CommandLine(own, passed, program, (*given, *(f"--{name}" for name in passed)))
 
 
 def _refuse_forgotten_dashes(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
@@ -105,8 +111,6 @@ def _refuse_forgotten_dashes(argv: Sequence[str], parser: argparse.ArgumentParse
 
 def _is_value_of(option: str, parser: argparse.ArgumentParser) -> bool:
     """Whether the word after this one is its value."""
-    from rollcall.launch.scheduler.sbatch_options import WITH_VALUE
-
     own = parser._option_string_actions.get(option)
     return option[2:] in WITH_VALUE if own is None else own.nargs != 0
 
@@ -128,22 +132,6 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
         raise OptionError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
 
 
-def names(argv: Sequence[str]) -> list[str]:
-    """Return the options of a valid command line, each in its long form with dashes."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    parser = _parser()
-    own, passed = _pass_on(argv[:end], parser)
-    found = [f"--{name}" for name in passed]
-    words = iter(own)
-    for word in words:
-        name, has_value, _ = word.partition("=")
-        if name in parser._option_string_actions:
-            found.append(name)
-            if not has_value and parser._option_string_actions[name].nargs != 0:
-                next(words, None)
-    return found
-
-
 def _pass_on(
     argv: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], dict[str, str | None]]:
@@ -160,21 +148,17 @@ def _pass_on(
         if not word.startswith("--") or name in parser._option_string_actions:
             rest.append(word)
             continue
-        takes_value = _takes_value(name, parser)
-        if not takes_value:
-            passed[name[2:]] = value if has_value else None
-        else:
-            given = value if has_value else next(words, None)
+        given = value if has_value else None
+        if _takes_value(name, parser) and not has_value:
+            given = next(words, None)
             if given is None:
                 raise OptionError(f"{name}: expected a value")
-            passed[name[2:]] = given
+        passed[name[2:]] = given
     return rest, passed
 
 
 def _is_known(word: str, parser: argparse.ArgumentParser) -> bool:
     """Whether rollcall or sbatch of any site has an option."""
-    from rollcall.launch.scheduler.sbatch_options import FLAGS, WITH_VALUE
-
     name = word.partition("=")[0]
     own = name in parser._option_string_actions
     return own or name[2:] in FLAGS or name[2:] in WITH_VALUE
@@ -182,20 +166,14 @@ def _is_known(word: str, parser: argparse.ArgumentParser) -> bool:
 
 def _takes_value(name: str, parser: argparse.ArgumentParser) -> bool:
     """Whether an option of sbatch needs a value; OptionError if it cannot be passed on."""
-    # Here: few command lines need it.
-    from rollcall.launch.scheduler.sbatch_options import FLAGS, WITH_VALUE, did_you_mean
-
     option = name[2:]
     if option in ALTERNATIVES:
         raise OptionError(f"{name}: {ALTERNATIVES[option]}")
     if option in FLAGS or option in WITH_VALUE:
         return option in WITH_VALUE
-    if slurm.is_available():
-        from rollcall.launch.scheduler import cluster
-
-        of_site = cluster.options_of_site()
-        if option in of_site:
-            return of_site[option]
+    of_site = cluster.options_of_site() if slurm.is_available() else {}
+    if option in of_site:
+        return of_site[option]
     own = [known[2:] for known in parser._option_string_actions if known.startswith("--")]
     hint = did_you_mean(option, own) or f"; pass an option of a plugin on with --sbatch-arg={name}"
     raise OptionError(f"{name}: not an option of rollcall submit or of sbatch{hint}")
@@ -205,8 +183,6 @@ def _long_form(word: str) -> str:
     """Return a short option in its long form: `--nodes=2` for `-N2`."""
     if not word.startswith("-") or word.startswith("--") or word == "-h":
         return word
-    from rollcall.launch.scheduler.sbatch_options import SHORT
-
     long = SHORT.get(word[1:2])
     if long is None:
         return word
@@ -240,12 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     ranks = f"ranks on each node (default: one per GPU, or {RANKS_WITHOUT_GPU} without GPUs)"
     add("--nproc-per-node", type=_positive, metavar="K", help=ranks)
     gpu = "GPUs on each node, also as TYPE:G (default: none)"
-    add("--gpus-per-node", type=_gpus, metavar="G", help=gpu)
+    add("--gpus-per-node", type=_checked(gpus.of_option), metavar="G", help=gpu)
     cpus = "CPUs on each node, for all its ranks (default: the share of a node that goes with its "
     cpus += "GPUs; one per rank without GPUs)"
     add("--cpus-per-task", type=_positive, metavar="C", help=cpus)
     add("--mem", help="memory on each node, such as 64G")
-    add("--time", type=_time, help=f"time limit: {slurm.TIME_FORMATS}")
+    add("--time", type=_checked(slurm.seconds), help=f"time limit: {slurm.TIME_FORMATS}")
     add("--partition", metavar="P", help="Slurm partition (default: the cluster's)")
     srun = "an option of srun; may be repeated"
     add("--srun-arg", action="append", default=[], metavar="=--OPTION", help=srun)
@@ -314,23 +290,20 @@ def _positive(text: str) -> int:
     return _whole(text, 1)
 
 
-def _gpus(text: str) -> str:
-    try:
-        gpus.of_option(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a type for argparse: a text that a function accepts; its ValueError says why not."""
+
+    def same(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return same
 
 
 def _plugin(text: str) -> str:
     if not re.fullmatch(r"--\w[\w-]*(=.*)?", text, re.DOTALL):
         raise argparse.ArgumentTypeError(f"expected --OPTION or --OPTION=VALUE, not '{text}'")
-    return text
-
-
-def _time(text: str) -> str:
-    try:
-        slurm.seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -26,7 +26,6 @@ from rollcall.launch.submission import preflight, resources, snapshot, surroundi
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.launch.submission.submission import (
-    RefusedError,
     Submission,
     batch_command,
     launcher_copy,
@@ -34,6 +33,7 @@ from rollcall.launch.submission.submission import (
 )
 from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.records.job import slurm_output
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import word
 
@@ -44,7 +44,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     """Return the submission that a command line asks for; write nothing.
 
     Raises:
-        Exception: one of MISTAKES.
+        RefusedError: it cannot be met.
     """
     if line.own.in_allocation:
         line = resources.in_allocation(line, os.environ)
@@ -118,11 +118,7 @@ def _run_directory(config: Config, stem: str) -> RunDir:
     if name is not None:
         return RunDir(root, name)
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
-    stem = f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run, number = RunDir(root, stem), 2
-    while run.path.exists():
-        run, number = RunDir(root, f"{stem}-{number}"), number + 1
-    return run
+    return RunDir.unused(root, f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _code_of_modules(config: Config, run: RunDir, takes_code: bool) -> UserCode | None:

@@ -11,21 +11,15 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from rollcall.config.yaml_values import load_texts
+from rollcall.config.yaml_values import read_texts
 from rollcall.installation import SITE
 from rollcall.launch.program.find import checkout_of
 from rollcall.launch.submission import options
-from rollcall.text import did_you_mean
+from rollcall.refusal import RefusedError
 
 KEYS = ("options", "modules", "environment", "setup")
 DEFAULT = "default"
 OFF = ("false", "null", "")
-
-
-class ProfileError(options.OptionError):
-    """A profile that does not exist or is wrong; the message names the file and the key."""
 
 
 class Profile(NamedTuple):
@@ -59,14 +53,14 @@ def load(name: str) -> Profile:
     """Return the profile of a cluster.
 
     Raises:
-        ProfileError: the profile does not exist, or it is wrong.
+        RefusedError: the profile does not exist, or it is wrong.
     """
     folders = _folders()
     files = [path for folder in folders if (path := folder / f"{name}.yaml").is_file()]
     if not files:
         there = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
         known = f"known profiles: {', '.join(there)}" if there else f"{folders[-1]} has none"
-        raise ProfileError(
+        raise RefusedError(
             f"--cluster {name}: no such profile; {known}; `rollcall submit --discover` writes one"
         )
     merged: dict[str, Any] = {}
@@ -80,29 +74,19 @@ def load(name: str) -> Profile:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        # Read every value as text: YAML would read 2:00:00 as 7200.
-        values = load_texts(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ProfileError(f"{path}: expected 'key: value' lines with {', '.join(KEYS)}")
-    values = {key: value for key, value in values.items() if value != ""}
+    values = read_texts(path, KEYS)
     for key, value in values.items():
-        if key not in KEYS:
-            hint = did_you_mean(key, KEYS) or f"; the keys are {', '.join(KEYS)}"
-            raise ProfileError(f"{path}: unknown key '{key}'{hint}")
         kind = dict if key in ("options", "environment") else list
         if not isinstance(value, kind):
             what = "'name: value' lines" if kind is dict else "a list"
-            raise ProfileError(f"{path}: {key}: expected {what}, found '{value}'")
+            raise RefusedError(f"{path}: {key}: expected {what}, found '{value}'")
     for name in values.get("environment", {}):
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ProfileError(f"{path}: environment: '{name}' is not a valid variable name")
+            raise RefusedError(f"{path}: environment: '{name}' is not a valid variable name")
     try:
         options.read(list(as_words(values.get("options", {}))))
     except options.OptionError as error:
-        raise ProfileError(f"{path}: options: {error}") from None
+        raise RefusedError(f"{path}: options: {error}") from None
     return values
 
 

@@ -27,7 +27,7 @@ def spread(line: CommandLine) -> CommandLine:
     if text and gpus.per_node(None, passed):
         raise OptionError("--gres and another option both ask for GPUs: give only one of them")
     given = Namespace(**{**vars(own), "gpus_per_node": text})
-    return CommandLine(given, passed, line.program, origins)
+    return line._replace(own=given, passed=passed, origins=origins)
 
 
 def ranks_per_node(line: CommandLine) -> int:

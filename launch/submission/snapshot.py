@@ -9,8 +9,8 @@ files of the user, because a script may overwrite a checkpoint or a table beside
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from stat import S_IRUSR, S_ISDIR, S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from rollcall.installation import ROOT
 from rollcall.records.code import CodeRecord
 from rollcall.records.files import write_atomic
 from rollcall.records.job import JobRecord
+from rollcall.refusal import RefusedError
 
 if TYPE_CHECKING:
     from rollcall.launch.submission.snapshot_store import Store
@@ -35,7 +36,7 @@ RUN = f"/{JobRecord.FILE}"
 """How the name of a file ends that only the directory of a submitted run has."""
 
 
-class SnapshotError(Exception):
+class SnapshotError(RefusedError):
     """The code cannot be listed or copied; the message says why."""
 
 
@@ -51,7 +52,6 @@ class Snapshot(NamedTuple):
         diff: uncommitted changes, as git shows them.
         links: files and directories that the copy has as links to the originals.
         record: record of another run's copy, if this one is copied from it; else None.
-        stats: what lstat says of the first files; nothing of the others.
     """
 
     root: Path
@@ -64,7 +64,6 @@ class Snapshot(NamedTuple):
     diff: bytes = b""
     record: Path | None = None
     links: tuple[str, ...] = ()
-    stats: tuple[os.stat_result, ...] = ()
 
     def describe(self) -> str:
         """Return one line for people."""
@@ -116,12 +115,11 @@ def plan(
         is_readable = entry.st_uid == own and entry.st_mode & S_IRUSR
         if not is_readable and S_ISREG(entry.st_mode) and not os.access(root / name, os.R_OK):
             raise SnapshotError(f"{root / name}: you have no permission to read it")
-    stats = tuple(files.values())
     if not (only and in_git):
         _check_size(root, {name: files[name].st_size for name in untracked & files.keys()}, in_git)
     shared = ALL if only else SOURCES
-    facts = (sum(entry.st_size for entry in stats), commit, is_modified, in_git, shared, diff)
-    return Snapshot(root, (*files, *links), *facts, links=(*links, *out), stats=stats)
+    facts = (_size(files), commit, is_modified, in_git, shared, diff)
+    return Snapshot(root, (*files, *links), *facts, links=(*links, *out))
 
 
 def _in_git(root: Path, names: Names, modules: Names) -> tuple[list[str], set[str]]:
@@ -168,6 +166,10 @@ def _found(root: Path, names: Iterable[str]) -> tuple[dict[str, os.stat_result],
     return files, [name for name, end in ends.items() if end[0] != "/" and end not in there]
 
 
+def _size(files: Mapping[str, os.stat_result]) -> int:
+    return sum(entry.st_size for entry in files.values())
+
+
 def _check_size(root: Path, sizes: dict[str, int], in_git: bool, can_link: bool = True) -> None:
     """Refuse to copy too much that is not in git: it is data, and every run would get a copy."""
     if len(sizes) <= MOST_FILES and sum(sizes.values()) <= MOST_BYTES:
@@ -183,17 +185,6 @@ def _check_size(root: Path, sizes: dict[str, int], in_git: bool, can_link: bool 
         f"{MOST_BYTES // 10**6} MB of them; the largest is {largest}, "
         f"{sizes[largest] // 10**6} MB. To leave data out, {cure}"
     )
-
-
-def ignored(root: Path) -> list[str]:
-    """Return the files that git ignores in a checkout; a directory that is ignored as a whole once.
-
-    Raises:
-        SnapshotError: git fails.
-    """
-    if not (root / ".git").exists():
-        return []
-    return _ls(root, "-oi", "--directory")
 
 
 def plan_modules(root: Path, names: Names) -> Snapshot:
@@ -213,9 +204,8 @@ def plan_modules(root: Path, names: Names) -> Snapshot:
     files, links = _found(root, listed or _listed(root, (), names))
     counted = untracked & files.keys() if in_git else files
     _check_size(root, {name: files[name].st_size for name in counted}, in_git, can_link=False)
-    stats = tuple(files.values())
-    facts = (sum(entry.st_size for entry in stats), commit, bool(diff), in_git, SOURCES, diff)
-    return Snapshot(root, tuple(files), *facts, links=tuple(links), stats=stats)
+    facts = (_size(files), commit, bool(diff), in_git, SOURCES, diff)
+    return Snapshot(root, tuple(files), *facts, links=tuple(links))
 
 
 def take(snapshot: Snapshot, target: Path, record: Path, kept: Path) -> None:
@@ -271,14 +261,13 @@ def _copy(snapshot: Snapshot, target: Path, store: "Store") -> dict[str, str | N
     digests: dict[str, str | None] = {}
     target.mkdir(parents=True)
     folders: set[str] = set()
-    stats: Iterable[os.stat_result | None] = chain(snapshot.stats, repeat(None))
-    for name, known in zip(snapshot.files, stats, strict=False):
+    for name in snapshot.files:
         source, copy = f"{snapshot.root}/{name}", f"{target}/{name}"
         if (folder := copy.rpartition("/")[0]) not in folders:
             os.makedirs(folder, exist_ok=True)  # noqa: PTH103 (as below, text is quicker)
             folders.add(folder)
         digests[name] = None
-        found = known or os.lstat(source)
+        found = os.lstat(source)
         if name in snapshot.links:
             os.symlink(source, copy)  # noqa: PTH211
         elif S_ISLNK(found.st_mode):

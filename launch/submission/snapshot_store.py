@@ -12,17 +12,15 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
-from stat import S_IMODE
 from typing import Any
 
-from rollcall.records.code import time_of
+from rollcall.records.code import digest_of, time_of
 from rollcall.records.files import read_object, write_atomic
 from rollcall.run_dir import RunDir
 
-CHUNK = 1 << 20
-"""Bytes that are read at once."""
 SETTLED = 2.0
 """Seconds that a file must be old for the index: a change in the same tick of the file system's
 clock would not show."""
@@ -57,33 +55,27 @@ class Store:
         Raises:
             OSError: the file cannot be read, or the run directory cannot be written.
         """
+        if not is_shared:
+            shutil.copy2(source, target)
+            return digest_of(Path(target))
         known = self._index.digest(name, found)
         is_program = bool(found.st_mode & 0o100)
-        if known and is_shared and self._link(known, is_program, found.st_size, target):
+        if known and self._link(known, is_program, found.st_size, target):
             return known
-        reader = os.open(source, os.O_RDONLY)
-        try:
-            before = os.fstat(reader)
-            data = os.read(reader, min(before.st_size, CHUNK))
-            seen = hashlib.sha256(data)
-            digest = seen.hexdigest() if len(data) == before.st_size else ""  # if all is read
-            if not (digest and is_shared and self._link(digest, is_program, len(data), target)):
-                writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                try:
-                    _write(writer, data)
-                    while not digest and (data := os.read(reader, CHUNK)):
-                        seen.update(data)
-                        _write(writer, data)
-                    digest = digest or seen.hexdigest()
-                    _finish(writer, before, digest, is_shared)
-                finally:
-                    os.close(writer)
-                if is_shared and self._is_ours:
-                    self._keep(target, self._kept(digest, is_program))
+        with open(source, "rb", buffering=0) as reader:  # noqa: PTH123 (no path for each file)
+            before = os.fstat(reader.fileno())
+            data = reader.read()
             # The file may change while it is read; then the next submission reads it again.
-            self._index.note(name, before, os.fstat(reader), digest)
-        finally:
-            os.close(reader)
+            after = os.fstat(reader.fileno())
+        digest = hashlib.sha256(data).hexdigest()
+        self._index.note(name, before, after, digest)
+        if not self._link(digest, is_program, len(data), target):
+            with open(target, "xb", buffering=0) as writer:  # noqa: PTH123
+                writer.write(data)
+                os.fchmod(writer.fileno(), 0o555 if is_program else 0o444)
+                os.utime(writer.fileno(), ns=(time_of(digest), time_of(digest)))
+            if self._is_ours:
+                self._keep(target, self._kept(digest, is_program))
         return digest
 
     def _keep(self, target: str, kept: str) -> None:
@@ -126,21 +118,6 @@ class Store:
                     is_index = kept.name.startswith(INDEX)
                     if found.st_mtime < time.time() - UNUSED if is_index else found.st_nlink == 1:
                         Path(kept).unlink()
-
-
-def _write(writer: int, data: bytes) -> None:
-    while data := data[os.write(writer, data) :]:
-        pass
-
-
-def _finish(writer: int, found: os.stat_result, digest: str, is_shared: bool) -> None:
-    """Set the mode and the times of a copy."""
-    if is_shared:
-        os.fchmod(writer, 0o555 if found.st_mode & 0o100 else 0o444)
-        os.utime(writer, ns=(time_of(digest), time_of(digest)))
-    else:
-        os.fchmod(writer, S_IMODE(found.st_mode))
-        os.utime(writer, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 INDEX = ".index-"

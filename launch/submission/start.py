@@ -24,7 +24,6 @@ from rollcall.launch.scheduler import gpus, slurm
 from rollcall.launch.scheduler.job import Job, render, render_step
 from rollcall.launch.submission import executors, existing, preflight, snapshot
 from rollcall.launch.submission.submission import (
-    RefusedError,
     Submission,
     TakenError,
     launcher_copy,
@@ -34,6 +33,7 @@ from rollcall.launch.submission.submission import (
 from rollcall.records.files import write_atomic
 from rollcall.records.job import Cancellation, JobRecord, local_output, slurm_output
 from rollcall.records.job import Submission as SubmissionRecord
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import size
 from rollcall.timer import Every

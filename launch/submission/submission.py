@@ -1,4 +1,4 @@
-"""A planned submission, and the errors that refuse one."""
+"""A planned submission."""
 
 import contextlib
 import sys
@@ -6,29 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollcall.config import ConfigError
 from rollcall.installation import command
-from rollcall.launch.program.python import ProgramError
-from rollcall.launch.scheduler.job import Job, JobError
-from rollcall.launch.scheduler.slurm import SlurmError
-from rollcall.launch.submission.options import OptionError
-from rollcall.launch.submission.snapshot import Snapshot, SnapshotError
+from rollcall.launch.scheduler.job import Job
+from rollcall.launch.submission.snapshot import Snapshot
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
-
-
-class RefusedError(Exception):
-    """The request cannot be met; nothing has been written."""
 
 
 class TakenError(RefusedError):
     """Another submission has created the run's directory since this one was planned."""
-
-
-MISTAKES = (
-    *(RefusedError, ConfigError, OptionError, JobError, SlurmError, SnapshotError),
-    ProgramError,
-)
-"""The errors that the user gets as a sentence, without a traceback."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from rollcall.config import Config, plugin
@@ -64,16 +65,8 @@ class Surroundings:
             note(text)
         if self.code is None:
             return
-        places = (self.code.checkout, self.code.directory)
-        missing = data.left_out(
-            self.words[1:],
-            self.facts.texts,
-            copy.files,
-            copy.links,
-            snapshot.ignored(self.code.checkout),
-            places,
-        )
-        for text, _ in zip(missing, range(MOST_NOTES), strict=False):
+        missing = data.left_out(self.words[1:], copy.files, copy.links, self.code)
+        for text in islice(missing, MOST_NOTES):
             note(text)
 
     def placed(self, job: Job, run: RunDir) -> Job:

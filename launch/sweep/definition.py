@@ -15,18 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rollcall.config.yaml_values import load_texts
-from rollcall.text import did_you_mean
+from rollcall.config.yaml_values import read_texts
+from rollcall.refusal import RefusedError
 
 KEYS = ("program", "grid", "list", "options", "throttle", "sort")
 MAX_NAME = 80
 """Longest name of a cell, without its hash."""
-
-
-class SweepError(ValueError):
-    """A sweep's file is wrong or cannot be run; the message names the file and the key."""
 
 
 @dataclass(frozen=True)
@@ -63,38 +57,26 @@ def read(path: Path) -> Sweep:
     """Read a sweep's file.
 
     Raises:
-        SweepError: it cannot be read, or does not have the form shown above.
+        RefusedError: it cannot be read, or does not have the form shown above.
     """
-    try:
-        # Keep every value as text: YAML would read 2:00:00 as 7200.
-        values = load_texts(path.read_text())
-    except OSError as error:
-        raise SweepError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SweepError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise SweepError(f"{path}: expected 'key: value' lines with {', '.join(KEYS)}")
-    for key in values:
-        if key not in KEYS:
-            hint = did_you_mean(key, KEYS) or f"; the keys are {', '.join(KEYS)}"
-            raise SweepError(f"{path}: unknown key '{key}'{hint}")
+    values = read_texts(path, KEYS)
     program = values.get("program", [])
     options = values.get("options", {})
     throttle = values.get("throttle", "")
     if not isinstance(program, list) or not all(isinstance(word, str) for word in program):
-        raise SweepError(f"{path}: program: expected a list of words, found '{program}'")
+        raise RefusedError(f"{path}: program: expected a list of words, found '{program}'")
     if not isinstance(options, dict):
-        raise SweepError(f"{path}: options: expected 'name: value' lines, found '{options}'")
+        raise RefusedError(f"{path}: options: expected 'name: value' lines, found '{options}'")
     if throttle and (not throttle.isdecimal() or throttle == "0"):
-        raise SweepError(
+        raise RefusedError(
             f"{path}: throttle: expected a whole number of at least 1, found {throttle}"
         )
     cells = [_cell(path, choice) for choice in _choices(path, values)]
     if not cells:
-        raise SweepError(f"{path}: the sweep has no cells: add grid or list")
+        raise RefusedError(f"{path}: the sweep has no cells: add grid or list")
     names = [cell.name for cell in cells]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise SweepError(f"{path}: the cell {twice[0]} is listed twice")
+        raise RefusedError(f"{path}: the cell {twice[0]} is listed twice")
     limit = int(throttle) if throttle else None
     return Sweep(path.stem, program, options, limit, values.get("sort"), cells)
 
@@ -102,9 +84,9 @@ def read(path: Path) -> Sweep:
 def _choices(path: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     grid, listed = values.get("grid", {}), values.get("list", [])
     if not isinstance(grid, dict) or not all(isinstance(column, list) for column in grid.values()):
-        raise SweepError(f"{path}: grid: expected a list of values for each key")
+        raise RefusedError(f"{path}: grid: expected a list of values for each key")
     if not isinstance(listed, list) or not all(isinstance(choice, dict) for choice in listed):
-        raise SweepError(f"{path}: list: expected a list of 'key: value' groups")
+        raise RefusedError(f"{path}: list: expected a list of 'key: value' groups")
     product = itertools.product(*grid.values()) if grid else []
     return [*(dict(zip(grid, choice, strict=True)) for choice in product), *listed]
 
@@ -112,7 +94,7 @@ def _choices(path: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
 def _cell(path: Path, choice: dict[str, Any]) -> Cell:
     for key, value in choice.items():
         if not isinstance(value, str):
-            raise SweepError(f"{path}: {key}: expected a single value, found {value}")
+            raise RefusedError(f"{path}: {key}: expected a single value, found {value}")
     plain = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in choice.items())
     name = re.sub(r"[^A-Za-z0-9._-]", "-", plain).lstrip("._-")
     short_keys = {key.rpartition(".")[2] for key in choice}

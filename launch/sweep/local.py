@@ -18,7 +18,7 @@ from rollcall import hosts
 from rollcall.launch.node.identity import visible_gpus
 from rollcall.launch.runs import resolve
 from rollcall.launch.runs.output import exit_code
-from rollcall.launch.scheduler.job import JobError, array_tasks
+from rollcall.launch.scheduler.job import array_tasks
 from rollcall.launch.submission.executors import Local
 from rollcall.records.job import Submission
 from rollcall.run_dir import RunDir
@@ -54,10 +54,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cpus", type=int, default=1, help="CPUs of each task")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     options = parser.parse_args(argv)
-    try:
-        tasks, most = array_tasks(options.tasks)
-    except JobError as error:
-        parser.error(str(error))
+    tasks, most = array_tasks(options.tasks)
     shares = divide(most, options.cpus, options.gpus, len(tasks))
     return Array(options, tasks, shares).run()
 

@@ -9,33 +9,27 @@ first submission. rollcall.launch.sweep.definition describes the file.
 import argparse
 import csv
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollcall.config import parse
 from rollcall.installation import training_words
+from rollcall.launch.commands import status
 from rollcall.launch.runs import find
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import command, layers, profile
 from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import MISTAKES, Submission, note
+from rollcall.launch.submission.submission import Submission, note
 from rollcall.launch.sweep import definition
-from rollcall.launch.sweep.definition import Cell, Sweep, SweepError
+from rollcall.launch.sweep.definition import Cell, Sweep
 from rollcall.records.job import Cell as CellRecord
 from rollcall.records.run import LoggedStep, Validation
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
-from rollcall.text import did_you_mean
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-REFRESH_INTERVAL = 5.0
-"""Seconds between two updates of a live table."""
+from rollcall.text import did_you_mean, table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,28 +46,18 @@ def main(argv: Sequence[str]) -> int:
     submit.add_argument("--dry-run", action="store_true", help=dry_run)
     on_this = "run the cells on this machine, even if it has Slurm"
     submit.add_argument("--local", action="store_true", help=on_this)
-    status = commands.add_parser("status", help="show the cells in a table")
-    status.add_argument(
-        "--sort", metavar="COLUMN", help="val_loss, val_accuracy, loss, step, a key, ..."
-    )
-    table = "also write the table to this file"
-    status.add_argument("--csv", type=Path, metavar="FILE", help=table)
-    status.add_argument("--watch", action="store_true", help="update the table until Ctrl-C")
-    for action in (submit, status):
+    results = commands.add_parser("status", help="show the cells in a table")
+    columns = "val_loss, val_accuracy, loss, step, a key, ..."
+    results.add_argument("--sort", metavar="COLUMN", help=columns)
+    written = "also write the table to this file"
+    results.add_argument("--csv", type=Path, metavar="FILE", help=written)
+    results.add_argument("--watch", action="store_true", help="update the table until Ctrl-C")
+    for action in (submit, results):
         action.add_argument("file", type=Path)
         action.add_argument("--root", default="runs", help="directory of the runs (default: runs)")
     given = parser.parse_args(argv)
-    try:
-        sweep = definition.read(given.file)
-        if given.command == "status":
-            return _status(sweep, given)
-        return _submit(sweep, given, argv)
-    except KeyboardInterrupt:
-        return 0
-    except (*MISTAKES, SweepError) as error:
-        for text in str(error).splitlines():
-            print(f"rollcall: error: {text}", file=sys.stderr)
-        return 2
+    sweep = definition.read(given.file)
+    return _status(sweep, given) if given.command == "status" else _submit(sweep, given, argv)
 
 
 def _submit(sweep: Sweep, given: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -85,12 +69,7 @@ def _submit(sweep: Sweep, given: argparse.Namespace, argv: Sequence[str]) -> int
         return 0
     planned = _plan(sweep, given.root, left, argv, local)
     print(f"{len(left)} of {len(sweep.cells)} cells: {', '.join(cell.name for cell in left)}")
-    if given.dry_run:
-        command.show(planned, local)
-        return 0
-    from rollcall.launch.submission import start  # imports submitit
-
-    return start.start(planned, local)
+    return command.carry_out(planned, local, given.dry_run)
 
 
 def _plan(
@@ -136,26 +115,17 @@ def state(run: RunDir) -> str:
 
 
 def _status(sweep: Sweep, given: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(width=None if sys.stdout.isatty() else 200)
     rows = _rows(sweep, given)
     if given.csv is not None:
-        try:
-            with given.csv.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-        except OSError as error:
-            raise SweepError(f"--csv {given.csv}: {error.strerror}") from None
-    if not given.watch:
-        console.print(_table(rows))
-        return 0
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            live.update(_table(_rows(sweep, given)), refresh=True)
-            time.sleep(REFRESH_INTERVAL)
+        with given.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    if given.watch:
+        status.keep_live(lambda _: _table(_rows(sweep, given)))
+    else:
+        print("\n".join(_table(rows)))
+    return 0
 
 
 def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
@@ -166,17 +136,12 @@ def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
     sort = given.sort or sweep.sort or compared
     if sort not in rows[0]:
         hint = did_you_mean(f"val_{sort}", rows[0]) or f": the columns are {', '.join(rows[0])}"
-        raise SweepError(f"cannot sort by '{sort}'{hint}")
+        raise RefusedError(f"cannot sort by '{sort}'{hint}")
     return sorted(rows, key=lambda row: _order(row[sort], largest_first=sort == "val_accuracy"))
 
 
-def _table(rows: Sequence[dict[str, str]]) -> "Table":
-    from rich.table import Table
-
-    table = Table(*rows[0], box=None)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+def _table(rows: Sequence[dict[str, str]]) -> list[str]:
+    return table([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def _row(cell: Cell, run: RunDir, keys: Sequence[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import NoReturn
 import rollcall.requirements as requirements  # first: it checks the packages
 from rollcall.commands import COMMANDS, LAUNCH
 from rollcall.process import leave, output_is_closed
+from rollcall.refusal import REFUSED, RefusedError, sentences
 from rollcall.text import did_you_mean, table
 
 PLAIN = {*LAUNCH, "explain", "checkpoint", "completion"} - {"batch", "supervise"}
@@ -33,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
             _find_modules_beside_current_directory()
         try:
             return int(importlib.import_module(COMMANDS[words[0]].module).main(words[1:]))
+        except RefusedError as error:
+            print(sentences(error), file=sys.stderr)
+            return REFUSED
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except BrokenPipeError:  # `| head` has read enough

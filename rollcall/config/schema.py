@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from rollcall.config import yaml_values
 from rollcall.config.catalog import DATA_SETS, LOGGERS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
 from rollcall.config.mesh import PRESETS, fit
+from rollcall.refusal import RefusedError
 
 if TYPE_CHECKING:
     Strategy = str
@@ -29,8 +30,8 @@ Schedule = Literal[
 ]
 
 
-class ConfigError(ValueError):
-    """A request that is refused; the message says what was expected and what to do."""
+class ConfigError(RefusedError, ValueError):
+    """A wrong configuration; the message says what was expected and what to do."""
 
 
 class OnResume(enum.Enum):

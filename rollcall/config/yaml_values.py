@@ -7,10 +7,14 @@ is true or false, or a number.
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from rollcall.refusal import RefusedError
+from rollcall.text import did_you_mean
 
 DEEPEST = 100
 """Levels of nesting; PyYAML's C code needs stack for each and crashes without."""
@@ -55,6 +59,27 @@ def load_texts(text: str) -> Any:
     """Parse one YAML document whose values are all text, like `load`; 2:00:00 stays text."""
     with _explained(text):
         return yaml.load(text, yaml.CBaseLoader)
+
+
+def read_texts(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """Read a file with a value, or a group of values, for some of these keys; all are text.
+
+    Raises:
+        RefusedError: it is no such file.
+    """
+    try:
+        values = load_texts(path.read_text()) or {}
+    except OSError as error:
+        raise RefusedError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RefusedError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise RefusedError(f"{path}: expected 'key: value' lines with {', '.join(keys)}")
+    for key in values:
+        if key not in keys:
+            hint = did_you_mean(key, keys) or f"; the keys are {', '.join(keys)}"
+            raise RefusedError(f"{path}: unknown key '{key}'{hint}")
+    return {key: value for key, value in values.items() if value != ""}
 
 
 def dump(values: Any, **options: Any) -> str:

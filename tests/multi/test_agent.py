@@ -83,14 +83,6 @@ def test_ends_of_ranks(script: Path, how: str, code: int, told: str, logged: str
     assert logged in log(script, 1)
 
 
-def test_another_world_size_is_refused(script: Path) -> None:
-    ended = agent(script, "no fault", "--nnodes=2", "--expect-world=8")
-    assert ended.returncode == 2
-    assert (
-        "expected a world of 8 ranks, but --nnodes=2 and --nproc-per-node=2 make 4" in ended.stderr
-    )
-
-
 def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
     """The whole local path: submit.py, submitit, two supervisors, signals, verdict, resume."""
     words = ["--local", "--nodes", "2", "--name", "it", "--wait", f"run.root={tmp_path}"]

@@ -12,6 +12,7 @@ import pytest
 
 from rollcall.launch.scheduler.job import Job, render
 from rollcall.launch.submission import discover, layers, options, profile
+from rollcall.refusal import RefusedError
 
 PROJECT = """
 options: {partition: gpu, time: 2:00:00, exclusive: true, srun-arg: [--label, --mpi=none]}
@@ -76,13 +77,13 @@ def test_the_users_file_wins_key_by_key(place: Path) -> None:
 )
 def test_a_wrong_profile_is_told_with_file_and_key(place: Path, text: str, message: str) -> None:
     users(place, text)
-    with pytest.raises(profile.ProfileError, match=message):
+    with pytest.raises(RefusedError, match=message):
         profile.load("here")
 
 
 @pytest.mark.usefixtures("place")
 def test_an_unknown_cluster_is_told_with_those_that_there_are() -> None:
-    with pytest.raises(profile.ProfileError, match="no such profile; known profiles: here"):
+    with pytest.raises(RefusedError, match="no such profile; known profiles: here"):
         profile.load("there")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rollcall import deadline
 from rollcall.deadline import MARGIN, Deadline
-from rollcall.launch.node import deadline as asking
+from rollcall.launch.node import controller as asking
 from rollcall.launch.node import heartbeat
 from rollcall.launch.node.heartbeat import Heartbeats
 from rollcall.launch.node.identity import Node

@@ -144,11 +144,11 @@ def test_srun_gets_the_number_of_a_task(fake: Fake) -> None:
 def test_an_array_lives_as_long_as_one_of_its_tasks(fake: Fake) -> None:
     """Slurm gives one task the number of the array."""
     tasks = "7_2|7|COMPLETED|None|N/A|1\n7_1|9|RUNNING|None|N/A|1\n7_0|8|FAILED|None|N/A|1"
-    fake("squeue", f'case "$*" in *%i*) echo "{tasks}" ;; *) printf "COMPLETED\nRUNNING\n" ;; esac')
+    fake("squeue", f'echo "{tasks}"')
     found = slurm.queue(["7"])
     assert {name: info.state for name, info in found.items() if name != "9"} == {
         **{"7": "RUNNING", "7_2": "COMPLETED", "7_1": "RUNNING", "7_0": "FAILED", "8": "FAILED"}
     }
     assert slurm.state("7") == "RUNNING"
-    fake("squeue", 'printf "COMPLETED\nCOMPLETED\n"')
-    assert slurm.state("7") == "COMPLETED"
+    fake("squeue", f'echo "{tasks.replace("RUNNING", "COMPLETED")}"')
+    assert slurm.state("7") == "FAILED"  # all have ended

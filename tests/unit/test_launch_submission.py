@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,9 +31,10 @@ from rollcall.launch.submission import (
     start,
 )
 from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import RefusedError, Submission, TakenError
+from rollcall.launch.submission.submission import Submission, TakenError
 from rollcall.records.job import JobRecord
 from rollcall.records.job import Submission as Submitted
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir, State, Verdict
 from rollcall.text import word
 
@@ -134,7 +136,7 @@ def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
 
 def test_sbatchs_letters_are_understood() -> None:
     words = ["-N2", "-p", "gpu", "-t", "1:00:00", "-A", "team", "-Ja100", "-H", "-C", "a|b"]
-    own, passed, program, _ = options.read([*words, "--", "fit.py", "-N9"])
+    own, passed, program, _, _ = options.read([*words, "--", "fit.py", "-N9"])
     assert (own.nodes, own.partition, own.time, own.name) == ((2, 2), "gpu", "1:00:00", "a100")
     assert passed == {"account": "team", "hold": None, "constraint": "a|b"}
     assert program == ("fit.py", "-N9")
@@ -443,13 +445,13 @@ def test_unchanged_code_is_linked_and_not_read_again(
     root.mkdir()
     for number in range(40):
         (root / f"{number}.py").write_text(f"x = {number}")
-    real = os.open
+    real = open
 
-    def opening(path: str, *rest: int) -> int:
+    def opening(path: str, *rest: Any, **more: Any) -> Any:
         opened.append(str(path))
-        return real(path, *rest)
+        return real(path, *rest, **more)
 
-    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr("builtins.open", opening)
 
     def opens(name: str) -> int:
         """Submit; return how many files of code were opened."""

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import submitit
 
+from rollcall import cli
 from rollcall.config import parse
 from rollcall.launch.scheduler.job import JobError, array_tasks
 from rollcall.launch.submission import executors
 from rollcall.launch.sweep import definition, local, sweep
 from rollcall.records.run import LoggedStep, Validation
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 
 
@@ -55,7 +57,7 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
     ],
 )
 def test_a_wrong_file_is_told_with_its_key(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(definition.SweepError, match=message.replace("?", r"\?")):
+    with pytest.raises(RefusedError, match=message.replace("?", r"\?")):
         definition.read(write(tmp_path, text))
 
 
@@ -78,7 +80,7 @@ def test_loss_is_the_training_loss_and_val_loss_the_other(
         ["lr-2", "2", "unfinished", "3", "0.25", "0.3", "0.75"],
         ["lr-1", "1", "unfinished", "3", "0.25", "0.9", "0.75"],
     ]
-    assert sweep.main(["status", str(path), "--sort", "accuracy"]) == 2
+    assert cli.main(["sweep", "status", str(path), "--sort", "accuracy"]) == 2
     assert "did you mean 'val_accuracy'?" in capsys.readouterr().err
 
 
@@ -108,6 +110,5 @@ def test_arrays_are_read_as_sbatch_reads_them(capsys: pytest.CaptureFixture[str]
     for wrong in ("", "a", "1-", "3-0", "0:0", "0-3%0", "0-3%00", "0-9:0", "0-9:00", "0-3%"):
         with pytest.raises(JobError, match="expected indices such as"):
             array_tasks(wrong)
-    with pytest.raises(SystemExit, match="2"):
-        local.main(["--run-dir=a", "--tasks=0-x", "--", "true"])
+    assert cli.main(["array", "--run-dir=a", "--tasks=0-x", "--", "true"]) == 2
     assert "--array 0-x: expected indices such as" in capsys.readouterr().err

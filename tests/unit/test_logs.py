@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollcall import cli
 from rollcall.launch.commands import logs
 from rollcall.launch.runs.log_times import LogWatcher
 from rollcall.records.attempt import LogSizes
@@ -72,7 +73,7 @@ def test_on_a_terminal_ranks_have_colours(
 def test_what_is_not_there(
     run: RunDir, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert logs.main([run.name, "--root", str(run.path.parent), *options]) == 2
+    assert cli.main(["logs", run.name, "--root", str(run.path.parent), *options]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -274,7 +274,7 @@ def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(
         rows = capsys.readouterr().out.splitlines()[1:]
         assert sorted(row.split()[0] for row in rows) == names
         fake("squeue", "")
-    assert why.main(["it", "--root", str(tmp_path)]) == 2
+    assert cli.main(["why", "it", "--root", str(tmp_path)]) == 2
     assert why.main(["it/it", "--root", str(tmp_path)]) == 0
 
 
@@ -285,7 +285,7 @@ def test_no_run_is_no_error_and_a_wrong_name_is(
     make(tmp_path)
     with pytest.raises(NoRunError, match="did you mean 'it'"):
         find("itt", str(tmp_path))
-    assert status.main(["itt", "--root", str(tmp_path)]) == 2
+    assert cli.main(["status", "itt", "--root", str(tmp_path)]) == 2
     assert "there is no run 'itt'" in capsys.readouterr().err
     assert find(str(tmp_path / "it"), "elsewhere").name == "it"
     assert find(os.path.relpath(tmp_path / "it"), "elsewhere").path == tmp_path / "it"
