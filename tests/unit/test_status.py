@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollcall import cli
-from rollcall.launch.commands import status, why
+from rollcall.launch.commands import requeue, status, why
 from rollcall.launch.runs import states
 from rollcall.launch.runs.find import NoRunError, find
 from rollcall.launch.runs.states import Condition
@@ -87,6 +87,34 @@ def test_slurm_says_where_the_files_do_not(
     fake("squeue", f"printf '%s' '{line}'")
     condition = look(make(tmp_path, "7"))
     assert (condition.state, note in condition.note) == (state, True), condition
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("typed", "cell", "again"),
+    [
+        (["--name=it", "gpt", "seed=1"], None, "submit --name=it gpt seed=1"),
+        (["--nodes", "2", "gpt"], None, "submit --name it --nodes 2 gpt"),
+        (None, None, "submit --name it"),
+        (["submit", "my sweep.yaml"], "seed-1", "sweep submit 'my sweep.yaml'"),
+    ],
+)
+def test_a_run_that_slurm_has_forgotten_is_submitted_again_as_it_was_typed(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    typed: list[str] | None,
+    cell: str | None,
+    again: str,
+) -> None:
+    run = make(tmp_path)
+    Submission("7", 100.0, typed).append(run.path)
+    if cell:
+        (run.job / Cell.file_name("1", 0)).write_text("[]")
+        run = RunDir(run.path, cell)
+        run.job.mkdir(parents=True)
+        Submission("7_0", 100.0).append(run.path)
+    assert requeue.main([str(run.path)]) == 2
+    assert capsys.readouterr().err.endswith(f"; submit it again: rollcall {again}\n")
 
 
 @pytest.mark.usefixtures("fake")
