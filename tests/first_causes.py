@@ -1,10 +1,11 @@
 """Plant faults in runs of several nodes, one at a time, and check which cause `why` names.
 
 `PYTHONPATH=. python tests/first_causes.py` plants them all and prints the table of
-docs/reliability.md; `--every 10` plants every tenth. Each case starts a run with `submit --local`
-and one rank per node or two, lets a process of it end or hang in some way, and reads what
-`rollcall why` says. A right answer names the process or node that was at fault and how it ended.
-A victim is a rank, or a node, that only lost another one.
+docs/reliability.md; `--every 10` plants every tenth. `--results FILE --count 30` plants 30 of those
+whose answers are not in the file yet, so that they can be planted in parts. Each case starts a run
+with `submit --local` and one rank per node or two, lets a process of it end or hang in some way,
+and reads what `rollcall why` says. A right answer names the process or node that was at fault and
+how it ended. A victim is a rank, or a node, that only lost another one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from rollcall.records.files import append_line, read_lines
 from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[1]
@@ -320,16 +322,29 @@ def table(results: list[tuple[Case, str]]) -> str:
     """Return the score as a table in Markdown: right of all, by who and how."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for case, said in results:
-        count = counts.setdefault((case.who, case.how), Counter())
+        count = counts.setdefault(_row(case), Counter())
         count["all"] += 1
         count["right"] += is_right(case, said)
         count["victim"] += names_victim(case, said)
-    rows = ["| process | how it ended | planted | right | a victim named |", "| --- " * 5 + "|"]
-    for (who, how), count in counts.items():
-        rows.append(f"| {who} | {how} | {count['all']} | {count['right']} | {count['victim']} |")
+    names = "process at fault", "how it ended", "planted", "right", "a victim named"
+    rows = [f"| {' | '.join(names)} |", "| --- " * 5 + "|"]
     total = sum(counts.values(), Counter())
-    rows.append(f"| all | | {total['all']} | {total['right']} | {total['victim']} |")
+    for (who, how), count in [*counts.items(), (("all", ""), total)]:
+        rows.append(f"| {who} | {how} | {count['all']} | {count['right']} | {count['victim']} |")
     return "\n".join(rows)
+
+
+def _row(case: Case) -> tuple[str, str]:
+    if case.who != "rank":
+        parent = case.who in ("agent", "fork server")
+        return "parent of the ranks" if parent else case.who, "a signal"
+    if case.how in ("exit 0", "returns", "os._exit 0"):
+        return "rank", "exit code 0, or it returned"
+    if case.how.startswith("exit") or case.how == "message":
+        return "rank", "exit code 1, 2 or 3, or a message"
+    if case.how.startswith("signal"):
+        return "rank", "SIGKILL, SIGSEGV, SIGABRT, SIGTERM, SIGBUS"
+    return "rank", "hang, or SIGSTOP" if case.how in ("hang", "stopped") else "exception"
 
 
 def main() -> int:
@@ -339,18 +354,24 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", default="", help="plant those whose description has this text")
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--results", type=Path, help="keep the answers here, and use those there")
+    parser.add_argument("--count", type=int, help="plant at most so many")
     options = parser.parse_args()
     chosen = [case for case in cases()[options.first :: options.every] if options.only in str(case)]
+    known = {line["case"]: line["said"] for line in read_lines(options.results or Path(os.devnull))}
+    left = [case for case in chosen if str(case) not in known][: options.count]
     place = Path(tempfile.mkdtemp(prefix="causes-"))  # kept if an answer was wrong
-    results: list[tuple[Case, str]] = []
     with ThreadPoolExecutor(options.at_once) as pool:
-        places = [place / str(number) for number in range(len(chosen))]
-        for case, where, said in zip(chosen, places, pool.map(plant, chosen, places), strict=True):
-            results.append((case, said))
+        places = [place / str(number) for number in range(len(left))]
+        for case, where, said in zip(left, places, pool.map(plant, left, places), strict=True):
+            known[str(case)] = said
+            if options.results:
+                append_line(options.results, {"case": str(case), "said": said})
             if is_right(case, said):
                 shutil.rmtree(where)
             else:
                 print(f"WRONG {case}, in {where}:\n{said}", file=sys.stderr, flush=True)
+    results = [(case, known[str(case)]) for case in chosen if str(case) in known]
     print(table(results))
     return 0 if all(is_right(case, said) for case, said in results) else 1
 

@@ -93,8 +93,9 @@ def surroundings(root: Path) -> Iterator[None]:
     """Shield the user's files; put a squeue on PATH that knows no job, and others that fail."""
     tools = root / "bin"
     tools.mkdir()
-    for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun"):
-        (tools / name).write_text(f"#!/bin/sh\nexit {int(name != 'squeue')}\n")
+    failing = dict.fromkeys(("sbatch", "sacct", "scontrol", "scancel", "sinfo", "srun"), 1)
+    for name, code in {**failing, "squeue": 0, "ssh": 255}.items():
+        (tools / name).write_text(f"#!/bin/sh\nexit {code}\n")
         (tools / name).chmod(0o755)
     variables = {"HOME": root, "XDG_CONFIG_HOME": root, "PATH": f"{tools}:{os.environ['PATH']}"}
     with _environment({name: str(value) for name, value in variables.items()}):

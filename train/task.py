@@ -1,11 +1,12 @@
 """The data of a run: the batches to train on, and the evaluation."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rollcall.records.files import Journal
-from rollcall.records.run import Validation
+from rollcall.records.run import LoggedStep, Validation
 from rollcall.train.data import identity
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
@@ -120,6 +121,11 @@ class Task:
             values = {f"val_{name}": value for name, value in result.figures().items()}
             line = Validation.parse({"step": step, "time": time.time(), **values})
             assert line is not None, "the figures have a loss"
+            path = run.run_dir.path
+            before = Validation.newest(path)
+            if before and before.step == step:  # the run had ended, and was started again
+                with contextlib.suppress(OSError):
+                    LoggedStep.forget_validation(path, step)
             self._journal.append(line.as_dict())
             self.on_logged(step, values)
         return result

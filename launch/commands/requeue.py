@@ -4,6 +4,7 @@ A running job is asked to save, ended, and queued again. Slurm would then let it
 minutes; this command skips that wait, also for a job that has requeued itself.
 """
 
+import shlex
 import time
 from collections.abc import Sequence
 
@@ -11,6 +12,8 @@ from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.records.job import Cell, Submission
+from rollcall.run_dir import RunDir
 
 PATIENCE = 180.0
 """Seconds that the old attempt has to end: it may save, and Slurm kills it after KillWait."""
@@ -23,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     options = find.parser("requeue", __doc__).parse_args(argv)
     run = find.find(options.run, options.root)
     job = states.look([run])[0][0].job
-    again = f"submit it again: rollcall submit --name {run.name}"
+    again = f"submit it again: {_submission(run)}"
     if job is None or job.is_local:
         raise NoRunError(f"run {run.name} has no Slurm job; {again}")
     info = slurm.queue([job.id]).get(job.id)
@@ -34,6 +37,18 @@ def main(argv: Sequence[str]) -> int:
     _start_now(job.id)
     print(f"job {job.id} of run {run.name} is requeued and may start at once")
     return 0
+
+
+def _submission(run: RunDir) -> str:
+    """Return the command that submits a run again, as it was typed: of a cell, its sweep's."""
+    parent = RunDir(run.path.parent.parent, run.path.parent.name)
+    whole = parent if find.is_sweep(parent) else run
+    newest = Submission.newest(whole.path)
+    words = (newest and newest.argv) or []
+    if Cell.are_in(whole.path):
+        return shlex.join(["rollcall", "sweep", *(words or ["submit", "FILE"])])
+    has_name = whole.name in (word.rpartition("=")[2] for word in words)
+    return shlex.join(["rollcall", "submit", *([] if has_name else ["--name", whole.name]), *words])
 
 
 def _start_now(job_id: str) -> None:

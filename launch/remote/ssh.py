@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rollcall.launch.program.find import checkout_of
 from rollcall.launch.submission import snapshot
@@ -23,6 +24,8 @@ from rollcall.refusal import RefusedError
 PLACE = ".rollcall"
 """Folder of the projects in the home on the other machine."""
 REFERENCE = "refs/rollcall/submitted"
+FAILED = 255
+"""Exit code of ssh itself, such as for a host that it cannot reach."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,11 +40,6 @@ def main(argv: Sequence[str]) -> int:
     checkout = checkout_of(Path.cwd())
     identity = hashlib.sha256(f"{socket.gethostname()}:{checkout}".encode()).hexdigest()[:8]
     place = f"{PLACE}/{checkout.name}-{identity}"
-    if words[:1] == ["submit"] or words[:2] == ["sweep", "submit"]:
-        try:
-            _bring(checkout, own.host, place)
-        except RefusedError as error:
-            raise RefusedError(f"--host {own.host}: {error}") from None
     directory = os.path.join(place, os.path.relpath(Path.cwd(), checkout))  # noqa: PTH118
     command = own.host_command or "rollcall"
     yet = f"--host {own.host}: nothing of {Path.cwd()} is there yet; submit a run first"
@@ -53,8 +51,15 @@ def main(argv: Sequence[str]) -> int:
         line += _or_say(f"[ -e {shlex.quote(link)} ]", text)
     line += f"exec {command} {shlex.join([*words, *argv[end:]])}"
     terminal = ["-t"] if sys.stdout.isatty() else []
-    # A login shell: without it, modules and rollcall may not be on PATH.
-    done = subprocess.run(["ssh", *terminal, own.host, f"bash -lc {shlex.quote(line)}"])
+    try:
+        if words[:1] == ["submit"] or words[:2] == ["sweep", "submit"]:
+            _bring(checkout, own.host, place)
+        # A login shell: without it, modules and rollcall may not be on PATH.
+        done = _ssh(*terminal, own.host, f"bash -lc {shlex.quote(line)}")
+        if done.returncode == FAILED:
+            raise RefusedError("ssh has failed, as it says above")
+    except RefusedError as error:
+        raise RefusedError(f"--host {own.host}: {error}") from None
     if done.returncode == 0 and words[:1] == ["submit"] and "--dry-run" not in words:
         print(f"from here:     rollcall status --host {own.host}")
     return done.returncode
@@ -82,15 +87,22 @@ def _bring(checkout: Path, host: str, place: str) -> None:
         tree = git.run("write-tree")
         parents = ["-p", plan.commit] if plan.commit else []
         commit = git.run("commit-tree", tree, *parents, "-m", f"Submitted from {checkout}")
-        _ssh(host, f"git init -q {shlex.quote(place)}")
+        _prepare(host, f"git init -q {shlex.quote(place)}")
         git.run("push", "-q", "--force", f"{host}:{place}", f"{commit}:{REFERENCE}")
-        _ssh(host, f"git -C {shlex.quote(place)} checkout -q --force --detach {REFERENCE}")
+        _prepare(host, f"git -C {shlex.quote(place)} checkout -q --force --detach {REFERENCE}")
 
 
-def _ssh(host: str, line: str) -> None:
-    done = subprocess.run(["ssh", host, line], stderr=subprocess.PIPE, text=True, check=False)
+def _prepare(host: str, line: str) -> None:
+    done = _ssh(host, line, stderr=subprocess.PIPE)
     if done.returncode != 0:
         raise RefusedError(done.stderr.strip() or f"ssh ends with exit code {done.returncode}")
+
+
+def _ssh(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(["ssh", *words], text=True, errors="replace", **options)
+    except FileNotFoundError:
+        raise RefusedError("ssh is not on PATH") from None
 
 
 class _Git:

@@ -238,11 +238,19 @@ class LoggedStep(Line):
     def forget_after(cls, directory: Path, step: int) -> None:
         """Drop the lines of steps that a resumed run repeats, validations included.
 
-        A file with lines that cannot be read is kept beside it, as `metrics.jsonl.damaged`.
-
         Raises:
             OSError: the file could not be read or written; it is unchanged.
         """
+        cls._keep(directory, lambda line: line["step"] <= step)
+
+    @classmethod
+    def forget_validation(cls, directory: Path, step: int) -> None:
+        """Drop the validation of a step, which is repeated; raise OSError like `forget_after`."""
+        cls._keep(directory, lambda line: line["step"] != step or Validation.parse(line) is None)
+
+    @classmethod
+    def _keep(cls, directory: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the other lines. Lines that cannot be read are kept in `metrics.jsonl.damaged`."""
         path = directory / cls.FILE
         if not path.exists():
             return
@@ -250,8 +258,7 @@ class LoggedStep(Line):
         known = [line for line in lines if line is not None and cls.is_known(line)]
         if len(known) < len(lines):
             set_aside(path)
-        kept = [line for line in known if line["step"] <= step]
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in known if is_kept(line)))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ranks import Ranks, logged_steps, train
 
 from rollcall.deadline import LOOK, MARGIN
 from rollcall.records.files import read_lines, write_atomic
+from rollcall.records.run import Validation
 from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +74,11 @@ def test_a_stop_does_not_wait_for_the_whole_validation(tmp_path: Path) -> None:
     assert train(2, words, tmp_path / "logs").count("validation loss") == 2
     steps = [line["step"] for line in read_lines(run.events) if line["event"] == "evaluated"]
     assert steps == [3]
+
+
+def test_a_finished_run_that_is_started_again_has_one_final_validation(tmp_path: Path) -> None:
+    words = ["digits", "device=cpu", "train.steps=3", "run.name=it", f"run.root={tmp_path}"]
+    for more in ([], ["train.metrics=user_tasks:margin"]):
+        train(1, [*words, *more], tmp_path / "logs")
+    [line] = Validation.read(tmp_path / "it")
+    assert (line.step, "val_margin" in line.more) == (3, True)

@@ -89,6 +89,7 @@ STARTS = int(os.environ.get("ROLLCALL_REFUSED_STARTS", "3"))
 """How many refused starts to make; 100 is the long form."""
 
 
+@pytest.mark.timeout(300 + 20 * STARTS)
 @pytest.mark.parametrize("agent", [["torchrun"], [sys.executable, "-m", "torch.distributed.run"]])
 def test_a_refusal_is_the_last_line_and_shown_once(tmp_path: Path, agent: list[str]) -> None:
     """`ROLLCALL_REFUSED_STARTS=100 pytest tests/multi/test_launchers.py -k refusal`."""

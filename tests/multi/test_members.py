@@ -54,10 +54,12 @@ class Own:
         self.settled: list[Any] = []
 
     def report(self) -> Mapping[str, float | torch.Tensor]:
-        """A number, a scalar tensor, and a vector with a slot for each rank."""
+        """Two numbers, a scalar tensor, and a vector with a slot for each rank."""
         self.sent.append(sum(self._collectives.counts.values()))
         slots = one_slot(0.5 + self._rank, self._rank, 2)
-        return {"own.number": 1 + self._rank, "own.scalar": torch.tensor(0.25), "own.slots": slots}
+        large = (2**24, 1)[self._rank]  # fp32 does not hold their sum
+        numbers = {"own.number": 1 + self._rank, "own.large": large}
+        return {**numbers, "own.scalar": torch.tensor(0.25), "own.slots": slots}
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
         """Remember the sums."""
@@ -75,6 +77,7 @@ def test_a_member_sees_its_sums_and_costs_no_collective(tmp_path: Path) -> None:
         rank.join(TIMEOUT)
         rank.kill()
     expected = {"own.number": 3.0, "own.scalar": 0.5, "own.slots": [0.5, 1.5]}
+    expected |= {"own.large": 2**24 + 1}
     for file in [tmp_path / f"rank-{number}.json" for number in range(2)]:
         found = json.loads(file.read_text())
         # The sums are read while the next step is under way, which is then the last one.

@@ -77,6 +77,18 @@ def test_the_code_runs_on_the_other_machine_and_is_followed_from_here(tmp_path: 
     logs = run(*ROLLCALL, "logs", "a", "--host=login.cluster")
     assert "on 1" in logs.stdout, logs.stderr
     assert run(*ROLLCALL, "why", "nosuch", "--host=login.cluster").returncode == 2
+    lost = run(*ROLLCALL, "status", "--host=nowhere")
+    assert lost.stderr.endswith(
+        "rollcall: error: --host nowhere: ssh has failed, as it says above\n"
+    )
+    assert lost.returncode == 2
     refused = run(*ROLLCALL, "submit", "--host=nowhere", "--", "fit.py")
     assert refused.returncode == 2
     assert "--host nowhere: ssh: Could not resolve hostname nowhere" in refused.stderr
+    (tools / "ssh").unlink()
+    env["PATH"] = str(tools)
+    alone = run(*ROLLCALL, "status", "--host=nowhere")
+    assert (alone.returncode, "error: --host nowhere: ssh is not on PATH" in alone.stderr) == (
+        2,
+        True,
+    )

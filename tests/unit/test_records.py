@@ -298,6 +298,9 @@ def test_validations_are_in_the_metrics_and_are_forgotten_with_their_steps(tmp_p
     assert [line.step for line in LoggedStep.read(tmp_path)] == [1, 2]
     assert [line.step for line in Validation.read(tmp_path)] == [1, 2]
     assert Validation.read(tmp_path)[0].more == {"val_top5": 1.0}
+    LoggedStep.forget_validation(tmp_path, 2)
+    assert [line.step for line in LoggedStep.read(tmp_path)] == [1, 2]
+    assert [line.step for line in Validation.read(tmp_path)] == [1]
 
 
 def test_what_cannot_be_written_over_is_set_aside(tmp_path: Path) -> None:

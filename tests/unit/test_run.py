@@ -27,6 +27,9 @@ def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.undo()
+    write_atomic(path, os.fsdecode(b"of caf\xe9"))  # names of files are bytes
+    assert path.read_bytes() == b"of caf\xe9"
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -8,18 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rollcall import cli
-from rollcall.launch.commands import status, why
+from rollcall.launch.commands import requeue, status, why
 from rollcall.launch.runs import states
 from rollcall.launch.runs.find import NoRunError, find
 from rollcall.launch.runs.states import Condition
 from rollcall.records.attempt import AttemptEvent, NodeState, RankFailure
-from rollcall.records.job import Cancellation, Cell, Submission
+from rollcall.records.job import BatchRecord, Cancellation, Cell, Submission
 from rollcall.records.run import LoggedStep
 from rollcall.run_dir import RunDir, Verdict
 
@@ -91,6 +92,34 @@ def test_slurm_says_where_the_files_do_not(
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
+    ("typed", "cell", "again"),
+    [
+        (["--name=it", "gpt", "seed=1"], None, "submit --name=it gpt seed=1"),
+        (["--nodes", "2", "gpt"], None, "submit --name it --nodes 2 gpt"),
+        (None, None, "submit --name it"),
+        (["submit", "my sweep.yaml"], "seed-1", "sweep submit 'my sweep.yaml'"),
+    ],
+)
+def test_a_run_that_slurm_has_forgotten_is_submitted_again_as_it_was_typed(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    typed: list[str] | None,
+    cell: str | None,
+    again: str,
+) -> None:
+    run = make(tmp_path)
+    Submission("7", 100.0, typed).append(run.path)
+    if cell:
+        (run.job / Cell.file_name("1", 0)).write_text("[]")
+        run = RunDir(run.path, cell)
+        run.job.mkdir(parents=True)
+        Submission("7_0", 100.0).append(run.path)
+    assert requeue.main([str(run.path)]) == 2
+    assert capsys.readouterr().err.endswith(f"; submit it again: rollcall {again}\n")
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
     ("ended", "verdict", "state"),
     [
         ("finished", "done", "done"),
@@ -114,6 +143,25 @@ def test_accounting_is_asked_for_what_nothing_else_tells(tmp_path: Path, fake: F
     assert condition.state == "failed" and "it ran out of memory" in condition.note
     fake("sacct", "echo '7|7|CANCELLED by 1000|2030-01-02T03:04:05|2'")
     assert look(find("it", str(tmp_path))).state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict", "state"),
+    [("stopped", "requeue", "stopped"), ("running", None, "failed")],
+)
+def test_a_job_whose_batch_process_was_killed_is_not_said_to_come_back(
+    tmp_path: Path, fake: Fake, ended: str, verdict: str | None, state: str
+) -> None:
+    fake("scontrol", "echo JobId=7 ExitCode=0:9 Restarts=0")
+    run = make(tmp_path, "7", ended=ended, verdict=verdict)
+    batch = BatchRecord("7.0", 0, ["srun"], "/dev/null", process="1 2 3")
+    batch.write(run.path)
+    condition = look(run)
+    assert condition.state == state
+    text = "the batch process on its first node was killed by SIGKILL"
+    assert condition.note.partition("; ")[2].startswith(text)
+    replace(batch, has_ended=True).write(run.path)
+    assert "batch" not in look(run).note
 
 
 def test_of_a_chain_the_running_job_counts(tmp_path: Path, fake: Fake) -> None:

@@ -48,9 +48,10 @@ class Member(Protocol):
     def report(self) -> Mapping[str, float | torch.Tensor]:
         """Return this rank's numbers for the newest step, with the same names each time.
 
-        The numbers are summed over the ranks as fp32. If all ranks know the same number, each
-        reports its share: the number divided by the world size. For one number per rank, see
-        `one_slot`. Scalars and vectors on a GPU are summed without waiting for it.
+        The numbers are summed over the ranks as fp64, so whole numbers stay exact. If all ranks
+        know the same number, each reports its share: the number divided by the world size. For one
+        number per rank, see `one_slot`. Scalars and vectors on a GPU are summed without waiting
+        for it.
         """
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
@@ -153,10 +154,10 @@ class Agreement:
         reports.sort(key=lambda item: (not _is_on_gpu(item[1]), not _is_vector(item[1])))
         self._check([(name, len(one) if _is_vector(one) else None) for name, one in reports])
         values = [value for _, value in reports]
-        on_gpu = [value.float().reshape(-1) for value in values if _is_on_gpu(value)]
+        on_gpu = [value.double().reshape(-1) for value in values if _is_on_gpu(value)]
         on_host = [one for one in values if _is_vector(one) and not _is_on_gpu(one)]
         numbers = [float(one) for one in values if not (_is_vector(one) or _is_on_gpu(one))]
-        host = torch.cat([*on_host, torch.tensor(numbers, dtype=torch.float32)])
+        host = torch.cat([*on_host, torch.tensor(numbers, dtype=torch.float64)])
         if self._device.type == "cuda":
             host = host.pin_memory().to(self._device, non_blocking=True)
         return torch.cat([*on_gpu, host]) if on_gpu else host
