@@ -122,12 +122,13 @@ def _export(arguments: argparse.Namespace) -> int:
         "pt": export.to_torch,
         "hf": export.to_hugging_face,
         "peft": export.to_peft,
+        "dcp": export.to_dcp,
     }
     write = formats.get(arguments.format or target.suffix.removeprefix("."))
     if write is None:
         raise ConfigError(
-            f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or peft "
-            "for a folder"
+            f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or "
+            "--format dcp for a folder"
         )
     with manifest.naming(path):
         count = write(path, target, None if arguments.all else "model")
@@ -160,8 +161,9 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument(name, type=_place, help=where)
     target = "a name that ends in .safetensors or .pt, or a new folder"
     export.add_argument("target", type=Path, help=target)
-    form = "hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained"
-    export.add_argument("--format", choices=("safetensors", "pt", "hf", "peft"), help=form)
+    form = "hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained; "
+    form += "dcp: torch.distributed.checkpoint"
+    export.add_argument("--format", choices=("safetensors", "pt", "hf", "peft", "dcp"), help=form)
     best = "the checkpoint with the best validation, not the newest"
     export.add_argument("--best", action="store_true", help=best)
     export.add_argument("--all", action="store_true", help="include the optimizer's state")

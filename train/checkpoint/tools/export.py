@@ -4,11 +4,13 @@ import contextlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from rollcall.config import ConfigError
 from rollcall.train.checkpoint import layout, manifest
@@ -126,6 +128,36 @@ def to_peft(path: Path, target: Path, part: str | None) -> int:
         _write_safetensors(path, folder / "adapter_model.safetensors", chosen, {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return len(chosen)
+
+
+def to_dcp(path: Path, target: Path, part: str | None) -> int:
+    """Write a directory of torch.distributed.checkpoint; one tensor is in memory at a time."""
+    with layout.reading(path), _new_folder(target) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it saves without other ranks
+        chosen = _chosen(path, manifest.read(path), part)
+        state = {
+            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+            for name, tensor in chosen.items()
+        }
+        dcp.save(
+            state,
+            storage_writer=dcp.FileSystemWriter(folder),
+            planner=_Lazy(path, chosen),
+            no_dist=True,
+        )
+    return len(chosen)
+
+
+class _Lazy(dcp.DefaultSavePlanner):
+    """Reads each tensor when it is written."""
+
+    def __init__(self, path: Path, chosen: dict[str, StoredTensor]) -> None:
+        super().__init__()
+        self._path, self._chosen = path, chosen
+
+    def resolve_data(self, write_item: Any) -> Any:
+        [(_, numbers)] = whole(self._path, [self._chosen[write_item.index.fqn]])
+        return numbers
 
 
 def _shards(chosen: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
