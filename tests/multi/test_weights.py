@@ -259,10 +259,10 @@ def test_a_distributed_checkpoint_of_torch_comes_in_as_one_file(
     trained: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"`python -m (.+)`") as refused:
-        stored.open_(str(trained / "dcp"))
+        stored.open_(str(trained / "dcp"), "gpt")
     command = str(refused.value).partition("`python ")[2].rstrip("`").split()
     subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, capture_output=True)
-    found = stored.open_(str(tmp_path / "dcp.pt"))
+    found = stored.open_(str(tmp_path / "dcp.pt"), "gpt")
     weights = weights_of(trained / "run")
     targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     found.fill(targets)

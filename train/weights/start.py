@@ -163,7 +163,7 @@ def read_init(found: Start, config: Config, world: World) -> None:
     """Let a model start from `model.init`; raise ConfigError on all ranks if that does not fit."""
     problem = ""
     try:
-        source = stored.open_(str(config.model.init))
+        source = stored.open_(str(config.model.init), config.model.name)
         names = match(found.model, source.shapes, config)
         found.report = describe(found.model, source, names)
         found.read_from(source, names)

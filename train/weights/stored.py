@@ -11,11 +11,13 @@ import pickle
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rollcall.config import ConfigError
 from rollcall.run_dir import named
+from rollcall.text import did_you_mean
 from rollcall.train.checkpoint import cadence, layout, manifest
 from rollcall.train.checkpoint.contents import Damaged, dotted
 from rollcall.train.checkpoint.read import load
@@ -36,7 +38,8 @@ MAX_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, as its own reader limits them."""
 KNOWN = (
     "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a run "
-    "or one of its checkpoints"
+    "or one of its checkpoints, or the name of torchvision's weights for model.name, such as "
+    "DEFAULT"
 )
 
 
@@ -91,11 +94,11 @@ def copy_parts(values: torch.Tensor, target: torch.Tensor) -> None:
         part.copy_(values[tuple(slice(start, start + length) for start, length in spans)])
 
 
-def open_(text: str) -> Stored:
+def open_(text: str, model_name: str) -> Stored:
     """Open what `model.init` names.
 
     Raises:
-        ConfigError: no such file or run exists, or it cannot be read.
+        ConfigError: no such file, run or name exists, or it cannot be read.
     """
     path = Path(text).expanduser()
     try:
@@ -107,7 +110,7 @@ def open_(text: str) -> Stored:
             return _run(run)
         if path.is_dir():
             raise ConfigError(f"model.init={text}: this folder holds no weights; expected {KNOWN}")
-        raise ConfigError(f"model.init={text}: no such file, folder or run; expected {KNOWN}")
+        return _torchvision(text, model_name)
     except (OSError, RuntimeError, Damaged, ValueError, KeyError, pickle.UnpicklingError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -193,3 +196,23 @@ def _torch_save(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__} instead of a state dict")
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _torchvision(text: str, model_name: str) -> Stored:
+    from torchvision import models
+
+    known: dict[str, Any] = {}
+    if model_name in models.list_models():
+        known = dict(models.get_model_weights(model_name).__members__)
+    if text not in known:
+        hint = did_you_mean(text, known) or f"; expected {KNOWN}"
+        raise ConfigError(f"model.init={text}: no such file, folder, run or weights{hint}")
+    url = known[text].url
+    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
+    if not path.is_file():
+        raise ConfigError(
+            f"model.init={text}: torchvision's weights are not on this machine, and a run does not "
+            f"download any. Put {url} into {path.parent}, for example with "
+            f"`curl --create-dirs -o {path} {url}`"
+        )
+    return Mapped(str(path), _torch_save(path))
