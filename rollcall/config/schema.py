@@ -217,9 +217,9 @@ class Model(Section):
     dropout: float = _key(0.0, "Probability that dropout zeroes a hidden unit.", ge=0, lt=1)
     init: str | None = _key(
         None,
-        "Weights to start from: a safetensors or torch.save file, a folder of Hugging Face, a run "
-        "(its best checkpoint), or the name of weights in torchvision, such as DEFAULT. Read only "
-        "by a new run. Default: random numbers.",
+        "Weights to start from: a safetensors or torch.save file, a folder of Hugging Face or of "
+        "torch's distributed checkpoints, a run (its best checkpoint), or the name of weights in "
+        "torchvision, such as DEFAULT. Read only by a new run. Default: random numbers.",
         min_length=1,
         on_resume=OnResume.IGNORE,
     )

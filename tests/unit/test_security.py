@@ -19,8 +19,8 @@ NAMES = ["a b", "it's", 'a"b', "a\nb", "a\n", "$(touch pwned)", "`touch pwned`",
 NAMES += ["..", "../x", "/tmp/x", ".hidden", "a/b", "a;b", "a%j", "x" * 101]
 NOBODY = 65534
 PICKLES = {ROOT / "train/data/workers.py", ROOT / "train/weights/stored.py"}
-"""One pickles between a rank and the processes that it has forked itself. The other only names the
-error of `torch.load`."""
+"""One pickles between a rank and the processes that it has forked itself. The other reads torch's
+distributed checkpoints with an unpickler that makes nothing but their records."""
 
 
 @pytest.mark.parametrize("name", NAMES)

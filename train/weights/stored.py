@@ -1,19 +1,22 @@
 """The weights that other programs and earlier runs have stored, each read only where it is needed.
 
-Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; a checkpoint of
-a run. No code from a file is run.
+Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; PyTorch's
+distributed checkpoint (DCP); a checkpoint of a run. No code from a file is run.
 """
 
 import json
 import math
 import mmap
 import pickle
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 
 from rollcall.config import ConfigError
 from rollcall.run_dir import named
@@ -37,10 +40,23 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")
 MAX_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, as its own reader limits them."""
 KNOWN = (
-    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a run "
-    "or one of its checkpoints, or the name of torchvision's weights for model.name, such as "
-    "DEFAULT"
+    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a "
+    "folder of torch.distributed.checkpoint, a run or one of its checkpoints, or the name of "
+    "torchvision's weights for model.name, such as DEFAULT"
 )
+
+
+class Stored(Protocol):
+    """Weights in files."""
+
+    where: str  # for messages
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the tensors, by name."""
+
+    def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Write the numbers into tensors of the same shapes; of a DTensor only this rank's part."""
 
 
 class Mapped:
@@ -52,7 +68,7 @@ class Mapped:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Write the numbers into tensors of the same shapes; of a DTensor only this rank's part."""
+        """Copy the parts."""
         for name, target in wanted.items():
             copy_parts(self._tensors[name], target)
 
@@ -75,7 +91,7 @@ class Checkpoint:
         }
 
     def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Do the same; read only the pieces that this rank needs, and check them."""
+        """Read the pieces that this rank needs, and check them."""
         state: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in wanted.items():
             state.setdefault(self._parts[name], {})[name] = tensor
@@ -83,8 +99,73 @@ class Checkpoint:
             load(self._path, self._stored, state)
 
 
-Stored = Mapped | Checkpoint
-"""Weights in files, with the `shapes` of the tensors by name, and `where` they are."""
+class Distributed:
+    """A directory of torch.distributed.checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self._reader = _Reader(path)
+        found = self._reader.read_metadata().state_dict_metadata
+        self.shapes = {
+            name: tuple(one.size)
+            for name, one in found.items()
+            if isinstance(one, metadata.TensorStorageMetadata)
+        }
+
+    def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Let torch find the parts."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that it loads without other ranks
+            dcp.load(dict(wanted), storage_reader=self._reader, no_dist=True)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata, a pickle, without running code from it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:  # noqa: ARG002
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            found: metadata.Metadata = _Unpickler(file).load()
+        meta = getattr(found, "storage_meta", None) or metadata.StorageMeta()
+        meta.load_id = self.load_id
+        found.storage_meta = meta
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the records of DCP and nothing else."""
+
+    ALLOWED = frozenset(
+        {
+            ("torch", name)
+            for name in (*vars(torch), "Size")
+            if isinstance(getattr(torch, name), torch.dtype | torch.layout | torch.memory_format)
+        }
+        | {("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout")}
+        | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+        | {("collections", "OrderedDict"), ("builtins", "set"), ("_codecs", "encode")}
+        | {
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        }
+        | {
+            ("torch.distributed.checkpoint.filesystem", name)
+            for name in ("_StorageInfo", "_StoragePrefix", "StorageMeta")
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a DCP")
+        return super().find_class(module, name)
 
 
 def copy_parts(values: torch.Tensor, target: torch.Tensor) -> None:
@@ -128,11 +209,7 @@ def _file(path: Path) -> Stored:
 
 def _folder(path: Path) -> Stored | None:
     if (path / ".metadata").is_file():
-        raise ConfigError(
-            f"model.init={path}: a folder of torch.distributed.checkpoint must be one file: run "
-            "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{path} {path.name}.pt`"
-        )
+        return Distributed(path)
     if (path / manifest.NAME).is_file():
         return Checkpoint(path)
     for index in (path / name for name in INDEXES):
