@@ -231,19 +231,30 @@ class Spread:
         return ""
 
     def _first_different(self, spread: Pass) -> str | None:
-        """Return the module whose call was the first with another output; None if all agree.
-
-        Outputs of which this rank holds a piece are left out.
-        """
+        """Return the module whose call was the first with another output; None if all agree."""
         assert self._plain is not None
         turns = {
             whole.turn: name
             for name, calls in self._plain.outputs.items()
             for whole, mine in zip(calls, spread.outputs.get(name, []), strict=False)
-            if mine.shape == whole.shape
-            and not float((mine.sums - whole.sums).norm()) <= self._tolerance * whole.norm
+            if self._differs(mine, whole)
         }
         return turns[min(turns)] if turns else None
+
+    def _differs(self, mine: Sketch, whole: Sketch) -> bool:
+        errors = [float((mine.sums - piece).norm()) for piece in self._pieces(mine, whole)]
+        return bool(errors) and not min(errors) <= self._tolerance * whole.norm
+
+    def _pieces(self, mine: Sketch, whole: Sketch) -> Iterator[torch.Tensor]:
+        """Yield the pieces of a whole output that this rank may hold; none if that is unknown."""
+        if mine.shape == whole.shape:
+            yield whole.sums
+        elif len(mine.shape) == len(whole.shape) and mine.shape[-1] == whole.shape[-1]:
+            sizes = enumerate(zip(mine.shape, whole.shape, strict=True))
+            cut = [place for place, (part, full) in sizes if part != full]
+            for count, index in self._strategy.pieces if len(cut) == 1 else ():
+                if mine.shape[cut[0]] * count == whole.shape[cut[0]]:
+                    yield whole.sums.chunk(count, cut[0])[index]
 
     def _disagreement(self, spread: Pass) -> str:
         """Return a problem if ranks of a tensor group differ in what all of them compute."""

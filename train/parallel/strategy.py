@@ -61,7 +61,7 @@ class Strategy:
         self.data_ranks = world.world_size // copies // pieces // stages  # shares of every batch
         # Each stage has its own stream of random numbers, the same on ranks that compute the same
         # activations; ranks with pieces of activations fork theirs.
-        self.stream, copy = divmod(world.rank, pieces * copies)
+        self.stream, self._copy = divmod(world.rank, pieces * copies)
         self.data_rank = self.stream % self.data_ranks  # the number of this rank's share
         if self.data_ranks > config.data.global_batch:
             raise ConfigError(
@@ -78,7 +78,7 @@ class Strategy:
         self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
         self._pads_to_longest = config.data.pad is True
         self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
-        self._counts_loss = copy % copies == 0  # each loss counts once in a sum over ranks
+        self._counts_loss = self._copy % copies == 0  # each loss counts once in a sum over ranks
         self._precision, self._optim = config.precision, config.optim
         self._offloads = config.parallel.cpu_offload
         self._loss = loss
@@ -237,6 +237,16 @@ class Strategy:
         """Likely causes if the spread model computes something else than the plain one."""
         found = [part.suspicion for part in self._parts if part.changes_passes]
         return [*found, self._pipeline.suspicion] if self._pipeline else found
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """In how many pieces activations may be cut, each with the number of this rank's piece.
+
+        Of a context group, of a tensor group, and of both.
+        """
+        pieces, copies = self.degrees.get("context", 1), self.copies
+        piece, copy = divmod(self._copy, copies)
+        return [(pieces, piece), (copies, copy), (pieces * copies, self._copy)]
 
     @property
     def copies(self) -> int:
