@@ -33,6 +33,9 @@ RULES: tuple[Rule, ...] = (
     launches.torchrun_without_srun,
     launches.srun_without_cpus,
     launches.missing_node_count,
+    launches.local_address,
+    launches.visible_devices,
+    launches.shared_port,
     launches.hidden_exit_code,
 )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rollcall.launch.lint.script import Directive, Finding, Launch, Script
 from rollcall.launch.lint.shell import Command, expanded
 from rollcall.launch.scheduler import cluster, gpus
+from rollcall.launch.scheduler.sbatch_options import SHORT
 
 TRAINERS = ("torchrun", "accelerate", "deepspeed")
 TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
@@ -36,14 +37,17 @@ def rank_in_batch_shell(script: Script) -> Iterator[Finding]:
 def _starts_itself(script: Script) -> bool:
     """Return whether srun runs the script itself, or a function of it, on the nodes."""
     own = re.compile(rf"\$0|BASH_SOURCE|{re.escape(script.path.name)}")
+    steps = [launch for launch in script.launches() if launch.step is not None]
     words = [tuple(word.raw for word in command.words[:2]) for command in script.commands]
     exported = ("export", "-f") in words
-    return exported or any(own.search(word) for step in script.steps for word in step.program)
+    return exported or any(own.search(word) for step in steps for word in step.program)
 
 
 def wrapper_without_exec(script: Script) -> Iterator[Finding]:
     """A shell that waits for the training instead of replacing itself with it (exec)."""
-    for launch in script.steps:
+    for launch in script.launches():
+        if launch.step is None:
+            continue
         if (inner := script.inner(launch)) is not None:
             # A shell with a single command replaces itself with it.
             culprit = _waiting(script, inner) if len(inner) > 1 else None
@@ -151,10 +155,11 @@ def fixed_port(script: Script) -> Iterator[Finding]:
         return
     fix = "derive it from the job: $((20000 + SLURM_JOB_ID % 10000))"
     seen = set()
-    for word in (word for command in script.commands for word in command.words):
-        if match := re.fullmatch(r"MASTER_PORT=[\"']?([1-9]\d*)[\"']?", word.raw):
-            seen.add(match[1])
-            yield Finding(word.line, _port_reason(match[1]), fix)
+    for command in script.commands:
+        for word in command.words:
+            if match := re.fullmatch(r"MASTER_PORT=[\"']?([1-9]\d*)[\"']?", word.raw):
+                seen.add(match[1])
+                yield Finding(word.line, _port_reason(match[1]), fix)
     for launch, words in (*_torchruns(script), *_programs(script, ("accelerate", "deepspeed"))):
         endpoint = _option(words, "rdzv-endpoint") or ""
         port = _option(words, "master-port") or _option(words, "main-process-port")
@@ -234,11 +239,13 @@ def srun_without_cpus(script: Script) -> Iterator[Finding]:
         return
     if not (22, 5) <= (cluster.version() or (0, 0)) < (23, 11):
         return
-    reason = "srun of Slurm 22.05 to 23.02 does not take --cpus-per-task from sbatch: the "
-    reason += "task gets one CPU"
-    for launch in script.steps:
-        is_given = not launch.is_known or "cpus-per-task" in (launch.step or ())
-        if _starts_training(script, launch) and not is_given:
+    for launch in script.launches():
+        if launch.step is None or not _starts_training(script, launch):
+            continue
+        unknown = any(word.startswith("$") for word in launch.step)
+        if not unknown and "cpus-per-task" not in _step_options(launch):
+            reason = "srun of Slurm 22.05 to 23.02 does not take --cpus-per-task from sbatch: the "
+            reason += "task gets one CPU"
             fix = 'write srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
             yield Finding(launch.line, reason, fix)
 
@@ -257,6 +264,55 @@ def missing_node_count(script: Script) -> Iterator[Finding]:
         yield Finding(launch.line, reason, 'write --nnodes="$SLURM_NNODES", and how they meet')
 
 
+def local_address(script: Script) -> Iterator[Finding]:
+    """A meeting place on localhost in a job with several nodes."""
+    steps = [launch for launch in script.launches() if launch.step is not None]
+    steps = [launch for launch in steps if _starts_training(script, launch)]
+    if not any(_nodes(script, launch) > 1 for launch in steps):
+        return
+    fix = 'write $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    reason = "on several nodes, {} is another address on each: the ranks cannot meet"
+    local = r"(localhost|127\.0\.0\.1)"
+    if re.fullmatch(local, script.expand("$MASTER_ADDR")):  # the last value
+        for command in script.commands:
+            for word in command.words:
+                if re.fullmatch(rf"MASTER_ADDR=[\"']?{local}[\"']?", word.raw):
+                    yield Finding(word.line, reason.format(word.raw), fix)
+    for launch, words in _torchruns(script):
+        for option in ("master-addr", "rdzv-endpoint"):
+            value = _option(words, option) or ""
+            if _nodes(script, launch) > 1 and re.fullmatch(rf"{local}(:.*)?", value):
+                yield Finding(launch.line, reason.format(f"--{option} {value}"), fix)
+
+
+def visible_devices(script: Script) -> Iterator[Finding]:
+    """GPUs in CUDA_VISIBLE_DEVICES that the job does not request."""
+    on_node = _gpus_per_node(script)
+    for command in script.commands:
+        for word in command.words:
+            found = re.fullmatch(r"CUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)[\"']?", word.raw)
+            if on_node and found and max(map(int, found[1].split(","))) >= on_node:
+                reason = f"{word.raw}, but the job has {on_node} GPUs on a node, numbered from 0"
+                fix = "remove it: Slurm sets it to the job's GPUs; or request as many"
+                yield Finding(word.line, reason, fix)
+
+
+def shared_port(script: Script) -> Iterator[Finding]:
+    """Several torchruns at once on a node that use the same port."""
+    seen: dict[str, int] = {}
+    for launch, words in _torchruns(script):
+        unknown = any(word.startswith("$") for word in words)
+        apart = {"--standalone", "--rdzv-endpoint", "--rdzv_endpoint"}
+        is_apart = any(word.partition("=")[0] in apart for word in words)
+        if launch.end != "&" or launch.step is not None or unknown or is_apart:
+            continue
+        port = _option(words, "master-port") or "29500"
+        if port in seen:
+            reason = f"port {port} is in use by the torchrun of line {seen[port]}"
+            yield Finding(launch.line, reason, "start each with --standalone, or its own port")
+        seen.setdefault(port, launch.line)
+
+
 def hidden_exit_code(script: Script) -> Iterator[Finding]:
     """A later command that replaces the exit code of a failed training."""
     if re.search(r"\$\?|\berrexit\b|\bERR\b|PIPESTATUS|^#!.*\s-\w*e", script.text):
@@ -264,8 +320,7 @@ def hidden_exit_code(script: Script) -> Iterator[Finding]:
     launches = [launch for launch in script.launches() if launch.program[0] not in _CLOSES]
     if any(_sees_exit_codes(launch) for launch in launches):
         return
-    running = [launch for launch in launches if _runs(launch.program)]
-    trainings = [launch for launch in running if _starts_training(script, launch)]
+    trainings = [each for each in launches if _starts_training(script, each) and _runs(each)]
     if not trainings or trainings[-1].replaces_shell:
         return
     last = trainings[-1]
@@ -275,9 +330,11 @@ def hidden_exit_code(script: Script) -> Iterator[Finding]:
         if waits and len(waits[-1].program) == 1 and waits[-1] == later[-1]:
             reason = "wait without a process id returns 0: a failed training is COMPLETED"
             yield Finding(waits[-1].line, reason, "write wait for each process id: wait $!")
-        return
-    only_tells = all(_TELLS.fullmatch(each.program[0]) for each in later)
-    if last.end in ("\n", ";") and later and only_tells:
+    elif (
+        last.end in ("\n", ";")
+        and later
+        and all(_TELLS.fullmatch(each.program[0]) for each in later)
+    ):
         reason = f"the exit code of the job is that of {later[-1].program[0]} (line "
         reason += f"{later[-1].line}): a failed training is COMPLETED"
         yield Finding(last.line, reason, "write set -e at the top of the script")
@@ -302,16 +359,17 @@ def _sees_exit_codes(launch: Launch) -> bool:
     return sets or launch.program[0] in ("exit", "return", "trap", "function", "case")
 
 
-def _runs(program: Sequence[str]) -> bool:
+def _runs(launch: Launch) -> bool:
     """Whether a command certainly runs its program, not only names it."""
-    return program[0] not in ("echo", "printf", "which", "type", "pip", "cat", "[", "[[")
+    return launch.program[0] not in ("echo", "printf", "which", "type", "pip", "cat", "[", "[[")
 
 
 def _nodes(script: Script, launch: Launch) -> int:
     """Return the fewest nodes that a launch runs on; 0 if only the job knows."""
-    if not launch.is_known:
+    step = _step_options(launch)
+    if any(name.startswith("$") for name in step):
         return 0
-    found = re.match(r"\d+", (launch.step or {}).get("nodes") or script.value("nodes"))
+    found = re.match(r"\d+", step.get("nodes") or script.value("nodes"))
     return int(found[0]) if found else 0
 
 
@@ -325,7 +383,9 @@ def _programs(script: Script, names: Sequence[str]) -> Iterator[tuple[Launch, li
     for launch in script.launches():
         inner = script.inner(launch) or []
         for program in (launch.program, *(each.program for each in script.launches(inner))):
-            for index, word in enumerate(program if _runs(program) else ()):
+            for index, word in enumerate(
+                program if _runs(Launch(0, "", False, None, program)) else ()
+            ):
                 if word in names or Path(word).name in names:
                     yield launch, list(program[index + 1 :])
                     break
@@ -357,10 +417,20 @@ def _starts_training(script: Script, launch: Launch) -> bool:
     return any(_trains(each.program) for each in inner)
 
 
+def _step_options(launch: Launch) -> dict[str, str]:
+    options = {}
+    for word in launch.step or ():
+        name, _, value = word.lstrip("-").partition("=")
+        if not word.startswith("--"):
+            name, value = SHORT.get(name[:1], name[:1]), value or name[1:]
+        options[name] = value
+    return options
+
+
 def _tasks_per_node(script: Script, launch: Launch) -> int | None:
     """Return how many tasks of a step run on each node; None if only the job knows."""
-    step = launch.step or {}
-    if not launch.is_known:
+    step = _step_options(launch)
+    if any(name.startswith("$") for name in step):
         return None
     per_node = step.get("ntasks-per-node")
     if per_node is None and "ntasks" not in step:

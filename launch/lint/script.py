@@ -45,20 +45,15 @@ class Launch:
     Attributes:
         end: the operator after it.
         replaces_shell: whether it is started by exec.
-        step: the options of srun by their long names; None without srun.
+        step: the options of srun; None without srun.
         program: the program's words, with known variables expanded.
     """
 
     line: int
     end: str
     replaces_shell: bool
-    step: dict[str, str] | None
+    step: tuple[str, ...] | None
     program: tuple[str, ...]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether srun has no options from variables, which only the job knows."""
-        return not any(name.startswith("$") for name in self.step or ())
 
 
 class Script:
@@ -99,11 +94,6 @@ class Script:
         directive = self.option(name)
         return directive.value if directive else ""
 
-    @property
-    def steps(self) -> list[Launch]:
-        """The programs that srun starts."""
-        return [launch for launch in self.launches() if launch.step is not None]
-
     def expand(self, text: str, is_quoted: bool = False) -> str:
         """Expand the variables that the script itself sets.
 
@@ -133,7 +123,7 @@ class Script:
             if {("launch", "batch"), ("rollcall", "batch")} & set(pairwise(words)):
                 # It starts the given step and forwards signals, as srun would.
                 words = words[words.index("batch") + 1 :]
-            step: dict[str, str] | None = None
+            step: tuple[str, ...] | None = None
             if words and Path(words[0]).name == "srun":
                 step, words = _split_srun(words[1:])
             if words:
@@ -209,24 +199,22 @@ def _directives(line: str, number: int) -> Iterator[Directive]:
     except ValueError:
         words = line.removeprefix("#SBATCH").split()
     while words:
-        yield Directive(number, *_pop_option(words, FLAGS))
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") and word.startswith("-"):
+            name, equals, value = SHORT.get(word[1:2], word[:2]), word[2:], word[2:].lstrip("=")
+        if not equals and name not in FLAGS and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        yield Directive(number, name, value)
 
 
-def _split_srun(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    options: dict[str, str] = {}
+def _split_srun(words: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    options: list[str] = []
     while words and (words[0].startswith("-") or (words[0].startswith("$") and len(words) > 1)):
-        name, value = _pop_option(words, FLAGS | SRUN_FLAGS)
-        options[name] = value
-    return options, words
-
-
-def _pop_option(words: list[str], flags: frozenset[str]) -> tuple[str, str]:
-    """Take an option of sbatch or srun from the words; return its long name and its value."""
-    word = words.pop(0)
-    name, equals, value = word.removeprefix("--").partition("=")
-    if word.startswith("-") and not word.startswith("--"):
-        name, equals, value = SHORT.get(word[1:2], word[:2]), word[2:], word[2:].lstrip("=")
-    takes_value = not equals and not word.startswith("$") and name.lstrip("-") not in flags
-    if takes_value and words and not words[0].startswith("-"):
-        value = words.pop(0)
-    return name, value
+        word = words.pop(0)
+        options.append(word)
+        short = re.fullmatch(r"-\w", word)
+        needs_value = (word.startswith("--") and "=" not in word) or short
+        if needs_value and word.lstrip("-") not in FLAGS | SRUN_FLAGS and words:
+            options[-1] += f"={words.pop(0)}"
+    return tuple(options), words

@@ -93,8 +93,10 @@ def commands(text: str, line: int = 1) -> Iterator[Command]:
 
 def plain(raw: str, quoted: bool = False) -> str:
     """Return the text of a word without its quotes; `$(a command)` in it loses its spaces."""
-    result = ""
-    for piece in _pieces(raw, quoted):
+    result, position = "", 0
+    while position < len(raw):
+        end = _end_of_piece(raw, position, quoted)
+        piece = raw[position:end]
         if piece[0] == "'" and not quoted:
             result += piece[1:-1]
         elif piece[0] == '"' and not quoted:
@@ -103,33 +105,44 @@ def plain(raw: str, quoted: bool = False) -> str:
             result += piece[1:].strip("\n")
         else:
             result += "".join(piece.split()) if piece.startswith("$(") else piece
+        position = end
     return result
 
 
 def expanded(raw: str, quoted: bool = False) -> str:
     """Return the parts of a word in which this shell, not a later one, expands variables."""
-    result = ""
-    for piece in _pieces(raw, quoted):
+    result, position = "", 0
+    while position < len(raw):
+        end = _end_of_piece(raw, position, quoted)
+        piece = raw[position:end]
         if piece[0] == '"' and not quoted:
             result += expanded(piece[1:-1], quoted=True)
         elif piece.startswith("$("):
-            # A here-document in it may be for a later shell.
-            result += "" if "<<" in piece else f"$({expanded(piece[2:-1])})"
+            result += f"$({_expanded_commands(piece[2:-1])})"
         elif piece[0] != "\\" and (piece[0] != "'" or quoted):
             result += piece
+        position = end
     return result
 
 
-def _pieces(raw: str, quoted: bool) -> Iterator[str]:
-    """Split a word into characters, quoted parts and substitutions."""
-    position = 0
-    while position < len(raw):
-        try:
-            end = _skip(raw, position, 1, quoted)
-        except UnbalancedError:
-            end = position + 1
-        yield raw[position:end]
-        position = end
+def _expanded_commands(text: str) -> str:
+    """Return the same of the commands in `$(...)`, which may have here-documents."""
+    try:
+        found = list(commands(text)) if "<<" in text else []
+    except UnbalancedError:
+        found = []
+    if not found:
+        return expanded(text)
+    words = (expanded(word.raw) for command in found for word in command.words)
+    return " ".join([*words, *(command.filled_in for command in found)])
+
+
+def _end_of_piece(raw: str, position: int, quoted: bool) -> int:
+    """Return the position after the next piece of a word, one character if it is not balanced."""
+    try:
+        return _skip(raw, position, 1, quoted)
+    except UnbalancedError:
+        return position + 1
 
 
 def _document(text: str, position: int, delimiter: str) -> tuple[str, int]:

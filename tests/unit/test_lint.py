@@ -41,6 +41,8 @@ OTHER_FORMS = [
     ("tasks-mismatch", 'RUN="torchrun --nnodes=$N train.py"\nsrun -N 2 -n 4 bash -c "$RUN --fast"'),
     ("torchrun-without-srun", "#SBATCH -N2\npython -m torch.distributed.run train.py"),
     ("fixed-port", "accelerate launch --main_process_port 29500 train.py"),
+    ("local-address", "#SBATCH -N 2\nsrun torchrun --nnodes=$N --master_addr=127.0.0.1 train.py"),
+    ("visible-devices", "#SBATCH --gpus-per-node=1\nCUDA_VISIBLE_DEVICES=1 python train.py"),
     ("hidden-exit-code", "for n in 1 2; do python train.py $n; done\ndate"),
     ("hidden-exit-code", "python train.py &\nwait"),
     ("tasks-mismatch", '#SBATCH -N 2 -n 8\nA="torchrun"\nA="$A train.py"\nsrun $A --nnodes $N'),
