@@ -81,7 +81,7 @@ def _check_unused_parallel_keys(parallel: Parallel) -> None:
     for keys, is_used, users, choice in (
         (("cpu_offload",), has_fsdp, "zero2, zero3 and hsdp", "choose one of them"),
         (DDP_KEYS, has_ddp, "ddp and zero1", "choose one of them"),
-        (("schedule",), "pipeline" in names, "pipelines", "choose pipeline or split"),
+        (("schedule", "balance"), "pipeline" in names, "pipelines", "choose pipeline or split"),
         (("stages_per_rank",), is_looped, ", ".join(LOOPED), "set parallel.schedule to one"),
         (("sequence_parallel",), "tensor" in names, "tensor parallelism", "choose tensor"),
     ):

@@ -430,6 +430,11 @@ class Parallel(Section):
     stages_per_rank: int = _key(
         2, "Number of pipeline stages per rank, for the schedules interleaved to dualpipev.", ge=2
     )
+    balance: Literal["flops", "time"] = _key(
+        "flops",
+        "Cost by which layers are divided into pipeline stages: counted operations or measured "
+        "time.",
+    )
     sequence_parallel: bool = _key(
         False,
         "With tensor parallelism, compute norms and other modules between the split layers on "

@@ -100,7 +100,7 @@ ON_DIGITS = {
     "tensor-2": setup(2, "strategy=tensor"),
     "tensor-4": setup(4, "strategy=tensor"),
     "replicate×tensor-4": setup(4, "mesh=tensor=2,replicate=rest"),
-    "split-2": setup(2, "strategy=split"),
+    "split-2": setup(2, "strategy=split", "balance=time"),
     "split-4": setup(4, "strategy=split"),
     "split×replicate-4": setup(4, "strategy=split", "mesh=pipeline=2,replicate=2"),
     "pipeline-2": setup(2, "strategy=pipeline"),

@@ -46,8 +46,9 @@ class LayersPerGpu(Part):
 
     places = True
 
-    def __init__(self, _config: Config, world: World, _mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: Config, world: World, _mesh: DeviceMesh | None) -> None:
         self._world = world
+        self._by = config.parallel.balance
         self.devices = [world.device]
         if world.device.type == "cuda":
             self.devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
@@ -57,7 +58,9 @@ class LayersPerGpu(Part):
         """Divide the layers by their costs; each GPU needs at least one."""
         if len(self.devices) == 1:
             return
-        groups = groups_of(model, one_input(example, "a model divided over GPUs")[:1])
+        groups = groups_of(
+            model, one_input(example, "a model divided over GPUs")[:1], self._world, self._by
+        )
         if len(groups) < len(self.devices):
             raise ConfigError(
                 f"the model has {len(groups)} layers with weights for {len(self.devices)} GPUs; "

@@ -1,5 +1,7 @@
 """The layers of a model, the cost of each, and how to divide them evenly."""
 
+import json
+import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,16 +11,19 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config.schema import ConfigError
+from rollcall.train.dist.world import World
 from rollcall.train.parallel.part import evaluating
 
 Groups = Sequence[dict[str, nn.Module]]
+TIMED = 5
+"""Forward passes per measurement; the fastest counts."""
 
 
 class LayerGroup(NamedTuple):
     """A layer with weights, and the layers without weights that follow it."""
 
     layers: dict[str, nn.Module]  # by their names in the model
-    cost: int  # of a forward pass, in floating-point operations
+    cost: int  # of a forward pass, in floating-point operations or microseconds
     outputs: int  # the number of output values for one sample
 
 
@@ -65,8 +70,11 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def groups_of(model: nn.Module, example: torch.Tensor) -> list[LayerGroup]:
-    """Return groups of layers and their costs for one sample, the same on every rank."""
+def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) -> list[LayerGroup]:
+    """Return groups of layers and their costs for one sample, the same on every rank.
+
+    The costs are operations (`flops`), or measured on rank 0's device (`time`).
+    """
     groups: list[dict[str, nn.Module]] = [{}]
     has_weights = False
     for name, layer in layers_of(model).items():
@@ -78,6 +86,9 @@ def groups_of(model: nn.Module, example: torch.Tensor) -> list[LayerGroup]:
     home = next(model.parameters()).device  # the meta device has shapes, which are enough
     with evaluating(model):
         costs, outputs = _counted(groups, example.to(home))
+        if by == "time":
+            text = json.dumps(_timed(groups, example, world.device)) if world.is_main else ""
+            costs = json.loads(world.broadcast_text(text))
     return [LayerGroup(*group) for group in zip(groups, costs, outputs, strict=True)]
 
 
@@ -119,3 +130,25 @@ def _counted(groups: Groups, x: torch.Tensor) -> tuple[list[int], list[int]]:
         operations.append(counter.get_total_flops())
         outputs.append(x.numel())
     return operations, outputs
+
+
+@torch.no_grad()
+def _timed(groups: Groups, x: torch.Tensor, device: torch.device) -> list[int]:
+    """Measure the microseconds of each group; the device holds one group at a time."""
+    costs = []
+    x = x.to(device)
+    for group in groups:
+        stack = nn.Sequential(*group.values())
+        is_empty = any(weight.is_meta for weight in stack.parameters())
+        stack.to_empty(device=device) if is_empty else stack.to(device)
+        times = []
+        for _ in range(TIMED):
+            started = time.perf_counter()
+            y = stack(x)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        stack.to("meta" if is_empty else "cpu")
+        x = y
+        costs.append(round(min(times) * 1e6))
+    return costs

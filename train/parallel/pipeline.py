@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from rollcall.config import Config
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.world import World
 from rollcall.train.parallel import schedules
 from rollcall.train.parallel.layers import balance, groups_of, remove, span
 
@@ -22,13 +23,14 @@ class Pipeline:
 
     suspicion = "a forward method that does more than pipeline_layers() one after the other"
 
-    def __init__(self, mesh: DeviceMesh, config: Config, share: int) -> None:
+    def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
         """Divide `share`, this pipeline's samples of a step, into micro-batches of equal size.
 
         Raises:
             ConfigError: the schedule cannot run that many micro-batches.
         """
         self.group = mesh.get_group()  # the ranks of one pipeline
+        self._options, self._world = config.parallel, world
         self._name = config.parallel.schedule_name
         self._schedule = schedules.SCHEDULES[self._name]
         self._ranks = mesh.size()
@@ -67,7 +69,7 @@ class Pipeline:
             ConfigError: the model cannot be divided into layers, or has fewer layers than stages.
         """
         schedules.check_shared(self._name, model)
-        groups = groups_of(model, example)
+        groups = groups_of(model, example, self._world, self._options.balance)
         if len(groups) < self.stages:
             loops = f" with {self._per_rank} stages on each rank" if self._per_rank > 1 else ""
             most = len(groups) // self._per_rank

@@ -73,7 +73,7 @@ class Strategy:
         self._pipeline: Pipeline | None = None
         if mesh and stages > 1:
             share = math.ceil(config.data.global_batch / self.data_ranks)
-            self._pipeline = Pipeline(mesh["pipeline"], config, share)
+            self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
         self._parts = parts(config, world, self.degrees, mesh)
         self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
         self._pads_to_longest = config.data.pad is True
