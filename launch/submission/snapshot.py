@@ -185,15 +185,18 @@ def _check_size(root: Path, sizes: dict[str, int], in_git: bool, can_link: bool 
     )
 
 
-def ignored(root: Path) -> list[str]:
+def ignored(root: Path, names: Names = ()) -> list[str]:
     """Return the files that git ignores in a checkout; a directory that is ignored as a whole once.
 
+    Args:
+        names: files and directories in it to look at, instead of all.
+
     Raises:
-        SnapshotError: git fails.
+        SnapshotError: git fails, or this is no checkout and `names` are given.
     """
-    if not (root / ".git").exists():
+    if not names and not (root / ".git").exists():
         return []
-    return _ls(root, "-oi", "--directory")
+    return _ls(root, "-oi", "--directory", "--", *names)
 
 
 def plan_modules(root: Path, names: Names) -> Snapshot:

@@ -45,6 +45,57 @@ def test_command_works(lab: Lab, checkout: Path, command: str) -> None:
         assert state == "COMPLETED", (checkout / f"slurm-{job}.out").read_text()
 
 
+TRAIN = """
+import os, sys
+rank, local = os.environ["RANK"], os.environ["LOCAL_RANK"]
+assert os.environ.get("SLURM_PROCID", rank) == rank, os.environ["SLURM_PROCID"]
+assert os.environ.get("SLURM_LOCALID", local) == local, os.environ["SLURM_LOCALID"]
+print("arguments", *sys.argv[1:])
+"""
+# What docs/migration.md leaves out or says of a larger cluster, and the same in the lab.
+IN_LAB = {"submit ... -- ": "submit --local -- ", "submit ...": "submit --local -- train.py"}
+IN_LAB |= {"NAME=VALUE": "NAME=value", "partition gpu": "partition main", "host1": "n1"}
+IN_LAB |= {"time 120": "time 9", "time 60": "time 9", " RUN": " first"}
+
+
+def translations() -> list[str]:
+    """The lines of docs/migration.md for rollcall, each as somebody would type it in the lab."""
+    page = (ROOT / "docs" / "migration.md").read_text()
+    cells = [line.rpartition(" | ")[2] for line in page.splitlines() if line.startswith("|")]
+    lines = [text for cell in cells for text in re.findall(r"`((?:NAME|rollcall |--).*?)`", cell)]
+    for there, here in IN_LAB.items():
+        lines = [line.replace(there, here) for line in lines]
+    lines = [f"rollcall submit {line} -- train.py" if line[:2] == "--" else line for line in lines]
+    whole = [line for line in lines if re.search(r"-- |status|first|values.yaml", line)]
+    return list(dict.fromkeys(whole))
+
+
+def test_lines_of_the_migration_page_run_here(lab: Lab, tmp_path: Path) -> None:
+    """Its project has a run `first`, a script, a module and a sweep."""
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py"):
+        (tmp_path / name).write_text(TRAIN)
+    (tmp_path / "values.yaml").write_text("program: ['--', train.py]\ngrid: {lr: [1, 2]}\n")
+    rollcall = f"{ROOT}/env/run --quiet rollcall"
+    told = {}
+    for line in ["rollcall submit --local --name first -- train.py", *translations()]:
+        typed = line.replace("rollcall ", f"{rollcall} ", 1).replace(
+            " submit -", " submit --wait -"
+        )
+        done = lab.exec("login", "bash", "-c", typed, cwd=tmp_path, timeout=240)
+        told[line] = done.stdout
+        # The run `first` has ended.
+        expected = 2 if "cancel first" in line else 0
+        assert done.returncode == expected, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert len(told) > 12
+    assert (
+        "arguments --lr 0.1"
+        in told["rollcall submit --nodes 2 --gpus-per-node 4 -- train.py --lr 0.1"]
+    )
+    array = re.search(r"job (\d+)", told["rollcall sweep submit values.yaml"])
+    assert array and lab.wait_job(array[1]) == "COMPLETED"
+
+
 def test_there_are_commands_and_the_first_two_are_known() -> None:
     text = (ROOT / "README.md").read_text()
     first = text[text.index("```bash\n") + 8 :].splitlines()[:2]
