@@ -1,5 +1,6 @@
 """The state of runs, from their files, and from Slurm where the files do not say how they ended."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -124,10 +125,16 @@ def _from_files(run: RunDir, processes: Processes) -> tuple[Condition, list[Subm
 
 def _is_over(run: RunDir, condition: Condition) -> bool:
     """Whether the state of a run does not depend on its job: an allocation outlives its runs."""
-    if condition.state not in ("stopped", "failed", "requeue") or condition.job is None:
+    if condition.job is None or condition.state in ("done", "running", "unknown"):
         return condition.state == "done"
     record = JobRecord.read(run.path)
-    return record is not None and record.more.get("allocation") == condition.job.id
+    if record is None or record.more.get("allocation") != condition.job.id:
+        return False
+    if condition.state != "lost":
+        return True
+    with contextlib.suppress(SlurmError):  # a step that was killed has not written its end
+        return condition.job.id in find.cancelled(run) and not slurm.steps(condition.job.id)
+    return False
 
 
 def _of_newest(

@@ -70,34 +70,38 @@ def translations() -> list[str]:
     return list(dict.fromkeys(whole))
 
 
-def test_lines_of_the_migration_page_run_here(lab: Lab, tmp_path: Path) -> None:
-    """Its project has a run `first`, a script, a module and a sweep."""
-    (tmp_path / "package").mkdir()
+def typed(lab: Lab, line: str, place: Path) -> subprocess.CompletedProcess[str]:
+    line = line.replace("rollcall ", f"{ROOT}/env/run --quiet rollcall ", 1)
+    line = line.replace(" submit -", " submit --wait -")
+    return lab.exec("login", "bash", "-c", line, cwd=place, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def project(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A script, a module, a sweep, and a run `first`, which has ended."""
+    place = tmp_path_factory.mktemp("project")
+    (place / "package").mkdir()
     for name in ("train.py", "package/train.py"):
-        (tmp_path / name).write_text(TRAIN)
-    (tmp_path / "values.yaml").write_text("program: ['--', train.py]\ngrid: {lr: [1, 2]}\n")
-    rollcall = f"{ROOT}/env/run --quiet rollcall"
-    told = {}
-    for line in ["rollcall submit --local --name first -- train.py", *translations()]:
-        typed = line.replace("rollcall ", f"{rollcall} ", 1).replace(
-            " submit -", " submit --wait -"
-        )
-        done = lab.exec("login", "bash", "-c", typed, cwd=tmp_path, timeout=240)
-        told[line] = done.stdout
-        # The run `first` has ended.
-        expected = 2 if "cancel first" in line else 0
-        assert done.returncode == expected, f"{line}\n{done.stdout}\n{done.stderr}"
-    assert len(told) > 12
-    assert (
-        "arguments --lr 0.1"
-        in told["rollcall submit --nodes 2 --gpus-per-node 4 -- train.py --lr 0.1"]
-    )
-    array = re.search(r"job (\d+)", told["rollcall sweep submit values.yaml"])
-    assert array and lab.wait_job(array[1]) == "COMPLETED"
+        (place / name).write_text(TRAIN)
+    (place / "values.yaml").write_text("program: ['--', train.py]\ngrid: {lr: [1, 2]}\n")
+    done = typed(lab, "rollcall submit --local --name first -- train.py", place)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return place
+
+
+@pytest.mark.parametrize("line", translations())
+def test_a_line_of_the_migration_page_works(lab: Lab, project: Path, line: str) -> None:
+    done = typed(lab, line, project)
+    expected = 2 if "cancel first" in line else 0
+    assert done.returncode == expected, f"{done.stdout}\n{done.stderr}"
+    if line.endswith("--lr 0.1"):
+        assert "arguments --lr 0.1" in done.stdout
+    for job in re.findall(r"job (\d+)", done.stdout):
+        assert lab.wait_job(job) == "COMPLETED"
 
 
 def test_there_are_commands_and_the_first_two_are_known() -> None:
     text = (ROOT / "README.md").read_text()
     first = text[text.index("```bash\n") + 8 :].splitlines()[:2]
     assert first == ["./env/run torchrun --nproc_per_node=4 -m train", "./env/run pytest"]
-    assert len(commands()) > 8
+    assert len(commands()) > 8 and len(translations()) > 12
