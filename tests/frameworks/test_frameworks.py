@@ -85,6 +85,7 @@ def last_line(run: RunDir, attempt: int) -> str:
     return str(found[-1])
 
 
+@pytest.mark.timeout(900)  # DeepSpeed compiles an extension first
 @pytest.mark.parametrize(
     ("name", "package", "counted"),
     [
