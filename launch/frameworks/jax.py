@@ -5,11 +5,17 @@ a launcher that it knows. It knows Open MPI's by these variables (jax/_src/clust
 0.4 to 0.10); the URI itself is not used if the coordinator is given.
 """
 
+import socket
+import sys
+
+from rollcall import hosts
 from rollcall.launch.frameworks.framework import Framework, Place
 
 
 def _variables(place: Place) -> dict[str, str]:
     coordinator = place.addresses()[0]
+    if place.local_rank == 0 and place.nodes > 1 and not coordinator.startswith(("127.", "[::1]")):
+        _check_own_name()
     values = {
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_NUM_PROCESSES": place.world_size,
@@ -21,6 +27,14 @@ def _variables(place: Place) -> dict[str, str]:
         "OMPI_COMM_WORLD_LOCAL_SIZE": place.local_world_size,
     }
     return {name: str(value) for name, value in values.items()}
+
+
+def _check_own_name() -> None:
+    """Say so if JAX on CPUs, which takes no address, would listen where no other host connects."""
+    try:
+        hosts.route(socket.gethostname())
+    except hosts.HostError as error:
+        print(f"rollcall: {error}. On CPUs, JAX cannot connect its processes", file=sys.stderr)
 
 
 FRAMEWORK = Framework(frozenset({"jax", "flax", "optax", "equinox"}), _variables)

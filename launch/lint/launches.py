@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from rollcall.launch.lint.script import Directive, Finding, Launch, Script
@@ -13,6 +13,8 @@ from rollcall.launch.scheduler import cluster, gpus
 from rollcall.launch.scheduler.sbatch_options import SHORT
 
 TRAINERS = ("torchrun", "accelerate", "deepspeed")
+TORCHRUN_FLAGS = ("--standalone", "--module", "--no-python", "--no_python", "--run-path")
+"""Options of torchrun without a value."""
 TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 SIGNAL_NUMBERS = {"1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
 
@@ -257,7 +259,11 @@ def missing_node_count(script: Script) -> Iterator[Finding]:
     for launch, words in _torchruns(script):
         nodes = _nodes(script, launch)
         options = list(takewhile(lambda word: not word.endswith(".py"), words))
-        unknown = any(word.startswith("$") for word in options)  # they may have it
+        unknown = any(  # a variable that is no option's value may have it
+            word.startswith("$")
+            and ("=" in before or before in TORCHRUN_FLAGS or not before.startswith("--"))
+            for before, word in pairwise(("", *options))
+        )
         if launch.step is None or nodes < 2 or unknown or _option(words, "nnodes") is not None:
             continue
         reason = f"without --nnodes, torchrun on each of {nodes} nodes trains alone"

@@ -1,5 +1,6 @@
 """The state of runs, from their files, and from Slurm where the files do not say how they ended."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import FINAL, JobInfo, SlurmError
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.files import changed
-from rollcall.records.job import BatchRecord
+from rollcall.records.job import BatchRecord, JobRecord
 from rollcall.records.run import LoggedStep, start_and_steps
 from rollcall.run_dir import RunDir
 
@@ -62,8 +63,8 @@ def look(found: Sequence[RunDir]) -> tuple[list[Condition], str]:
     read = [_from_files(run, processes) for run in found]
     conditions = [condition for condition, _ in read]
     jobs = [
-        [] if condition.state == "done" else [job for job in some if not job.is_local]
-        for condition, some in read
+        [] if _is_over(run, condition) else [job for job in some if not job.is_local]
+        for run, (condition, some) in zip(found, read, strict=True)
     ]
     known: dict[str, JobInfo] = {}
     complaint = ""
@@ -120,6 +121,20 @@ def _from_files(run: RunDir, processes: Processes) -> tuple[Condition, list[Subm
     if not jobs:
         return _started_by_hand(run), jobs
     return _of_newest(run, attempts, jobs[-1], processes), jobs
+
+
+def _is_over(run: RunDir, condition: Condition) -> bool:
+    """Whether the state of a run does not depend on its job: an allocation outlives its runs."""
+    if condition.job is None or condition.state in ("done", "running", "unknown"):
+        return condition.state == "done"
+    record = JobRecord.read(run.path)
+    if record is None or record.more.get("allocation") != condition.job.id:
+        return False
+    if condition.state != "lost":
+        return True
+    with contextlib.suppress(SlurmError):  # a step that was killed has not written its end
+        return condition.job.id in find.cancelled(run) and not slurm.steps(condition.job.id)
+    return False
 
 
 def _of_newest(

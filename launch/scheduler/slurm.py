@@ -198,12 +198,16 @@ def start_soon(job_id: str, *changes: str) -> None:
     tell("scontrol", "update", f"JobId={job_id}", f"StartTime=now+{SOON}", *changes)
 
 
+def steps(job_id: str) -> list[str]:
+    """Return the names of a job's steps that srun has started."""
+    names = ask("squeue", "-h", "-s", "-j", job_id, "-o", "%i").split()
+    return [name for name in names if name.rpartition(".")[2].isdecimal()]
+
+
 def end_steps(job_id: str, but: str | None = None) -> None:
     """Cancel the steps of a job except for one, but not its batch script."""
-    names = ask("squeue", "-h", "-s", "-j", job_id, "-o", "%i").split()
-    ids = {name: name.rpartition(".")[2] for name in names}
-    if steps := [name for name in names if ids[name].isdecimal() and ids[name] != but]:
-        tell("scancel", *steps)
+    if names := [name for name in steps(job_id) if name.rpartition(".")[2] != but]:
+        tell("scancel", *names)
 
 
 def step(job_id: str, hosts: Sequence[str]) -> list[str]:

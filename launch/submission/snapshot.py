@@ -187,6 +187,17 @@ def _check_size(root: Path, sizes: dict[str, int], in_git: bool, can_link: bool 
     )
 
 
+def ignored(root: Path, names: Names) -> list[str]:
+    """Return which of these files and directories git ignores, or what in them.
+
+    A directory that is ignored as a whole counts once.
+
+    Raises:
+        SnapshotError: git fails, or this is no checkout.
+    """
+    return _ls(root, "-oi", "--directory", "--", *names)
+
+
 def plan_modules(root: Path, names: Names) -> Snapshot:
     """List the files of some modules in a directory, which may be part of a git checkout.
 

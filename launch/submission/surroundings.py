@@ -1,10 +1,11 @@
 """What a run takes from the place where it is submitted: a Python, other modules, data."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from rollcall.config import Config, plugin
@@ -16,7 +17,7 @@ from rollcall.launch.scheduler import gpus, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.options import CommandLine
-from rollcall.launch.submission.snapshot import Snapshot
+from rollcall.launch.submission.snapshot import Snapshot, SnapshotError
 from rollcall.launch.submission.submission import launcher_copy, modules_copy, note
 from rollcall.records.job import JobRecord
 from rollcall.requirements import PACKAGES
@@ -66,8 +67,18 @@ class Surroundings:
         if self.code is None:
             return
         missing = data.left_out(self.words[1:], copy.files, copy.links, self.code)
-        for text in islice(missing, MOST_NOTES):
+        for text in islice(chain(missing, self._ignored_in_modules()), MOST_NOTES):
             note(text)
+
+    def _ignored_in_modules(self) -> Iterator[str]:
+        for root, names in self.found.outside.items():
+            with contextlib.suppress(SnapshotError):  # outside git, all files are copied
+                for name in snapshot.ignored(root, names):
+                    if not name.endswith((".py", ".so", ".pyc", "__pycache__/")):
+                        yield (
+                            f"{root / name}, in a module that is copied, will not exist in the "
+                            "copy: git ignores it. Let your script use its absolute path"
+                        )
 
     def placed(self, job: Job, run: RunDir) -> Job:
         """Return the job with this Python, and with the places of the program's modules."""

@@ -1,5 +1,6 @@
 """On a cluster: jobs in a separate environment of the user, by sbatch and in a salloc shell."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from lab import Lab
 
 from rollcall.run_dir import RunDir
 
-SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
+ROOT = Path(__file__).parents[2]
+SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 SCRIPT = """
-import os, pathlib, sys, helper
+import os, pathlib, sys, time, helper
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.prefix, helper.__file__, flush=True)
+time.sleep(float(sys.argv[2]) if sys.argv[2:] else 0)
 sys.exit(int(sys.argv[1]))
 """
 
@@ -46,11 +49,17 @@ def test_a_job_and_an_allocation_use_the_environment(lab: Lab, tmp_path: Path) -
 
     here = shlex.join(words("held", 3, "--in-allocation"))
     again = shlex.join(words("held", 0, "--in-allocation", "--resume"))
-    shell = f"{here}; echo first $?; {again}; echo second $?; squeue -h -j $SLURM_JOB_ID -o %T"
+    shell = f"{here}; echo first $?; {again}; echo second $?"
+    ask = f"cd {ROOT}; {sys.executable} -m launch"
+    ended = project / "runs" / "ended"
+    shell += f"; {shlex.join([*words('ended', 0, '--in-allocation'), '600'])} >/dev/null & "
+    shell += f"until test -s {ended}/logs/attempt-0/node-1/rank-1.log; do sleep 0.2; done; "
+    shell += f"{ask} cancel {ended}; wait; {ask} status {ended}; squeue -h -j $SLURM_JOB_ID -o %T"
     told = lab.exec(
         "login", "salloc", "--nodes=2", "--cpus-per-task=2", "bash", "-c", shell,
         env=env, cwd=project,
     )  # fmt: skip
     assert "first 3" in told.stdout and "second 0" in told.stdout, told.stdout + told.stderr
     assert "RUNNING" in told.stdout  # the allocation is still the user's
+    assert re.search(r"^ended +stopped ", told.stdout, re.MULTILINE), told.stdout + told.stderr
     check("held", 2)

@@ -225,3 +225,15 @@ def test_gpus_and_variables_of_sbatch_reach_slurm(lab: Lab, tmp_path: Path) -> N
     }
     assert {field: lab.job(job, field) for field in expected} == expected
     lab.exec("login", "scancel", job)
+
+
+def test_jax_gets_an_address_of_another_host_and_says_that_cpus_need_a_host_name(
+    lab: Lab, tmp_path: Path
+) -> None:
+    (tmp_path / "fit.py").write_text("import os\nprint(os.environ['JAX_COORDINATOR_ADDRESS'])\n")
+    words = ["--nodes=2", "--nproc-per-node=1", "--framework=jax", "--name=jax", "--wait"]
+    done = lab.exec("login", *SUBMIT, *words, "--", "fit.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = RunDir(tmp_path / "runs", "jax").log(0, 1, 1).read_text()
+    assert re.search(r"^10\.42\.0\.\d+:\d+$", said, re.MULTILINE), said
+    assert re.search(r"'n\d' resolves to .* 127.0.1.1,.* JAX cannot connect its processes", said)

@@ -92,6 +92,30 @@ def test_linked_data_is_not_copied_and_is_there(
             planned("--link=data", *words)
 
 
+def test_ignored_data_in_a_module_elsewhere_is_named(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = project.parent / "elsewhere"
+    for name in (
+        "pk/__init__.py",
+        "pk/built.py",
+        "pk/__pycache__/a.pyc",
+        "pk/net.bin",
+        "other.bin",
+    ):
+        (far / name).parent.mkdir(exist_ok=True)
+        (far / name).touch()
+    (project / "fit.py").write_text("import pk\n")
+    monkeypatch.setenv("PYTHONPATH", str(far))
+    planned("--local", "--", "fit.py")
+    assert notes(capsys) == []  # outside git, all of pk is copied
+    (far / ".gitignore").write_text("*.bin\nbuilt.py\n__pycache__\n")
+    subprocess.run(["git", "init", "-q", str(far)], check=True)
+    planned("--local", "--", "fit.py")
+    (told,) = notes(capsys)
+    assert told.startswith(f"{far}/pk/net.bin, in a module that is copied, will not exist")
+
+
 def test_data_in_a_module_elsewhere_is_refused_unless_git_has_it(project: Path) -> None:
     far = project.parent / "elsewhere"
     (far / "pk").mkdir()

@@ -41,6 +41,7 @@ OTHER_FORMS = [
     ("tasks-mismatch", 'RUN="torchrun --nnodes=$N train.py"\nsrun -N 2 -n 4 bash -c "$RUN --fast"'),
     ("torchrun-without-srun", "#SBATCH -N2\npython -m torch.distributed.run train.py"),
     ("fixed-port", "accelerate launch --main_process_port 29500 train.py"),
+    ("missing-node-count", "#SBATCH -N 2\nsrun torchrun --rdzv_id $ID --rdzv_endpoint $E train.py"),
     ("local-address", "#SBATCH -N 2\nsrun torchrun --nnodes=$N --master_addr=127.0.0.1 train.py"),
     ("visible-devices", "#SBATCH --gpus-per-node=1\nCUDA_VISIBLE_DEVICES=1 python train.py"),
     ("hidden-exit-code", "for n in 1 2; do python train.py $n; done\ndate"),
@@ -61,6 +62,7 @@ NO_MISTAKES = [
     "python -m pip install torch\ndate",
     'A="--lr 1\n--steps 2\n"\nL="python train.py\n"\nsrun bash -c \'$L --rank $SLURM_PROCID $A\'',
     "#SBATCH -N 1\necho $SLURM_NODEID",
+    "#SBATCH -N 2\nsrun torchrun --no-python $OPTIONS train.sh",
 ]
 """Lines in which an earlier version of lint found mistakes, or could."""
 
