@@ -4,12 +4,11 @@ Images are JPEG files of 256 by 256 pixels, resized to 224; tokens are windows o
 Both ways read the same data in random order, and take turns.
 """
 
-import argparse
-import statistics
+import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +17,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from rollcall.bench import turns
 from rollcall.config.schema import Data
-from rollcall.text import table
 from rollcall.train.data import sets
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
@@ -51,25 +50,24 @@ class PlainWindows(Dataset[Any]):
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rollcall.bench data", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], metavar="N")
-    options = parser.parse_args(argv)
+    words = turns.parser("data", __doc__)
+    words.add_argument("--workers", type=int, nargs="*", default=[0, 2], metavar="N")
+    options = words.parse_args(argv)
     rows = [("", "workers", "rollcall", "DataLoader", "ratio")]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         _make(place)
-        for kind in BATCHES:
-            for workers in options.workers:
-                rates = [
-                    [_rate(way(kind, place, workers), kind) for way in (_rollcall, _dataloader)]
-                    for _ in range(options.repeats)
-                ]
-                own, plain = (statistics.median(each) for each in zip(*rates, strict=True))
-                figures = f"{own:,.0f}/s", f"{plain:,.0f}/s", f"{own / plain:.2f}"
-                rows.append((kind, str(workers), *figures))
-    print(f"samples per second, medians of {options.repeats} runs, in turns")
-    print("\n".join(table(rows)))
+
+        def measure(way: Way, kind: str, workers: int, _: int) -> turns.Figures:
+            return {"samples/s": _rate(way(kind, place, workers), kind)}
+
+        for kind, workers in itertools.product(BATCHES, options.workers):
+            ways = {name: partial(measure, way, kind, workers) for name, way in WAYS.items()}
+            found = turns.medians(turns.take_turns(ways, options.repeats)).values()
+            own, plain = (figures["samples/s"] for figures in found)
+            figures = f"{own:,.0f}/s", f"{plain:,.0f}/s", f"{own / plain:.2f}"
+            rows.append((kind, str(workers), *figures))
+    turns.show(f"samples per second, medians of {options.repeats} runs, in turns", rows)
     return 0
 
 
@@ -109,8 +107,13 @@ def _dataloader(kind: str, place: Path, workers: int) -> Iterator[Any]:
         yield from loader
 
 
+Way = Callable[[str, Path, int], Iterator[Any]]
+"""Returns endless batches of a kind, from a folder, with so many workers."""
+WAYS: dict[str, Way] = {"rollcall": _rollcall, "DataLoader": _dataloader}
+
+
 def _rate(batches: Iterator[Any], kind: str) -> float:
     next(batches), next(batches)  # the workers have begun
     start = time.perf_counter()
-    count = sum(BATCH for _ in islice(batches, BATCHES[kind]))
+    count = sum(BATCH for _ in itertools.islice(batches, BATCHES[kind]))
     return count / (time.perf_counter() - start)

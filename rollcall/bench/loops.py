@@ -5,13 +5,15 @@ model notes wall and CPU time when it has been called often enough, so nothing e
 than steps, and everything that a loop does between two of them.
 """
 
+import functools
+import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -34,89 +36,105 @@ WARM_UP = 100
 """Steps before the clock starts."""
 MODELS: dict[str, Callable[[Model, Source], nn.Module]] = {"mlp": mlp, "cnn": cnn}
 PIECES = (
-    "rollcall.train.update:set_seed",
-    "rollcall.train.data.order:Order.plan",
-    "rollcall.train.data.reader:Reader.read",
-    "rollcall.train.parallel.strategy:Composed.forward_backward",
-    "rollcall.train.parallel.strategy:Composed.clip",
-    "rollcall.train.update:Update._optimize",
-    "rollcall.train.dist.agreement:Agreement.send",
-    "rollcall.train.dist.agreement:Agreement.settle",
-    "rollcall.train.health.replicas:Replicas.report",
-    "rollcall.train.health.replicas:Replicas.settle",
-    "rollcall.train.health.stragglers:Stragglers.report",
-    "rollcall.train.health.stragglers:Stragglers.settle",
-    "rollcall.train.metrics:Metrics.settle",
-    "rollcall.train.trainer:Trainer._evaluate_or_save_if_due",
+    "update:set_seed",
+    "data.order:Order.plan",
+    "data.reader:Reader.read",
+    "parallel.strategy:Composed.forward_backward",
+    "parallel.strategy:Composed.clip",
+    "update:Update._optimize",
+    "dist.agreement:Agreement.send",
+    "dist.agreement:Agreement.settle",
+    "health.replicas:Replicas.report",
+    "health.replicas:Replicas.settle",
+    "health.stragglers:Stragglers.report",
+    "health.stragglers:Stragglers.settle",
+    "metrics:Metrics.settle",
+    "trainer:Trainer._evaluate_or_save_if_due",
 )
-"""Functions of one step, whose times `--pieces` shows; some contain others."""
+"""Functions of one step in rollcall.train, whose times `--pieces` shows; some contain others."""
+
+
+class Settings(NamedTuple):
+    """What `bench step` asks for."""
+
+    model: str
+    steps: int
+    pieces: bool
+    folder: Path  # gets the result of each rank
+
+    @property
+    def total(self) -> int:
+        """Steps of a training."""
+        return WARM_UP + self.steps
 
 
 class Clock:
-    """Times the steps of a model; the last call writes the result and ends the process."""
+    """Times the steps of a model; the last call writes the result."""
+
+    settings: ClassVar[Settings]
 
     def __init__(self, model: nn.Module) -> None:
         """Count the forward passes of the training."""
         self._calls = 0
-        self._steps = int(os.environ["BENCH_STEPS"])
         self._start = (0.0, 0.0)
-        self._pieces = _Pieces() if "BENCH_PIECES" in os.environ else None
+        self._pieces = _watch_pieces() if self.settings.pieces else {}
         model.register_forward_pre_hook(self._tick)
 
     def _tick(self, module: nn.Module, _: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
         self._calls += 1
+        now = time.perf_counter(), time.process_time()
         if self._calls == WARM_UP:
-            self._start = time.perf_counter(), time.process_time()
-            if self._pieces:
-                self._pieces.seconds.clear()
-        elif self._calls == WARM_UP + self._steps:
-            wall, cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
-            result = {"wall": wall / self._steps, "cpu": cpu / self._steps}
-            if self._pieces:
-                result |= {name: each / self._steps for name, each in self._pieces.seconds.items()}
-            rank = os.environ.get("RANK", "0")
-            Path(f"{os.environ['BENCH_RESULT']}.{rank}").write_text(json.dumps(result))
+            self._start = now
+            self._pieces.clear()
+        elif self._calls == self.settings.total:
+            wall, cpu = (end - start for end, start in zip(now, self._start, strict=True))
+            found = {"wall": wall, "CPU of a rank": cpu} | self._pieces
+            result = {name: taken / self.settings.steps for name, taken in found.items()}
+            file = self.settings.folder / f"rank-{os.environ['RANK']}"
+            file.write_text(json.dumps(result))
 
 
-class _Pieces:
-    """Measures the thread's CPU time inside the functions of PIECES."""
+def _watch_pieces() -> dict[str, float]:
+    """Return the thread's CPU time inside each of PIECES, which grows from now on."""
+    seconds: dict[str, float] = {}
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        for place in PIECES:
-            module, _, path = place.partition(":")
-            owner: Any = sys.modules[module]
-            *parents, name = path.split(".")
-            for parent in parents:
-                owner = getattr(owner, parent)
-            setattr(owner, name, self._timed(getattr(owner, name), path))
-
-    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
             start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent = time.thread_time() - start
-                self.seconds[name] = self.seconds.get(name, 0.0) + spent
+                seconds[name] = seconds.get(name, 0.0) + time.thread_time() - start
 
-        return timed
+        return measured
+
+    for place in PIECES:
+        module, _, path = place.partition(":")
+        *parents, name = path.split(".")
+        owner: Any = functools.reduce(getattr, parents, sys.modules[f"rollcall.train.{module}"])
+        setattr(owner, name, timed(getattr(owner, name), path))
+    return seconds
 
 
 def timed_model(config: Model, source: Source) -> nn.Module:
-    """Return the model that BENCH_MODEL names, with a clock: a `model.name` for rollcall."""
-    model = MODELS[os.environ["BENCH_MODEL"]](config, source)
+    """Return the chosen model with a clock: a `model.name` for rollcall."""
+    model = MODELS[Clock.settings.model](config, source)
     Clock(model)
     return model
+
+
+def run(name: str, settings: Settings) -> None:
+    """Be a rank of one of LOOPS."""
+    Clock.settings = settings
+    LOOPS[name][0]()
 
 
 def rollcall() -> None:
     """Train with rollcall, everything on that is on by default."""
     from rollcall.train.main import main
 
-    steps = WARM_UP + int(os.environ["BENCH_STEPS"]) + 1
     settings = {
         "data.name": "digits",
         "data.global_batch": BATCH,
@@ -124,8 +142,8 @@ def rollcall() -> None:
         "model.hidden_size": 64,
         "optim.name": "adamw",
         "optim.lr": RATE,
-        "train.steps": steps,
-        "run.root": str(Path(os.environ["BENCH_RESULT"]).parent),
+        "train.steps": Clock.settings.total + 1,
+        "run.root": str(Clock.settings.folder / "runs"),
         "device": "cpu",
         "checkpoint.every": "null",
     }
@@ -136,12 +154,16 @@ def rollcall() -> None:
 
 def bare() -> None:
     """Train with a loop of ten lines; several ranks use DistributedDataParallel."""
-    model, inputs, targets, rows = _parts()
-    if dist.is_initialized():
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks > 1 and not dist.is_initialized():
+        World.join("cpu")
+    model, (inputs, targets), optimizer = _parts()
+    if ranks > 1:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    for step in range(WARM_UP + int(os.environ["BENCH_STEPS"])):
-        chosen = rows[step % len(rows)]
+    order = torch.randperm(len(inputs))
+    for step in range(Clock.settings.total):
+        start = step * BATCH % (len(inputs) // BATCH * BATCH)
+        chosen = order[start : start + BATCH].chunk(ranks)[rank]
         loss = cross_entropy(model(inputs[chosen]), targets[chosen])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -150,17 +172,14 @@ def bare() -> None:
 
 def bare_with_all_reduce() -> None:
     """Train with the bare loop and one empty all-reduce per step: the floor of any control."""
-    reduce = torch.zeros(16)
-    if not dist.is_initialized():
-        World.join("cpu")
+    World.join("cpu")
+    numbers = torch.zeros(16)
 
-    def send(*_: Any) -> None:
-        work = dist.all_reduce(reduce, async_op=True)
-        work.wait()
+    def reduce(module: nn.Module, _: Any) -> None:
+        if isinstance(module, nn.Flatten):
+            dist.all_reduce(numbers)
 
-    nn.modules.module.register_module_forward_pre_hook(
-        lambda module, _: send() if isinstance(module, nn.Flatten) else None
-    )
+    nn.modules.module.register_module_forward_pre_hook(reduce)
     bare()
 
 
@@ -169,8 +188,7 @@ def accelerate() -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = _loaded()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(*_loaded())
     _epochs(loader, model, optimizer, accelerator.backward)
 
 
@@ -178,8 +196,7 @@ def fabric() -> None:
     """Train with Lightning Fabric."""
     from lightning.fabric import Fabric
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+    fabric = Fabric(accelerator="cpu", **_devices())
     fabric.launch()
     model, optimizer, loader = _loaded()
     model, optimizer = fabric.setup(model, optimizer)
@@ -203,12 +220,10 @@ def lightning() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        max_steps=WARM_UP + int(os.environ["BENCH_STEPS"]),
+        **_devices(),
+        max_steps=Clock.settings.total,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -228,45 +243,32 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
 """Each loop, and the package that it needs."""
 
 
-def _digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a timed model, and all training digits."""
+def _devices() -> dict[str, Any]:
+    """Return Lightning's words for the ranks of this loop."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    return {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
+
+
+def _parts() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.optim.Optimizer]:
+    """Return a timed model, all training digits with their targets, and an optimizer."""
     torch.manual_seed(0)
     source = digits(Data(), cast(World, None))  # no rank is asked for these files
     batch = cast(BatchDataset, source.train).__getitems__(list(range(source.train_size)))
-    return timed_model(Model(hidden_size=64), source), batch.inputs, batch.targets
-
-
-def _parts() -> tuple[nn.Module, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return a timed model, the digits, and this rank's rows of each step of an epoch."""
-    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if ranks > 1 and not dist.is_initialized():
-        World.join("cpu")
-    model, inputs, targets = _digits()
-    share = BATCH // ranks
-    order = torch.randperm(len(inputs))
-    steps = [order[start : start + BATCH] for start in range(0, len(inputs) - BATCH, BATCH)]
-    return model, inputs, targets, [step[rank * share : (rank + 1) * share] for step in steps]
+    model = timed_model(Model(hidden_size=64), source)
+    return model, (batch.inputs, batch.targets), torch.optim.AdamW(model.parameters(), RATE)
 
 
 def _loaded() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     """Return a timed model, its optimizer, and a DataLoader of this rank's share of a batch."""
-    model, inputs, targets = _digits()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    share = BATCH // int(os.environ.get("WORLD_SIZE", "1"))
-    data = TensorDataset(inputs, targets)
-    return model, optimizer, DataLoader(data, share, shuffle=True, drop_last=True)
+    model, data, optimizer = _parts()
+    share = BATCH // int(os.environ["WORLD_SIZE"])
+    return model, optimizer, DataLoader(TensorDataset(*data), share, shuffle=True, drop_last=True)
 
 
 def _epochs(loader: Any, model: nn.Module, optimizer: Any, backward: Callable[..., Any]) -> None:
     """Train over the loader again and again until the clock has its result."""
-    steps = 0
-    while steps < WARM_UP + int(os.environ["BENCH_STEPS"]):
-        for inputs, targets in loader:
-            backward(cross_entropy(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-
-
-if __name__ == "__main__":
-    LOOPS[sys.argv[1]][0]()
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for inputs, targets in itertools.islice(batches, Clock.settings.total):
+        backward(cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()

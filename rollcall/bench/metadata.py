@@ -6,12 +6,10 @@ on files in the run directory that a file server sees: open, close, stat, list, 
 so on. Reading and writing open files is not counted. The exit code is 1 above the goals.
 """
 
-import argparse
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rollcall.bench import turns
 from rollcall.installation import command
 from rollcall.text import table
 
@@ -32,10 +31,6 @@ TIMEOUT = 300.0
 """Seconds that the ranks have to start."""
 
 
-class MetadataError(Exception):
-    """The nodes could not be observed; the message says why."""
-
-
 class Operation(NamedTuple):
     """A system call on a file in the run directory."""
 
@@ -46,16 +41,12 @@ class Operation(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Count and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rollcall.bench metadata", description=__doc__)
+    parser = turns.parser("metadata", __doc__, repeats=None)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase", metavar="S")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="K")
     parser.add_argument("--paths", action="store_true", help="also show which files they are on")
     options = parser.parse_args(argv)
-    try:
-        phases = observe(options.seconds, options.nproc_per_node)
-    except MetadataError as error:
-        print(f"rollcall: error: {error}", file=sys.stderr)
-        return 2
+    phases = observe(options.seconds, options.nproc_per_node)
     rows = [["per node and second", "operations", "goal"]]
     for name, found in phases.items():
         rows.append([name, f"{len(found) / options.seconds:.2f}", f"at most {GOALS[name]:g}"])
@@ -70,10 +61,10 @@ def observe(seconds: float, ranks: int) -> dict[str, list[Operation]]:
     """Return the operations of one node in each phase; of the busier one, if both take part.
 
     Raises:
-        MetadataError: strace is missing or may not trace, or no rank starts.
+        BenchError: strace is missing or may not trace, or no rank starts.
     """
     if shutil.which("strace") is None:
-        raise MetadataError("strace is not on PATH: apt-get install strace")
+        raise turns.BenchError("strace is not on PATH: apt-get install strace")
     with tempfile.TemporaryDirectory(prefix="rollcall-metadata-") as name:
         folder = Path(name).resolve()
         nodes: list[subprocess.Popen[bytes]] = []
@@ -122,7 +113,7 @@ def _wait_for(folder: Path, pattern: str, nodes: Sequence[subprocess.Popen[bytes
     while not any(folder.glob(pattern)):
         if time.monotonic() > end or any(node.poll() is not None for node in nodes):
             said = "".join(path.read_text() for path in folder.glob("output-*"))
-            raise MetadataError(f"{pattern} does not appear in the run directory:\n{said}")
+            raise turns.BenchError(f"{pattern} does not appear in the run directory:\n{said}")
         time.sleep(0.1)
     return time.time()
 
