@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,48 +36,37 @@ Save = Callable[[Path, State], Iterator[None]]
 
 
 class Training:
-    """A training whose state has the given size."""
+    """A training whose weights and two moments take about so many megabytes."""
 
     def __init__(self, megabytes: int, device: torch.device) -> None:
-        """Build layers whose weights and two moments take about this many megabytes."""
+        """Do a first update, which makes the moments."""
         layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH**2)))
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
         self._model = model.to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-9, fused=True)
         self._inputs = torch.randn(BATCH, WIDTH, device=device)
-        self._device = device
         self.step()
-        moments = {
-            f"{number}.{name}": value
-            for number, values in enumerate(self._optimizer.state.values())
-            for name, value in values.items()
-        }
-        self.state: State = {"model": self._model.state_dict(), "optim": moments}
+        moments = [each for of_one in self._optimizer.state.values() for each in of_one.values()]
+        self.tensors = [weight.detach() for weight in self._model.parameters()] + moments
+        self.state: State = {"all": {str(n): each for n, each in enumerate(self.tensors)}}
 
     def step(self) -> None:
         """Do one update."""
         self._model(self._inputs).square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self._device.type == "cuda":
+        if self._inputs.is_cuda:
             torch.cuda.synchronize()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return sum(value.nbytes for part in self.state.values() for value in part.values())
 
+def at_once(save: Callable[[State, Path], object]) -> Save:
+    """Return a way to save that is finished before training may continue."""
 
-def torch_save(directory: Path, state: State) -> Iterator[None]:
-    """Save with torch.save, which does not sync."""
-    torch.save(state, directory / "state.pt")
-    yield
+    def saving(directory: Path, state: State) -> Iterator[None]:
+        save(state, directory)
+        yield
 
-
-def dcp_save(directory: Path, state: State) -> Iterator[None]:
-    """Save with torch.distributed.checkpoint.save, which syncs its files."""
-    dcp.save(state, checkpoint_id=directory / "dcp")
-    yield
+    return saving
 
 
 def dcp_async_save(directory: Path, state: State) -> Iterator[None]:
@@ -117,19 +106,21 @@ def measure(save: Save, directory: Path, training: Training) -> turns.Figures:
     whole = time.perf_counter() - began
     shutil.rmtree(directory)
     directory.mkdir()
-    began = time.perf_counter()
-    for _ in range(QUIET_STEPS):
-        training.step()
-    quiet = (time.perf_counter() - began) / QUIET_STEPS
+    quiet = _rate(training, range(QUIET_STEPS))
     saving = save(directory, training.state)
     next(saving)
+    beside = _rate(training, saving)
+    shutil.rmtree(directory)
+    return {"stall": stall, "whole": whole, "rate": beside / quiet}
+
+
+def _rate(training: Training, times: Iterable[object]) -> float:
+    """Return the steps per second, of a step for each of `times`."""
     steps, began = 0, time.perf_counter()
-    for _ in saving:
+    for _ in times:
         training.step()
         steps += 1
-    seconds = time.perf_counter() - began
-    shutil.rmtree(directory)
-    return {"stall": stall, "whole": whole, "step": quiet, "rate": quiet * steps / seconds}
+    return steps / (time.perf_counter() - began)
 
 
 def loads(world: World, directory: Path, state: State) -> dict[str, Callable[[], object]]:
@@ -164,8 +155,10 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as name:
         directory = Path(name)
         ways: dict[str, Save] = {
-            "torch.save": torch_save,
-            "dcp.save": dcp_save,
+            "torch.save": at_once(
+                lambda state, to: torch.save(state, to / "state.pt")
+            ),  # not synced
+            "dcp.save": at_once(lambda state, to: dcp.save(state, checkpoint_id=to / "dcp")),
             "dcp.async_save": dcp_async_save,
             "rollcall": rollcall_save(world, directory / "rollcall"),
         }
@@ -186,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
         ratio = f"{own['stall'] / found['torch.save']['stall']:.2f}"
         beside = f"{own['rate']:.2f}" if own["rate"] else "none"
         rows.append((way, turns.seconds(own["stall"]), ratio, turns.seconds(own["whole"]), beside))
-    size = f"{training.nbytes / 1e6:.0f} MB on {world.device.type}"
+    size = f"{sum(each.nbytes for each in training.tensors) / 1e6:.0f} MB on {world.device.type}"
     turns.show(f"{size}, medians of {options.repeats} saves", rows)
     print()
     turns.compare("all files in the page cache", read, "torch.load")

@@ -16,13 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from rollcall.bench import turns
+from rollcall.config import parse
 from rollcall.installation import command
 from rollcall.launch.submission.preflight import is_node_local
 from rollcall.records.attempt import AttemptEvent, LogSizes
 from rollcall.records.job import Submission, local_output
 from rollcall.records.run import LoggedStep, Verdict
 from rollcall.run_dir import RunDir
+from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import Place, World
+from rollcall.train.health.replicas import BIT, Replicas
+from rollcall.train.health.stragglers import WINDOW, Stragglers
+from rollcall.train.numerics import losses
+from rollcall.train.parallel.strategy import Composed
 
 SIZES = (10, 100, 1000)
 RANKS, LINES, FILES = 4, 20, 20
@@ -164,18 +175,6 @@ def _logs(run: RunDir, node: int) -> None:
 
 def _exchange(ranks: int, _: int) -> turns.Figures:
     """Let rank 0 compare the numbers of all ranks, of which eight hold one copy of the model."""
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from rollcall.config import parse
-    from rollcall.train.dist.run import Run
-    from rollcall.train.dist.world import Place, World
-    from rollcall.train.health.replicas import BIT, Replicas
-    from rollcall.train.health.stragglers import WINDOW, Stragglers
-    from rollcall.train.numerics import losses
-    from rollcall.train.parallel.strategy import Composed
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         config = parse(["digits", "parallel.strategy=hsdp", f"data.global_batch={ranks}"])[1]

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -35,22 +35,17 @@ RATE = 1e-3
 WARM_UP = 100
 """Steps before the clock starts."""
 MODELS: dict[str, Callable[[Model, Source], nn.Module]] = {"mlp": mlp, "cnn": cnn}
-PIECES = (
-    "update:set_seed",
-    "data.order:Order.plan",
-    "data.reader:Reader.read",
-    "parallel.strategy:Composed.forward_backward",
-    "parallel.strategy:Composed.clip",
-    "update:Update._optimize",
-    "dist.agreement:Agreement.send",
-    "dist.agreement:Agreement.settle",
-    "health.replicas:Replicas.report",
-    "health.replicas:Replicas.settle",
-    "health.stragglers:Stragglers.report",
-    "health.stragglers:Stragglers.settle",
-    "metrics:Metrics.settle",
-    "trainer:Trainer._evaluate_or_save_if_due",
-)
+PIECES = {
+    "update": ("set_seed", "Update._optimize"),
+    "data.order": ("Order.plan",),
+    "data.reader": ("Reader.read",),
+    "parallel.strategy": ("Composed.forward_backward", "Composed.clip"),
+    "dist.agreement": ("Agreement.send", "Agreement.settle"),
+    "health.replicas": ("Replicas.report", "Replicas.settle"),
+    "health.stragglers": ("Stragglers.report", "Stragglers.settle"),
+    "metrics": ("Metrics.settle",),
+    "trainer": ("Trainer._evaluate_or_save_if_due",),
+}
 """Functions of one step in rollcall.train, whose times `--pieces` shows; some contain others."""
 
 
@@ -62,38 +57,43 @@ class Settings(NamedTuple):
     pieces: bool
     folder: Path  # gets the result of each rank
 
-    @property
-    def total(self) -> int:
-        """Steps of a training."""
-        return WARM_UP + self.steps
+
+given: list[Settings] = []
+"""Of this process, which is a rank."""
 
 
-class Clock:
-    """Times the steps of a model; the last call writes the result."""
+def run(name: str, settings: Settings) -> None:
+    """Be a rank of one of LOOPS."""
+    given.append(settings)
+    LOOPS[name][0]()
 
-    settings: ClassVar[Settings]
 
-    def __init__(self, model: nn.Module) -> None:
-        """Count the forward passes of the training."""
-        self._calls = 0
-        self._start = (0.0, 0.0)
-        self._pieces = _watch_pieces() if self.settings.pieces else {}
-        model.register_forward_pre_hook(self._tick)
+def _steps() -> int:
+    return WARM_UP + given[0].steps
 
-    def _tick(self, module: nn.Module, _: Any) -> None:
+
+def timed_model(config: Model, source: Source) -> nn.Module:
+    """Return the chosen model, which writes the times of its steps: a `model.name` for rollcall."""
+    [settings] = given
+    model = MODELS[settings.model](config, source)
+    pieces = _watch_pieces() if settings.pieces else {}
+    passes, begun = itertools.count(1), [0.0, 0.0]
+
+    def note(module: nn.Module, _: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        self._calls += 1
+        number = next(passes)
         now = time.perf_counter(), time.process_time()
-        if self._calls == WARM_UP:
-            self._start = now
-            self._pieces.clear()
-        elif self._calls == self.settings.total:
-            wall, cpu = (end - start for end, start in zip(now, self._start, strict=True))
-            found = {"wall": wall, "CPU of a rank": cpu} | self._pieces
-            result = {name: taken / self.settings.steps for name, taken in found.items()}
-            file = self.settings.folder / f"rank-{os.environ['RANK']}"
-            file.write_text(json.dumps(result))
+        if number == WARM_UP:
+            begun[:] = now
+            pieces.clear()
+        elif number == _steps():
+            found = {"wall": now[0] - begun[0], "CPU of a rank": now[1] - begun[1]} | pieces
+            result = {name: taken / settings.steps for name, taken in found.items()}
+            (settings.folder / f"rank-{os.environ['RANK']}").write_text(json.dumps(result))
+
+    model.register_forward_pre_hook(note)
+    return model
 
 
 def _watch_pieces() -> dict[str, float]:
@@ -110,44 +110,23 @@ def _watch_pieces() -> dict[str, float]:
 
         return measured
 
-    for place in PIECES:
-        module, _, path = place.partition(":")
-        *parents, name = path.split(".")
-        owner: Any = functools.reduce(getattr, parents, sys.modules[f"rollcall.train.{module}"])
-        setattr(owner, name, timed(getattr(owner, name), path))
+    for module, paths in PIECES.items():
+        for path in paths:
+            *parents, name = path.split(".")
+            owner: Any = sys.modules[f"rollcall.train.{module}"]
+            owner = functools.reduce(getattr, parents, owner)
+            setattr(owner, name, timed(getattr(owner, name), path))
     return seconds
-
-
-def timed_model(config: Model, source: Source) -> nn.Module:
-    """Return the chosen model with a clock: a `model.name` for rollcall."""
-    model = MODELS[Clock.settings.model](config, source)
-    Clock(model)
-    return model
-
-
-def run(name: str, settings: Settings) -> None:
-    """Be a rank of one of LOOPS."""
-    Clock.settings = settings
-    LOOPS[name][0]()
 
 
 def rollcall() -> None:
     """Train with rollcall, everything on that is on by default."""
     from rollcall.train.main import main
 
-    settings = {
-        "data.name": "digits",
-        "data.global_batch": BATCH,
-        "model.name": "rollcall.bench.loops:timed_model",
-        "model.hidden_size": 64,
-        "optim.name": "adamw",
-        "optim.lr": RATE,
-        "train.steps": Clock.settings.total + 1,
-        "run.root": str(Clock.settings.folder / "runs"),
-        "device": "cpu",
-        "checkpoint.every": "null",
-    }
-    code = main([f"{key}={value}" for key, value in settings.items()])
+    words = ["data.name=digits", f"data.global_batch={BATCH}", f"train.steps={_steps() + 1}"]
+    words += ["model.name=rollcall.bench.loops:timed_model", "model.hidden_size=64"]
+    words += ["optim.name=adamw", f"optim.lr={RATE}", "checkpoint.every=null", "device=cpu"]
+    code = main([*words, f"run.root={given[0].folder / 'runs'}"])
     if code:
         raise SystemExit(code)
 
@@ -161,7 +140,7 @@ def bare() -> None:
     if ranks > 1:
         model = DistributedDataParallel(model)
     order = torch.randperm(len(inputs))
-    for step in range(Clock.settings.total):
+    for step in range(_steps()):
         start = step * BATCH % (len(inputs) // BATCH * BATCH)
         chosen = order[start : start + BATCH].chunk(ranks)[rank]
         loss = cross_entropy(model(inputs[chosen]), targets[chosen])
@@ -223,7 +202,7 @@ def lightning() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         **_devices(),
-        max_steps=Clock.settings.total,
+        max_steps=_steps(),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -268,7 +247,7 @@ def _loaded() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
 def _epochs(loader: Any, model: nn.Module, optimizer: Any, backward: Callable[..., Any]) -> None:
     """Train over the loader again and again until the clock has its result."""
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    for inputs, targets in itertools.islice(batches, Clock.settings.total):
+    for inputs, targets in itertools.islice(batches, _steps()):
         backward(cross_entropy(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()

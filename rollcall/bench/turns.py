@@ -125,6 +125,7 @@ def on_ranks(work: Callable[[], object], folder: Path, ranks: int) -> None:
     """
     from rollcall.train import matrix  # here: it takes a while
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # a rank alone would use all cores
     try:
         matrix.on_ranks(work, folder / "logs", ranks, ranks)
     except RuntimeError as error:
