@@ -23,6 +23,7 @@ from rollcall.train.data import sets
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.data.sets.tokens import mapped
+from rollcall.train.data.source import Source
 from rollcall.train.dist.world import World
 
 BATCH = 32
@@ -58,11 +59,10 @@ def main(argv: Sequence[str]) -> int:
         place = Path(folder)
         _make(place)
 
-        def measure(way: Way, kind: str, workers: int, _: int) -> turns.Figures:
-            return {"samples/s": _rate(way(kind, place, workers), kind)}
-
         for kind, workers in itertools.product(BATCHES, options.workers):
-            ways = {name: partial(measure, way, kind, workers) for name, way in WAYS.items()}
+            data = Data(num_workers=workers, global_batch=BATCH, image_size=224, seq_len=1024)
+            batches = {name: partial(way, kind, place, data) for name, way in WAYS.items()}
+            ways = {name: partial(_measure, make, kind) for name, make in batches.items()}
             found = turns.medians(turns.take_turns(ways, options.repeats)).values()
             own, plain = (figures["samples/s"] for figures in found)
             figures = f"{own:,.0f}/s", f"{plain:,.0f}/s", f"{own / plain:.2f}"
@@ -81,39 +81,33 @@ def _make(place: Path) -> None:
         random.integers(0, VOCABULARY, TOKENS).astype("<u2").tofile(place / name)
 
 
-def _config(kind: str, place: Path, workers: int) -> Data:
-    config = Data(num_workers=workers, global_batch=BATCH, image_size=224, seq_len=1024)
-    own = {"name": "folder", "path": str(place / "images")}
-    if kind == "tokens":
-        own = {"name": "tokens", "path": str(place)}
-    return config.model_copy(update={**own, "num_classes": VOCABULARY})
+def _source(kind: str, place: Path, config: Data) -> Source:
+    own = {"name": "tokens", "path": str(place), "num_classes": VOCABULARY}
+    if kind == "images":
+        own = {"name": "folder", "path": str(place / "images")}
+    return sets.load(config.model_copy(update=own), cast(World, None))  # no rank is asked
 
 
-def _rollcall(kind: str, place: Path, workers: int) -> Iterator[Any]:
-    config = _config(kind, place, workers)
-    source = sets.load(config, cast(World, None))  # no rank is asked for these files
+def _rollcall(kind: str, place: Path, config: Data) -> Iterator[Any]:
+    source = _source(kind, place, config)
     steps = BATCHES[kind] + 2
     order = Order(source.train_size, steps * BATCH, BATCH, seed=0)
     return training_batches(source, order, range(BATCH), range(steps), Loading(config))
 
 
-def _dataloader(kind: str, place: Path, workers: int) -> Iterator[Any]:
-    if kind == "images":
-        dataset = sets.load(_config(kind, place, workers), cast(World, None)).train
-    else:
-        dataset = PlainWindows(place / "train.bin", 1024)
-    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True)
-    while True:
-        yield from loader
+def _dataloader(kind: str, place: Path, config: Data) -> Iterator[Any]:
+    windows = PlainWindows(place / "train.bin", 1024)
+    dataset = _source(kind, place, config).train if kind == "images" else windows
+    words = {"shuffle": True, "num_workers": config.num_workers, "drop_last": True}
+    return itertools.chain.from_iterable(itertools.repeat(DataLoader(dataset, BATCH, **words)))
 
 
-Way = Callable[[str, Path, int], Iterator[Any]]
-"""Returns endless batches of a kind, from a folder, with so many workers."""
-WAYS: dict[str, Way] = {"rollcall": _rollcall, "DataLoader": _dataloader}
+WAYS = {"rollcall": _rollcall, "DataLoader": _dataloader}
 
 
-def _rate(batches: Iterator[Any], kind: str) -> float:
+def _measure(make: Callable[[], Iterator[Any]], kind: str, _: int) -> turns.Figures:
+    batches = make()
     next(batches), next(batches)  # the workers have begun
     start = time.perf_counter()
     count = sum(BATCH for _ in itertools.islice(batches, BATCHES[kind]))
-    return count / (time.perf_counter() - start)
+    return {"samples/s": count / (time.perf_counter() - start)}

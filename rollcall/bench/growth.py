@@ -61,39 +61,39 @@ def main(argv: Sequence[str]) -> int:
     options = words.parse_args(argv)
     sizes = [size for size in SIZES if size <= options.most]
     # Not in a directory that only this machine sees, where no run on several nodes may be.
-    runs = next(path for path in (Path("runs").absolute(), Path.home()) if not is_node_local(path))
-    runs.mkdir(exist_ok=True)
+    places = [path for path in (Path("runs").absolute(), Path.home()) if not is_node_local(path)]
+    if not places:
+        raise turns.BenchError(
+            "growth needs a checkout or a home that is not on this machine alone"
+        )
+    (runs := places[0]).mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".growth-", dir=runs) as folder:
         ways: dict[tuple[str, int], Way] = {}
         for size in sizes:
             _make(Path(folder, str(size)), size)
             for name, way in _ways(Path(folder, str(size)), size).items():
                 ways[name, size] = way
-        found = _measure(ways, options.repeats)
-    are_linear = _show(f"N runs, nodes and files / {FILES}, medians of {options.repeats}", found)
+        title = f"N runs, nodes and files / {FILES}, medians of {options.repeats}"
+        are_linear = _measure(title, ways, options.repeats)
     print()
+    title = "N ranks, the work of rank 0 in each exchange"
     steps = {("an exchange", ranks): partial(_exchange, ranks) for ranks in STEP_RANKS}
-    found = _measure(steps, options.repeats)
-    return 0 if _show("N ranks, the work of rank 0 in each exchange", found) and are_linear else 1
+    return 0 if _measure(title, steps, options.repeats) and are_linear else 1
 
 
-def _measure(ways: Mapping[tuple[str, int], Way], repeats: int) -> dict[str, turns.Figures]:
-    named = {f"{name}, N = {size:,}": way for (name, size), way in sorted(ways.items())}
-    return turns.medians(turns.take_turns(named, repeats))
-
-
-def _show(title: str, found: Mapping[str, turns.Figures]) -> bool:
+def _measure(title: str, ways: Mapping[tuple[str, int], Way], repeats: int) -> bool:
     """Print medians; return whether no CPU time grows faster than N."""
-    is_linear, of_row = True, ""
+    order = sorted(ways)
+    named = {f"{name}, N = {size:,}": ways[name, size] for name, size in order}
+    found = turns.medians(turns.take_turns(named, repeats))
+    is_linear, first = True, dict[str, tuple[float, int]]()
     rows = [("", "CPU", "clock", "CPU, as a multiple")]
-    for label, figures in found.items():
-        name, _, number = label.partition(", N = ")
-        size = int(number.replace(",", ""))
-        if name != of_row:
-            of_row, first, least = name, figures["CPU"], size
-        is_linear &= figures["CPU"] / first <= size / least
+    for (name, size), (label, figures) in zip(order, found.items(), strict=True):
+        cpu, least = first.setdefault(name, (figures["CPU"], size))
+        multiple = figures["CPU"] / cpu
+        is_linear &= multiple <= size / least
         times = turns.seconds(figures["CPU"]), turns.seconds(figures["clock"])
-        rows.append((label, *times, f"{figures['CPU'] / first:.1f}"))
+        rows.append((label, *times, f"{multiple:.1f}"))
     turns.show(title, rows)
     return is_linear
 
