@@ -164,8 +164,9 @@ def on_ranks(
                 "MASTER_PORT": port,
             }
             given = place, logs / f"rank-{rank}.log", work
-            ranks.append(context.Process(target=_be_rank, args=given))
-            ranks[-1].start()
+            process = context.Process(target=_be_rank, args=given)
+            process.start()
+            ranks.append(process)
         deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline and not any(process.exitcode for process in ranks):
             alive = [process.sentinel for process in ranks if process.is_alive()]
