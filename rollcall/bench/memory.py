@@ -5,9 +5,9 @@ row is the largest peak of a rank, above what it needed before the model.
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict
 
 from rollcall.bench import turns
 from rollcall.config import parse
-from rollcall.text import size, table
+from rollcall.text import size
 from rollcall.train import models
 from rollcall.train.checkpoint import SharedEngine
 from rollcall.train.data import sets
@@ -38,14 +38,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", help=f"recipe and keys (default: {' '.join(MODEL)})")
     options = parser.parse_intermixed_args(argv)
     words = options.words or [*MODEL, "parallel.strategy=zero3"]
+    if "RANK" in os.environ:
+        _rank(words, Path(os.environ["BENCH_RESULT"]))
+        return 0
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
-        folder, ranks = Path(name), options.nproc_per_node
-        turns.on_ranks(partial(_rank, words, folder), folder, ranks)
-        found = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
+        # Not forked: a fork maps the pages of libraries only when it uses them.
+        os.environ |= {"BENCH_RESULT": name, "OMP_NUM_THREADS": "1"}
+        program = "-m", "rollcall.bench", "memory", *words
+        turns.timed(turns.torchrun(*program, ranks=options.nproc_per_node))
+        found = [json.loads(file.read_text()) for file in Path(name).glob("rank-*.json")]
     rows = [("on a rank, at most", "bytes")]
     for name in found[0]:
         rows.append((name, size(max(figures[name] for figures in found))))
-    print("\n".join(table(rows)))
+    turns.show("host memory", rows)
     return 0
 
 
