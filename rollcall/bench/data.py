@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     words = turns.parser("data", __doc__)
     words.add_argument("--workers", type=int, nargs="*", default=[0, 2], metavar="N")
     options = words.parse_args(argv)
+    torch.set_num_threads(1)  # as in each worker
     rows = [("", "workers", "rollcall", "DataLoader", "ratio")]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
