@@ -99,8 +99,9 @@ def _rollcall(kind: str, place: Path, config: Data) -> Iterator[Any]:
 def _dataloader(kind: str, place: Path, config: Data) -> Iterator[Any]:
     windows = PlainWindows(place / "train.bin", 1024)
     dataset = _source(kind, place, config).train if kind == "images" else windows
-    words = {"shuffle": True, "num_workers": config.num_workers, "drop_last": True}
-    return itertools.chain.from_iterable(itertools.repeat(DataLoader(dataset, BATCH, **words)))
+    count = config.num_workers
+    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=count, drop_last=True)
+    return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
 WAYS = {"rollcall": _rollcall, "DataLoader": _dataloader}

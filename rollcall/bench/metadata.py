@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from rollcall.bench import turns
 from rollcall.installation import command
-from rollcall.text import table
 
 GOALS = {"waiting for the head": 5.0, "running quietly": 1.0}
 """Operations per node and second, at most."""
@@ -52,9 +51,8 @@ def main(argv: Sequence[str]) -> int:
         rows.append([name, f"{len(found) / options.seconds:.2f}", f"at most {GOALS[name]:g}"])
         paths = Counter(f"  {each.call} {each.path}" for each in found) if options.paths else {}
         rows += [[path, f"{n / options.seconds:.2f}", ""] for path, n in sorted(paths.items())]
-    print("\n".join(table(rows)))
-    goals = [len(found) / options.seconds <= GOALS[name] for name, found in phases.items()]
-    return 0 if all(goals) else 1
+    turns.show("on the run directory", rows)
+    return int(any(len(found) / options.seconds > GOALS[name] for name, found in phases.items()))
 
 
 def observe(seconds: float, ranks: int) -> dict[str, list[Operation]]:
