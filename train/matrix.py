@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,12 +125,22 @@ def table(cells: Mapping[tuple[str, str], float]) -> str:
 
 def run(
     jobs: Sequence[Job],
-    logs: Path,  # where each rank's output goes
+    logs: Path,
     world_size: int,
     ranks_of_a_node: int = 1,
     prepare: Callable[[], None] | None = None,  # called on every rank before the first run
 ) -> None:
-    """Do all runs one after the other on one group of new ranks on this machine.
+    """Do all runs one after the other on one group of ranks; see `on_ranks`."""
+    on_ranks(partial(_do, jobs, prepare), logs, world_size, ranks_of_a_node)
+
+
+def on_ranks(
+    work: Callable[[], object],
+    logs: Path,  # where each rank's output goes
+    world_size: int,
+    ranks_of_a_node: int = 1,
+) -> None:
+    """Do some work on every one of a group of new ranks on this machine.
 
     Raises:
         RuntimeError: a rank failed; the message has all output.
@@ -142,47 +153,52 @@ def run(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = []
-    for rank in range(world_size):
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": rank % ranks_of_a_node,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": ranks_of_a_node,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        work = place, logs / f"rank-{rank}.log", jobs, prepare
-        ranks.append(context.Process(target=_be_rank, args=work))
-        ranks[-1].start()
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline and not any(process.exitcode for process in ranks):
-        alive = [process.sentinel for process in ranks if process.is_alive()]
-        if not alive:
-            break
-        multiprocessing.connection.wait(alive, max(0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
+    try:
+        for rank in range(world_size):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank % ranks_of_a_node,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": ranks_of_a_node,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            given = place, logs / f"rank-{rank}.log", work
+            process = context.Process(target=_be_rank, args=given)
+            process.start()
+            ranks.append(process)
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline and not any(process.exitcode for process in ranks):
+            alive = [process.sentinel for process in ranks if process.is_alive()]
+            if not alive:
+                break
+            multiprocessing.connection.wait(alive, max(0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
     if any(codes) or None in codes:
         output = "\n".join(log.read_text() for log in sorted(logs.iterdir()))
         raise RuntimeError(f"{world_size} ranks ended with {codes}:\n{output}")
 
 
-def _be_rank(
-    place: Mapping[str, object], log: Path, jobs: Sequence[Job], prepare: Callable[[], None] | None
-) -> None:
+def _be_rank(place: Mapping[str, object], log: Path, work: Callable[[], object]) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update({name: str(value) for name, value in place.items()})
     import torch
 
+    torch.set_num_threads(1)  # several ranks share the cores
+    work()
+
+
+def _do(jobs: Sequence[Job], prepare: Callable[[], None] | None) -> None:
     from rollcall.train.dist.signals import StopSignals
     from rollcall.train.dist.world import World
     from rollcall.train.training import train
 
-    torch.set_num_threads(1)  # several ranks share the cores
     if prepare:
         prepare()
     with StopSignals() as stop:

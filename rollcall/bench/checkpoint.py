@@ -5,21 +5,21 @@ long is the training thread held up, and when is everything on disk?), then with
 The ways to load take turns as well, with all files in the page cache.
 """
 
-import argparse
+import os
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from rollcall.text import table
+from rollcall.bench import turns
 from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.dist.world import World
 
@@ -27,15 +27,7 @@ WIDTH = 2048
 """Rows and columns of each layer's weight."""
 BATCH = 32
 QUIET_STEPS = 5
-"""Steps that are timed without a save, before each round."""
-
-
-class Timing(NamedTuple):
-    """One save, in seconds and steps per second."""
-
-    stall: float  # for which the training thread was held up
-    whole: float  # until everything was on disk
-    rate: float | None  # of the training beside it; None if it was over before the first step
+"""Steps that are timed without a save, before each save."""
 
 
 State = dict[str, Any]
@@ -44,48 +36,37 @@ Save = Callable[[Path, State], Iterator[None]]
 
 
 class Training:
-    """A training whose state has the given size."""
+    """A training whose weights and two moments take about so many megabytes."""
 
     def __init__(self, megabytes: int, device: torch.device) -> None:
-        """Build layers whose weights and two moments take about this many megabytes."""
+        """Do a first update, which makes the moments."""
         layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH**2)))
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
         self._model = model.to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-9, fused=True)
         self._inputs = torch.randn(BATCH, WIDTH, device=device)
-        self._device = device
         self.step()
-        moments = {
-            f"{number}.{name}": value
-            for number, values in enumerate(self._optimizer.state.values())
-            for name, value in values.items()
-        }
-        self.state: State = {"model": self._model.state_dict(), "optim": moments}
+        moments = [each for of_one in self._optimizer.state.values() for each in of_one.values()]
+        self.tensors = [weight.detach() for weight in self._model.parameters()] + moments
+        self.state: State = {"all": {str(n): each for n, each in enumerate(self.tensors)}}
 
     def step(self) -> None:
         """Do one update."""
         self._model(self._inputs).square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self._device.type == "cuda":
+        if self._inputs.is_cuda:
             torch.cuda.synchronize()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return sum(value.nbytes for part in self.state.values() for value in part.values())
 
+def at_once(save: Callable[[State, Path], object]) -> Save:
+    """Return a way to save that is finished before training may continue."""
 
-def torch_save(directory: Path, state: State) -> Iterator[None]:
-    """Save with torch.save, which does not sync."""
-    torch.save(state, directory / "state.pt")
-    yield
+    def saving(directory: Path, state: State) -> Iterator[None]:
+        save(state, directory)
+        yield
 
-
-def dcp_save(directory: Path, state: State) -> Iterator[None]:
-    """Save with torch.distributed.checkpoint.save, which syncs its files."""
-    dcp.save(state, checkpoint_id=directory / "dcp")
-    yield
+    return saving
 
 
 def dcp_async_save(directory: Path, state: State) -> Iterator[None]:
@@ -112,9 +93,10 @@ def rollcall_save(world: World, directory: Path) -> Save:
     return save
 
 
-def measure(save: Save, directory: Path, training: Training) -> Timing:
-    """Time one save by itself, and one with steps beside it."""
+def measure(save: Save, directory: Path, training: Training) -> turns.Figures:
+    """Time one save by itself, then steps, and a save with steps beside it."""
     directory.mkdir()
+    os.sync()  # what others wrote and deleted
     began = time.perf_counter()
     saving = save(directory, training.state)
     next(saving)
@@ -124,15 +106,21 @@ def measure(save: Save, directory: Path, training: Training) -> Timing:
     whole = time.perf_counter() - began
     shutil.rmtree(directory)
     directory.mkdir()
+    quiet = _rate(training, range(QUIET_STEPS))
     saving = save(directory, training.state)
     next(saving)
+    beside = _rate(training, saving)
+    shutil.rmtree(directory)
+    return {"stall": stall, "whole": whole, "rate": beside / quiet}
+
+
+def _rate(training: Training, times: Iterable[object]) -> float:
+    """Return the steps per second, of a step for each of `times`."""
     steps, began = 0, time.perf_counter()
-    for _ in saving:
+    for _ in times:
         training.step()
         steps += 1
-    seconds = time.perf_counter() - began
-    shutil.rmtree(directory)
-    return Timing(stall, whole, steps / seconds if steps else None)
+    return steps / (time.perf_counter() - began)
 
 
 def loads(world: World, directory: Path, state: State) -> dict[str, Callable[[], object]]:
@@ -148,66 +136,51 @@ def loads(world: World, directory: Path, state: State) -> dict[str, Callable[[],
     }
 
 
-def _seconds(function: Callable[[], object]) -> float:
+def _seconds(load: Callable[[], object], _: int) -> turns.Figures:
     began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
-def run(megabytes: int, repeats: int, directory: Path, device: str) -> str:
-    """Measure every way to save, and return the table; the directory is empty again after that."""
-    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
-    world = World.join(device)
-    training = Training(megabytes, world.device)
-    ways: dict[str, Save] = {
-        "torch.save": torch_save,
-        "dcp.save": dcp_save,
-        "dcp.async_save": dcp_async_save,
-        "rollcall": rollcall_save(world, directory / "rollcall"),
-    }
-    timings: dict[str, list[Timing]] = {name: [] for name in ways}
-    quiet = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for _ in range(QUIET_STEPS):
-            training.step()
-        quiet.append(QUIET_STEPS / (time.perf_counter() - began))
-        for name, save in ways.items():
-            timings[name].append(measure(save, directory / name, training))
-    reading = loads(world, directory, training.state)
-    read = [[_seconds(load) for load in reading.values()] for _ in range(repeats + 1)][1:]
-    world.leave()
-    base = statistics.median(timing.stall for timing in timings["torch.save"])
-    rate = statistics.median(quiet)
-    title = (
-        f"{training.nbytes / 1e6:.0f} MB on {world.device.type}, medians of {repeats} saves; "
-        f"an undisturbed step takes {1 / rate:.3f} s"
-    )
-    rows = [("", "stall", "relative to torch.save", "on disk after", "step rate during the save")]
-    for name, found in timings.items():
-        stall, whole = (statistics.median(column) for column in list(zip(*found, strict=True))[:2])
-        rates = [timing.rate for timing in found if timing.rate]
-        beside = f"{statistics.median(rates) / rate:.2f}" if rates else "none"
-        rows.append((name, f"{stall:.3f} s", f"{stall / base:.2f}", f"{whole:.2f} s", beside))
-    medians = [statistics.median(column) for column in zip(*read, strict=True)]
-    load_rows = [("", "load", "relative to torch.load")]
-    for name, seconds in zip(reading, medians, strict=True):
-        load_rows.append((name, f"{seconds:.3f} s", f"{seconds / medians[0]:.2f}"))
-    return "\n".join([title, *table(rows), "", *table(load_rows)])
+    load()
+    return {"load": time.perf_counter() - began}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and print its table; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rollcall.bench checkpoint",
-        description="Measure what a save and a load cost, beside torch's ways.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--megabytes", type=int, default=512, help="size of the state")
-    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where to write")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.directory) as directory:
-        print(run(arguments.megabytes, arguments.repeats, Path(directory), arguments.device))
+    """Run the benchmark and print its tables; return the exit code."""
+    words = turns.parser("checkpoint", __doc__)
+    words.add_argument("--megabytes", type=int, default=512, help="size of the state")
+    words.add_argument("--directory", type=Path, default=Path(), help="where to write")
+    words.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = words.parse_args(argv)
+    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+    world = World.join(options.device)
+    training = Training(options.megabytes, world.device)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as name:
+        directory = Path(name)
+        ways: dict[str, Save] = {
+            "torch.save": at_once(
+                lambda state, to: torch.save(state, to / "state.pt")
+            ),  # not synced
+            "dcp.save": at_once(lambda state, to: dcp.save(state, checkpoint_id=to / "dcp")),
+            "dcp.async_save": dcp_async_save,
+            "rollcall": rollcall_save(world, directory / "rollcall"),
+        }
+
+        def timed(way: str, _: int) -> turns.Figures:
+            return measure(ways[way], directory / way, training)
+
+        saves = {way: partial(timed, way) for way in ways}
+        turns.take_turns(saves, 1)  # the first of each way is slower
+        found = turns.medians(turns.take_turns(saves, options.repeats))
+        reading = loads(world, directory, training.state)
+        loading = {way: partial(_seconds, load) for way, load in reading.items()}
+        turns.take_turns(loading, 1)  # now the files are in the page cache
+        read = turns.medians(turns.take_turns(loading, options.repeats))
+    world.leave()
+    rows = [("", "stall", "relative to torch.save", "on disk after", "step rate during the save")]
+    for way, own in found.items():
+        ratio = f"{own['stall'] / found['torch.save']['stall']:.2f}"
+        beside = f"{own['rate']:.2f}" if own["rate"] else "none"
+        rows.append((way, turns.seconds(own["stall"]), ratio, turns.seconds(own["whole"]), beside))
+    size = f"{sum(each.nbytes for each in training.tensors) / 1e6:.0f} MB on {world.device.type}"
+    turns.show(f"{size}, medians of {options.repeats} saves", rows)
+    print()
+    turns.compare("all files in the page cache", read, "torch.load")
     return 0

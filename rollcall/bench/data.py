@@ -4,12 +4,11 @@ Images are JPEG files of 256 by 256 pixels, resized to 224; tokens are windows o
 Both ways read the same data in random order, and take turns.
 """
 
-import argparse
-import statistics
+import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +17,13 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from rollcall.bench import turns
 from rollcall.config.schema import Data
-from rollcall.text import table
 from rollcall.train.data import sets
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.data.sets.tokens import mapped
+from rollcall.train.data.source import Source
 from rollcall.train.dist.world import World
 
 BATCH = 32
@@ -51,25 +51,24 @@ class PlainWindows(Dataset[Any]):
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rollcall.bench data", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], metavar="N")
-    options = parser.parse_args(argv)
+    words = turns.parser("data", __doc__)
+    words.add_argument("--workers", type=int, nargs="*", default=[0, 2], metavar="N")
+    options = words.parse_args(argv)
+    torch.set_num_threads(1)  # as in each worker
     rows = [("", "workers", "rollcall", "DataLoader", "ratio")]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         _make(place)
-        for kind in BATCHES:
-            for workers in options.workers:
-                rates = [
-                    [_rate(way(kind, place, workers), kind) for way in (_rollcall, _dataloader)]
-                    for _ in range(options.repeats)
-                ]
-                own, plain = (statistics.median(each) for each in zip(*rates, strict=True))
-                figures = f"{own:,.0f}/s", f"{plain:,.0f}/s", f"{own / plain:.2f}"
-                rows.append((kind, str(workers), *figures))
-    print(f"samples per second, medians of {options.repeats} runs, in turns")
-    print("\n".join(table(rows)))
+
+        for kind, workers in itertools.product(BATCHES, options.workers):
+            data = Data(num_workers=workers, global_batch=BATCH, image_size=224, seq_len=1024)
+            batches = {name: partial(way, kind, place, data) for name, way in WAYS.items()}
+            ways = {name: partial(_measure, make, kind) for name, make in batches.items()}
+            found = turns.medians(turns.take_turns(ways, options.repeats)).values()
+            own, plain = (figures["samples/s"] for figures in found)
+            figures = f"{own:,.0f}/s", f"{plain:,.0f}/s", f"{own / plain:.2f}"
+            rows.append((kind, str(workers), *figures))
+    turns.show(f"samples per second, medians of {options.repeats} runs, in turns", rows)
     return 0
 
 
@@ -83,34 +82,34 @@ def _make(place: Path) -> None:
         random.integers(0, VOCABULARY, TOKENS).astype("<u2").tofile(place / name)
 
 
-def _config(kind: str, place: Path, workers: int) -> Data:
-    config = Data(num_workers=workers, global_batch=BATCH, image_size=224, seq_len=1024)
-    own = {"name": "folder", "path": str(place / "images")}
-    if kind == "tokens":
-        own = {"name": "tokens", "path": str(place)}
-    return config.model_copy(update={**own, "num_classes": VOCABULARY})
+def _source(kind: str, place: Path, config: Data) -> Source:
+    own = {"name": "tokens", "path": str(place), "num_classes": VOCABULARY}
+    if kind == "images":
+        own = {"name": "folder", "path": str(place / "images")}
+    return sets.load(config.model_copy(update=own), cast(World, None))  # no rank is asked
 
 
-def _rollcall(kind: str, place: Path, workers: int) -> Iterator[Any]:
-    config = _config(kind, place, workers)
-    source = sets.load(config, cast(World, None))  # no rank is asked for these files
+def _rollcall(kind: str, place: Path, config: Data) -> Iterator[Any]:
+    source = _source(kind, place, config)
     steps = BATCHES[kind] + 2
     order = Order(source.train_size, steps * BATCH, BATCH, seed=0)
     return training_batches(source, order, range(BATCH), range(steps), Loading(config))
 
 
-def _dataloader(kind: str, place: Path, workers: int) -> Iterator[Any]:
-    if kind == "images":
-        dataset = sets.load(_config(kind, place, workers), cast(World, None)).train
-    else:
-        dataset = PlainWindows(place / "train.bin", 1024)
-    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True)
-    while True:
-        yield from loader
+def _dataloader(kind: str, place: Path, config: Data) -> Iterator[Any]:
+    windows = PlainWindows(place / "train.bin", 1024)
+    dataset = _source(kind, place, config).train if kind == "images" else windows
+    count = config.num_workers
+    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=count, drop_last=True)
+    return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def _rate(batches: Iterator[Any], kind: str) -> float:
+WAYS = {"rollcall": _rollcall, "DataLoader": _dataloader}
+
+
+def _measure(make: Callable[[], Iterator[Any]], kind: str, _: int) -> turns.Figures:
+    batches = make()
     next(batches), next(batches)  # the workers have begun
     start = time.perf_counter()
-    count = sum(BATCH for _ in islice(batches, BATCHES[kind]))
-    return count / (time.perf_counter() - start)
+    count = sum(BATCH for _ in itertools.islice(batches, BATCHES[kind]))
+    return {"samples/s": count / (time.perf_counter() - start)}

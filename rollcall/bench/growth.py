@@ -1,31 +1,44 @@
-"""`python -m rollcall.bench growth`: measure submit, status and logs with more and more runs.
+"""`python -m rollcall.bench growth`: measure commands and steps with more and more runs and ranks.
 
-For N = 10, 100 and 1,000, it creates N runs, half of them live, and one run on N nodes with four
-ranks each. Small scripts replace Slurm's commands. Then it submits a run on N nodes, shows the
-table of all runs, and merges the logs of all ranks; the sizes take turns. Everything is in a
-temporary directory below runs/. The exit code is 1 if a command's time grows faster than N.
+For N = 10, 100 and 1,000, it creates N runs of Slurm, half of them live, N runs of this machine, of
+which half have no recorded end, one run on N nodes with four ranks each, and a checkout with 20 N
+files. Small scripts replace Slurm's commands. Then it submits a run on N nodes, shows the tables of
+all runs, merges the logs of all ranks, and submits the checkout twice; all take turns. A second
+table is about the work for all ranks in each exchange of a training step, without the exchange.
+The exit code is 1 if a time grows faster than N.
 """
 
-import argparse
-import os
-import statistics
-import sys
+import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from rollcall.bench.startup import measured
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rollcall.bench import turns
+from rollcall.config import parse
 from rollcall.installation import command
+from rollcall.launch.submission.preflight import is_node_local
 from rollcall.records.attempt import AttemptEvent, LogSizes
-from rollcall.records.job import Submission
+from rollcall.records.job import Submission, local_output
 from rollcall.records.run import LoggedStep, Verdict
 from rollcall.run_dir import RunDir
+from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import Place, World
+from rollcall.train.health.replicas import BIT, Replicas
+from rollcall.train.health.stragglers import WINDOW, Stragglers
+from rollcall.train.numerics import losses
+from rollcall.train.parallel.strategy import Strategy
 
 SIZES = (10, 100, 1000)
-RANKS, LINES = 4, 20
-"""Ranks per node, and lines per log; each line has a different time."""
-COMMANDS = ("submit", "status", "logs --merge")
+RANKS, LINES, FILES = 4, 20, 20
+"""Ranks per node; lines per log, each with a different time; files of the checkout per N."""
+STEP_RANKS = (16, 128, 1024, 16384)
 SLURM = {
     "sbatch": """cat >/dev/null
 [ "$1" = --test-only ] && echo "sbatch: Job 1 to start at 2030-01-01T00:00:00 using 1 \
@@ -38,84 +51,87 @@ echo "Submitted batch job $$"
     "srun": "exit 1\n",
 }
 """Shell lines that replace Slurm's commands."""
-
-
-class GrowthError(Exception):
-    """A command failed; the message is its output."""
+Way = Callable[[int], turns.Figures]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rollcall.bench growth", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    parser.add_argument("--most", type=int, default=SIZES[-1], help=f"of {SIZES}", metavar="N")
-    options = parser.parse_args(argv)
+    """Measure and print the tables; return the exit code."""
+    words = turns.parser("growth", __doc__)
+    words.add_argument("--most", type=int, default=SIZES[-1], help=f"of {SIZES}", metavar="N")
+    options = words.parse_args(argv)
     sizes = [size for size in SIZES if size <= options.most]
-    seconds: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    # Not in /tmp, where no run on several nodes may be, nor in a directory that is copied as code.
-    runs = Path("runs").absolute()
-    runs.mkdir(exist_ok=True)
+    # Not in a directory that only this machine sees, where no run on several nodes may be.
+    places = [path for path in (Path("runs").absolute(), Path.home()) if not is_node_local(path)]
+    if not places:
+        raise turns.BenchError(
+            "growth needs a checkout or a home that is not on this machine alone"
+        )
+    (runs := places[0]).mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".growth-", dir=runs) as folder:
+        ways: dict[tuple[str, int], Way] = {}
         for size in sizes:
             _make(Path(folder, str(size)), size)
-        for repeat in range(options.repeats):
-            for size in sizes:
-                place = Path(folder, str(size))
-                for name, command in _commands(place, size, repeat).items():
-                    try:
-                        taken = _measure(command, place)
-                    except GrowthError as error:
-                        print(f"rollcall: error: {error}", file=sys.stderr)
-                        return 2
-                    seconds.setdefault((name, size), []).append(taken)
-    return 0 if _print_table(seconds, sizes) else 1
+            for name, way in _ways(Path(folder, str(size)), size).items():
+                ways[name, size] = way
+        title = f"N runs, nodes and files / {FILES}, medians of {options.repeats}"
+        are_linear = _measure(title, ways, options.repeats)
+    print()
+    title = "N ranks, the work of rank 0 in each exchange"
+    steps = {("an exchange", ranks): partial(_exchange, ranks) for ranks in STEP_RANKS}
+    return 0 if _measure(title, steps, options.repeats) and are_linear else 1
 
 
-def _print_table(
-    seconds: dict[tuple[str, int], list[tuple[float, float]]], sizes: Sequence[int]
-) -> bool:
-    """Print medians; return whether no command's time grows faster than the number of runs."""
-    repeats = len(seconds[COMMANDS[0], sizes[0]])
-    is_linear = True
-    print(f"medians of {repeats}, in turns")
-    print(f"{'':<14}{'nodes, runs':>12}{'CPU':>11}{'clock':>11}{'CPU, as a multiple':>20}")
-    for name in COMMANDS:
-        first = 0.0
-        for size in sizes:
-            cpu, clock = (statistics.median(c) for c in zip(*seconds[name, size], strict=True))
-            first = first or cpu
-            is_linear &= cpu / first <= size / sizes[0]
-            row = f"{name:<14}{size:>12,}{1000 * cpu:>8.0f} ms{1000 * clock:>8.0f} ms"
-            print(f"{row}{cpu / first:>20.1f}")
+def _measure(title: str, ways: Mapping[tuple[str, int], Way], repeats: int) -> bool:
+    """Print medians; return whether no CPU time grows faster than N."""
+    order = sorted(ways)
+    named = {f"{name}, N = {size:,}": ways[name, size] for name, size in order}
+    found = turns.medians(turns.take_turns(named, repeats))
+    is_linear, first = True, dict[str, tuple[float, int]]()
+    rows = [("", "CPU", "clock", "CPU, as a multiple")]
+    for (name, size), (label, figures) in zip(order, found.items(), strict=True):
+        cpu, least = first.setdefault(name, (figures["CPU"], size))
+        multiple = figures["CPU"] / cpu
+        is_linear &= multiple <= size / least
+        times = turns.seconds(figures["CPU"]), turns.seconds(figures["clock"])
+        rows.append((label, *times, f"{multiple:.1f}"))
+    turns.show(title, rows)
     return is_linear
 
 
-def _commands(place: Path, size: int, repeat: int) -> dict[str, list[str]]:
-    name = [f"--name=new-{repeat}", f"--root={place}"]
-    words = (
-        ("submit", f"--nodes={size}", *name),
-        ("status", f"--root={place}"),
-        ("logs", "wide", "--merge", f"--root={place}"),
-    )
-    return {key: [*command(*each)] for key, each in zip(COMMANDS, words, strict=True)}
+def _ways(place: Path, size: int) -> dict[str, Way]:
+    """Return the commands for one N: each gets the number of the turn."""
 
+    def timed(*words: str, cwd: Path | None = None) -> turns.Figures:
+        return turns.timed(command(*words), place / "bin", cwd)
 
-def _measure(command: Sequence[str], place: Path) -> tuple[float, float]:
-    start = time.monotonic()
-    env = {**os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
-    answer, cpu = measured(command, env)
-    if answer.returncode != 0:
-        raise GrowthError(f"{' '.join(command)}: {answer.stdout}")
-    return cpu, time.monotonic() - start
+    def submit(number: int, name: str) -> turns.Figures:
+        root = f"--root={place / f'copies-{number}'}"
+        return timed("submit", f"--name={name}", root, "--", "main.py", cwd=place / "checkout")
+
+    return {
+        "submit": lambda number: timed(
+            "submit", f"--nodes={size}", f"--name=new-{number}", f"--root={place / 'new'}"
+        ),
+        "status": lambda _: timed("status", f"--root={place / 'slurm'}"),
+        "status of local runs": lambda _: timed("status", f"--root={place / 'local'}"),
+        "logs --merge": lambda _: timed("logs", "wide", "--merge", f"--root={place}"),
+        "submit a checkout": lambda number: submit(number, "first"),
+        "submit it again": lambda number: submit(number, "again"),
+    }
 
 
 def _make(place: Path, size: int) -> None:
     (place / "bin").mkdir(parents=True)
+    (place / "new").mkdir()
     for name, text in SLURM.items():
         (place / "bin" / name).write_text(f"#!/bin/sh\n{text.format(size=size, place=place)}")
         (place / "bin" / name).chmod(0o755)
     for number in range(size):
-        _run(RunDir(place, f"run-{number}"), str(number + 1), ["n1", "n2"], is_done=number % 2 == 0)
+        is_done, job = number % 2 == 0, str(number + 1)
+        _run(RunDir(place / "slurm", f"run-{number}"), job, ["n1", "n2"], is_done)
+        local = RunDir(place / "local", f"run-{number}")
+        _run(local, job, [socket.gethostname()], is_done)
+        local_output(local.job, job, 0).touch()
     live = range(2, size + 1, 2)
     rows = [f"{job}|{job}|RUNNING|None|2030-01-01T00:00:00|2" for job in live]
     (place / "queue").write_text("\n".join(rows) + "\n")
@@ -123,6 +139,13 @@ def _make(place: Path, size: int) -> None:
     _run(wide, str(size + 1), [f"n{number}" for number in range(size)], is_done=True)
     for node in range(size):
         _logs(wide, node)
+    for number in range(FILES * size):
+        file = place / "checkout" / f"package_{number // 100}" / f"module_{number}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"NUMBER = {number}\n" * 100)
+    (place / "checkout" / "main.py").write_text("print('done')\n")
+    for words in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=place / "checkout", check=True)
 
 
 def _run(run: RunDir, job: str, hosts: list[str], is_done: bool) -> None:
@@ -148,3 +171,30 @@ def _logs(run: RunDir, node: int) -> None:
     for at in range(LINES):  # one line per second
         sizes = {str(rank): (at + 1) * len(text[0]) for rank in ranks}
         LogSizes(float(at), sizes).append(folder)
+
+
+def _exchange(ranks: int, _: int) -> turns.Figures:
+    """Let rank 0 compare the numbers of all ranks, of which eight hold one copy of the model."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        config = parse(["digits", "parallel.strategy=hsdp", f"data.global_batch={ranks}"])[1]
+        place = Place("growth", world_size=ranks, local_world_size=8)
+        run = Run(config, World(place, torch.device("cpu")), RunDir("runs", "growth"))
+        strategy = Strategy(config, run.world, losses.Objective(losses.of(config)))
+        stragglers = Stragglers(run, torch.nn.Linear(1, 1))
+        members = stragglers, Replicas(run, strategy)
+        agreed = {
+            "skipped": 0.0,
+            "compute_seconds": [1 + rank / ranks / 4 for rank in range(ranks)],
+            "fingerprints": [float(BIT + rank % 8) for rank in range(ranks)],
+        }
+        for step in range(2 * WINDOW):
+            if step == WINDOW:
+                clock, cpu = time.perf_counter(), time.process_time()
+            for member in members:
+                member.settle(step, agreed)
+        stragglers.fields()  # a line of metrics.jsonl
+        taken = time.process_time() - cpu, time.perf_counter() - clock
+        return {"CPU": taken[0] / WINDOW, "clock": taken[1] / WINDOW}
+    finally:
+        dist.destroy_process_group()

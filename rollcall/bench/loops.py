@@ -5,13 +5,15 @@ model notes wall and CPU time when it has been called often enough, so nothing e
 than steps, and everything that a loop does between two of them.
 """
 
+import functools
+import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -33,115 +35,114 @@ RATE = 1e-3
 WARM_UP = 100
 """Steps before the clock starts."""
 MODELS: dict[str, Callable[[Model, Source], nn.Module]] = {"mlp": mlp, "cnn": cnn}
-PIECES = (
-    "rollcall.train.update:set_seed",
-    "rollcall.train.data.order:Order.plan",
-    "rollcall.train.data.reader:Reader.read",
-    "rollcall.train.parallel.strategy:Strategy.forward_backward",
-    "rollcall.train.parallel.strategy:Strategy.clip",
-    "rollcall.train.update:Update._optimize",
-    "rollcall.train.dist.agreement:Agreement.send",
-    "rollcall.train.dist.agreement:Agreement.settle",
-    "rollcall.train.health.replicas:Replicas.report",
-    "rollcall.train.health.replicas:Replicas.settle",
-    "rollcall.train.health.stragglers:Stragglers.report",
-    "rollcall.train.health.stragglers:Stragglers.settle",
-    "rollcall.train.metrics:Metrics.settle",
-    "rollcall.train.trainer:Trainer._evaluate_or_save_if_due",
-)
-"""Functions of one step, whose times `--pieces` shows; some contain others."""
+PIECES = {
+    "update": ("set_seed", "Update._optimize"),
+    "data.order": ("Order.plan",),
+    "data.reader": ("Reader.read",),
+    "parallel.strategy": ("Strategy.forward_backward", "Strategy.clip"),
+    "dist.agreement": ("Agreement.send", "Agreement.settle"),
+    "health.replicas": ("Replicas.report", "Replicas.settle"),
+    "health.stragglers": ("Stragglers.report", "Stragglers.settle"),
+    "metrics": ("Metrics.settle",),
+    "trainer": ("Trainer._evaluate_or_save_if_due",),
+}
+"""Functions of one step in rollcall.train, whose times `--pieces` shows; some contain others."""
 
 
-class Clock:
-    """Times the steps of a model; the last call writes the result and ends the process."""
+class Settings(NamedTuple):
+    """What `bench step` asks for."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Count the forward passes of the training."""
-        self._calls = 0
-        self._steps = int(os.environ["BENCH_STEPS"])
-        self._start = (0.0, 0.0)
-        self._pieces = _Pieces() if "BENCH_PIECES" in os.environ else None
-        model.register_forward_pre_hook(self._tick)
+    model: str
+    steps: int
+    pieces: bool
+    folder: Path  # gets the result of each rank
 
-    def _tick(self, module: nn.Module, _: Any) -> None:
+
+given: list[Settings] = []
+"""Of this process, which is a rank."""
+
+
+def run(name: str, settings: Settings) -> None:
+    """Be a rank of one of LOOPS."""
+    given.append(settings)
+    LOOPS[name][0]()
+
+
+def _steps() -> int:
+    return WARM_UP + given[0].steps
+
+
+def timed_model(config: Model, source: Source) -> nn.Module:
+    """Return the chosen model, which writes the times of its steps: a `model.name` for rollcall."""
+    [settings] = given
+    model = MODELS[settings.model](config, source)
+    pieces = _watch_pieces() if settings.pieces else {}
+    passes, begun = itertools.count(1), [0.0, 0.0]
+
+    def note(module: nn.Module, _: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        self._calls += 1
-        if self._calls == WARM_UP:
-            self._start = time.perf_counter(), time.process_time()
-            if self._pieces:
-                self._pieces.seconds.clear()
-        elif self._calls == WARM_UP + self._steps:
-            wall, cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
-            result = {"wall": wall / self._steps, "cpu": cpu / self._steps}
-            if self._pieces:
-                result |= {name: each / self._steps for name, each in self._pieces.seconds.items()}
-            rank = os.environ.get("RANK", "0")
-            Path(f"{os.environ['BENCH_RESULT']}.{rank}").write_text(json.dumps(result))
+        number = next(passes)
+        now = time.perf_counter(), time.process_time()
+        if number == WARM_UP:
+            begun[:] = now
+            pieces.clear()
+        elif number == _steps():
+            found = {"wall": now[0] - begun[0], "CPU of a rank": now[1] - begun[1]} | pieces
+            result = {name: taken / settings.steps for name, taken in found.items()}
+            (settings.folder / f"rank-{os.environ['RANK']}").write_text(json.dumps(result))
+
+    model.register_forward_pre_hook(note)
+    return model
 
 
-class _Pieces:
-    """Measures the thread's CPU time inside the functions of PIECES."""
+def _watch_pieces() -> dict[str, float]:
+    """Return the thread's CPU time inside each of PIECES, which grows from now on."""
+    seconds: dict[str, float] = {}
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        for place in PIECES:
-            module, _, path = place.partition(":")
-            owner: Any = sys.modules[module]
-            *parents, name = path.split(".")
-            for parent in parents:
-                owner = getattr(owner, parent)
-            setattr(owner, name, self._timed(getattr(owner, name), path))
-
-    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
             start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent = time.thread_time() - start
-                self.seconds[name] = self.seconds.get(name, 0.0) + spent
+                seconds[name] = seconds.get(name, 0.0) + time.thread_time() - start
 
-        return timed
+        return measured
 
-
-def timed_model(config: Model, source: Source) -> nn.Module:
-    """Return the model that BENCH_MODEL names, with a clock: a `model.name` for rollcall."""
-    model = MODELS[os.environ["BENCH_MODEL"]](config, source)
-    Clock(model)
-    return model
+    for module, paths in PIECES.items():
+        for path in paths:
+            *parents, name = path.split(".")
+            owner: Any = sys.modules[f"rollcall.train.{module}"]
+            owner = functools.reduce(getattr, parents, owner)
+            setattr(owner, name, timed(getattr(owner, name), path))
+    return seconds
 
 
 def rollcall() -> None:
     """Train with rollcall, everything on that is on by default."""
     from rollcall.train.main import main
 
-    steps = WARM_UP + int(os.environ["BENCH_STEPS"]) + 1
-    settings = {
-        "data.name": "digits",
-        "data.global_batch": BATCH,
-        "model.name": "rollcall.bench.loops:timed_model",
-        "model.hidden_size": 64,
-        "optim.name": "adamw",
-        "optim.lr": RATE,
-        "train.steps": steps,
-        "run.root": str(Path(os.environ["BENCH_RESULT"]).parent),
-        "device": "cpu",
-        "checkpoint.every": "null",
-    }
-    code = main([f"{key}={value}" for key, value in settings.items()])
+    words = ["data.name=digits", f"data.global_batch={BATCH}", f"train.steps={_steps() + 1}"]
+    words += ["model.name=rollcall.bench.loops:timed_model", "model.hidden_size=64"]
+    words += ["optim.name=adamw", f"optim.lr={RATE}", "checkpoint.every=null", "device=cpu"]
+    code = main([*words, f"run.root={given[0].folder / 'runs'}"])
     if code:
         raise SystemExit(code)
 
 
 def bare() -> None:
     """Train with a loop of ten lines; several ranks use DistributedDataParallel."""
-    model, inputs, targets, rows = _parts()
-    if dist.is_initialized():
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks > 1 and not dist.is_initialized():
+        World.join("cpu")
+    model, (inputs, targets), optimizer = _parts()
+    if ranks > 1:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    for step in range(WARM_UP + int(os.environ["BENCH_STEPS"])):
-        chosen = rows[step % len(rows)]
+    order = torch.randperm(len(inputs))
+    for step in range(_steps()):
+        start = step * BATCH % (len(inputs) // BATCH * BATCH)
+        chosen = order[start : start + BATCH].chunk(ranks)[rank]
         loss = cross_entropy(model(inputs[chosen]), targets[chosen])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -150,17 +151,14 @@ def bare() -> None:
 
 def bare_with_all_reduce() -> None:
     """Train with the bare loop and one empty all-reduce per step: the floor of any control."""
-    reduce = torch.zeros(16)
-    if not dist.is_initialized():
-        World.join("cpu")
+    World.join("cpu")
+    numbers = torch.zeros(16)
 
-    def send(*_: Any) -> None:
-        work = dist.all_reduce(reduce, async_op=True)
-        work.wait()
+    def reduce(module: nn.Module, _: Any) -> None:
+        if isinstance(module, nn.Flatten):
+            dist.all_reduce(numbers)
 
-    nn.modules.module.register_module_forward_pre_hook(
-        lambda module, _: send() if isinstance(module, nn.Flatten) else None
-    )
+    nn.modules.module.register_module_forward_pre_hook(reduce)
     bare()
 
 
@@ -169,8 +167,7 @@ def accelerate() -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = _loaded()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(*_loaded())
     _epochs(loader, model, optimizer, accelerator.backward)
 
 
@@ -178,8 +175,7 @@ def fabric() -> None:
     """Train with Lightning Fabric."""
     from lightning.fabric import Fabric
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+    fabric = Fabric(accelerator="cpu", **_devices())
     fabric.launch()
     model, optimizer, loader = _loaded()
     model, optimizer = fabric.setup(model, optimizer)
@@ -203,12 +199,10 @@ def lightning() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        max_steps=WARM_UP + int(os.environ["BENCH_STEPS"]),
+        **_devices(),
+        max_steps=_steps(),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -228,45 +222,32 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
 """Each loop, and the package that it needs."""
 
 
-def _digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a timed model, and all training digits."""
+def _devices() -> dict[str, Any]:
+    """Return Lightning's words for the ranks of this loop."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    return {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
+
+
+def _parts() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.optim.Optimizer]:
+    """Return a timed model, all training digits with their targets, and an optimizer."""
     torch.manual_seed(0)
     source = digits(Data(), cast(World, None))  # no rank is asked for these files
     batch = cast(BatchDataset, source.train).__getitems__(list(range(source.train_size)))
-    return timed_model(Model(hidden_size=64), source), batch.inputs, batch.targets
-
-
-def _parts() -> tuple[nn.Module, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return a timed model, the digits, and this rank's rows of each step of an epoch."""
-    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if ranks > 1 and not dist.is_initialized():
-        World.join("cpu")
-    model, inputs, targets = _digits()
-    share = BATCH // ranks
-    order = torch.randperm(len(inputs))
-    steps = [order[start : start + BATCH] for start in range(0, len(inputs) - BATCH, BATCH)]
-    return model, inputs, targets, [step[rank * share : (rank + 1) * share] for step in steps]
+    model = timed_model(Model(hidden_size=64), source)
+    return model, (batch.inputs, batch.targets), torch.optim.AdamW(model.parameters(), RATE)
 
 
 def _loaded() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     """Return a timed model, its optimizer, and a DataLoader of this rank's share of a batch."""
-    model, inputs, targets = _digits()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
-    share = BATCH // int(os.environ.get("WORLD_SIZE", "1"))
-    data = TensorDataset(inputs, targets)
-    return model, optimizer, DataLoader(data, share, shuffle=True, drop_last=True)
+    model, data, optimizer = _parts()
+    share = BATCH // int(os.environ["WORLD_SIZE"])
+    return model, optimizer, DataLoader(TensorDataset(*data), share, shuffle=True, drop_last=True)
 
 
 def _epochs(loader: Any, model: nn.Module, optimizer: Any, backward: Callable[..., Any]) -> None:
     """Train over the loader again and again until the clock has its result."""
-    steps = 0
-    while steps < WARM_UP + int(os.environ["BENCH_STEPS"]):
-        for inputs, targets in loader:
-            backward(cross_entropy(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-
-
-if __name__ == "__main__":
-    LOOPS[sys.argv[1]][0]()
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for inputs, targets in itertools.islice(batches, _steps()):
+        backward(cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()

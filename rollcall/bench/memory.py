@@ -4,17 +4,28 @@ Several ranks on this machine build a model, save it, and load it again; nothing
 row is the largest peak of a rank, above what it needed before the model.
 """
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollcall.installation import ROOT
-from rollcall.text import size, table
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict
+
+from rollcall.bench import turns
+from rollcall.config import parse
+from rollcall.text import size
+from rollcall.train import models
+from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.data import sets
+from rollcall.train.data.order import Order, training_batches
+from rollcall.train.dist.world import World
+from rollcall.train.numerics import losses
+from rollcall.train.parallel.part import local_bytes
+from rollcall.train.parallel.shard import units
+from rollcall.train.parallel.strategy import OPTIONS, Strategy
+from rollcall.train.weights import start
 
 MODEL = ["gpt", "model.hidden_size=2048", "model.num_layers=20", "model.num_heads=16"]
 MODEL += ["model.num_kv_heads=16", "data.global_batch=64", "data.seq_len=16"]
@@ -22,7 +33,7 @@ MODEL += ["model.num_kv_heads=16", "data.global_batch=64", "data.seq_len=16"]
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rollcall.bench memory", description=__doc__)
+    parser = turns.parser("memory", __doc__, repeats=None)
     parser.add_argument("--nproc-per-node", type=int, default=8, metavar="K", help="ranks")
     parser.add_argument("words", nargs="*", help=f"recipe and keys (default: {' '.join(MODEL)})")
     options = parser.parse_intermixed_args(argv)
@@ -30,37 +41,20 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" in os.environ:
         _rank(words, Path(os.environ["BENCH_RESULT"]))
         return 0
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        env = {**os.environ, "BENCH_RESULT": folder, "OMP_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.nproc_per_node)]
-        command = [sys.executable, *launcher, "-m", "rollcall.bench", "memory", *words]
-        if (code := subprocess.run(command, env=env, check=False).returncode) != 0:
-            return code
-        found = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+        # Not forked: a fork maps the pages of libraries only when it uses them.
+        os.environ |= {"BENCH_RESULT": name, "OMP_NUM_THREADS": "1"}
+        program = "-m", "rollcall.bench", "memory", *words
+        turns.timed(turns.torchrun(*program, ranks=options.nproc_per_node))
+        found = [json.loads(file.read_text()) for file in Path(name).glob("rank-*.json")]
     rows = [("on a rank, at most", "bytes")]
     for name in found[0]:
         rows.append((name, size(max(figures[name] for figures in found))))
-    print("\n".join(table(rows)))
+    turns.show("host memory", rows)
     return 0
 
 
 def _rank(words: list[str], folder: Path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.checkpoint import state_dict
-
-    from rollcall.config import parse
-    from rollcall.train import models
-    from rollcall.train.checkpoint.engine import SharedEngine
-    from rollcall.train.data import sets
-    from rollcall.train.data.order import Order, training_batches
-    from rollcall.train.dist.world import World
-    from rollcall.train.numerics import losses
-    from rollcall.train.parallel.part import local_bytes
-    from rollcall.train.parallel.shard import units
-    from rollcall.train.parallel.strategy import OPTIONS, Strategy
-    from rollcall.train.weights import start
-
     world = World.join("cpu")
     config = parse(words)[1]
     source = sets.load(config.data, world)

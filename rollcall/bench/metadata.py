@@ -6,12 +6,10 @@ on files in the run directory that a file server sees: open, close, stat, list, 
 so on. Reading and writing open files is not counted. The exit code is 1 above the goals.
 """
 
-import argparse
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rollcall.bench import turns
 from rollcall.installation import command
-from rollcall.text import table
 
 GOALS = {"waiting for the head": 5.0, "running quietly": 1.0}
 """Operations per node and second, at most."""
@@ -30,10 +28,6 @@ SETTLE = 3.0
 """Seconds from the first log to quiet running: the other node's first heartbeat is found."""
 TIMEOUT = 300.0
 """Seconds that the ranks have to start."""
-
-
-class MetadataError(Exception):
-    """The nodes could not be observed; the message says why."""
 
 
 class Operation(NamedTuple):
@@ -46,34 +40,29 @@ class Operation(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Count and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rollcall.bench metadata", description=__doc__)
+    parser = turns.parser("metadata", __doc__, repeats=None)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase", metavar="S")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="K")
     parser.add_argument("--paths", action="store_true", help="also show which files they are on")
     options = parser.parse_args(argv)
-    try:
-        phases = observe(options.seconds, options.nproc_per_node)
-    except MetadataError as error:
-        print(f"rollcall: error: {error}", file=sys.stderr)
-        return 2
+    phases = observe(options.seconds, options.nproc_per_node)
     rows = [["per node and second", "operations", "goal"]]
     for name, found in phases.items():
         rows.append([name, f"{len(found) / options.seconds:.2f}", f"at most {GOALS[name]:g}"])
         paths = Counter(f"  {each.call} {each.path}" for each in found) if options.paths else {}
         rows += [[path, f"{n / options.seconds:.2f}", ""] for path, n in sorted(paths.items())]
-    print("\n".join(table(rows)))
-    goals = [len(found) / options.seconds <= GOALS[name] for name, found in phases.items()]
-    return 0 if all(goals) else 1
+    turns.show("on the run directory", rows)
+    return int(any(len(found) / options.seconds > GOALS[name] for name, found in phases.items()))
 
 
 def observe(seconds: float, ranks: int) -> dict[str, list[Operation]]:
     """Return the operations of one node in each phase; of the busier one, if both take part.
 
     Raises:
-        MetadataError: strace is missing or may not trace, or no rank starts.
+        BenchError: strace is missing or may not trace, or no rank starts.
     """
     if shutil.which("strace") is None:
-        raise MetadataError("strace is not on PATH: apt-get install strace")
+        raise turns.BenchError("strace is not on PATH: apt-get install strace")
     with tempfile.TemporaryDirectory(prefix="rollcall-metadata-") as name:
         folder = Path(name).resolve()
         nodes: list[subprocess.Popen[bytes]] = []
@@ -122,7 +111,7 @@ def _wait_for(folder: Path, pattern: str, nodes: Sequence[subprocess.Popen[bytes
     while not any(folder.glob(pattern)):
         if time.monotonic() > end or any(node.poll() is not None for node in nodes):
             said = "".join(path.read_text() for path in folder.glob("output-*"))
-            raise MetadataError(f"{pattern} does not appear in the run directory:\n{said}")
+            raise turns.BenchError(f"{pattern} does not appear in the run directory:\n{said}")
         time.sleep(0.1)
     return time.time()
 

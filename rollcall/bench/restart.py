@@ -1,95 +1,89 @@
 """`python -m rollcall.bench restart`: measure the time from a killed rank to the next first step.
 
 The supervisor and torchrun take turns, so that other load affects both. Each runs the same training
-on two ranks, of which one is killed after the first steps.
+on two ranks, of which one is killed after the first steps. torchrun does not always restart.
 """
 
-import argparse
+import math
 import os
 import signal
-import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from rollcall.bench import turns
 from rollcall.installation import TRAIN, command
 from rollcall.run_dir import RunDir
-from rollcall.text import table, word
+from rollcall.text import word
 
 WORDS = ("digits", "device=cpu", "train.steps=1000000", "checkpoint.every=20", "log.every=1000")
-STEPS_BEFORE = 2.0
+STEPS_BEFORE = 1.0
 """Seconds of training before the rank is killed, so that there is a checkpoint."""
-TIMEOUT = 60.0
-"""Seconds after which a first step is no longer expected."""
+TIMEOUT = 120.0
+"""Seconds after which the first step of a start is no longer expected."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rollcall.bench restart", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    options = parser.parse_args(argv)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    words = turns.parser("restart", __doc__)
+    words.add_argument(
+        "--limit", type=float, default=20.0, metavar="S", help="for the next step (default: 20 s)"
+    )
+    options = words.parse_args(argv)
     starts = {
-        "torchrun": [*torchrun, "--max-restarts=3"],
+        "torchrun": turns.torchrun("--max-restarts=3", ranks=2),
         "supervisor": [*command("supervise", "--nproc-per-node", "2"), "--"],
     }
-    seconds: dict[str, list[float]] = {name: [] for name in starts}
     with tempfile.TemporaryDirectory() as folder:
-        for repeat in range(options.repeats):
-            for name, start in starts.items():
-                run = RunDir(folder, f"{name}-{repeat}")
-                place = [word("run.name", run.name), word("run.root", folder)]
-                taken = _measure([*start, *TRAIN, *WORDS, *place], run)
-                seconds[name] += [] if taken is None else [taken]
-    print("killed rank to first step, 2 ranks, medians of those that restarted, in turns")
-    rows = [("", "to first step", "restarted")]
-    for name, found in seconds.items():
-        median = f"{statistics.median(found):.2f} s" if found else "never"
-        rows.append((name, median, f"{len(found)} of {options.repeats}"))
-    print("\n".join(table(rows)))
-    return 0 if seconds["supervisor"] else 1
 
+        def measure(name: str, number: int) -> turns.Figures:
+            run = RunDir(folder, f"{name}-{number}")
+            place = [word("run.name", run.name), word("run.root", folder)]
+            taken = _measure([*starts[name], *TRAIN, *WORDS, *place], run, options.limit)
+            return {"to first step": taken}
 
-def _measure(words: Sequence[str], run: RunDir) -> float | None:
-    """Start a training, kill rank 1, and return the seconds until the next first step, if any."""
-    launcher = subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        found = turns.take_turns({name: partial(measure, name) for name in starts}, options.repeats)
+    rows = [("", "to first step", f"restarted within {options.limit:g} s")]
+    for name, figures in found.items():
+        known = [each for each in figures if math.isfinite(each["to first step"])]
+        median = turns.medians({name: known})[name]["to first step"] if known else math.inf
+        shown = turns.seconds(median) if known else "never"
+        rows.append((name, shown, f"{len(known)} of {options.repeats}"))
+    turns.show(
+        "killed rank to first step, 2 ranks, medians of those that restarted, in turns", rows
     )
-    try:
-        if not _first_step(run, 1, launcher):
-            return None
+    return 1 if rows[-1][1] == "never" else 0
+
+
+def _measure(words: Sequence[str], run: RunDir, limit: float) -> float:
+    """Start a training, kill rank 1, and return the seconds until the next first step."""
+    log = run.path.with_suffix(".log")
+    with (
+        log.open("w") as output,
+        turns.started(words, stdout=output, stderr=subprocess.STDOUT) as launcher,
+    ):
+        if math.isinf(_first_step(run, 1, launcher, TIMEOUT)):
+            raise turns.BenchError(f"no first step: {' '.join(words)}\n{log.read_text()}")
         time.sleep(STEPS_BEFORE)
         killed = time.time()
         os.kill(_rank(launcher.pid, 1), signal.SIGKILL)
-        again = _first_step(run, 2, launcher)
-        return again - killed if again else None
-    finally:
-        left = psutil.Process(launcher.pid).children(recursive=True) if _runs(launcher) else []
-        launcher.kill()
-        for process in left:
-            if process.is_running():
-                process.kill()
-        launcher.wait()
+        return _first_step(run, 2, launcher, limit) - killed
 
 
-def _first_step(run: RunDir, number: int, launcher: subprocess.Popen[bytes]) -> float | None:
+def _first_step(run: RunDir, number: int, launcher: subprocess.Popen[str], limit: float) -> float:
     """Wait for the first step of the attempt with this number; return its time."""
-    end = time.monotonic() + TIMEOUT
-    while time.monotonic() < end and _runs(launcher):
+    end = time.monotonic() + limit
+    while time.monotonic() < end and launcher.poll() is None:
         times = [float(line["time"]) for line in run.read_events("first_step")]
         if len(times) >= number:
             return times[number - 1]
         time.sleep(0.02)
-    return None
-
-
-def _runs(launcher: subprocess.Popen[bytes]) -> bool:
-    return launcher.poll() is None
+    return math.inf
 
 
 def _rank(launcher: int, rank: int) -> int:

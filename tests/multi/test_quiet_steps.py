@@ -16,6 +16,7 @@ import torch
 import user_code
 from ranks import Ranks
 
+from rollcall.installation import ROOT, TRAIN, command
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 from rollcall.train.checkpoint.tools import export
@@ -33,6 +34,19 @@ COUNTS = {
 """Of a quiet step of the model `counted`: collectives are exact, calls are the most."""
 SYSTEM_CALLS = 2.0
 """The most of a quiet step on one rank, without workers that load data."""
+
+IMPORTS = 4
+"""The most modules that a forked rank imports itself: it was 2, `rollcall.cli` and one of rich."""
+NOTE_IMPORTS = """
+import os, sys
+
+def note(event, args):
+    if event == "import" and "RANK" in os.environ:  # which ranks have since their fork
+        with open(f"{os.environ['IMPORTS']}.{os.environ['RANK']}", "a") as file:
+            print(args[0], file=file)
+
+sys.addaudithook(note)
+"""
 
 
 def run(root: Path, world_size: int, *words: str, env: dict[str, str]) -> RunDir:
@@ -98,11 +112,23 @@ def test_a_quiet_step_makes_no_system_calls(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     tests = str(Path(user_code.__file__).parent)
     env = {**os.environ, **QUIET, "PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}
-    command = ["strace", "-f", "-o", str(trace), sys.executable, "-m", "rollcall.train"]
-    subprocess.run([*command, *WORDS, f"run.root={tmp_path}", *words], env=env, check=True)
+    strace = ["strace", "-f", "-o", str(trace), sys.executable, *TRAIN]
+    subprocess.run([*strace, *WORDS, f"run.root={tmp_path}", *words], env=env, check=True)
     lines = [line.split(maxsplit=1) for line in trace.read_text().splitlines()]
     ends = [place for place, (_, call) in enumerate(lines) if '"/QUIET"' in call]
     [rank] = {lines[end][0] for end in ends}
     calls = [call for pid, call in lines[ends[0] + 1 : ends[1]] if pid == rank]
     kinds = Counter(call.split("(")[0] for call in calls)
     assert len(calls) / len(user_code.QUIET) <= SYSTEM_CALLS, kinds
+
+
+def test_a_forked_rank_has_imported_almost_everything(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)
+    env = {"PYTHONPATH": str(tmp_path), "IMPORTS": str(tmp_path / "imports")}
+    words = ["digits", "device=cpu", "train.steps=3", f"run.root={tmp_path}", "run.name=run"]
+    supervisor = [*command("supervise", "--nproc-per-node", "2"), "--", *TRAIN, *words]
+    subprocess.run(supervisor, env={**os.environ, **env}, cwd=ROOT, check=True, timeout=200)
+    for rank in range(2):
+        found = (tmp_path / f"imports.{rank}").read_text().split()
+        assert 0 < len(found) <= IMPORTS, found
+        assert not [name for name in found if name.startswith("torch")], found
