@@ -110,6 +110,21 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["train.loss=user_mistakes:good", "parallel.strategy=pipeline"],
         "train.loss=user_mistakes:good calls the model itself, but a pipeline calls its layers",
     ),
+    "model returns no loss": (
+        ["train.loss=model", "data.name=user_mistakes:named"],
+        "train.loss=model expects the model to return an object whose .loss is one number, got a T",
+    ),
+    "loss of the model needs names": (
+        ["train.loss=model"],
+        "train.loss=model expects samples that are dictionaries by the names .* got a tuple",
+    ),
+    "loss of the model is another mean": (
+        [
+            *("train.loss=model", "data.name=user_tasks:sentences", "data.pad=true"),
+            *("model.name=user_tasks:Whole", "model.args.part=0.5"),
+        ],
+        "loss is not known to be a mean .*set train.loss_args.counts to what it is a mean of",
+    ),
     "several inputs in a pipeline": (
         ["data.name=user_mistakes:named", "parallel.strategy=pipeline"],
         "a pipeline expects samples with one input, a tensor, got the inputs x; choose ddp",
