@@ -88,6 +88,10 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["model.name=user_mistakes:no_module"],
         "model.name=user_mistakes:no_module: expected an nn.Module, got a function",
     ),
+    "weight in a list": (
+        ["model.name=user_mistakes:Held"],
+        "the weight head.weight is also in Held.kept, which would keep the old tensor",
+    ),
     "numeric targets for classes": (
         ["data.name=user_mistakes:floats"],
         r"expects outputs \(rows, …, classes\) and class numbers .*torch.float32 \(data.name=.*"
@@ -111,7 +115,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
         "train.loss=user_mistakes:good calls the model itself, but a pipeline calls its layers",
     ),
     "model returns no loss": (
-        ["train.loss=model", "data.name=user_mistakes:named"],
+        ["train.loss=model", "data.name=user_mistakes:named", "model.name=user_mistakes:Silent"],
         "train.loss=model expects the model to return an object whose .loss is one number, got a T",
     ),
     "loss of the model needs names": (
