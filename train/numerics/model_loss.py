@@ -59,7 +59,9 @@ def _seen(loss: torch.Tensor, found: Any, labels: Any) -> str:
     """Return over what the loss is the mean cross entropy of the logits."""
     logits, fits = getattr(found, "logits", None), []
     if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor):
-        pairs = {"labels": (logits, labels), "next": (logits[:, :-1], labels[:, 1:])}
+        pairs = {"labels": (logits, labels)}
+        if labels.ndim > 1:
+            pairs["next"] = logits[:, :-1], labels[:, 1:]
         for name, (scores, targets) in pairs.items():
             if scores.shape[:-1] == targets.shape and not targets.is_floating_point():
                 mean = functional.cross_entropy(
