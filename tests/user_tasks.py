@@ -247,12 +247,12 @@ class Watcher:
 
 
 class Killed:
-    """Kills the rank once, after this step."""
+    """Sends the rank a signal once, after this step."""
 
-    def __init__(self, run: Any, step: int = 5) -> None:
-        self.mark, self.step = run.run_dir.path / "killed", step
+    def __init__(self, run: Any, by: str = "SIGKILL", step: int = 5) -> None:
+        self.mark, self.by, self.step = run.run_dir.path / "killed", signal.Signals[by], step
 
     def logged(self, step: int, _: dict[str, float]) -> None:
         if step == self.step and not self.mark.exists():
             self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.by)
