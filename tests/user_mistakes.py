@@ -35,7 +35,7 @@ class Held(Net):
 class Silent(Net):
     """Takes the labels, and returns no loss."""
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # noqa: ARG002
+    def forward(self, x: Any, labels: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
         return super().forward(x)
 
 

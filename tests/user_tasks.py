@@ -104,7 +104,8 @@ class Tars(IterableDataset[bytes]):
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = tuple(state["place"])
+        shard, row = state["place"]
+        self.place = shard, row
 
 
 def shards(folder: str) -> Any:

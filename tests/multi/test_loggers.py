@@ -26,7 +26,8 @@ def tensorboard(path: Path) -> Points:
 
 def wandb(path: Path) -> Points:
     record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
-    found, names = [], set()
+    found: Points = []
+    names: set[str] = set()
     for file in sorted(path.glob("wandb/offline-run-*/*.wandb")):
         for content in _records(file.read_bytes()):
             one = record.FromString(content)
