@@ -24,6 +24,21 @@ class Net(nn.Sequential):
         self.add_module("head", nn.Linear(4, 3))
 
 
+class Held(Net):
+    """Keeps a weight in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"weights": [*self.parameters()]}
+
+
+class Silent(Net):
+    """Takes the labels, and returns no loss."""
+
+    def forward(self, x: Any, labels: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
+        return super().forward(x)
+
+
 class Stream:
     """An iterable without a length."""
 

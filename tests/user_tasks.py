@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import io
+import json
+import os
+import signal
+import tarfile
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -63,6 +70,72 @@ def stream(kind: str = "counted") -> Any:
     return Counted(23) if kind == "counted" else Plain(), Sentences(11)
 
 
+def write_shards(folder: Path, count: int = 23, size: int = 6) -> None:
+    """Write the sentences into tar files, one member each, as webdataset has them."""
+    folder.mkdir()
+    for first in range(0, count, size):
+        with tarfile.open(folder / f"{first:06d}.tar", "w") as tar:
+            for number in range(first, min(first + size, count)):
+                text = json.dumps(Sentences(count)[number]["input_ids"].tolist()).encode()
+                member = tarfile.TarInfo(f"{number}.json")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+
+
+class Tars(IterableDataset[bytes]):
+    """The members of tar files, undecoded, since every rank reads all; it knows its place."""
+
+    def __init__(self, folder: str) -> None:
+        self.paths, self.place = sorted(Path(folder).glob("*.tar")), (0, 0)
+
+    def __iter__(self) -> Iterator[bytes]:
+        shard, row = self.place
+        for number, path in enumerate(self.paths[shard:], shard):
+            with tarfile.open(path) as tar:
+                for member in tar.getmembers()[row:]:
+                    row += 1
+                    self.place = number, row
+                    content = tar.extractfile(member)
+                    yield content.read() if content else b""
+            row = 0
+        self.place = 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        shard, row = state["place"]
+        self.place = shard, row
+
+
+def shards(folder: str) -> Any:
+    return Tars(folder), Sentences(11)
+
+
+def decoded(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Decode and pad a rank's own rows."""
+    rows = [json.loads(one) if isinstance(one, bytes) else one["input_ids"] for one in samples]
+    found = {"input_ids": torch.zeros(len(rows), 12).long()}
+    found |= {"attention_mask": found["input_ids"].clone(), "labels": found["input_ids"] - 100}
+    for number, row in enumerate(rows):
+        for name, value in (("input_ids", row), ("labels", row), ("attention_mask", 1)):
+            found[name][number, : len(row)] = torch.as_tensor(value)
+    return found
+
+
+def hub(kind: str) -> Any:
+    """The sentences in a data set of Hugging Face: map-style, or a stream of four shards."""
+    library = importlib.import_module("datasets")
+    rows = [
+        {name: one.tolist() for name, one in row.items()}
+        for row in map(Sentences(23).__getitem__, range(23))
+    ]
+    whole = library.Dataset.from_list(rows)
+    stream = whole.to_iterable_dataset(num_shards=4)
+    sets = {"map": whole, "stream": stream, "shuffled": stream.shuffle(seed=3, buffer_size=8)}
+    return sets[kind], whole.select(range(11))
+
+
 def loader() -> Any:
     return DataLoader(Sentences(24, 12), batch_size=8), Sentences(11, 12)
 
@@ -87,6 +160,26 @@ class Net(nn.Module):
         x = x + self.down(functional.gelu(self.up(x)))
         logits: torch.Tensor = self.head(x)
         return logits
+
+
+class Returned(NamedTuple):
+    """What a model of Hugging Face returns."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Whole(Net):
+    """The same, which also computes the mean loss of all next words, or a part of it."""
+
+    def __init__(self, width: int = 16, part: float = 1.0) -> None:
+        super().__init__(width)
+        self.part = part
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:  # type: ignore[override]
+        logits = super().forward(input_ids, attention_mask)
+        mean = functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+        return Returned(mean * self.part, logits)
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor], smoothing: float = 0.0) -> Any:
@@ -152,3 +245,15 @@ class Watcher:
     def logged(self, step: int, values: dict[str, float]) -> None:
         with self.path.open("a") as file:
             file.write(f"{step} {sorted(values)}\n")
+
+
+class Killed:
+    """Sends the rank a signal once, after this step."""
+
+    def __init__(self, run: Any, by: str = "SIGKILL", step: int = 5) -> None:
+        self.mark, self.by, self.step = run.run_dir.path / "killed", signal.Signals[by], step
+
+    def logged(self, step: int, _: dict[str, float]) -> None:
+        if step == self.step and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), self.by)

@@ -1,7 +1,8 @@
 """`python -m rollcall.bench memory`: the host memory that a rank needs to start, save and resume.
 
 Several ranks on this machine build a model, save it, and load it again; nothing is trained. Each
-row is the largest peak of a rank, above what it needed before the model.
+row is the largest peak of a rank, above what it needed before the model; of the export, which is a
+program of its own, above what it needed before the export.
 """
 
 import json
@@ -17,7 +18,9 @@ from rollcall.bench import turns
 from rollcall.config import parse
 from rollcall.text import size
 from rollcall.train import models
+from rollcall.train.checkpoint import layout
 from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.tools.export import to_safetensors
 from rollcall.train.data import sets
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.dist.world import World
@@ -90,6 +93,14 @@ def _rank(words: list[str], folder: Path) -> None:
     engine = SharedEngine(folder / "checkpoints", world)
     measure("peak while saving", save)
     measure("peak while loading", lambda: engine.load(1, state()))
+    before = _resident("VmRSS")
+    if world.is_main:
+        saved = layout.published(folder / "checkpoints")[1]
+        measure(
+            "peak while exporting", lambda: to_safetensors(saved, folder / "x.safetensors", "model")
+        )
+    else:
+        measure("peak while exporting", lambda: None)
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(peaks))
     world.leave()
 

@@ -88,6 +88,10 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["model.name=user_mistakes:no_module"],
         "model.name=user_mistakes:no_module: expected an nn.Module, got a function",
     ),
+    "weight in a list": (
+        ["model.name=user_mistakes:Held"],
+        "the weight head.weight is also in Held.kept, which would keep the old tensor",
+    ),
     "numeric targets for classes": (
         ["data.name=user_mistakes:floats"],
         r"expects outputs \(rows, …, classes\) and class numbers .*torch.float32 \(data.name=.*"
@@ -109,6 +113,21 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "loss of a model in a pipeline": (
         ["train.loss=user_mistakes:good", "parallel.strategy=pipeline"],
         "train.loss=user_mistakes:good calls the model itself, but a pipeline calls its layers",
+    ),
+    "model returns no loss": (
+        ["train.loss=model", "data.name=user_mistakes:named", "model.name=user_mistakes:Silent"],
+        "train.loss=model expects the model to return an object whose .loss is one number, got a T",
+    ),
+    "loss of the model needs names": (
+        ["train.loss=model"],
+        "train.loss=model expects samples that are dictionaries by the names .* got a tuple",
+    ),
+    "loss of the model is another mean": (
+        [
+            *("train.loss=model", "data.name=user_tasks:sentences", "data.pad=true"),
+            *("model.name=user_tasks:Whole", "model.args.part=0.5"),
+        ],
+        "loss is not known to be a mean .*set train.loss_args.counts to what it is a mean of",
     ),
     "several inputs in a pipeline": (
         ["data.name=user_mistakes:named", "parallel.strategy=pipeline"],

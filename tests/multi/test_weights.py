@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from collectives import Collectives
-from ranks import FORKSERVER, TIMEOUT, free_port, logged_steps, train
+from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, logged_steps, train
 from torch.distributed import checkpoint as dcp
 
 from rollcall.config import parse
@@ -68,6 +68,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for target in ("a.safetensors", "a.pt", "dcp --format dcp"):
         name, *options = target.split()
         assert checkpoint(["export", str(root / "run"), str(root / name), *options]) == 0
+    state = torch.load(root / "a.pt", weights_only=True)
+    files = {name: f"pytorch_model-{place % 3}.bin" for place, name in enumerate(state)}
+    (root / "shards").mkdir()
+    for file in {*files.values()}:
+        part = {name: tensor for name, tensor in state.items() if files[name] == file}
+        torch.save(part, root / "shards" / file)
+    index = {"metadata": {}, "weight_map": files}
+    (root / "shards" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return root
 
 
@@ -76,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("strategy=zero3", "dcp"),
         ("strategy=tensor", "a.safetensors"),
-        ("strategy=pipeline", "run"),
+        ("strategy=pipeline", "shards"),
         ("strategy=ddp", "a.pt"),
         ("mesh=shard=2,tensor=2", "run"),
     ],
@@ -204,6 +212,27 @@ def test_transformers_loads_what_is_exported_and_it_comes_back(llama: Path, tmp_
     assert not differing(weights, weights_of(tmp_path / "x"))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor"])
+def test_a_folder_of_several_shards_goes_in_and_out(
+    strategy: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = importlib.import_module("transformers")
+    folder, shards, again = (tmp_path / name for name in ("folder", "shards", "again"))
+    assert checkpoint(["export", str(llama / "run"), str(folder), "--format", "hf"]) == 0
+    model = library.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(shards, max_shard_size="20KB")
+    assert len([*shards.glob("*.safetensors")]) > 1
+    words = [word for word in LLAMA if not word.startswith("model.args")]
+    words += [f"model.args.base={shards}", f"model.init={shards}", *STILL]
+    words += [f"run.root={tmp_path}", "run.name=x", f"parallel.strategy={strategy}"]
+    train(2, words, tmp_path / "logs")
+    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    assert checkpoint(["export", str(tmp_path / "x"), str(again), "--format", "hf"]) == 0
+    assert len([*again.glob("*.safetensors")]) > 1
+    loaded = library.AutoModelForCausalLM.from_pretrained(again).state_dict()
+    assert not differing(dict(model.state_dict()), dict(loaded))
+
+
 def test_adapters_alone_are_trained_saved_and_exported(llama: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     folder = tmp_path / "folder"
@@ -247,13 +276,41 @@ def test_other_families_of_transformers(base: str, more: list[str], tmp_path: Pa
     words += [f"model.args.{key}={value}" for key, value in sizes.items()]
     found = {}
     for name, ranks in (("single", 1), ("zero3", 2), ("tensor", 2)):
-        if name == "tensor" and base == "gpt2":  # its layers are not nn.Linear
-            continue
         own = [f"parallel.strategy={name}", f"run.name={name}"]
+        if name == "tensor" and base == "gpt2":  # its layers are not nn.Linear
+            refused = Ranks(ranks, [*words, *own], tmp_path / "logs" / name)
+            assert 0 not in refused.wait()
+            assert "has no plan for tensor parallelism: give the model" in refused.output()
+            continue
         train(ranks, [*words, *own], tmp_path / "logs" / name)
         found[name] = [line["loss"] for line in logged_steps(RunDir(tmp_path, name))]
     for losses_ in found.values():
         assert losses_ == pytest.approx(found["single"], rel=1e-6)
+
+
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModelForMaskedLM"])
+def test_a_model_of_transformers_computes_the_loss_itself(auto: str, tmp_path: Path) -> None:
+    """Its mean over the labels of a micro-batch of unequal rows becomes that of the whole batch."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    base = "gpt2" if "Causal" in auto else "bert"
+    sizes = "n_layer=1 n_head=2 n_embd=16 resid_pdrop=0 embd_pdrop=0 attn_pdrop=0"
+    if base == "bert":
+        sizes = "num_hidden_layers=1 num_attention_heads=2 hidden_size=16 intermediate_size=32 "
+        sizes += "hidden_dropout_prob=0 attention_probs_dropout_prob=0"
+    words = ["device=cpu", "data.name=user_tasks:sentences", "data.pad=true", "train.steps=3"]
+    words += ["data.global_batch=10", "log.every=1", f"run.root={tmp_path}", "optim.lr=0.01"]
+    words += ["model.name=transformers", f"model.args.auto={auto}", f"model.args.base={base}"]
+    words += [f"model.args.{word}" for word in [*sizes.split(), "vocab_size=32"]]
+    own = "next_token" if base == "gpt2" else "cross_entropy"
+    found = {}
+    for name, ranks, loss in (("one", 1, own), ("ddp", 2, "model"), ("zero3", 2, "model")):
+        strategy = "single" if ranks == 1 else name
+        more = [f"run.name={name}", f"train.loss={loss}", f"parallel.strategy={strategy}"]
+        more += ["data.micro_batch=3"] * (ranks > 1)
+        train(ranks, [*words, *more], tmp_path / "logs" / name)
+        found[name] = [line["loss"] for line in logged_steps(RunDir(tmp_path, name))]
+    assert found["ddp"] == pytest.approx(found["one"], rel=1e-6)
+    assert found["zero3"] == pytest.approx(found["one"], rel=1e-6)
 
 
 def test_a_stored_pickle_runs_no_code(trained: Path, tmp_path: Path) -> None:

@@ -90,6 +90,24 @@ def test_training_continues_as_if_it_had_never_stopped(
     assert resumed.own["note"] == undisturbed.own["note"]
 
 
+def test_options_come_from_the_checkpoint_until_they_are_set(tmp_path: Path, world: World) -> None:
+    """As with torch's load_state_dict: a schedule continues from the rate that it has reached."""
+    model = nn.Linear(2, 2)
+    first = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.2)
+    checkpoints = Checkpointer(tmp_path, world, model=model, optimizer=first)
+    checkpoints.restore()
+    checkpoints.save(1)
+    other = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    assert Checkpointer(tmp_path, world, model=model, optimizer=other).restore() == 1
+    [group] = other.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.2)
+    group["lr"] = 0.1
+    before = model.bias.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    other.step()
+    assert (before * (1 - 0.1 * 0.2) - model.bias).tolist() == pytest.approx([0.1, 0.1])
+
+
 def test_saving_between_backward_and_step_changes_nothing(tmp_path: Path, world: World) -> None:
     loop = Loop(tmp_path, world)
     loop.checkpoints.restore()

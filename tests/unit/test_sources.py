@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 import pickle
 import struct
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data import sets
 from rollcall.train.data.form import Form
 from rollcall.train.data.loading import Loading
+from rollcall.train.data.mixture import Mixture
 from rollcall.train.data.order import Order, training_batches, validation_batches
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.world import Place, World
@@ -264,3 +267,34 @@ def test_class_numbers_may_have_any_integer_format(kind: str) -> None:
     assert per_sample_loss(scores, targets).tolist() == pytest.approx([math.log(4)] * 2)
     _, targets = Form(pad=True).inputs_and_targets([sample(1), sample(3)])
     assert targets.tolist() == [[1, -100, -100], [1, 1, 1]]
+
+
+def test_a_mixture_keeps_its_proportions_when_it_is_resumed() -> None:
+    large, small = [float(number) for number in range(7)], [100.0, 101.0, 102.0, 103.0]
+    mixture = Mixture([large, small], [3, 1])
+    assert len(mixture) == 16 and mixture.where(13) == "sample 1 of set 1"
+    source = Source(mixture, mixture)
+
+    def samples(order: Order, steps: range) -> list[float]:
+        batches = training_batches(source, order, range(order.global_batch), steps)
+        return [*itertools.chain(*(batch.inputs[batch.weights > 0].tolist() for batch in batches))]
+
+    order = Order(16, 32, global_batch=5, seed=3)
+    seen = samples(order, range(order.steps))
+    for epoch in (seen[:16], seen[16:]):
+        counts = Counter(epoch)
+        assert {counts[one] for one in small} == {1}
+        assert {counts[one] for one in large} == {1, 2} and sum(counts[one] for one in large) == 12
+    assert sorted(seen[:16], key=seen.index) != sorted(seen[:16])
+    resumed = Order(16, 32, global_batch=3, seed=3)
+    resumed.continue_from(2, order.facts(2))
+    assert samples(resumed, range(2, resumed.steps)) == seen[10:]
+    short = Mixture([large, small], [1, 3], size=10)
+    assert [short[index] for index in range(len(short))] == [0, 1, *small, *small]
+    for weights, several in (
+        ([1], [large, small]),
+        ([1, -1], [large, small]),
+        ([1, 1], [large, []]),
+    ):
+        with pytest.raises(ConfigError, match="a mixture"):
+            Mixture(several, weights)

@@ -13,6 +13,7 @@ import user_code
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.data import TensorDataset
+from user_tasks import Returned
 
 from rollcall.config import ConfigError, parse
 from rollcall.config.schema import Data, Model
@@ -26,6 +27,7 @@ from rollcall.train.evaluate import evaluate
 from rollcall.train.models import activations, batchnorm
 from rollcall.train.numerics import fp8, losses, optim
 from rollcall.train.numerics.losses import Loss, Objective, per_sample_loss
+from rollcall.train.numerics.model_loss import ModelLoss
 from rollcall.train.numerics.precision import Scaler, prepare
 from rollcall.train.parallel import schedules
 from rollcall.train.parallel.shard import local_optimizer
@@ -294,6 +296,42 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
             evaluate(strategy, data, world, config, objective.loss)
     finally:
         world.leave()
+
+
+class Returning(nn.Module):
+    """Returns the mean cross entropy of its table's rows, shifted by so many places, and them."""
+
+    def __init__(self, shift: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.shift = shift
+        self.table = nn.Parameter(scale * torch.linspace(-1, 1, 42).sin().view(7, 6))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> Returned:
+        logits = self.table[inputs]
+        scores = logits[:, : -self.shift] if self.shift else logits
+        wanted = labels[:, 1:] if self.shift else labels
+        mean = nn.functional.cross_entropy(scores.flatten(0, -2), wanted.flatten())
+        return Returned(mean, logits)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_models_own_mean_becomes_a_sum(shift: int) -> None:
+    model, loss = Returning(shift), ModelLoss()
+    rows = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 1], [2, 2, 5, 3]])
+    labels = (rows * 5 % 6).masked_fill(torch.arange(4) > torch.tensor([[1], [3], [2]]), -100)
+    total, weight = loss(model, {"inputs": rows, "labels": labels})
+    assert weight == 9 - 3 * shift
+    parts = [loss(model, {"inputs": rows[[n]], "labels": labels[[n]]}) for n in range(3)]
+    assert sum(part[0].item() for part in parts) == pytest.approx(total.item(), rel=1e-6)
+    none, weight = loss(model, {"inputs": rows, "labels": torch.full_like(labels, -100)})
+    none.backward()
+    assert none == 0 and weight == 0 and model.table.grad is not None
+    assert not model.table.grad.any()
+    one = ModelLoss()(Returning(0), {"inputs": rows[:, 0], "label": labels[:, 0]})  # a class each
+    assert one[1] == 3
+    with pytest.raises(ConfigError, match="not known to be a mean"):  # all scores are equal
+        ModelLoss()(Returning(shift, 0.0), {"inputs": rows, "labels": labels})
+    assert ModelLoss("rows")(Returning(0, 0.0), {"inputs": rows, "labels": labels})[1] == 3
 
 
 def test_an_evaluation_leaves_every_module_in_its_mode() -> None:

@@ -10,19 +10,17 @@ from rollcall.config.schema import ConfigError
 
 
 class Mixture(Dataset[Any]):
-    """Samples of several map-style data sets, each drawn with a probability.
+    """Samples of several map-style data sets, in proportion to weights.
 
-    Which data set a sample comes from depends on the seed alone. The samples of each are taken in
-    turn, so that their counts differ by at most one.
+    Those of each set are taken in turn, so that their counts differ by at most one. They come one
+    set after another: the order of the training mixes them.
     """
 
-    def __init__(
-        self, sets: Sequence[Any], weights: Sequence[float], size: int = 0, seed: int = 0
-    ) -> None:
+    def __init__(self, sets: Sequence[Any], weights: Sequence[float], size: int = 0) -> None:
         """Mix data sets in proportion to their weights.
 
         Args:
-            size: samples of an epoch; by default the number in all sets together.
+            size: samples of an epoch; by default as many as it takes to draw each at least once.
 
         Raises:
             ConfigError: the weights do not fit the sets.
@@ -38,19 +36,25 @@ class Mixture(Dataset[Any]):
             )
         self._sets = list(sets)
         share = np.array(weights, dtype=float) / sum(weights)
-        count = size or sum(len(one) for one in sets)
-        self._which = np.random.default_rng(seed).choice(len(sets), count, p=share)
-        self._inner = np.empty(count, dtype=np.int64)
-        for place, one in enumerate(sets):
-            own = self._which == place
-            self._inner[own] = np.arange(own.sum()) % len(one)
+        rounds = max(len(one) / part for one, part in zip(sets, share, strict=True) if part)
+        counts = np.ceil(share * rounds - 1e-6)
+        self._ends = np.rint((share * size if size else counts).cumsum()).astype(np.int64)
 
     def __len__(self) -> int:
-        return len(self._which)
+        return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        return self._sets[self._which[index]][int(self._inner[index])]
+        place, inner = self._place(index)
+        return self._sets[place][inner]
 
     def where(self, index: int) -> str:
         """Return which data set a sample comes from, and its number there."""
-        return f"sample {self._inner[index]} of set {self._which[index]}"
+        place, inner = self._place(index)
+        return f"sample {inner} of set {place}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if index >= len(self):
+            raise IndexError(index)  # ends a loop over the samples
+        place = int(np.searchsorted(self._ends, index, "right"))
+        first = self._ends[place - 1] if place else 0
+        return place, int(index - first) % len(self._sets[place])

@@ -59,7 +59,10 @@ class Stream(Dataset[Any]):
         return Place(self._at, self._epoch, self._state())
 
     def _state(self) -> Any:
-        if hasattr(self._samples, "state_dict") and hasattr(self._samples, "load_state_dict"):
+        has_state = hasattr(self._samples, "state_dict") and hasattr(
+            self._samples, "load_state_dict"
+        )
+        if has_state and not _has_buffer(self._samples):
             with suppress(TypeError, ValueError):  # a checkpoint keeps what JSON can hold
                 return json.loads(json.dumps(self._samples.state_dict()))
         return None
@@ -138,6 +141,14 @@ def adapted(samples: Any, name: str, seed: int) -> Any:
             f"got a {type(samples).__name__}"
         )
     return Stream(samples, name, seed)
+
+
+def _has_buffer(part: Any) -> bool:
+    """Return whether Hugging Face's `shuffle` is in it, whose state lacks the samples it holds."""
+    inner = [getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    inner += getattr(part, "ex_iterables", ())
+    is_buffer = type(part).__name__.startswith("BufferShuffled")
+    return is_buffer or any(_has_buffer(one) for one in inner if one is not None)
 
 
 def _rows_of_batches(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -14,10 +14,27 @@ import torch
 from torch import nn
 
 from rollcall.config import ConfigError, arguments
+from rollcall.records.files import read_lines
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
 
 METHODS = ("logged", "report", "settle", "close")
+
+
+class Once:
+    """Leaves out what was logged before, by an earlier attempt or before a rollback."""
+
+    def __init__(self, run: Run) -> None:
+        """Read what earlier attempts have logged."""
+        self._last: dict[str, int] = {}  # step of each name
+        for line in read_lines(run.run_dir.metrics):
+            self._last.update(dict.fromkeys(line, line.get("step", 0)))
+
+    def new(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values whose names have none of this step or of a later one."""
+        found = {name: one for name, one in values.items() if step > self._last.get(name, -1)}
+        self._last.update(dict.fromkeys(found, step))
+        return found
 
 
 class Callbacks:

@@ -2,24 +2,29 @@
 
 import importlib
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from rollcall.text import dotted
 from rollcall.train.dist.run import Run
+from rollcall.train.loggers import Once
 
 TAG = "rollcall.run_directory"
 """The tag by which a run is found again."""
 
 
 class MLflow:
-    """Logs with the package mlflow, to MLFLOW_TRACKING_URI or to the run's directory."""
+    """Logs with the package mlflow, to MLFLOW_TRACKING_URI or a database in the run's directory."""
 
     def __init__(self, run: Run, experiment: str = "rollcall", tracking_uri: str = "") -> None:
         """Start or continue the run of this directory."""
         tracking: Any = importlib.import_module("mlflow.tracking")
+        self._metric: Any = importlib.import_module("mlflow.entities").Metric
+        self._once = Once(run)
         path = run.run_dir.path.absolute()
-        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (path / "mlflow").as_uri()
+        own = f"sqlite:///{path}/mlflow.db"  # newer versions refuse a directory
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
         self._client = tracking.MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
         place = known.experiment_id if known else self._client.create_experiment(experiment)
@@ -34,9 +39,10 @@ class MLflow:
             self._client.log_param(self._id, key, str(value)[:500])
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the values of a step."""
-        for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        """Log the values of a step that are new: MLflow keeps every point."""
+        now, new = int(time.time() * 1000), self._once.new(step, values)
+        points = [self._metric(name, float(value), now, step) for name, value in new.items()]
+        self._client.log_batch(self._id, points)
 
     def close(self) -> None:
         """Mark the run as finished."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcall.train.dist.run import Run
+from rollcall.train.loggers import Once
 
 
 class Wandb:
@@ -15,6 +16,7 @@ class Wandb:
         """Start or continue the run of this directory."""
         wandb: Any = importlib.import_module("wandb")
 
+        self._once = Once(run)
         path = run.run_dir.path.absolute()
         self._run = wandb.init(
             project=project,
@@ -27,8 +29,9 @@ class Wandb:
         )
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the values of a step; W&B drops steps that it has already."""
-        self._run.log(dict(values), step=step)
+        """Log the values of a step that are new: files of several attempts are put together."""
+        if new := self._once.new(step, values):
+            self._run.log(new, step=step)
 
     def close(self) -> None:
         """Write what is buffered."""

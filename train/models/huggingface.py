@@ -162,7 +162,9 @@ def _check(config: Any, source: Source, base: str) -> None:
 
 
 def _logits(_: nn.Module, __: Any, outputs: Any) -> Any:
-    return getattr(outputs, "logits", outputs)
+    """Return the logits alone, unless the model was given labels."""
+    has_loss = getattr(outputs, "loss", None) is not None
+    return outputs if has_loss else getattr(outputs, "logits", outputs)
 
 
 def _plan(model: Any) -> None:

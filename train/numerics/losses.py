@@ -125,8 +125,8 @@ class Loss:
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss is the user's."""
-        return self.name not in LOSSES
+        """Whether the loss is the user's, or the user's model's."""
+        return self.takes_model or self.name not in LOSSES
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss and the weight of each row, such that sum / sum is their mean.

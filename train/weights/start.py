@@ -132,6 +132,7 @@ def built(config: Config, make: Callable[[], nn.Module], draws: bool = True) -> 
     """Build a model and freeze parts; raise ConfigError if a pattern of `model.freeze` is wrong."""
     model, recorder, reason = deferred.build(make, config.seed)
     freeze(model, config)
+    _check_attributes(model, config.model.name)
     found = Start(model, recorder, draws)
     found.reason = reason
     return found
@@ -326,14 +327,38 @@ def _fill_attributes(model: nn.Module, recorder: deferred.Recorder) -> None:
         values, is_weight = recorder.values(tensor), isinstance(tensor, nn.Parameter)
         return nn.Parameter(values, tensor.requires_grad) if is_weight else values
 
+    for holder, name, leaves in _attributes(model):
+        if any(isinstance(one, torch.Tensor) and one.device.type == "meta" for one in leaves):
+            vars(holder)[name] = tree_map_only(torch.Tensor, filled, vars(holder)[name])
+
+
+def _check_attributes(model: nn.Module, model_name: str) -> None:
+    """Raise ConfigError if a list holds a weight, since weights are replaced when they are spread.
+
+    A class with its own `__setattr__`, such as LSTM, is taken to know.
+    """
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    plain = object.__setattr__, nn.Module.__setattr__
+    for holder, attribute, leaves in _attributes(model):
+        held = next((names[id(one)] for one in leaves if id(one) in names), None)
+        if held is not None and type(holder).__setattr__ in plain:
+            raise ConfigError(
+                f"model.name={model_name}: the weight {held} is also in "
+                f"{type(holder).__name__}.{attribute}, which would keep the old tensor when the "
+                "weights are spread over the ranks: use nn.ParameterList, or take it from its "
+                "module in forward()"
+            )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[Any, str, list[Any]]]:
+    """Yield what modules and the objects in them hold beside their weights and buffers."""
     holders: list[Any] = [*model.modules()]
     registered = {id(holder) for holder in holders}
     seen, known = {*registered}, {"_parameters", "_buffers", "_modules"}
     for holder in holders:  # it grows
         for name in vars(holder).keys() - (known if id(holder) in registered else set()):
             leaves = tree_leaves(vars(holder)[name])
-            if any(isinstance(one, torch.Tensor) and one.device.type == "meta" for one in leaves):
-                vars(holder)[name] = tree_map_only(torch.Tensor, filled, vars(holder)[name])
+            yield holder, name, leaves
             found = [one for one in leaves if hasattr(one, "__dict__") and id(one) not in seen]
             holders += [one for one in found if not isinstance(one, NO_HOLDERS)]
             seen.update(map(id, found))

@@ -1,0 +1,85 @@
+"""The loggers of TensorBoard, W&B and MLflow: a run that starts again is one, each step once."""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ranks import Ranks, logged_steps
+
+from rollcall.run_dir import RunDir
+
+Points = list[tuple[int, float]]
+BLOCK = 2**15
+"""Bytes of a block of W&B's files, which are in the log format of LevelDB."""
+
+
+def tensorboard(path: Path) -> Points:
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    reader = importlib.import_module(module).EventAccumulator(str(path / "tensorboard"))
+    reader.Reload()
+    return [(point.step, point.value) for point in reader.Scalars("training/loss")]
+
+
+def wandb(path: Path) -> Points:
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+    found: Points = []
+    names: set[str] = set()
+    for file in sorted(path.glob("wandb/offline-run-*/*.wandb")):
+        for content in _records(file.read_bytes()):
+            one = record.FromString(content)
+            names.update([one.run.run_id] if one.HasField("run") else [])
+            items = {item.key or item.nested_key[0]: item.value_json for item in one.history.item}
+            if "loss" in items:
+                found.append((int(items["_step"]), float(items["loss"])))
+    assert len(names) == 1, "it continues under one name"
+    return found
+
+
+def mlflow(path: Path) -> Points:
+    client = importlib.import_module("mlflow.tracking").MlflowClient(f"sqlite:///{path}/mlflow.db")
+    [run] = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    points = client.get_metric_history(run.info.run_id, "loss")
+    return [(point.step, point.value) for point in points]
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    at, content = 7, b""  # behind the header of the file
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        content += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or its end
+            yield content
+            content = b""
+        if BLOCK - at % BLOCK < 7:
+            at += BLOCK - at % BLOCK
+
+
+@pytest.mark.parametrize(
+    ("read", "by"),
+    # W&B writes every few seconds, so its newest points are lost when the rank is killed.
+    [(tensorboard, "SIGKILL"), (mlflow, "SIGKILL"), (wandb, "SIGTERM")],
+    ids=["tensorboard", "mlflow", "wandb"],
+)
+def test_a_run_that_starts_again_is_one(
+    read: Callable[[Path], Points], by: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(read.__name__, reason=f"{read.__name__} is not installed")
+    words = ["digits", "device=cpu", "model.name=mlp", "train.steps=8", "log.every=1"]
+    words += ["checkpoint.every=2", f"run.root={tmp_path}", "run.name=run", "train.epochs=1"]
+    words += [f"log.to={read.__name__}", "train.callbacks=user_tasks:Killed"]
+    words += [f"train.callbacks.Killed.args.by={by}"]
+    place = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "1"}
+    ended = Ranks(1, words, tmp_path / "logs", place)
+    assert ended.wait() == [-9 if by == "SIGKILL" else 75], ended.output()
+    again = Ranks(1, words, tmp_path / "logs-again", place)
+    assert again.wait() == [0], again.output()
+    expected = [(line["step"], line["loss"]) for line in logged_steps(RunDir(tmp_path, "run"))]
+    assert [step for step, _ in expected] == [*range(1, 9)]
+    found = read(tmp_path / "run")
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-6)
