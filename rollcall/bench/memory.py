@@ -1,8 +1,8 @@
 """`python -m rollcall.bench memory`: the host memory that a rank needs to start, save and resume.
 
 Several ranks on this machine build a model, save it, and load it again; nothing is trained. Each
-row is the largest peak of a rank, above what it needed before the model; of the export, which is a
-program of its own, above what it needed before the export.
+row is the largest peak of a rank, above what it needed before the model; of the export, above what
+it needed before the export.
 """
 
 import json

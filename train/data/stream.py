@@ -144,7 +144,7 @@ def adapted(samples: Any, name: str, seed: int) -> Any:
 
 
 def _has_buffer(part: Any) -> bool:
-    """Return whether Hugging Face's `shuffle` is in it, whose state lacks the samples it holds."""
+    """Return whether Hugging Face's `shuffle` is in it, whose state omits the samples it holds."""
     inner = [getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable")]
     inner += getattr(part, "ex_iterables", ())
     is_buffer = type(part).__name__.startswith("BufferShuffled")
