@@ -31,6 +31,7 @@ from rollcall.launch.submission.options import span
 from rollcall.process import outlast_full_disks, wait_for_signal
 from rollcall.records.job import RestartCause
 from rollcall.records.run import Verdict
+from rollcall.refusal import REFUSED, RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.timer import Every, RunningClock
 
@@ -50,8 +51,6 @@ UNASKED: tuple[RestartCause, ...] = ("time limit", "asked to stop")
 preemption or the loss of a node."""
 LEAVE = 5.0
 """Seconds that the step has to end after a host was lost."""
-REFUSED = 2
-"""Exit code of a supervisor if the same request would be refused again."""
 ABSENCE = 600.0
 """Seconds for which Slurm's controller may be away when the step has ended."""
 
@@ -72,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="srun …")
     options = parser.parse_args(argv)
     if "SLURM_JOB_ID" not in os.environ or not options.command:
-        print("rollcall: error: use this in a job script: exec … batch srun …", file=sys.stderr)
-        return 2
+        raise RefusedError("use this in a job script: exec … batch srun …")
     own = argv[2:] if options.number else argv  # the first two words are from take_over
     try:
         code = Batch(options, own, job_of(os.environ)).go()

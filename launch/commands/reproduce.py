@@ -13,7 +13,7 @@ from typing import Any
 from rollcall.config import parse
 from rollcall.launch.runs import find
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.job import Job, JobError, render
+from rollcall.launch.scheduler.job import Job, render
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.command import carry_out
 from rollcall.launch.submission.snapshot import Snapshot
@@ -77,7 +77,7 @@ def _plan(old: RunDir, run: RunDir, argv: Sequence[str]) -> Submission:
     try:
         job, recipes = _job(old, run, recorded)
         render(job)
-    except (KeyError, TypeError, AttributeError, ValueError, JobError):
+    except (KeyError, TypeError, AttributeError, ValueError, RefusedError):
         place = JobRecord.place(old.path)
         raise RefusedError(f"run {old.name} cannot be reproduced: {place} is damaged") from None
     return Submission(tuple(argv), run, recipes, code, launcher, job, modules=modules)

@@ -31,6 +31,7 @@ from rollcall.launch.runs.resolve import Work
 from rollcall.process import outlast_full_disks
 from rollcall.records.attempt import AttemptEvent, NodeState, NoMoreRounds, PartState, Rendezvous
 from rollcall.records.run import State, Verdict
+from rollcall.refusal import REFUSED
 from rollcall.text import word
 from rollcall.timer import Growing
 
@@ -40,8 +41,6 @@ REPORTS = 5.0
 """Seconds that the head waits for the other nodes' reports, to find the cause of a failure."""
 KNOWN = (HostError, RendezvousError, resolve.CommandError, OSError)
 """Errors whose message says enough."""
-REFUSED = 2
-"""Exit code if the same request would be refused again."""
 
 
 class Supervisor:

@@ -14,10 +14,6 @@ STOP_LEAD = 120
 """Seconds before the limit, or a quarter of it, at which a run is asked to save and stop."""
 
 
-class JobError(RefusedError):
-    """A job that cannot be written as a script; the message names the value."""
-
-
 @dataclass(frozen=True)
 class Job:
     """A run as Slurm gets the request: one task per node, which starts that node's ranks."""
@@ -49,7 +45,7 @@ def render(job: Job) -> str:
     """Return the sbatch script of a job.
 
     Raises:
-        JobError: a value contains a control character, such as a line break.
+        RefusedError: a value contains a control character, such as a line break.
     """
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{option}" for option in options(job)]
@@ -83,7 +79,7 @@ def array_tasks(text: str) -> tuple[list[int], int | None]:
     """Return the indices that sbatch's `--array` means, and how many may run at a time.
 
     Raises:
-        JobError: the text is not an array.
+        RefusedError: the text is not an array.
     """
     listed, percent, most = text.partition("%")
     indices: dict[int, None] = {}
@@ -93,7 +89,7 @@ def array_tasks(text: str) -> tuple[list[int], int | None]:
         last, step = int(end or first), step or "1"
         is_wrong = last < int(first) or int(step) == 0
         if is_wrong or (percent and not most.strip("0").isdecimal()):
-            raise JobError(f"--array {text}: expected indices such as 0-7, 1,3,5 or 0-99:10%4")
+            raise RefusedError(f"--array {text}: expected indices such as 0-7, 1,3,5 or 0-99:10%4")
         indices |= dict.fromkeys(range(int(first), last + 1, int(step)))
     return list(indices), int(most) if percent else None
 
@@ -102,7 +98,7 @@ def options(job: Job) -> Iterator[str]:
     """Yield the options of a job, as #SBATCH lines have them after the dashes.
 
     Raises:
-        JobError: as `render`.
+        RefusedError: as `render`.
     """
     yield f"job-name={_quote(job.name)}"
     yield f"nodes={f'{job.min_nodes}-' if job.min_nodes else ''}{job.nodes + job.spares}"
@@ -139,5 +135,5 @@ def _quote(value: str) -> str:
     """Quote a value for an `#SBATCH` line, which Slurm splits like a shell, but without escapes."""
     if re.search(r"[\x00-\x1f\x7f]", value):
         what = "contains a control character, which an #SBATCH line cannot express"
-        raise JobError(f"{value!r} {what}")
+        raise RefusedError(f"{value!r} {what}")
     return shlex.quote(value)

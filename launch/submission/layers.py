@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from rollcall.launch.scheduler import gpus, slurm
 from rollcall.launch.scheduler.sbatch_options import ENVIRONMENT, FLAGS, ONE_OF
 from rollcall.launch.submission import options, profile
-from rollcall.launch.submission.options import ALTERNATIVES, CommandLine, OptionError
+from rollcall.launch.submission.options import ALTERNATIVES, CommandLine
 from rollcall.launch.submission.submission import note
+from rollcall.refusal import RefusedError
 
 LISTS = ("srun-arg", "sbatch-arg", "mount", "link", "teardown")
 """Options of which all values count."""
@@ -20,7 +21,7 @@ def read(argv: Sequence[str], source: str = "command line") -> tuple[CommandLine
     """Parse a command line after the options of other places; return also the profile's setup.
 
     Raises:
-        OptionError: an option in one of the places is wrong.
+        RefusedError: an option in one of the places is wrong.
     """
     line = options.read(argv)
     if line.own.discover:
@@ -65,8 +66,8 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
         word = f"--{name}" if name in FLAGS and name != "exclusive" else f"--{name}={value}"
         try:
             options.read([word])
-        except OptionError as error:
-            raise OptionError(f"{variable}: {error}") from None
+        except RefusedError as error:
+            raise RefusedError(f"{variable}: {error}") from None
         found[variable] = word
     return found
 

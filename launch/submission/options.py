@@ -48,10 +48,6 @@ DISTRIBUTIONS = r"block|cyclic|plane|arbitrary|\*"
 """How a value of sbatch's -m begins; Python's -m has the name of a module."""
 
 
-class OptionError(RefusedError):
-    """A wrong option or value; the message says what is valid."""
-
-
 class CommandLine(NamedTuple):
     """A parsed command line.
 
@@ -74,7 +70,7 @@ def read(argv: Sequence[str]) -> CommandLine:
     """Parse a command line.
 
     Raises:
-        OptionError: an unknown or conflicting option, or a wrong value.
+        RefusedError: an unknown or conflicting option, or a wrong value.
         SystemExit: --help was given.
     """
     end = argv.index("--") if "--" in argv else len(argv)
@@ -96,7 +92,7 @@ def read(argv: Sequence[str]) -> CommandLine:
 
 
 def _refuse_forgotten_dashes(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise OptionError with the right command line if a script stands where a recipe belongs."""
+    """Raise RefusedError with the right command line if a script stands where a recipe belongs."""
     for place, (before, word) in enumerate(pairwise(("", *argv))):
         is_module = word == "-m" and not re.match(
             DISTRIBUTIONS, "".join(argv[place + 1 : place + 2])
@@ -106,7 +102,7 @@ def _refuse_forgotten_dashes(argv: Sequence[str], parser: argparse.ArgumentParse
             what = "-m starts a module" if is_module else f"{word} is a script, not a recipe"
             first = next((at for at in range(place) if argv[at] in STARTERS), place)
             command = shlex.join(["rollcall", "submit", *argv[:first], "--", *argv[place:]])
-            raise OptionError(f"{what}; put `--` before it: {command}")
+            raise RefusedError(f"{what}; put `--` before it: {command}")
 
 
 def _is_value_of(option: str, parser: argparse.ArgumentParser) -> bool:
@@ -117,19 +113,19 @@ def _is_value_of(option: str, parser: argparse.ArgumentParser) -> bool:
 
 def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None]) -> None:
     if "array" in passed and (own.wait or own.chain > 1):
-        raise OptionError("--array: --wait and --chain work with a single run only")
+        raise RefusedError("--array: --wait and --chain work with a single run only")
     if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
-        raise OptionError(
+        raise RefusedError(
             "--in-allocation: --local, --spares, --chain and --array do not go with it"
         )
     if own.local and own.chain > 1:
-        raise OptionError("--chain: needs Slurm; a run on this machine (--local) is a single job")
+        raise RefusedError("--chain: needs Slurm; a run on this machine (--local) is a single job")
     if own.local and own.spares:
-        raise OptionError("--spares: a run on this machine (--local) has no spare nodes")
+        raise RefusedError("--spares: a run on this machine (--local) has no spare nodes")
     least, most = own.nodes
     if least < most and (own.local or own.spares):
         other = "a run on this machine (--local)" if own.local else "a run with --spares"
-        raise OptionError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
+        raise RefusedError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
 
 
 def _pass_on(
@@ -141,7 +137,7 @@ def _pass_on(
     for word in map(_long_form, words):
         name, has_value, value = word.partition("=")
         if value == "--":  # argparse of Python 3.11 would raise ValueError
-            raise OptionError(f"{name}: expected a value, not '--'")
+            raise RefusedError(f"{name}: expected a value, not '--'")
         if name == "--sbatch-arg" and _is_known(value, parser):
             word = value  # as if it were given directly
             name, has_value, value = word.partition("=")
@@ -152,7 +148,7 @@ def _pass_on(
         if _takes_value(name, parser) and not has_value:
             given = next(words, None)
             if given is None:
-                raise OptionError(f"{name}: expected a value")
+                raise RefusedError(f"{name}: expected a value")
         passed[name[2:]] = given
     return rest, passed
 
@@ -165,10 +161,10 @@ def _is_known(word: str, parser: argparse.ArgumentParser) -> bool:
 
 
 def _takes_value(name: str, parser: argparse.ArgumentParser) -> bool:
-    """Whether an option of sbatch needs a value; OptionError if it cannot be passed on."""
+    """Whether an option of sbatch needs a value; RefusedError if it cannot be passed on."""
     option = name[2:]
     if option in ALTERNATIVES:
-        raise OptionError(f"{name}: {ALTERNATIVES[option]}")
+        raise RefusedError(f"{name}: {ALTERNATIVES[option]}")
     if option in FLAGS or option in WITH_VALUE:
         return option in WITH_VALUE
     of_site = cluster.options_of_site() if slurm.is_available() else {}
@@ -176,7 +172,7 @@ def _takes_value(name: str, parser: argparse.ArgumentParser) -> bool:
         return of_site[option]
     own = [known[2:] for known in parser._option_string_actions if known.startswith("--")]
     hint = did_you_mean(option, own) or f"; pass an option of a plugin on with --sbatch-arg={name}"
-    raise OptionError(f"{name}: not an option of rollcall submit or of sbatch{hint}")
+    raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch{hint}")
 
 
 def _long_form(word: str) -> str:
@@ -193,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises errors instead of exiting, so that a profile's file can be added to the message."""
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message.removeprefix('argument ')} (--help lists the options)")
+        raise RefusedError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise RefusedError(f"{path}: environment: '{name}' is not a valid variable name")
     try:
         options.read(list(as_words(values.get("options", {}))))
-    except options.OptionError as error:
+    except RefusedError as error:
         raise RefusedError(f"{path}: options: {error}") from None
     return values
 

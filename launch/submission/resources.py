@@ -6,14 +6,15 @@ from collections.abc import Mapping
 
 from rollcall.launch.scheduler import cluster, gpus, slurm
 from rollcall.launch.scheduler.job import RANKS_WITHOUT_GPU
-from rollcall.launch.submission.options import CommandLine, OptionError
+from rollcall.launch.submission.options import CommandLine
+from rollcall.refusal import RefusedError
 
 
 def spread(line: CommandLine) -> CommandLine:
     """Return a command line that asks for GPUs per node, because all nodes start equal ranks.
 
     Raises:
-        OptionError: the GPUs cannot be the same on all nodes, or are given twice.
+        RefusedError: the GPUs cannot be the same on all nodes, or are given twice.
     """
     own, passed, origins = line.own, dict(line.passed), dict(line.origins)
     found = {"gpus-per-node": own.gpus_per_node} if own.gpus_per_node else {}
@@ -22,10 +23,10 @@ def spread(line: CommandLine) -> CommandLine:
             found[name] = _per_node(name, text, own)
             origins["gpus-per-node"] = f"--{name} {text}, {origins.get(name, 'given')}"
     if len(set(found.values())) > 1:
-        raise OptionError(f"{' and '.join(f'--{name}' for name in found)}: give only one of them")
+        raise RefusedError(f"{' and '.join(f'--{name}' for name in found)}: give only one of them")
     text = next(iter(found.values()), None)
     if text and gpus.per_node(None, passed):
-        raise OptionError("--gres and another option both ask for GPUs: give only one of them")
+        raise RefusedError("--gres and another option both ask for GPUs: give only one of them")
     given = Namespace(**{**vars(own), "gpus_per_node": text})
     return line._replace(own=given, passed=passed, origins=origins)
 
@@ -39,12 +40,12 @@ def cpus_per_node(line: CommandLine, local: bool) -> tuple[int, str]:
     """Return the CPUs on each node, and where the number comes from."""
     own, passed = line.own, line.passed
     if own.cpus_per_task and passed.get("cpus-per-gpu"):
-        raise OptionError("--cpus-per-task and --cpus-per-gpu: give only one of them")
+        raise RefusedError("--cpus-per-task and --cpus-per-gpu: give only one of them")
     if own.cpus_per_task:
         return own.cpus_per_task, line.origins.get("cpus-per-task", "")
     if per_gpu := passed.get("cpus-per-gpu"):
         if not per_gpu.isdecimal() or not _count(line):
-            raise OptionError(f"--cpus-per-gpu {per_gpu}: expected a number, and GPUs to go with")
+            raise RefusedError(f"--cpus-per-gpu {per_gpu}: expected a number, and GPUs to go with")
         return int(per_gpu) * _count(line), f"--cpus-per-gpu {per_gpu}"
     asked = gpus.per_node(own.gpus_per_node, passed)
     if asked and not local and slurm.is_available():
@@ -58,17 +59,17 @@ def in_allocation(line: CommandLine, env: Mapping[str, str]) -> CommandLine:
     """Return a command line that asks for what an allocation has, where it says nothing else.
 
     Raises:
-        OptionError: this is no shell of an allocation, or it has too few nodes.
+        RefusedError: this is no shell of an allocation, or it has too few nodes.
     """
     if "SLURM_JOB_ID" not in env:
-        raise OptionError("--in-allocation: SLURM_JOB_ID is not set; start a shell with salloc")
+        raise RefusedError("--in-allocation: SLURM_JOB_ID is not set; start a shell with salloc")
     there = int(env.get("SLURM_JOB_NUM_NODES", 1))
     given = vars(line.own).copy()
     if "nodes" not in line.origins:
         given["nodes"] = (there, there)
     if given["nodes"][1] > there:
         asked = given["nodes"][1]
-        raise OptionError(f"--nodes {asked}: the allocation {env['SLURM_JOB_ID']} has {there}")
+        raise RefusedError(f"--nodes {asked}: the allocation {env['SLURM_JOB_ID']} has {there}")
     if not given["cpus_per_task"]:
         cpus = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_JOB_CPUS_PER_NODE", ""))
         given["cpus_per_task"] = min(map(int, cpus), default=None)
@@ -83,12 +84,12 @@ def _per_node(name: str, text: str, own: Namespace) -> str:
     try:
         counts = gpus.of_option(text)
     except ValueError as error:
-        raise OptionError(f"--{name}: {error}") from None
+        raise RefusedError(f"--{name}: {error}") from None
     if name == "gpus-per-task":
         return text
     least, nodes = own.nodes
     if least < nodes or any(count % nodes for count in counts.values()):
-        raise OptionError(
+        raise RefusedError(
             f"--gpus {text}: every node needs the same number of GPUs; use --gpus-per-node"
         )
     shares = {kind: count // nodes for kind, count in counts.items()}

@@ -36,10 +36,6 @@ RUN = f"/{JobRecord.FILE}"
 """How the name of a file ends that only the directory of a submitted run has."""
 
 
-class SnapshotError(RefusedError):
-    """The code cannot be listed or copied; the message says why."""
-
-
 class Snapshot(NamedTuple):
     """The files to copy, relative to the root.
 
@@ -89,7 +85,7 @@ def plan(
         modules: imported modules, by their real paths; also outside the root.
 
     Raises:
-        SnapshotError: git fails, or there are too many or too large files that are not in git.
+        RefusedError: git fails, or there are too many or too large files that are not in git.
     """
     in_git = (root / ".git").exists()
     leave_out = [*leave_out, *(root / name for name in links)]
@@ -114,7 +110,7 @@ def plan(
     for name, entry in files.items():
         is_readable = entry.st_uid == own and entry.st_mode & S_IRUSR
         if not is_readable and S_ISREG(entry.st_mode) and not os.access(root / name, os.R_OK):
-            raise SnapshotError(f"{root / name}: you have no permission to read it")
+            raise RefusedError(f"{root / name}: you have no permission to read it")
     if not (only and in_git):
         _check_size(root, {name: files[name].st_size for name in untracked & files.keys()}, in_git)
     shared = ALL if only else SOURCES
@@ -180,7 +176,7 @@ def _check_size(root: Path, sizes: dict[str, int], in_git: bool, can_link: bool 
     what = "untracked files" if in_git else "files outside git"
     cure = f"list it in {root}/.gitignore" + ("" if in_git else f" after `git init {root}`")
     cure = f"link it (--link {data}), or {cure}" if can_link else cure
-    raise SnapshotError(
+    raise RefusedError(
         f"{root} is too large to copy for every run: it has more than {MOST_FILES} {what}, or "
         f"{MOST_BYTES // 10**6} MB of them; the largest is {largest}, "
         f"{sizes[largest] // 10**6} MB. To leave data out, {cure}"
@@ -202,12 +198,12 @@ def plan_modules(root: Path, names: Names) -> Snapshot:
     """List the files of some modules in a directory, which may be part of a git checkout.
 
     Raises:
-        SnapshotError: they have too many or too large files.
+        RefusedError: they have too many or too large files.
     """
     listed: list[str] = []
     untracked: set[str] = set()
     commit, diff = None, b""
-    with contextlib.suppress(SnapshotError, ValueError):  # outside git, or it is another user's
+    with contextlib.suppress(RefusedError, ValueError):  # outside git, or it is another user's
         listed, untracked = _in_git(root, names, names)
         commit = git(root, "rev-parse", "HEAD").decode().strip()
         diff = git(root, *DIFF, "--relative", "HEAD", "--", *names)
@@ -230,7 +226,7 @@ def take(snapshot: Snapshot, target: Path, record: Path, kept: Path) -> None:
 
     Raises:
         OSError: the run directory cannot be written.
-        SnapshotError: git fails, or files of the copy that this one is copied from have changed.
+        RefusedError: git fails, or files of the copy that this one is copied from have changed.
     """
     # Here: a dry run does not need them.
     import shutil
@@ -289,7 +285,7 @@ def _copy(snapshot: Snapshot, target: Path, store: "Store") -> dict[str, str | N
             is_shared = name.endswith(snapshot.shared)
             digests[name] = store.place(name, found, source, copy, is_shared)
         if expected and expected[name] != digests[name]:
-            raise SnapshotError(
+            raise RefusedError(
                 f"{source} is not the submitted file any more: the run has changed it"
             )
     return digests
@@ -346,14 +342,14 @@ def _listed(root: Path, leave_out: Sequence[Path], only: Names) -> Iterator[str]
 
 
 def git(root: Path, *words: str) -> bytes:
-    """Return the output of git in a directory; raise SnapshotError if it fails."""
+    """Return the output of git in a directory; raise RefusedError if it fails."""
     # Whoever runs rollcall trusts its checkout, even if an administrator owns it.
     trusted = ["-c", f"safe.directory={root}"] if root == ROOT else []
     command = ["git", *trusted, "-C", str(root), *words]
     try:
         return subprocess.run(command, capture_output=True, check=True).stdout
     except FileNotFoundError:
-        raise SnapshotError(f"{root} is a git checkout, but git is not on PATH") from None
+        raise RefusedError(f"{root} is a git checkout, but git is not on PATH") from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip()
-        raise SnapshotError(f"git {words[0]} fails in {root}: {said}") from None
+        raise RefusedError(f"git {words[0]} fails in {root}: {said}") from None

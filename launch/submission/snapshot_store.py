@@ -56,6 +56,8 @@ class Store:
             OSError: the file cannot be read, or the run directory cannot be written.
         """
         if not is_shared:
+            # A private file is private from the beginning.
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             shutil.copy2(source, target)
             return digest_of(Path(target))
         known = self._index.digest(name, found)
@@ -70,8 +72,9 @@ class Store:
         digest = hashlib.sha256(data).hexdigest()
         self._index.note(name, before, after, digest)
         if not self._link(digest, is_program, len(data), target):
-            with open(target, "xb", buffering=0) as writer:  # noqa: PTH123
+            with open(target, "xb") as writer:  # noqa: PTH123
                 writer.write(data)
+                writer.flush()  # before the time is set; on a full disk it raises
                 os.fchmod(writer.fileno(), 0o555 if is_program else 0o444)
                 os.utime(writer.fileno(), ns=(time_of(digest), time_of(digest)))
             if self._is_ours:

@@ -49,7 +49,7 @@ class Surroundings:
 
     @property
     def modules(self) -> tuple[Snapshot, ...]:
-        """The user's modules outside the checkout, to copy; SnapshotError if too large."""
+        """The user's modules outside the checkout, to copy; RefusedError if too large."""
         return tuple(snapshot.plan_modules(*entry) for entry in self.found.outside.items())
 
     @property

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.launch.scheduler.job import Job, JobError, render
+from rollcall.launch.scheduler.job import Job, render
+from rollcall.refusal import RefusedError
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = Job(
@@ -59,7 +60,7 @@ def test_directives_are_read_back_as_they_were_meant() -> None:
 
 
 def test_a_line_break_in_a_value_is_refused() -> None:
-    with pytest.raises(JobError, match="control character"):
+    with pytest.raises(RefusedError, match="control character"):
         render(replace(SMALL, options={"account": "a\n#SBATCH --nodes=99"}))
 
 

@@ -14,7 +14,6 @@ from rollcall.launch.program import python
 from rollcall.launch.program.python import ProgramError
 from rollcall.launch.submission import layers, snapshot, start
 from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.snapshot import SnapshotError
 from rollcall.launch.submission.submission import Submission
 from rollcall.records.job import JobRecord
 from rollcall.refusal import RefusedError
@@ -66,13 +65,13 @@ def test_linked_data_is_not_copied_and_is_there(
 ) -> None:
     with (project / "huge.pt").open("wb") as file:
         file.truncate(600_000_000)
-    with pytest.raises(SnapshotError, match=r"largest is huge.pt, 600 MB.*\(--link huge.pt\)"):
+    with pytest.raises(RefusedError, match=r"largest is huge.pt, 600 MB.*\(--link huge.pt\)"):
         planned("--local", "--", "fit.py")
     (project / "far").symlink_to("../elsewhere")
     (project.parent / "elsewhere" / "x.csv").touch()
     monkeypatch.chdir(project / "data")
     (project / "data" / "fit.py").touch()
-    with pytest.raises(SnapshotError, match=r"\(--link \.\./huge.pt\)"):
+    with pytest.raises(RefusedError, match=r"\(--link \.\./huge.pt\)"):
         planned("--local", "--", "fit.py")
     monkeypatch.chdir(project)
     links = ["--link=huge.pt", "--link=data", "--link", "cache"]
@@ -122,10 +121,10 @@ def test_data_in_a_module_elsewhere_is_refused_unless_git_has_it(project: Path) 
     with (far / "pk" / "weights").open("wb") as file:
         file.truncate(600_000_000)
     cure = f"MB. To leave data out, list it in {far}/.gitignore"
-    with pytest.raises(SnapshotError, match=f"{cure} after `git init {far}`$"):
+    with pytest.raises(RefusedError, match=f"{cure} after `git init {far}`$"):
         snapshot.plan_modules(far, ["pk"])
     subprocess.run(["git", "init", "-q", str(far)], check=True)
-    with pytest.raises(SnapshotError, match=f"{cure}$"):
+    with pytest.raises(RefusedError, match=f"{cure}$"):
         snapshot.plan_modules(far, ["pk"])
     subprocess.run(["git", "-C", str(far), "add", "--intent-to-add", "pk/weights"], check=True)
     assert snapshot.plan_modules(far, ["pk"]).files == ("pk/weights",)

@@ -409,9 +409,7 @@ def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
     (one.code / "new.txt").write_text("the first run's")
     assert (two.code / "model.pt").read_text() == "saved here once"
     assert not (two.code / "new.txt").exists()
-    with pytest.raises(
-        snapshot.SnapshotError, match=r"model.pt is not the submitted file any more"
-    ):
+    with pytest.raises(RefusedError, match=r"model.pt is not the submitted file any more"):
         submitted("late", record=one.job / "source")
 
     (root / "fit.py").write_text("edited")

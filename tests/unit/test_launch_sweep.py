@@ -12,7 +12,7 @@ import submitit
 
 from rollcall import cli
 from rollcall.config import parse
-from rollcall.launch.scheduler.job import JobError, array_tasks
+from rollcall.launch.scheduler.job import array_tasks
 from rollcall.launch.submission import executors
 from rollcall.launch.sweep import definition, local, sweep
 from rollcall.records.run import LoggedStep, Validation
@@ -108,7 +108,7 @@ def test_arrays_are_read_as_sbatch_reads_them(capsys: pytest.CaptureFixture[str]
     assert array_tasks("0-3%2") == ([0, 1, 2, 3], 2)
     assert array_tasks("1,3,10-20:5") == ([1, 3, 10, 15, 20], None)
     for wrong in ("", "a", "1-", "3-0", "0:0", "0-3%0", "0-3%00", "0-9:0", "0-9:00", "0-3%"):
-        with pytest.raises(JobError, match="expected indices such as"):
+        with pytest.raises(RefusedError, match="expected indices such as"):
             array_tasks(wrong)
     assert cli.main(["array", "--run-dir=a", "--tasks=0-x", "--", "true"]) == 2
     assert "--array 0-x: expected indices such as" in capsys.readouterr().err
