@@ -36,7 +36,7 @@ Save = Callable[[Path, State], Iterator[None]]
 
 
 class Training:
-    """A training whose weights and two moments take about so many megabytes."""
+    """A training whose weights and two moments have about the given size."""
 
     def __init__(self, megabytes: int, device: torch.device) -> None:
         """Do a first update, which makes the moments."""

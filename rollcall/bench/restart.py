@@ -54,9 +54,7 @@ def main(argv: Sequence[str]) -> int:
         median = turns.medians({name: known})[name]["to first step"] if known else math.inf
         shown = turns.seconds(median) if known else "never"
         rows.append((name, shown, f"{len(known)} of {options.repeats}"))
-    turns.show(
-        "killed rank to first step, 2 ranks, medians of those that restarted, in turns", rows
-    )
+    turns.show("killed rank to first step, 2 ranks, medians of the restarts, in turns", rows)
     return 1 if rows[-1][1] == "never" else 0
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ways that take turns, medians, tables and commands that are timed."""
+"""Shared by the benchmarks: ways that take turns, medians, tables and commands that are timed."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from rollcall.installation import ROOT
 from rollcall.text import table
 
 Figures = dict[str, float]
-"""What one measurement found, by the titles of the columns; times are in seconds."""
+"""The result of one measurement, by the titles of the columns; times are in seconds."""
 
 
 class BenchError(Exception):
@@ -70,7 +70,7 @@ def show(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def compare(title: str, of_ways: Mapping[str, Figures], base: str) -> None:
-    """Print times, each with its ratio to that of the way `base`."""
+    """Print times, each with its ratio to the way `base`."""
     rows = [["", *(cell for key in of_ways[base] for cell in (key, f"/ {base}"))]]
     for name, own in of_ways.items():
         ratios = {key: f"{value / of_ways[base][key]:.2f}" for key, value in own.items()}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, medians, ratios, and the end of what they have started."""
+"""The parts that benchmarks share: turns, medians, ratios, and the end of a command."""
 
 import itertools
 
