@@ -125,8 +125,10 @@ def _from_files(run: RunDir, processes: Processes) -> tuple[Condition, list[Subm
 
 def _is_over(run: RunDir, condition: Condition) -> bool:
     """Whether the state of a run does not depend on its job: an allocation outlives its runs."""
-    if condition.job is None or condition.state in ("done", "running", "unknown"):
+    if condition.state in ("done", "running", "unknown"):
         return condition.state == "done"
+    if condition.job is None or condition.job.is_local:
+        return False
     record = JobRecord.read(run.path)
     if record is None or record.more.get("allocation") != condition.job.id:
         return False

@@ -36,6 +36,7 @@ def _slow(*args, **kwargs):
 TORCH = ("import torch.nn.functional", "torch.nn.functional.mse_loss")
 JAX = ("from jax.experimental import multihost_utils", "multihost_utils.process_allgather")
 HANDLER = "tensorflow.distribute.experimental.PreemptionCheckpointHandler.run"
+PACKAGES = ("accelerate", "deepspeed", "jax", "lightning", "mpi4py", "tensorflow", "transformers")
 STEPS = 40
 """Of each script on two ranks; one that trains alone on all of the data needs more."""
 
@@ -43,6 +44,8 @@ STEPS = 40
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     """A cluster of two hosts, which see the folders of the frameworks."""
+    if not any(map(importlib.util.find_spec, PACKAGES)):
+        pytest.skip("no framework is installed; docs/frameworks.md shows how")
     folders = [Path.cwd(), *map(Path, os.environ.get("PYTHONPATH", "").split(":")), Path("/tmp")]
     below_tmp = [path for path in folders if Path("/tmp") in path.resolve().parents]
     shares = [word for path in {Path(*path.resolve().parts[:3]) for path in below_tmp}
