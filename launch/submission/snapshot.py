@@ -189,7 +189,7 @@ def ignored(root: Path, names: Names) -> list[str]:
     A directory that is ignored as a whole counts once.
 
     Raises:
-        SnapshotError: git fails, or this is no checkout.
+        RefusedError: git fails, or this is no checkout.
     """
     return _ls(root, "-oi", "--directory", "--", *names)
 

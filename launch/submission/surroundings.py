@@ -17,9 +17,10 @@ from rollcall.launch.scheduler import gpus, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.options import CommandLine
-from rollcall.launch.submission.snapshot import Snapshot, SnapshotError
+from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.launch.submission.submission import launcher_copy, modules_copy, note
 from rollcall.records.job import JobRecord
+from rollcall.refusal import RefusedError
 from rollcall.requirements import PACKAGES
 from rollcall.run_dir import RunDir
 
@@ -72,7 +73,7 @@ class Surroundings:
 
     def _ignored_in_modules(self) -> Iterator[str]:
         for root, names in self.found.outside.items():
-            with contextlib.suppress(SnapshotError):  # outside git, all files are copied
+            with contextlib.suppress(RefusedError):  # outside git, all files are copied
                 for name in snapshot.ignored(root, names):
                     if not name.endswith((".py", ".so", ".pyc", "__pycache__/")):
                         yield (
