@@ -299,7 +299,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
 
 
 class Returning(nn.Module):
-    """Returns the mean cross entropy of its table's rows, shifted by `shift` places, and the rows."""
+    """Returns the mean cross entropy of its rows, shifted by `shift` places, and the rows."""
 
     def __init__(self, shift: int, scale: float = 1.0) -> None:
         super().__init__()
