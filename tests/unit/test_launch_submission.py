@@ -298,10 +298,11 @@ def test_ctrl_c_in_an_allocation_asks_once_and_then_does_not_wait(
 def test_a_run_without_its_record_does_not_go_on(
     script: Submission, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = []
+    started: list[psutil.Process] = []
+    before = set(psutil.Process().children())  # of other tests, such as the server of data workers
 
     def fail(*_: object) -> None:
-        started.extend(psutil.Process().children())
+        started.extend(set(psutil.Process().children()) - before)
         raise OSError(errno.EIO, "Input/output error", "submissions.jsonl")
 
     monkeypatch.setattr(start, "_record", fail)

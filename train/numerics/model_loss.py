@@ -24,7 +24,7 @@ class ModelLoss:
             counts: all labels but -100; the same without the first of each row, when each label is
                 predicted from those before it; or the rows. By default the logits must show it.
         """
-        self._counts = counts
+        self._counts: str = counts
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses, and the number of targets that count.

@@ -338,7 +338,7 @@ def _check_attributes(model: nn.Module, model_name: str) -> None:
     A class with its own `__setattr__`, such as LSTM, is taken to know.
     """
     names = {id(weight): name for name, weight in model.named_parameters()}
-    plain = object.__setattr__, nn.Module.__setattr__
+    plain: tuple[Any, ...] = object.__setattr__, nn.Module.__setattr__
     for holder, attribute, leaves in _attributes(model):
         held = next((names[id(one)] for one in leaves if id(one) in names), None)
         if held is not None and type(holder).__setattr__ in plain:
