@@ -355,7 +355,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="plant those whose description has this text")
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--results", type=Path, help="keep the answers here, and use those there")
-    parser.add_argument("--count", type=int, help="plant at most so many")
+    parser.add_argument("--count", type=int, help="plant at most this many faults")
     options = parser.parse_args()
     chosen = [case for case in cases()[options.first :: options.every] if options.only in str(case)]
     known = {line["case"]: line["said"] for line in read_lines(options.results or Path(os.devnull))}

@@ -63,7 +63,7 @@ def divide(most: int | None, cpus: int, gpus: int, tasks: int) -> list[Share]:
     """Divide this machine among the tasks that run at a time; return the CPUs and GPUs of each.
 
     Args:
-        most: how many tasks may run at a time; None for as many as fit.
+        most: how many tasks may run at a time; None for the number that fits.
         cpus, gpus: how many a task needs.
         tasks: number of all tasks.
     """

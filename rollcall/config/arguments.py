@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 
     known: Mapping[str, str]  # short names
     given: tuple[str, ...]  # the parameters that rollcall passes
-    by_place: int = 0  # so many of them also fill required parameters of other names, in order
+    by_place: int = 0  # this many of them also fill required parameters of other names, in order
     is_called_later: bool = False  # a class is made of its arguments alone; its object is called
 
 

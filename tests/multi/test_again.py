@@ -1,4 +1,4 @@
-"""A run that has failed, or is finished, goes on when it is told to: with its code or with new."""
+"""A failed or finished run is started again: with its own code or with new code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is resumed with other values says so, or is refused and stays as it was."""
+"""A run that is resumed with other values says so, or is refused and stays unchanged."""
 
 from __future__ import annotations
 

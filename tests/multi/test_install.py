@@ -47,7 +47,7 @@ class Rollcall:
     """A rollcall that a user calls from a directory of theirs.
 
     Attributes:
-        path: what stands on PYTHONPATH.
+        path: the value of PYTHONPATH.
         submit: the words that submit a run.
     """
 
