@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollcall import cli
-from rollcall.launch.commands import requeue, status, why
+from rollcall.launch.commands import status, why
 from rollcall.launch.runs import states
 from rollcall.launch.runs.find import NoRunError, find
 from rollcall.launch.runs.states import Condition
@@ -114,7 +114,7 @@ def test_a_run_that_slurm_has_forgotten_is_submitted_again_as_it_was_typed(
         run = RunDir(run.path, cell)
         run.job.mkdir(parents=True)
         Submission("7_0", 100.0).append(run.path)
-    assert requeue.main([str(run.path)]) == 2
+    assert cli.main(["requeue", str(run.path)]) == 2
     assert capsys.readouterr().err.endswith(f"; submit it again: rollcall {again}\n")
 
 
