@@ -66,6 +66,12 @@ def sentences(count: int = 50) -> Any:
     return Sentences(count), {"first": Sentences(11), "second": Sentences(7)}
 
 
+def words() -> Any:
+    from rollcall.train.data.source import Source
+
+    return Source(Sentences(50), Sentences(11), classes=WORDS)
+
+
 def stream(kind: str = "counted") -> Any:
     return Counted(23) if kind == "counted" else Plain(), Sentences(11)
 

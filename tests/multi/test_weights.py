@@ -297,7 +297,7 @@ def test_a_model_of_transformers_computes_the_loss_itself(auto: str, tmp_path: P
     if base == "bert":
         sizes = "num_hidden_layers=1 num_attention_heads=2 hidden_size=16 intermediate_size=32 "
         sizes += "hidden_dropout_prob=0 attention_probs_dropout_prob=0"
-    words = ["device=cpu", "data.name=user_tasks:sentences", "data.pad=true", "train.steps=3"]
+    words = ["device=cpu", "data.name=user_tasks:words", "data.pad=true", "train.steps=3"]
     words += ["data.global_batch=10", "log.every=1", f"run.root={tmp_path}", "optim.lr=0.01"]
     words += ["model.name=transformers", f"model.args.auto={auto}", f"model.args.base={base}"]
     words += [f"model.args.{word}" for word in [*sizes.split(), "vocab_size=32"]]
