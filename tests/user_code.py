@@ -210,16 +210,19 @@ QUIET = range(40, 80)
 def counted(config: Model, source: Source) -> nn.Module:
     """A perceptron that writes what its steps cost, in numbers that depend on no machine.
 
-    The file COUNTS.RANK gets the calls of Python functions of a step of QUIET, and the collectives
-    of a later one. System calls lie between two calls of `stat` for `/QUIET`.
+    The file COUNTS.RANK gets the calls of rollcall's functions in a step of QUIET (torch's differ by
+    version), and the collectives of a later one. System calls lie between two calls of `stat` for
+    `/QUIET`.
     """
     from collectives import Collectives  # here: it is not there for those who import us from above
 
     model = healthy(config, source)
     passes, calls, collectives = itertools.count(), itertools.count(), Collectives()
 
-    def see(_frame: Any, event: str, _arg: Any) -> None:
-        if event == "call":
+    own = str(Path(__file__).parents[1])
+
+    def see(frame: Any, event: str, _arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(own):
             next(calls)
 
     def note(module: nn.Module, _: Any) -> None:
