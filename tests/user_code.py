@@ -210,9 +210,9 @@ QUIET = range(40, 80)
 def counted(config: Model, source: Source) -> nn.Module:
     """A perceptron that writes what its steps cost, in numbers that depend on no machine.
 
-    The file COUNTS.RANK gets the calls of rollcall's functions in a step of QUIET (torch's differ by
-    version), and the collectives of a later one. System calls lie between two calls of `stat` for
-    `/QUIET`.
+    The file COUNTS.RANK gets the calls of rollcall's functions in a step of QUIET (torch's differ
+    by version), and the collectives of a later one. System calls lie between two calls of `stat`
+    for `/QUIET`.
     """
     from collectives import Collectives  # here: it is not there for those who import us from above
 

@@ -31,7 +31,7 @@ COUNTS = {
     (2, "ddp"): {"calls": 107, "allreduce_": 1},
     (2, "zero3"): {"calls": 105, "_allgather_base_": 6, "_reduce_scatter_base_": 3},
 }
-"""Of a quiet step of the model `counted`: collectives are exact, calls of rollcall's are the most."""
+"""Of a quiet step of the model `counted`: collectives exactly, and the most calls of rollcall's."""
 SYSTEM_CALLS = 2.0
 """The most of a quiet step on one rank, without workers that load data."""
 
