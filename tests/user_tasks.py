@@ -254,12 +254,15 @@ class Watcher:
 
 
 class Killed:
-    """Sends the rank a signal once, after this step."""
+    """Sends the rank a signal after a step of its first attempts: for each, the step."""
 
-    def __init__(self, run: Any, by: str = "SIGKILL", step: int = 5) -> None:
-        self.mark, self.by, self.step = run.run_dir.path / "killed", signal.Signals[by], step
+    def __init__(self, run: Any, by: str = "SIGKILL", steps: str = "5") -> None:
+        mark = run.run_dir.path / "attempts"
+        attempt = len(mark.read_text()) if mark.exists() else 0
+        mark.write_text("x" * (attempt + 1))
+        self.by = signal.Signals[by]
+        self.step = int([*steps.split("+"), "-1"][attempt])
 
     def logged(self, step: int, _: dict[str, float]) -> None:
-        if step == self.step and not self.mark.exists():
-            self.mark.touch()
+        if step == self.step:
             os.kill(os.getpid(), self.by)

@@ -132,10 +132,10 @@ def _is_over(run: RunDir, condition: Condition) -> bool:
     record = JobRecord.read(run.path)
     if record is None or record.more.get("allocation") != condition.job.id:
         return False
-    if condition.state != "lost":
-        return True
+    if condition.state == "lost" and condition.job.id not in find.cancelled(run):
+        return False
     with contextlib.suppress(SlurmError):  # a step that was killed has not written its end
-        return condition.job.id in find.cancelled(run) and not slurm.steps(condition.job.id)
+        return not slurm.steps(condition.job.id)
     return False
 
 

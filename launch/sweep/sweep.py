@@ -122,7 +122,7 @@ def _status(sweep: Sweep, given: argparse.Namespace) -> int:
             writer.writeheader()
             writer.writerows(rows)
     if given.watch:
-        status.keep_live(lambda _: _table(_rows(sweep, given)))
+        status.keep_live(lambda width: [row[:width] for row in _table(_rows(sweep, given))])
     else:
         print("\n".join(_table(rows)))
     return 0

@@ -70,12 +70,16 @@ def test_a_run_that_starts_again_is_one(
 ) -> None:
     pytest.importorskip(read.__name__, reason=f"{read.__name__} is not installed")
     words = ["digits", "device=cpu", "model.name=mlp", "train.steps=8", "log.every=1"]
-    words += ["checkpoint.every=2", f"run.root={tmp_path}", "run.name=run", "train.epochs=1"]
+    words += [f"run.root={tmp_path}", "run.name=run", "train.epochs=1"]
     words += [f"log.to={read.__name__}", "train.callbacks=user_tasks:Killed"]
-    words += [f"train.callbacks.Killed.args.by={by}"]
+    # Killed after step 7 and, from the checkpoint of step 4, after step 5: 6 and 7 come again.
+    steps = ["7", "5"] if by == "SIGKILL" else ["5"]
+    words += [f"train.callbacks.Killed.args.by={by}", "checkpoint.every=4"]
+    words += [f"train.callbacks.Killed.args.steps={'+'.join(steps)}"]
     place = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "1"}
-    ended = Ranks(1, words, tmp_path / "logs", place)
-    assert ended.wait() == [-9 if by == "SIGKILL" else 75], ended.output()
+    for attempt in steps:
+        ended = Ranks(1, words, tmp_path / f"logs-{attempt}", place)
+        assert ended.wait() == [-9 if by == "SIGKILL" else 75], ended.output()
     again = Ranks(1, words, tmp_path / "logs-again", place)
     assert again.wait() == [0], again.output()
     expected = [(line["step"], line["loss"]) for line in logged_steps(RunDir(tmp_path, "run"))]

@@ -102,7 +102,7 @@ def test_a_quiet_step_costs_no_more_than_it_did(
         most = COUNTS[world_size, strategy]
         calls = found.pop("calls")
         print(strategy, rank, calls)
-        assert calls <= most["calls"]
+        assert most["calls"] / 2 < calls <= most["calls"]
         assert found == {name: count for name, count in most.items() if name != "calls"}
 
 

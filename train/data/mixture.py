@@ -53,7 +53,7 @@ class Mixture(Dataset[Any]):
         return f"sample {inner} of set {place}"
 
     def _place(self, index: int) -> tuple[int, int]:
-        if index >= len(self):
+        if not 0 <= index < len(self):
             raise IndexError(index)  # ends a loop over the samples
         place = int(np.searchsorted(self._ends, index, "right"))
         first = self._ends[place - 1] if place else 0

@@ -73,7 +73,7 @@ def one_slot(value: float | torch.Tensor, rank: int, world_size: int) -> torch.T
     It lies on the CPU, or on the device of the value.
     """
     device = value.device if isinstance(value, torch.Tensor) else None
-    slots = torch.zeros(world_size, device=device)
+    slots = torch.zeros(world_size, dtype=torch.float64, device=device)
     slots[rank] = value
     return slots
 

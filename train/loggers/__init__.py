@@ -24,17 +24,25 @@ METHODS = ("logged", "report", "settle", "close")
 class Once:
     """Leaves out what was logged before, by an earlier attempt or before a rollback."""
 
-    def __init__(self, run: Run) -> None:
-        """Read what earlier attempts have logged."""
-        self._last: dict[str, int] = {}  # step of each name
-        for line in read_lines(run.run_dir.metrics):
-            self._last.update(dict.fromkeys(line, line.get("step", 0)))
+    def __init__(self, last: Callable[[str], int]) -> None:
+        """Ask for the last step that earlier attempts have logged of a name, or -1."""
+        self._ask = last
+        self._last: dict[str, int] = {}
 
     def new(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values whose names have none of this step or of a later one."""
-        found = {name: one for name, one in values.items() if step > self._last.get(name, -1)}
+        self._last |= {name: self._ask(name) for name in values if name not in self._last}
+        found = {name: one for name, one in values.items() if step > self._last[name]}
         self._last.update(dict.fromkeys(found, step))
         return found
+
+
+def last_in_metrics(run: Run) -> Callable[[str], int]:
+    """Return the last step of a name in metrics.jsonl as it is now."""
+    last: dict[str, int] = {}
+    for line in read_lines(run.run_dir.metrics):
+        last.update(dict.fromkeys(line, line.get("step", 0)))
+    return lambda name: last.get(name, -1)
 
 
 class Callbacks:

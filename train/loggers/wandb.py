@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcall.train.dist.run import Run
-from rollcall.train.loggers import Once
+from rollcall.train.loggers import Once, last_in_metrics
 
 
 class Wandb:
@@ -16,7 +16,7 @@ class Wandb:
         """Start or continue the run of this directory."""
         wandb: Any = importlib.import_module("wandb")
 
-        self._once = Once(run)
+        self._once = Once(last_in_metrics(run))
         path = run.run_dir.path.absolute()
         self._run = wandb.init(
             project=project,

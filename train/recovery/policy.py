@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from rollcall.activity import doing
-from rollcall.records.files import write_atomic
+from rollcall.records.files import read_value, write_atomic
 from rollcall.train.checkpoint.engine import SharedEngine
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
@@ -82,8 +82,8 @@ class Recovery:
         """Read which steps an earlier attempt left out, and remove its half-written snapshots."""
         if self._snapshots:
             self._snapshots.clean()
-        path = self._directory / LEFT_OUT
-        found = json.loads(path.read_text()) if self._world.is_main and path.exists() else []
+        # What cannot be read is found again: the rollback repeats.
+        found = (read_value(self._directory / LEFT_OUT) or []) if self._world.is_main else []
         self.left_out = {int(step) for step in self._world.broadcast(found)}
 
     def succeeded(self, step: int) -> None:

@@ -345,8 +345,8 @@ def _check_attributes(model: nn.Module, model_name: str) -> None:
             raise ConfigError(
                 f"model.name={model_name}: the weight {held} is also in "
                 f"{type(holder).__name__}.{attribute}, which would keep the old tensor when the "
-                "weights are spread over the ranks: use nn.ParameterList, or take it from its "
-                "module in forward()"
+                "weights are spread over the ranks: use nn.ParameterList, take it from its "
+                "module in forward(), or make its holder, such as an optimizer, outside the model"
             )
 
 
