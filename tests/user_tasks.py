@@ -254,14 +254,14 @@ class Watcher:
 
 
 class Killed:
-    """Sends the rank a signal after a step of its first attempts: for each, the step."""
+    """Sends the rank a signal after a step of each attempt; -1 for none."""
 
-    def __init__(self, run: Any, by: str = "SIGKILL", steps: str = "5") -> None:
+    def __init__(self, run: Any, by: str, steps: str) -> None:
         mark = run.run_dir.path / "attempts"
         attempt = len(mark.read_text()) if mark.exists() else 0
         mark.write_text("x" * (attempt + 1))
         self.by = signal.Signals[by]
-        self.step = int([*steps.split("+"), "-1"][attempt])
+        self.step = int(steps.split("+")[attempt])
 
     def logged(self, step: int, _: dict[str, float]) -> None:
         if step == self.step:

@@ -75,7 +75,7 @@ def test_a_run_that_starts_again_is_one(
     # Killed after step 7 and, from the checkpoint of step 4, after step 5: 6 and 7 come again.
     steps = ["7", "5"] if by == "SIGKILL" else ["5"]
     words += [f"train.callbacks.Killed.args.by={by}", "checkpoint.every=4"]
-    words += [f"train.callbacks.Killed.args.steps={'+'.join(steps)}"]
+    words += [f"train.callbacks.Killed.args.steps={'+'.join([*steps, '-1'])}"]
     place = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "1"}
     for attempt in steps:
         ended = Ranks(1, words, tmp_path / f"logs-{attempt}", place)
