@@ -14,8 +14,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rollcall.installation import training_words
+from rollcall.launch.frameworks.framework import Store
+from rollcall.launch.rank import surroundings
 from rollcall.launch.rank.process import (
     RankError,
     exit_rank,
@@ -31,6 +34,8 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
     from rollcall.launch.rank import store
 
+LEAVE_TIMEOUT = 300.0
+"""Seconds that node 0, which hosts the store, waits for the other nodes' ranks to end."""
 LAST_WORDS = 2.0
 """Seconds that ranks have to end by themselves after another rank of the node has failed."""
 
@@ -78,7 +83,18 @@ def start(options: argparse.Namespace) -> None:
     _wait(pids, options)
     if meeting is not None:
         store.record_if_alone(meeting, keys, options)
-        store.leave(meeting, options)
+    folder = Path(options.log_dir).parent / "exchange"
+    _leave(meeting or surroundings.Files(folder, f"node-{options.node_rank}"), options)
+
+
+def _leave(meeting: Store, options: argparse.Namespace) -> None:
+    """Keep node 0 until the other nodes have ended: it hosts the store, and says how all ended."""
+    end = time.monotonic() + LEAVE_TIMEOUT
+    with contextlib.suppress(RuntimeError, OSError):  # node 0 has ended already; a full disk
+        left = meeting.add("left", 1)
+        while options.node_rank == 0 and left < options.nnodes and time.monotonic() < end:
+            time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
+            left = meeting.add("left", 0)
 
 
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:

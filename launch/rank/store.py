@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,8 +19,6 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 """How long nodes wait for each other; the slowest file system must import torch in this time."""
 BACKLOG = 4096
 """Connections that may wait until the store accepts them; the kernel may allow fewer."""
-LEAVE_TIMEOUT = 300.0
-"""Seconds that node 0, which hosts the store, waits for the other nodes' ranks to end."""
 
 
 def check_cuda(program: str) -> None:
@@ -82,13 +79,3 @@ def record_if_alone(store: Store, keys: int, options: argparse.Namespace) -> Non
     with contextlib.suppress(OSError):  # a full disk
         if may_know and ranks > 1 and store.num_keys() - store.check(["left"]) <= keys:
             RanksAlone(ranks).write(Path(options.log_dir))
-
-
-def leave(store: Store, options: argparse.Namespace) -> None:
-    """Keep node 0, which hosts the store, alive until the other nodes have ended too."""
-    end = time.monotonic() + LEAVE_TIMEOUT
-    with contextlib.suppress(DistError):  # node 0 has ended already
-        left = store.add("left", 1)
-        while options.node_rank == 0 and left < options.nnodes and time.monotonic() < end:
-            time.sleep(0.02)
-            left = store.add("left", 0)

@@ -54,18 +54,20 @@ def _slurm(env: Mapping[str, str], place: Place) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-class _Files:
-    """A store in a folder."""
+class Files:
+    """A store in a folder, for ranks or nodes without torch."""
 
     def __init__(self, folder: Path, rank: str) -> None:
+        """Use the folder, which all of them see, under a name that none of the others has."""
         self._folder, self._rank = folder, rank
         folder.mkdir(parents=True, exist_ok=True)
 
     def set(self, key: str, value: str, /) -> None:
-        # Once: the last two ranks at a barrier may both say that it is passed.
+        """Write a value, once: the last two ranks at a barrier may both say that it is passed."""
         write_once(self._folder / quote(key, ""), value)
 
     def get(self, key: str, /) -> bytes:
+        """Wait for a value; raise TimeoutError after EXCHANGE."""
         end = time.monotonic() + EXCHANGE.total_seconds()
         while not self.check([key]):
             if time.monotonic() > end:
@@ -79,13 +81,14 @@ class _Files:
         return sum(path.name.startswith(quote(f"{key}.", "")) for path in self._folder.iterdir())
 
     def check(self, keys: list[str], /) -> bool:
+        """Whether all these values exist."""
         return all((self._folder / quote(key, "")).exists() for key in keys)
 
 
 def _store(env: Mapping[str, str], folder: Path) -> Store:
     """Connect to the store of the ranks' parents; a process group uses the same one."""
     if importlib.util.find_spec("torch") is None:
-        return _Files(folder, env["RANK"])
+        return Files(folder, env["RANK"])
     from torch.distributed import PrefixStore, TCPStore
 
     place = env["MASTER_ADDR"], int(env["MASTER_PORT"])

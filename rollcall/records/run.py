@@ -252,6 +252,8 @@ class LoggedStep(Line):
     def _keep(cls, directory: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
         """Drop the other lines. Lines that cannot be read are kept in `metrics.jsonl.damaged`."""
         path = directory / cls.FILE
+        if path.is_dir():
+            set_aside(path)
         if not path.exists():
             return
         lines = [*parse_lines(path.read_bytes().splitlines(True))]

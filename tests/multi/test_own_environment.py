@@ -11,12 +11,13 @@ from rollcall.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
 SCRIPT = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 while not pathlib.Path(sys.argv[1]).exists():
     time.sleep(0.05)
 import beside, helpers.tools, mypkg.model, other, random, subprocess
 print(mypkg.model.VERSION, helpers.tools.VERSION, beside.VERSION, other.VERSION)
 print(sys.executable, sys.prefix, random.__file__, other.__file__, flush=True)
+time.sleep(2 * int(os.environ["RANK"]))  # the run ends with the last node, not with the first
 child = "import mypkg.model, helpers.tools; print(mypkg.model.VERSION, helpers.tools.VERSION)"
 subprocess.run([sys.executable, "-c", child], check=True)
 """
