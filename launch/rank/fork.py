@@ -83,14 +83,15 @@ def start(options: argparse.Namespace) -> None:
     _wait(pids, options)
     if meeting is not None:
         store.record_if_alone(meeting, keys, options)
-    folder = Path(options.log_dir).parent / "exchange"
-    _leave(meeting or surroundings.Files(folder, f"node-{options.node_rank}"), options)
+    _leave(meeting, options)
 
 
-def _leave(meeting: Store, options: argparse.Namespace) -> None:
+def _leave(meeting: Store | None, options: argparse.Namespace) -> None:
     """Keep node 0 until the other nodes have ended: it hosts the store, and says how all ended."""
-    end = time.monotonic() + LEAVE_TIMEOUT
+    end, folder = time.monotonic() + LEAVE_TIMEOUT, Path(options.log_dir).parent / "exchange"
     with contextlib.suppress(RuntimeError, OSError):  # node 0 has ended already; a full disk
+        if meeting is None:
+            meeting = surroundings.Files(folder, f"node-{options.node_rank}")
         left = meeting.add("left", 1)
         while options.node_rank == 0 and left < options.nnodes and time.monotonic() < end:
             time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
