@@ -95,7 +95,8 @@ class Builder:
         self.say(f"making {self.folder} (up to {needed:.0f} GB; log: {self.log.name} there)")
         self.log.unlink(missing_ok=True)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+        extras = project["optional-dependencies"]
+        wanted = [*project["dependencies"], *extras["dev"], *extras["report"]]
         torches = [name for name in wanted if re.match(r"torch(vision)?\b(?!-)", name)]
         index = [] if build == "default" else ["--index-url", INDEX + build]
         maker = [self.python, "-m", "venv"]
