@@ -1,0 +1,26 @@
+"""Where the time of training steps went, on each rank. No torch."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rollcall.records.run import Line
+
+
+@dataclass(frozen=True)
+class Phases(Line):
+    """What each rank did in the steps since the line before; rank 0 writes it.
+
+    The phases of a rank add up to `seconds`. A list has one number for each rank.
+    """
+
+    FILE = "phases.jsonl"
+    PHASES: ClassVar = ("data", "forward", "backward", "communication", "optimizer", "other")
+
+    step: int  # the newest step that the line covers
+    steps: int  # how many steps it covers
+    time: float  # seconds since 1970
+    seconds: float  # wall clock of a step, mean; without evaluations and saves
+    phases: dict[str, list[float]]  # mean seconds of a step in each of PHASES
+    memory: list[float] | None = None  # peak bytes: allocated on the GPU, resident on a CPU
+    reserved: list[float] | None = None  # peak bytes that PyTorch holds of the GPU
+    host: list[float] | None = None  # resident bytes of the process
