@@ -18,7 +18,7 @@ from rollcall.train.checkpoint import background, layout, manifest, read, write
 from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
 from rollcall.train.checkpoint.contents import Damaged, Manifest
 from rollcall.train.checkpoint.pending_save import PendingSave, SaveResult
-from rollcall.train.checkpoint.store import SharedStore, Store
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.write_plan import WritePlan
 from rollcall.train.dist.world import World
 
@@ -289,7 +289,7 @@ class SharedEngine(Engine):
         hooks: Hooks | None = None,
     ) -> None:
         """Keep the newest `keep`, the multiples of `keep_every` and the step from `best`."""
-        super().__init__(world, SharedStore(directory, world, keep, keep_every, best), hooks)
+        super().__init__(world, Store(directory, world, keep, keep_every, best), hooks)
 
     def restore(self, make_state: MakeState) -> tuple[int, dict[str, Any]] | None:
         """Fill a state as the function `restore` does, with the same exceptions."""

@@ -37,7 +37,7 @@ class NodeLocalStore(Store):
         self, directory: Path, world: World, run_id: str, nodes: Sequence[int], writer_pid: int
     ) -> None:
         """Take the process id of this node's first rank, and each rank's node as a number."""
-        super().__init__(directory, world, nodes)
+        super().__init__(directory, world, KEEP, nodes=nodes)
         self.host_note = f"on {world.host}: "
         self._run_id = run_id  # distinguishes this run from an earlier one of the same name
         self._writer_pid = writer_pid
@@ -56,7 +56,7 @@ class NodeLocalStore(Store):
 
     def stale(self, steps: Sequence[int]) -> list[int]:
         """Return which of these steps may be removed."""
-        return [step for step in layout.stale(steps, KEEP, None, None) if step not in self._held]
+        return [step for step in super().stale(steps) if step not in self._held]
 
     def refuse(self, step: int) -> str:
         """Do not offer this checkpoint again in this attempt; `forget_after` removes it."""
