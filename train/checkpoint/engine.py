@@ -76,27 +76,15 @@ class Engine:
         """The step of the save in flight."""
         return self._pending.step if self._pending else None
 
-    def save(self, step: int, state: dict[str, Any], **facts: Any) -> Path:
-        """Write the state after `step` updates, wait until it is published, and return its path.
+    def begin(self, step: int, state: dict[str, Any], **facts: Any) -> None:
+        """Start a save of the state after `step` updates; later changes are not in the checkpoint.
+
+        To finish it, call `settle` with the sums of `signals` after every step, or call `drain`.
+        Only one save can be in flight.
 
         Args:
             state: nested dictionaries of tensors and plain values under global names.
             facts: further plain values for the manifest.
-
-        Raises:
-            OSError: it could not be written; earlier checkpoints are unchanged.
-        """
-        self.begin(step, state, **facts)
-        result = self.drain()
-        if result and result.problem:
-            raise OSError(result.problem)
-        return self.store.place(step)
-
-    def begin(self, step: int, state: dict[str, Any], **facts: Any) -> None:
-        """Start a save; later changes of the state are not in the checkpoint.
-
-        To finish it, call `settle` with the sums of `signals` after every step, or call `drain`.
-        Only one save can be in flight.
         """
         self._check_idle()
         began = time.monotonic()
@@ -290,11 +278,6 @@ class SharedEngine(Engine):
     ) -> None:
         """Keep the newest `keep`, the multiples of `keep_every` and the step from `best`."""
         super().__init__(world, Store(directory, world, keep, keep_every, best), hooks)
-
-    def restore(self, make_state: MakeState) -> tuple[int, dict[str, Any]] | None:
-        """Fill a state as the function `restore` does, with the same exceptions."""
-        found = restore([self], make_state)
-        return found and (found.step, found.state)
 
 
 class Restored(NamedTuple):
