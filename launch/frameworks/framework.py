@@ -48,16 +48,10 @@ class Place:
         addresses: Callable[[], Sequence[str]],
     ) -> Self:
         """Read a place from torchrun's variables."""
-        return cls(
-            rank=int(env["RANK"]),
-            local_rank=int(env["LOCAL_RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-            node=int(env["GROUP_RANK"]),
-            nodes=int(env["GROUP_WORLD_SIZE"]),
-            store=store,
-            addresses=addresses,
-        )
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        rank, local, size, local_size, node = (int(env[name]) for name in names)
+        nodes = int(env["GROUP_WORLD_SIZE"])
+        return cls(rank, local, size, local_size, node, nodes, store, addresses)
 
 
 @dataclass(frozen=True)
@@ -72,5 +66,5 @@ class Framework:
     """
 
     imports: frozenset[str]
-    variables: Callable[[Place], dict[str, str]]
+    variables: Callable[[Place], Mapping[str, object]]
     meets_at_master: bool = False
