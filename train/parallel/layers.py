@@ -112,13 +112,6 @@ def span(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
 
-def remove(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove these layers from the model; the others keep their names."""
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, nn.Identity())
-
-
 @torch.no_grad()
 def _counted(groups: Groups, x: torch.Tensor) -> tuple[list[int], list[int]]:
     """Return the floating-point operations and output values of each group for the sample."""

@@ -15,7 +15,7 @@ from rollcall.config.schema import ConfigError
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.world import World
 from rollcall.train.parallel import schedules
-from rollcall.train.parallel.layers import balance, groups_of, remove, span
+from rollcall.train.parallel.layers import balance, groups_of, span
 
 
 class Pipeline:
@@ -89,8 +89,9 @@ class Pipeline:
                 self._names.append(span(list(layers)))
                 found.append(Stage(*layers.values()))
                 _ignore_shape_inference(found[-1])
-            else:
-                remove(model, list(layers))
+            else:  # the others keep their names
+                for name in layers:
+                    model.set_submodule(name, nn.Identity())
         return found
 
     def describe(self) -> str:

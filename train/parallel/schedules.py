@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from rollcall.config.schema import ConfigError, Parallel
+from rollcall.train.weights.deferred import tensors_of
 
 
 def _as_many_as_stages(count: int, ranks: int, stages: int) -> str:  # noqa: ARG001
@@ -65,12 +66,10 @@ def check_shared(name: str, stage: nn.Module) -> None:
     torch computes such a weight's gradient twice from the same activations, which are gone the
     second time (2.15).
     """
-    places: dict[int, str] = {}
-    for place, weight in stage.named_parameters(remove_duplicate=False):
-        first = places.setdefault(id(weight), place)
-        if SCHEDULES[name].splits and weight.requires_grad and first != place:
+    for places, weight in tensors_of(stage):
+        if SCHEDULES[name].splits and weight.requires_grad and len(places) > 1:
             raise ConfigError(
-                f"parallel.schedule={name}: {first} and {place} share a weight, which this "
+                f"parallel.schedule={name}: {places[0]} and {places[1]} share a weight, which this "
                 "schedule does not support; choose parallel.schedule=interleaved"
             )
 
