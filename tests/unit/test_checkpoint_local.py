@@ -22,8 +22,7 @@ from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 from rollcall.train.checkpoint import layout, write, write_plan
 from rollcall.train.checkpoint.engine import Engine, Hooks, SharedEngine
-from rollcall.train.checkpoint.local_tier import LocalTier
-from rollcall.train.checkpoint.node_local import NodeLocalStore, open_store, place
+from rollcall.train.checkpoint.node_local import LocalTier, NodeLocalStore, open_store, place
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.checkpoint.tools import verify
 from rollcall.train.dist.run import Run

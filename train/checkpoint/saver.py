@@ -10,7 +10,7 @@ from rollcall.deadline import Deadline
 from rollcall.train.checkpoint import node_local
 from rollcall.train.checkpoint.cadence import Best, Cadence
 from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SharedEngine, restore
-from rollcall.train.checkpoint.local_tier import LocalTier
+from rollcall.train.checkpoint.node_local import LocalTier
 from rollcall.train.checkpoint.pending_save import SaveResult
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
