@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from rollcall.refusal import RefusedError
+
 ITEM_SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
@@ -16,7 +18,7 @@ Key = tuple[str | int, ...]
 """The path to a value in the nested state, such as ("model", "weight")."""
 
 
-class Damaged(Exception):
+class Damaged(RefusedError):
     """A checkpoint is not what was written; the message names the file and what is wrong."""
 
 

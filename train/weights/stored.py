@@ -191,9 +191,9 @@ def open_(text: str, model_name: str) -> Stored:
         if path.is_dir():
             raise ConfigError(f"model.init={text}: this folder holds no weights; expected {KNOWN}")
         return _torchvision(text, model_name)
+    except ConfigError:
+        raise
     except (OSError, RuntimeError, Damaged, ValueError, KeyError, pickle.UnpicklingError) as error:
-        if isinstance(error, ConfigError):
-            raise
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.init={text}: the weights cannot be read: {reason}") from error
 

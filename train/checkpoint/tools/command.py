@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import ConfigError
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import named
 from rollcall.text import did_you_mean, size, table
 from rollcall.train.checkpoint import cadence, layout, manifest
@@ -27,11 +28,10 @@ def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
     arguments = _parser().parse_args(words)
     try:
-        code: int = arguments.command(arguments)
-    except (ConfigError, Damaged, OSError) as error:
+        return int(arguments.command(arguments))
+    except (RefusedError, OSError) as error:
         print(f"rollcall: error: {_plain(str(error))}", file=sys.stderr)
         return 2
-    return code
 
 
 def _list(arguments: argparse.Namespace) -> int:
