@@ -326,7 +326,9 @@ def hidden_exit_code(script: Script) -> Iterator[Finding]:
     launches = [launch for launch in script.launches() if launch.program[0] not in _CLOSES]
     if any(_sees_exit_codes(launch) for launch in launches):
         return
-    trainings = [each for each in launches if _starts_training(script, each) and _runs(each)]
+    trainings = [
+        each for each in launches if _starts_training(script, each) and _runs(each.program)
+    ]
     if not trainings or trainings[-1].replaces_shell:
         return
     last = trainings[-1]
@@ -365,9 +367,9 @@ def _sees_exit_codes(launch: Launch) -> bool:
     return sets or launch.program[0] in ("exit", "return", "trap", "function", "case")
 
 
-def _runs(launch: Launch) -> bool:
+def _runs(program: Sequence[str]) -> bool:
     """Whether a command certainly runs its program, not only names it."""
-    return launch.program[0] not in ("echo", "printf", "which", "type", "pip", "cat", "[", "[[")
+    return program[0] not in ("echo", "printf", "which", "type", "pip", "cat", "[", "[[")
 
 
 def _nodes(script: Script, launch: Launch) -> int:
@@ -389,9 +391,7 @@ def _programs(script: Script, names: Sequence[str]) -> Iterator[tuple[Launch, li
     for launch in script.launches():
         inner = script.inner(launch) or []
         for program in (launch.program, *(each.program for each in script.launches(inner))):
-            for index, word in enumerate(
-                program if _runs(Launch(0, "", False, None, program)) else ()
-            ):
+            for index, word in enumerate(program if _runs(program) else ()):
                 if word in names or Path(word).name in names:
                     yield launch, list(program[index + 1 :])
                     break
