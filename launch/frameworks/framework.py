@@ -23,13 +23,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place among all ranks.
-
-    Attributes:
-        store: connects to a store that all ranks share.
-        addresses: exchanges with all other ranks, which must call it too, one `host:port` per rank
-            that other hosts can dial; the port is free at that moment.
-    """
+    """A rank's place among all ranks."""
 
     rank: int
     local_rank: int
@@ -37,7 +31,9 @@ class Place:
     local_world_size: int
     node: int
     nodes: int
-    store: Callable[[], Store]
+    store: Callable[[], Store]  # connects to a store that all ranks share
+    # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at that
+    # moment; all ranks must call it.
     addresses: Callable[[], Sequence[str]]
 
     @classmethod
@@ -56,15 +52,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework whose scripts rollcall starts.
+    """A framework whose scripts rollcall starts."""
 
-    Attributes:
-        imports: top-level packages whose import shows that a script uses it.
-        variables: returns what a rank's environment has in addition to torchrun's variables.
-        meets_at_master: whether its ranks meet at MASTER_ADDR and MASTER_PORT, so that it is known
-            whether they did.
-    """
-
-    imports: frozenset[str]
-    variables: Callable[[Place], Mapping[str, object]]
+    imports: frozenset[str]  # top-level packages whose import shows that a script uses it
+    variables: Callable[[Place], Mapping[str, object]]  # of a rank, in addition to torchrun's
+    # Whether ranks meet at MASTER_ADDR and MASTER_PORT, so that it is known whether they did.
     meets_at_master: bool = False

@@ -40,39 +40,25 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts a program, possibly as a Slurm step.
-
-    Attributes:
-        end: the operator after it.
-        replaces_shell: whether it is started by exec.
-        step: the options of srun; None without srun.
-        program: the program's words, with known variables expanded.
-    """
+    """A command that starts a program, possibly as a Slurm step."""
 
     line: int
-    end: str
-    replaces_shell: bool
-    step: tuple[str, ...] | None
-    program: tuple[str, ...]
+    end: str  # the operator after it
+    replaces_shell: bool  # whether it is started by exec
+    step: tuple[str, ...] | None  # the options of srun; None without srun
+    program: tuple[str, ...]  # its words, with known variables expanded
 
 
 class Script:
-    """A script's directives and commands.
-
-    Attributes:
-        directives: the directives that sbatch reads.
-        late: lines of directives after the first command.
-        disabled: lines of comments that look like directives.
-        commands: empty if this is not a shell script, or if it is `unbalanced`.
-    """
+    """A script's directives and commands."""
 
     def __init__(self, path: Path, text: str) -> None:
         text = _without_placeholders(text)
         self.path, self.text, self.lines = path, text, text.splitlines()
-        self.directives: list[Directive] = []
-        self.late: list[int] = []
-        self.disabled: list[int] = []
-        self.commands: list[Command] = []
+        self.directives: list[Directive] = []  # that sbatch reads
+        self.late: list[int] = []  # lines of directives after the first command
+        self.disabled: list[int] = []  # lines of comments that look like directives
+        self.commands: list[Command] = []  # none if it is no shell script, or `unbalanced`
         self.unbalanced: UnbalancedError | None = None
         shebang = self.lines[0] if text.startswith("#!") else "#!/bin/sh"
         self.is_shell = re.search(r"\b(ba|da|k|z)?sh\b", shebang) is not None

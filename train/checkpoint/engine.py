@@ -29,18 +29,14 @@ WritePart = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that an engine calls.
+    """Functions that an engine calls."""
 
-    Attributes:
-        before_publishing: called on publishing ranks right before a checkpoint gets its name; an
-            OSError from it stops that. It may check that this attempt still owns the run.
-        on_refusal: called on every rank with the step of a damaged checkpoint and the damage.
-        is_late: asked on rank 0 during a wait for a save; true ends the wait.
-    """
-
+    # On publishing ranks, right before a checkpoint gets its name; an OSError stops that. It may
+    # check that this attempt still owns the run.
     before_publishing: Callable[[], object] = lambda: None
+    # On every rank, with the step of a damaged checkpoint and the damage.
     on_refusal: Callable[[int, str], object] = lambda *_: None
-    is_late: Callable[[], bool] = lambda: False
+    is_late: Callable[[], bool] = lambda: False  # on rank 0; true ends the wait for a save
 
 
 class Engine:
