@@ -1,7 +1,6 @@
 """Detect data that has changed, by a few facts and hashed samples of the data set."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ def check(run: Run, source: Source, resuming: bool) -> dict[str, Any]:
     """
     world, run_dir = run.world, run.run_dir
     mine = identify(run.config.data.name, source)
-    others = differences(json.loads(world.broadcast_text(json.dumps(mine))), mine)
+    others = differences(world.broadcast(mine), mine)
     world.raise_together(
         f"rank {world.rank} on {world.host} sees different data from rank 0: {others}. Give all "
         "nodes the same files"

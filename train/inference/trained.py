@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcall import config as schema
 from rollcall.config import Config, ConfigError
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir, named
 from rollcall.text import did_you_mean
 
@@ -72,7 +73,6 @@ def load(
 
     from rollcall.train import models
     from rollcall.train.checkpoint import cadence, manifest
-    from rollcall.train.checkpoint.contents import Damaged
     from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
@@ -104,14 +104,14 @@ def load(
     # Asked late: a running training may remove older ones, but never the newest.
     step = checkpoints.newest()
     if best:
-        chosen, problem = "", ""
+        problem = ""
         if world.is_main:
             try:
-                chosen = str(manifest.read_named(cadence.best(run_dir.checkpoints)).step)
-            except (ConfigError, Damaged) as error:
+                step = manifest.read_named(cadence.best(run_dir.checkpoints)).step
+            except RefusedError as error:
                 problem = str(error)
         world.raise_together(problem)
-        step = int(world.broadcast_text(chosen))
+        step = world.broadcast(step)
     assert step is not None, "the newest checkpoint is never removed"
     if not config.checkpoint.save_frozen:
         drop_frozen(strategy.model, state)

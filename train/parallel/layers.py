@@ -1,6 +1,5 @@
 """The layers of a model, the cost of each, and how to divide them evenly."""
 
-import json
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -87,8 +86,7 @@ def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) ->
     with evaluating(model):
         costs, outputs = _counted(groups, example.to(home))
         if by == "time":
-            text = json.dumps(_timed(groups, example, world.device)) if world.is_main else ""
-            costs = json.loads(world.broadcast_text(text))
+            costs = world.broadcast(world.is_main and _timed(groups, example, world.device))
     return [LayerGroup(*group) for group in zip(groups, costs, outputs, strict=True)]
 
 

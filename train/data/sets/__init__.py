@@ -62,13 +62,18 @@ def _source(made: Any, config: Data, seed: int) -> Source:
     count = found.validation_size
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
-    further = {name: adapted(one, config.name, seed) for name, one in found.further.items()}
+    names = tuple(found.names or getattr(found.train, "classes", None) or ())
     known = replace(
-        found, train=train, validation=validation, validation_size=count, further=further, form=form
+        found,
+        train=train,
+        validation=validation,
+        validation_size=count,
+        further={name: adapted(one, config.name, seed) for name, one in found.further.items()},
+        form=form,
+        names=names,
+        classes=found.classes or len(names),
     )
-    names = tuple(known.names or getattr(found.train, "classes", None) or ())
-    known = replace(known, names=names, classes=known.classes or len(names))
-    return replace(known, shape=known.shape or _shape(known, config.name))
+    return replace(known, shape=found.shape or _shape(known, config.name))
 
 
 def _shape(source: Source, name: str) -> tuple[int, ...]:
@@ -91,12 +96,8 @@ def without_samples(config: Data, facts: Mapping[str, Any]) -> Source | None:
     return read and Source(zeros, zeros, len(zeros), len(zeros), shape, classes, names, read)
 
 
-def _function(name: str) -> Any:
-    return load_attribute(name, "data.name", DATA_SETS)
-
-
 def _declared(name: str, attribute: str) -> Any:
-    return getattr(_function(name), attribute, None)
+    return getattr(load_attribute(name, "data.name", DATA_SETS), attribute, None)
 
 
 def _reader(config: Data, classes: int) -> ReadFiles | None:
