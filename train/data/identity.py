@@ -82,10 +82,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _hashes(dataset: Dataset[Any], size: int, form: Form) -> list[str | None]:
-    if isinstance(dataset, Stream):  # others than the first are read in order only
-        return [_hash(dataset, index, form) for index in range(min(size, 2) if size >= 0 else 2)]
     count = min(size, SAMPLES)
     indices = [number * (size - 1) // max(1, count - 1) for number in range(count)]
+    if isinstance(dataset, Stream):  # others than the first are read in order only
+        indices = [0, 1][: size if size >= 0 else 2]
     return [_hash(dataset, index, form) for index in indices]
 
 

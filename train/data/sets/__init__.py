@@ -11,7 +11,7 @@ from rollcall.config.catalog import DATA_SETS
 from rollcall.config.plugin import load_attribute
 from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data.reader import Reader, Selection
-from rollcall.train.data.source import Batch, BatchDataset, InMemory, ReadFiles, Source
+from rollcall.train.data.source import InMemory, ReadFiles, Source
 from rollcall.train.data.stream import Stream, adapted
 from rollcall.train.dist.world import World
 
@@ -92,8 +92,11 @@ def without_samples(config: Data, facts: Mapping[str, Any]) -> Source | None:
     """Return a source without samples that can read files, if possible; `facts` is its identity."""
     shape, classes, names = tuple(facts["shape"]), facts["classes"], tuple(facts["names"])
     read = _reader(config, classes)
-    zeros = _Zeros(shape)
-    return read and Source(zeros, zeros, len(zeros), len(zeros), shape, classes, names, read)
+    # A strategy learns the shapes from two samples; those of one dimension are tokens.
+    is_tokens = len(shape) == 1
+    inputs = torch.zeros(2, *shape, dtype=torch.int64 if is_tokens else torch.float32)
+    zeros = InMemory(inputs, torch.zeros(2, *(shape if is_tokens else ()), dtype=torch.int64))
+    return read and Source(zeros, zeros, 2, 2, shape, classes, names, read)
 
 
 def _declared(name: str, attribute: str) -> Any:
@@ -103,20 +106,3 @@ def _declared(name: str, attribute: str) -> Any:
 def _reader(config: Data, classes: int) -> ReadFiles | None:
     reader = _declared(config.name, "reader")
     return reader(config, classes) if reader else None
-
-
-class _Zeros(BatchDataset):
-    """Two samples of zeros, from which a strategy learns the shapes."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        size, weights = (len(indices), *self._shape), torch.ones(len(indices))
-        if len(self._shape) == 1:
-            zeros = torch.zeros(size, dtype=torch.int64)
-            return Batch(zeros, zeros, weights)
-        return Batch(torch.zeros(size), torch.zeros(len(indices), dtype=torch.int64), weights)
