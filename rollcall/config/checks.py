@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DDP_KEYS = ("bucket_mb", "static_graph", "compression")
 V_SHAPED = ("zbv", "dualpipev")
+"""Schedules whose stages run over the ranks and back: the first rank also has the last stage."""
 SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
 """Schedules that compute the gradients of inputs first, and of weights later."""
 LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
