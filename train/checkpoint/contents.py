@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.refusal import RefusedError
-
 ITEM_SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
@@ -18,7 +16,7 @@ Key = tuple[str | int, ...]
 """The path to a value in the nested state, such as ("model", "weight")."""
 
 
-class Damaged(RefusedError):
+class Damaged(Exception):
     """A checkpoint is not what was written; the message names the file and what is wrong."""
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rollcall import config as schema
 from rollcall.config import Config, ConfigError
-from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir, named
 from rollcall.text import did_you_mean
 
@@ -73,6 +72,7 @@ def load(
 
     from rollcall.train import models
     from rollcall.train.checkpoint import cadence, manifest
+    from rollcall.train.checkpoint.contents import Damaged
     from rollcall.train.checkpoint.engine import SharedEngine
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
@@ -108,7 +108,7 @@ def load(
         if world.is_main:
             try:
                 step = manifest.read_named(cadence.best(run_dir.checkpoints)).step
-            except RefusedError as error:
+            except (ConfigError, Damaged) as error:
                 problem = str(error)
         world.raise_together(problem)
         step = world.broadcast(step)

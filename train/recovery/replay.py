@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcall.config import Config, ConfigError
 from rollcall.train.checkpoint import layout, manifest
+from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.inference import trained
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ def main(words: Sequence[str]) -> int:
     run_dir, config = trained.find(name, settings)
     run = run_dir.path
     directory = layout.place(run / "faults", int(step))
-    facts = manifest.read(directory).facts if directory.exists() else {}
+    try:
+        facts = manifest.read_named(directory).facts if directory.exists() else {}
+    except Damaged as error:
+        raise ConfigError(str(error)) from None
     if "fault" not in facts:
         found = sorted(layout.published(run / "faults"))
         steps = ", ".join(map(str, found)) or "none"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import ConfigError
-from rollcall.refusal import RefusedError
 from rollcall.run_dir import named
 from rollcall.text import did_you_mean, size, table
 from rollcall.train.checkpoint import cadence, layout, manifest
@@ -29,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     try:
         return int(arguments.command(arguments))
-    except (RefusedError, OSError) as error:
+    except (ConfigError, Damaged, OSError) as error:
         print(f"rollcall: error: {_plain(str(error))}", file=sys.stderr)
         return 2
 
