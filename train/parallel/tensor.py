@@ -136,11 +136,10 @@ class Tensor(Part):
         if self._sequence:
             plan, styles = {**plan, **self._sequence_plan}, SEQUENCE_STYLES
         found = {name: styles[cut]() for name, cut, _ in _matches(model, plan)}
-        tensors = list(tensors_of(model))
+        weights = [places for places, one in tensors_of(model) if isinstance(one, nn.Parameter)]
         parallel.parallelize_module(model, self._mesh, found)
-        for places, tensor in tensors:
-            if isinstance(tensor, nn.Parameter):  # each of the places has its own copy now
-                _share_again(model, *places)
+        for places in weights:  # each of the places has its own copy now
+            _share_again(model, *places)
         self._fork_where_pieces_begin(model)
 
     def _fork_where_pieces_begin(self, model: nn.Module) -> None:
