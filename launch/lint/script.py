@@ -45,7 +45,7 @@ class Launch:
     line: int
     end: str  # the operator after it
     replaces_shell: bool  # whether it is started by exec
-    step: tuple[str, ...] | None  # the options of srun; None without srun
+    step: dict[str, str] | None  # srun's options, `$` for variables; None without srun
     program: tuple[str, ...]  # its words, with known variables expanded
 
 
@@ -109,7 +109,7 @@ class Script:
             if {("launch", "batch"), ("rollcall", "batch")} & set(pairwise(words)):
                 # It starts the given step and forwards signals, as srun would.
                 words = words[words.index("batch") + 1 :]
-            step: tuple[str, ...] | None = None
+            step: dict[str, str] | None = None
             if words and Path(words[0]).name == "srun":
                 step, words = _split_srun(words[1:])
             if words:
@@ -194,13 +194,16 @@ def _directives(line: str, number: int) -> Iterator[Directive]:
         yield Directive(number, name, value)
 
 
-def _split_srun(words: list[str]) -> tuple[tuple[str, ...], list[str]]:
-    options: list[str] = []
+def _split_srun(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of srun under their long names, and the program."""
+    options: dict[str, str] = {}
     while words and (words[0].startswith("-") or (words[0].startswith("$") and len(words) > 1)):
         word = words.pop(0)
-        options.append(word)
-        short = re.fullmatch(r"-\w", word)
-        needs_value = (word.startswith("--") and "=" not in word) or short
+        needs_value = re.fullmatch(r"-\w|--[^=]*", word)
         if needs_value and word.lstrip("-") not in FLAGS | SRUN_FLAGS and words:
-            options[-1] += f"={words.pop(0)}"
-    return tuple(options), words
+            word += f"={words.pop(0)}"
+        name, _, value = word.lstrip("-").partition("=")
+        if not word.startswith("--"):
+            name, value = SHORT.get(name[:1], name[:1]), value or name[1:]
+        options["$" if name.startswith("$") else name] = value
+    return options, words
