@@ -128,10 +128,9 @@ def _watch(run: RunDir, fault: Fault, found: Recovery, events: int, starts: int)
         now = time.monotonic() - start
         new = run.read_events()[events:]
         names = [line["event"] for line in new]
-        if found.noticed is None and (
-            set(names) - ORDINARY or len(AttemptEvent.read(run.path)) > starts
-        ):
-            found.noticed = now
+        if found.noticed is None:
+            shows = set(names) - ORDINARY or len(AttemptEvent.read(run.path)) > starts
+            found.noticed = now if shows else None
         if "resumed" not in names:
             newest = LoggedStep.newest(run.path)
             step = newest.step if newest else 0

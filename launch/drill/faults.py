@@ -140,18 +140,15 @@ def corrupt_checkpoint(target: Target) -> Fault:
     return Fault(plan, inject)
 
 
-_ALL = (
-    preempt,
-    time_limit,
-    kill_rank,
-    kill_node,
-    hang,
-    full_disk,
-    slow_network,
-    corrupt_checkpoint,
-)
 FAULTS: dict[str, Callable[[Target], Fault]] = {
-    fault.__name__.replace("_", "-"): fault for fault in _ALL
+    "preempt": preempt,
+    "time-limit": time_limit,
+    "kill-rank": kill_rank,
+    "kill-node": kill_node,
+    "hang": hang,
+    "full-disk": full_disk,
+    "slow-network": slow_network,
+    "corrupt-checkpoint": corrupt_checkpoint,
 }
 
 

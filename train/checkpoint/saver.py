@@ -197,11 +197,7 @@ class Saver:
     def _begin(self, engine: Engine, step: int, facts: dict[str, Any]) -> None:
         self._cadence.begin()
         config = self._run.config
-        facts |= {
-            "mesh": config.parallel.mesh_text,
-            "config": config.model_dump(),
-            **self._facts,
-        }
+        facts |= {"mesh": config.parallel.mesh_text, "config": config.model_dump(), **self._facts}
         engine.begin(step, self._make_state(), **facts, **self._best.begin(step))
 
     def _ended(self, engine: Engine, result: SaveResult | None) -> None:
