@@ -35,21 +35,22 @@ def main(words: Sequence[str]) -> int:
     if len(words) < 2 or wants_help:
         print(USAGE, end="", file=None if wants_help else sys.stderr)
         return 0 if wants_help else 2
-    name, step, *settings = words
-    if not step.isdigit():
-        raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
-    run_dir, config = trained.find(name, settings)
-    run = run_dir.path
-    directory = layout.place(run / "faults", int(step))
     try:
-        facts = manifest.read_named(directory).facts if directory.exists() else {}
-    except Damaged as error:
-        raise ConfigError(str(error)) from None
-    if "fault" not in facts:
-        found = sorted(layout.published(run / "faults"))
-        steps = ", ".join(map(str, found)) or "none"
-        raise ConfigError(f"{directory}: this step was not kept; kept steps: {steps}")
-    return _replay(config, run, facts)
+        name, step, *settings = words
+        if not step.isdigit():
+            raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
+        run_dir, config = trained.find(name, settings)
+        run = run_dir.path
+        directory = layout.place(run / "faults", int(step))
+        facts = manifest.read(directory).facts if directory.exists() else {}
+        if "fault" not in facts:
+            found = sorted(layout.published(run / "faults"))
+            steps = ", ".join(map(str, found)) or "none"
+            raise ConfigError(f"{directory}: this step was not kept; kept steps: {steps}")
+        return _replay(config, run, facts)
+    except (ConfigError, Damaged) as error:
+        print(f"rollcall: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
