@@ -23,13 +23,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place among all ranks.
-
-    Attributes:
-        store: connects to a store that all ranks share.
-        addresses: exchanges with all other ranks, which must call it too, one `host:port` per rank
-            that other hosts can dial; the port is free at that moment.
-    """
+    """A rank's place among all ranks."""
 
     rank: int
     local_rank: int
@@ -37,7 +31,9 @@ class Place:
     local_world_size: int
     node: int
     nodes: int
-    store: Callable[[], Store]
+    store: Callable[[], Store]  # connects to a store that all ranks share
+    # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at that
+    # moment; all ranks must call it.
     addresses: Callable[[], Sequence[str]]
 
     @classmethod
@@ -48,29 +44,17 @@ class Place:
         addresses: Callable[[], Sequence[str]],
     ) -> Self:
         """Read a place from torchrun's variables."""
-        return cls(
-            rank=int(env["RANK"]),
-            local_rank=int(env["LOCAL_RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-            node=int(env["GROUP_RANK"]),
-            nodes=int(env["GROUP_WORLD_SIZE"]),
-            store=store,
-            addresses=addresses,
-        )
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        rank, local, size, local_size, node = (int(env[name]) for name in names)
+        nodes = int(env["GROUP_WORLD_SIZE"])
+        return cls(rank, local, size, local_size, node, nodes, store, addresses)
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework whose scripts rollcall starts.
+    """A framework whose scripts rollcall starts."""
 
-    Attributes:
-        imports: top-level packages whose import shows that a script uses it.
-        variables: returns what a rank's environment has in addition to torchrun's variables.
-        meets_at_master: whether its ranks meet at MASTER_ADDR and MASTER_PORT, so that it is known
-            whether they did.
-    """
-
-    imports: frozenset[str]
-    variables: Callable[[Place], dict[str, str]]
+    imports: frozenset[str]  # top-level packages whose import shows that a script uses it
+    variables: Callable[[Place], Mapping[str, object]]  # of a rank, in addition to torchrun's
+    # Whether ranks meet at MASTER_ADDR and MASTER_PORT, so that it is known whether they did.
     meets_at_master: bool = False

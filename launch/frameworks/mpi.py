@@ -71,7 +71,7 @@ def _serve(place: Place, connection: socket.socket) -> None:
                 return
 
 
-def _variables(place: Place) -> dict[str, str]:
+def _variables(place: Place) -> dict[str, int]:
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         try:
@@ -82,9 +82,13 @@ def _variables(place: Place) -> dict[str, str]:
             os._exit(0)
     ours.close()
     os.set_inheritable(theirs.fileno(), True)
-    values = {"PMI_FD": theirs.detach(), "PMI_RANK": place.rank, "PMI_SIZE": place.world_size}
-    values |= {"MPI_LOCALRANKID": place.local_rank, "MPI_LOCALNRANKS": place.local_world_size}
-    return {name: str(value) for name, value in values.items()}
+    return {
+        "PMI_FD": theirs.detach(),
+        "PMI_RANK": place.rank,
+        "PMI_SIZE": place.world_size,
+        "MPI_LOCALRANKID": place.local_rank,
+        "MPI_LOCALNRANKS": place.local_world_size,
+    }
 
 
 FRAMEWORK = Framework(frozenset({"mpi4py", "horovod"}), _variables)

@@ -34,7 +34,8 @@ def prepare(env: MutableMapping[str, str], framework: str, folder: Path) -> None
             del env[name]
     if "SLURM_STEP_ID" in env:
         env.update(_slurm(env, place))
-    env.update(TABLE[framework].variables(place))
+    variables = TABLE[framework].variables(place)
+    env.update({name: str(value) for name, value in variables.items()})
 
 
 def _slurm(env: Mapping[str, str], place: Place) -> dict[str, str]:

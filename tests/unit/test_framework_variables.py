@@ -48,8 +48,8 @@ def test_variables_of_a_rank() -> None:
 
     place = Place.of(TORCHRUN, no_store, lambda: ADDRESSES)
     jax = frameworks.TABLE["jax"].variables(place)
-    assert (jax["JAX_COORDINATOR_ADDRESS"], jax["JAX_PROCESS_ID"]) == ("10.0.0.1:5", "3")
-    config = json.loads(frameworks.TABLE["tensorflow"].variables(place)["TF_CONFIG"])
+    assert (jax["JAX_COORDINATOR_ADDRESS"], jax["JAX_PROCESS_ID"]) == ("10.0.0.1:5", 3)
+    config = json.loads(str(frameworks.TABLE["tensorflow"].variables(place)["TF_CONFIG"]))
     assert config == {"cluster": {"worker": ADDRESSES}, "task": {"type": "worker", "index": 3}}
 
 

@@ -52,15 +52,9 @@ def groups(
     found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         fits = (one for one in config.groups if fnmatch.fnmatch(names[parameter], one))
-        pattern, is_matrix = next(fits, ""), parameter.ndim > 1
-        found.setdefault(
-            (
-                pattern,
-                is_matrix or config.decay_params == "all",
-                parameter.ndim == 2 or not is_muon,
-            ),
-            [],
-        ).append(parameter)
+        decays = parameter.ndim > 1 or config.decay_params == "all"
+        key = next(fits, ""), decays, parameter.ndim == 2 or not is_muon
+        found.setdefault(key, []).append(parameter)
     is_combined = is_muon or any("optimizer" in options for options in config.groups.values())
     for (pattern, decays, is_for_muon), members in found.items():
         options = {**({} if decays else {"weight_decay": 0.0}), **config.groups.get(pattern, {})}

@@ -46,11 +46,8 @@ def folder(config: Data, _world: World) -> Source:
     return Source(
         ImageFiles(*_columns(train), form, config.augment),
         ImageFiles(*_columns(validation), form),
-        len(train),
-        len(validation),
-        form.shape,
-        len(names),
-        tuple(names),
+        shape=form.shape,
+        names=tuple(names),
     )
 
 
