@@ -28,7 +28,7 @@ class Hosts:
     def __init__(
         self, env: Mapping[str, str], nodes: int | None, span: tuple[int, int] | None
     ) -> None:
-        self.all = hosts.expand(env["SLURM_JOB_NODELIST"])
+        self.all = hosts.of_job(env)
         self.dead: set[str] = set()  # they do not answer
         self.most = len(self.all) if nodes is None else nodes
         least, self.wanted = span or (self.most, self.most)

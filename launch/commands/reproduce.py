@@ -120,5 +120,9 @@ def _job(old: RunDir, run: RunDir, recorded: dict[str, Any]) -> tuple[Job, tuple
         "output": f"{str(run.job).replace('%', '%%')}/{Path(recorded['output']).name}",
         "batch": (*batch_command(run), *filter(_is_teardown, fields["batch"])),
         "allocation": None,
+        "groups": tuple(
+            Job(**{name: moved(value) for name, value in group.items()})
+            for group in recorded.get("groups", ())
+        ),
     }
     return Job(**fields), recipes

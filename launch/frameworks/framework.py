@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, Self
 
 
@@ -26,6 +27,7 @@ class Place:
     """A rank's place among all ranks.
 
     Attributes:
+        ranks: how many ranks each node has.
         store: connects to a store that all ranks share.
         addresses: exchanges with all other ranks, which must call it too, one `host:port` per rank
             that other hosts can dial; the port is free at that moment.
@@ -34,9 +36,8 @@ class Place:
     rank: int
     local_rank: int
     world_size: int
-    local_world_size: int
     node: int
-    nodes: int
+    ranks: Sequence[int]
     store: Callable[[], Store]
     addresses: Callable[[], Sequence[str]]
 
@@ -46,18 +47,37 @@ class Place:
         env: Mapping[str, str],
         store: Callable[[], Store],
         addresses: Callable[[], Sequence[str]],
+        ranks: Sequence[int] = (),
     ) -> Self:
-        """Read a place from torchrun's variables."""
+        """Read a place from torchrun's variables; without `ranks`, all nodes have the same."""
         return cls(
             rank=int(env["RANK"]),
             local_rank=int(env["LOCAL_RANK"]),
             world_size=int(env["WORLD_SIZE"]),
-            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
             node=int(env["GROUP_RANK"]),
-            nodes=int(env["GROUP_WORLD_SIZE"]),
+            ranks=ranks or [int(env["LOCAL_WORLD_SIZE"])] * int(env["GROUP_WORLD_SIZE"]),
             store=store,
             addresses=addresses,
         )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.ranks)
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks this node has."""
+        return self.ranks[self.node]
+
+    @property
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """Neighbours with equally many ranks: the first node, how many nodes, and the ranks."""
+        found, first = [], 0
+        for ranks, group in groupby(self.ranks):
+            found.append((first, nodes := len(list(group)), ranks))
+            first += nodes
+        return found
 
 
 @dataclass(frozen=True)

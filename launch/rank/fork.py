@@ -100,8 +100,7 @@ def _leave(meeting: Store | None, options: argparse.Namespace) -> None:
 
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
     """The variables that torchrun sets for a rank."""
-    rank = options.node_rank * options.nproc_per_node + local_rank
-    world_size = options.nnodes * options.nproc_per_node
+    rank, world_size = options.first_rank + local_rank, sum(options.ranks)
     values = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
@@ -144,13 +143,12 @@ def _fork(options: argparse.Namespace, local_rank: int, gate: int, opener: int) 
 def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
     """Wait for the ranks; after a failure only for LAST_WORDS seconds, then kill the others."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
-    first_rank = options.node_rank * options.nproc_per_node
     deadline, clock = None, RunningClock()
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WNOHANG if deadline else 0)
         if pid:
             codes[pid] = code = os.waitstatus_to_exitcode(status)
-            rank = first_rank + pids.index(pid)
+            rank = options.first_rank + pids.index(pid)
             record_end(options, rank, code)
             if code not in (0, os.EX_TEMPFAIL):
                 deadline = deadline or clock.read() + LAST_WORDS
@@ -167,4 +165,4 @@ def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
         # Ranks that lose a peer fail too, at once and loudly. A rank that a signal killed did not
         # fail because of a peer, so it comes first; a rank that was asked to stop comes last.
         first = min(failed, key=lambda pid: (codes[pid] > 0, codes[pid] == os.EX_TEMPFAIL))
-        raise RankError.of_rank(first_rank + pids.index(first), codes[first], options)
+        raise RankError.of_rank(options.first_rank + pids.index(first), codes[first], options)

@@ -62,7 +62,7 @@ def meet(options: argparse.Namespace) -> Store:
     except (DistError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise RankError(f"{problem}: {reason}", 1) from None
-    expected = options.nnodes * options.nproc_per_node
+    expected = sum(options.ranks)
     if found != expected:
         raise RankError(
             f"expected a world of {expected} ranks, but the nodes have {found}: they were started "
@@ -74,7 +74,7 @@ def meet(options: argparse.Namespace) -> Store:
 
 def record_if_alone(store: Store, keys: int, options: argparse.Namespace) -> None:
     """Record that no rank has used the store, which a process group does, since it had `keys`."""
-    ranks = options.nnodes * options.nproc_per_node
+    ranks = sum(options.ranks)
     may_know = options.node_rank == 0 and TABLE[options.framework].meets_at_master
     with contextlib.suppress(OSError):  # a full disk
         if may_know and ranks > 1 and store.num_keys() - store.check(["left"]) <= keys:

@@ -136,7 +136,7 @@ def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
 
 def test_sbatchs_letters_are_understood() -> None:
     words = ["-N2", "-p", "gpu", "-t", "1:00:00", "-A", "team", "-Ja100", "-H", "-C", "a|b"]
-    own, passed, program, _, _ = options.read([*words, "--", "fit.py", "-N9"])
+    own, passed, program, *_ = options.read([*words, "--", "fit.py", "-N9"])
     assert (own.nodes, own.partition, own.time, own.name) == ((2, 2), "gpu", "1:00:00", "a100")
     assert passed == {"account": "team", "hold": None, "constraint": "a|b"}
     assert program == ("fit.py", "-N9")
