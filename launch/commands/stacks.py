@@ -13,7 +13,7 @@ from rollcall.installation import ROOT
 from rollcall.launch.commands.stacks_on_node import dump
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import SubmittedJob
-from rollcall.launch.runs.log_times import rank_of
+from rollcall.launch.runs.log_times import nodes_of_ranks
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import AttemptRecord
@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, list[int]] = {}
     for rank, stack in sorted(answers.items()):
         found.setdefault(_without_launcher(stack), []).append(rank)
-    logs = run.attempt_logs(attempt.number).glob("node-*/rank-*.log")
-    places = {rank_of(log): attempt.hosts[int(log.parent.name[5:])] for log in logs}
+    nodes = nodes_of_ranks(run.attempt_logs(attempt.number))
+    places = {rank: attempt.hosts[node] for rank, node in nodes.items()}
     missing = sorted(set(range(attempt.ranks)) - set(answers))
     if missing:
         found["no answer: still starting, already ended, or hanging in the kernel"] = missing
@@ -61,7 +61,7 @@ def _ask(run: RunDir, job: SubmittedJob, attempt: AttemptRecord) -> dict[int, st
         for node in range(len(attempt.hosts)):
             stacks |= dump(logs, node)
         return stacks
-    command = [*slurm.step_on_groups(job.id, attempt.hosts), f"--chdir={ROOT}"]
+    command = [*slurm.on_groups(job.id, attempt.hosts), f"--chdir={ROOT}"]
     command += [sys.executable, "-m", "rollcall.launch.commands.stacks_on_node", str(logs)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0 and not answer.stdout:

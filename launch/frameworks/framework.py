@@ -27,7 +27,7 @@ class Place:
     """A rank's place among all ranks.
 
     Attributes:
-        ranks: how many ranks each node has.
+        blocks: neighbouring nodes with equally many ranks: the first one, how many, and the ranks.
         store: connects to a store that all ranks share.
         addresses: exchanges with all other ranks, which must call it too, one `host:port` per rank
             that other hosts can dial; the port is free at that moment.
@@ -36,8 +36,10 @@ class Place:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
     node: int
-    ranks: Sequence[int]
+    nodes: int
+    blocks: Sequence[tuple[int, int, int]]
     store: Callable[[], Store]
     addresses: Callable[[], Sequence[str]]
 
@@ -54,30 +56,18 @@ class Place:
             rank=int(env["RANK"]),
             local_rank=int(env["LOCAL_RANK"]),
             world_size=int(env["WORLD_SIZE"]),
+            local_world_size=(own := int(env["LOCAL_WORLD_SIZE"])),
             node=int(env["GROUP_RANK"]),
-            ranks=ranks or [int(env["LOCAL_WORLD_SIZE"])] * int(env["GROUP_WORLD_SIZE"]),
+            nodes=(nodes := int(env["GROUP_WORLD_SIZE"])),
+            blocks=_blocks(ranks or [own] * nodes),
             store=store,
             addresses=addresses,
         )
 
-    @property
-    def nodes(self) -> int:
-        """How many nodes there are."""
-        return len(self.ranks)
 
-    @property
-    def local_world_size(self) -> int:
-        """How many ranks this node has."""
-        return self.ranks[self.node]
-
-    @property
-    def blocks(self) -> list[tuple[int, int, int]]:
-        """Neighbours with equally many ranks: the first node, how many nodes, and the ranks."""
-        found, first = [], 0
-        for ranks, group in groupby(self.ranks):
-            found.append((first, nodes := len(list(group)), ranks))
-            first += nodes
-        return found
+def _blocks(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    groups = [[*group] for _, group in groupby(enumerate(ranks), key=lambda node: node[1])]
+    return [(group[0][0], len(group), group[0][1]) for group in groups]
 
 
 @dataclass(frozen=True)

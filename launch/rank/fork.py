@@ -27,15 +27,16 @@ from rollcall.launch.rank.process import (
     run_rank,
 )
 from rollcall.process import die_with_parent
-from rollcall.timer import RunningClock
+from rollcall.records.attempt import NodeState
+from rollcall.timer import Every, RunningClock
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 """Whether this Python has torch. Without it, ranks get no store; their program needs none."""
 if HAS_TORCH:
     from rollcall.launch.rank import store
 
-LEAVE_TIMEOUT = 300.0
-"""Seconds that node 0, which hosts the store, waits for the other nodes' ranks to end."""
+LEAVE_LOOK = 10.0
+"""Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 LAST_WORDS = 2.0
 """Seconds that ranks have to end by themselves after another rank of the node has failed."""
 
@@ -88,14 +89,26 @@ def start(options: argparse.Namespace) -> None:
 
 def _leave(meeting: Store | None, options: argparse.Namespace) -> None:
     """Keep node 0 until the other nodes have ended: it hosts the store, and says how all ended."""
-    end, folder = time.monotonic() + LEAVE_TIMEOUT, Path(options.log_dir).parent / "exchange"
+    folder, look = Path(options.log_dir).parent, Every(LEAVE_LOOK, at_once=False)
     with contextlib.suppress(RuntimeError, OSError):  # node 0 has ended already; a full disk
         if meeting is None:
-            meeting = surroundings.Files(folder, f"node-{options.node_rank}")
+            meeting = surroundings.Files(folder / "exchange", f"node-{options.node_rank}")
         left = meeting.add("left", 1)
-        while options.node_rank == 0 and left < options.nnodes and time.monotonic() < end:
+        while options.node_rank == 0 and left < options.nnodes:
+            if look.is_due() and not _others_run(folder):
+                return  # they were killed, or asked to stop
             time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
             left = meeting.add("left", 0)
+
+
+def _others_run(folder: Path) -> bool:
+    """Whether another node has not written that its part of this attempt has ended.
+
+    One that cannot write it is lost: the supervisor of node 0 notices that and ends this process.
+    """
+    number = int(folder.name.rpartition("-")[2])
+    parts = NodeState.read_all(folder.parents[1], attempt=number).values()
+    return any(part.node != 0 and part.state == "running" for part in parts)
 
 
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:

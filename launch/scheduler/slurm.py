@@ -227,7 +227,7 @@ def step(job_id: str, hosts: Sequence[str]) -> list[str]:
     return ["srun", *place, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--cpus-per-task=1"]
 
 
-def step_on_groups(job_id: str, hosts: Sequence[str]) -> list[str]:
+def on_groups(job_id: str, hosts: Sequence[str]) -> list[str]:
     """Return the same on one or all hosts of a running job, which may have groups of hosts."""
     listed = map(str.split, ask("squeue", "-h", "-j", job_id, "-o", "%i %N").splitlines())
     groups = [

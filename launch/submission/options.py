@@ -101,22 +101,18 @@ def read(argv: Sequence[str]) -> CommandLine:
 
 def _read_groups(argv: Sequence[str], program: Sequence[str]) -> CommandLine:
     """Parse the options of groups of nodes, which `:` separates as in sbatch's own command line."""
-    starts = [place for place, word in enumerate(argv) if word == ":"]
-    base = argv[: starts[0]]
-    groups = [read([*base, *program])]
-    for start, end in pairwise([*starts, len(argv)]):
-        groups.append(read([*base, *argv[start + 1 : end], *program]))
-    first = groups[0]
+    ends = [place for place, word in enumerate(argv) if word == ":"]
+    base, parts = argv[: ends[0]], pairwise([*ends, len(argv)])
+    further = [read([*base, *argv[start + 1 : end], *program]) for start, end in parts]
+    first, *_ = groups = [read([*base, *program]), *further]
     for line in groups:
         for name, value in vars(line.own).items():
             if name not in OF_GROUP and value != getattr(first.own, name):
-                what = "the recipe and key=value" if name == "words" else f"--{name}"
-                what = what.replace("_", "-")
-                raise RefusedError(f"{what}: holds for all nodes; write it before the first `:`")
+                what = "recipe, key=value" if name == "words" else f"--{name.replace('_', '-')}"
+                raise RefusedError(f"{what}: for all nodes alike; write it before the first `:`")
         if line.own.nodes[0] < line.own.nodes[1]:
             raise RefusedError("--nodes MIN-MAX: groups of nodes have fixed numbers of nodes")
-    own, passed = first.own, first.passed
-    if own.in_allocation or own.spares or "array" in passed:
+    if first.own.in_allocation or first.own.spares or "array" in first.passed:
         raise RefusedError("`:`: --in-allocation, --spares and --array take one group of nodes")
     return first._replace(groups=tuple(groups))
 

@@ -121,7 +121,7 @@ def test_gpus_bring_their_share_of_the_cpus(words: str, asked: dict[str, str], c
         ("--gres gpu:2 --gpus-per-node 4", "both ask for GPUs: give only one of them"),
         ("--nproc-per-node 1,2", "1,2 has numbers for 2 nodes, and the run has 1"),
         ("--nproc-per-node 1,2 --spares 1 --nodes 2", "nodes that come and go"),
-        (": --name=b", "--name: holds for all nodes; write it before the first `:`"),
+        (": --name=b", "--name: for all nodes alike; write it before the first `:`"),
         (": --nodes 1-2", "groups of nodes have fixed numbers of nodes"),
         ("--spares 1 : --nodes 2", "--array take one group of nodes"),
         ("--gpus four", "--gpus: expected a number of GPUs"),
