@@ -95,20 +95,20 @@ def _leave(meeting: Store | None, options: argparse.Namespace) -> None:
             meeting = surroundings.Files(folder / "exchange", f"node-{options.node_rank}")
         left = meeting.add("left", 1)
         while options.node_rank == 0 and left < options.nnodes:
-            if look.is_due() and not _others_run(folder):
-                return  # they were killed, or asked to stop
+            if look.is_due() and _others_have_ended(folder):
+                return  # they were asked to stop, and do not come here
             time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
             left = meeting.add("left", 0)
 
 
-def _others_run(folder: Path) -> bool:
-    """Whether another node has not written that its part of this attempt has ended.
+def _others_have_ended(folder: Path) -> bool:
+    """Whether all other nodes have written that their parts of this attempt ended in order.
 
-    One that cannot write it is lost: the supervisor of node 0 notices that and ends this process.
+    If one has failed or is lost, the supervisor of node 0 notices that and ends this process.
     """
     number = int(folder.name.rpartition("-")[2])
     parts = NodeState.read_all(folder.parents[1], attempt=number).values()
-    return any(part.node != 0 and part.state == "running" for part in parts)
+    return all(part.node == 0 or part.state in ("finished", "stopped") for part in parts)
 
 
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:

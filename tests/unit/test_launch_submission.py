@@ -98,7 +98,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["digits", "--", "/bin/sh"], "got both 'digits' and a program after `--`"),
         (
             ["--gpus-per-node", "99", "--local"],
-            "--gpus-per-node 99: on this machine, 1 node would need 99 GPUs",
+            "--gpus-per-node: on this machine, 1 node would need 99 GPUs",
         ),
     ],
 )
