@@ -229,12 +229,8 @@ def step(job_id: str, hosts: Sequence[str]) -> list[str]:
 
 def on_groups(job_id: str, hosts: Sequence[str]) -> list[str]:
     """Return the same on one or all hosts of a running job, which may have groups of hosts."""
-    listed = map(str.split, ask("squeue", "-h", "-j", job_id, "-o", "%i %N").splitlines())
-    groups = [
-        name.rpartition("+")[2]
-        for name, nodes in listed
-        if "+" in name and {*expand(nodes)} & {*hosts}
-    ]
+    listed = re.findall(r"\+(\d+) (.+)", ask("squeue", "-h", "-j", job_id, "-o", "%i %N"))
+    groups = [group for group, nodes in listed if {*expand(nodes)} & {*hosts}]
     if not groups:
         return step(job_id, hosts)
     place = [f"--jobid={job_id}", "--overlap", f"--het-group={','.join(groups)}"]
