@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _submit_words(old: RunDir, run: RunDir, local: bool) -> list[str]:
-    """Return the words after `rollcall submit` that continue the new run, as `requeue` tells."""
+    """Return the words after `rollcall submit` that continue the new run, for `requeue`."""
     newest = SubmissionRecord.newest(old.path)
     words = (newest and newest.argv) or []
     end = words.index("--") if "--" in words else len(words)

@@ -40,7 +40,9 @@ class Evidence:
     def host_of(self, rank: int) -> tuple[int, str]:
         """Return the number and the host of the node that a rank was on."""
         hosts = self.attempt.hosts
-        equal = rank // max(1, self.attempt.ranks // len(hosts))  # as if all nodes had equally many
+        equal = rank // max(
+            1, self.attempt.ranks // len(hosts)
+        )  # if all nodes have the same number
         node = min(self.places.get(rank, equal), len(hosts) - 1)
         return node, hosts[node]
 
