@@ -27,7 +27,7 @@ class Place:
     """A rank's place among all ranks.
 
     Attributes:
-        blocks: neighbouring nodes with the same number of ranks: the first, their number, the ranks.
+        blocks: nodes in a row with equal numbers of ranks: the first, how many, and the ranks.
         store: connects to a store that all ranks share.
         addresses: exchanges with all other ranks, which must call it too, one `host:port` per rank
             that other hosts can dial; the port is free at that moment.
