@@ -164,7 +164,7 @@ def _on_nodes(target: Target, what: str, number: int) -> None:
     module = "rollcall.launch.drill.on_node"
     command = [sys.executable, "-m", module, what, str(logs), str(number)]
     if not target.job.is_local:
-        command = [*slurm.step(target.job.id, target.attempt.hosts), *command]
+        command = [*slurm.on_groups(target.job.id, target.attempt.hosts), *command]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if "injected" not in done.stdout:
         raise SlurmError(f"{what} {number} could not be injected: {done.stderr.strip()}")

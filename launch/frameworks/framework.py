@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, Self
 
 
@@ -31,6 +32,8 @@ class Place:
     local_world_size: int
     node: int
     nodes: int
+    # Nodes in a row with equal numbers of ranks: the first, how many, and the ranks.
+    blocks: Sequence[tuple[int, int, int]]
     store: Callable[[], Store]  # connects to a store that all ranks share
     # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at that
     # moment; all ranks must call it.
@@ -42,12 +45,19 @@ class Place:
         env: Mapping[str, str],
         store: Callable[[], Store],
         addresses: Callable[[], Sequence[str]],
+        ranks: Sequence[int] = (),
     ) -> Self:
-        """Read a place from torchrun's variables."""
+        """Read a place from torchrun's variables; without `ranks`, all nodes have the same."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         rank, local, size, local_size, node = (int(env[name]) for name in names)
         nodes = int(env["GROUP_WORLD_SIZE"])
-        return cls(rank, local, size, local_size, node, nodes, store, addresses)
+        blocks = _blocks(ranks or [local_size] * nodes)
+        return cls(rank, local, size, local_size, node, nodes, blocks, store, addresses)
+
+
+def _blocks(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    groups = [[*group] for _, group in groupby(enumerate(ranks), key=lambda node: node[1])]
+    return [(group[0][0], len(group), group[0][1]) for group in groups]
 
 
 @dataclass(frozen=True)

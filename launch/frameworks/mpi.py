@@ -52,7 +52,8 @@ class _Server:
     def _get(self, key: str) -> str:
         value = ""
         if key == "PMI_process_mapping":
-            value = f"(vector,(0,{self._place.nodes},{self._place.local_world_size}))"
+            blocks = (f"({first},{nodes},{ranks})" for first, nodes, ranks in self._place.blocks)
+            value = f"(vector,{','.join(blocks)})"
         elif self._store.check([key]):
             value = self._store.get(key).decode()
         found = "rc=0 msg=success" if value else "rc=-1 msg=key_not_found"

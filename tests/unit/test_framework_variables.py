@@ -88,6 +88,16 @@ def test_slurms_variables_describe_the_rank() -> None:
     }
 
 
+def test_nodes_may_have_different_numbers_of_ranks() -> None:
+    env = {**TORCHRUN, "SLURM_STEP_ID": "0", "WORLD_SIZE": "5"}
+    surroundings.prepare(env, "torch", Path(), (1, 2, 2))
+    assert (env["SLURM_TASKS_PER_NODE"], env["SLURM_NTASKS_PER_NODE"]) == ("1,2(x2)", "2")
+    place = Place.of(env, lambda: surroundings._store(env, Path()), list, (1, 2, 2))
+    assert mpi._Server(place, surroundings.Files(Path(), "1"))._get("PMI_process_mapping") == (
+        "cmd=get_result rc=0 msg=success value=(vector,(0,1,1),(1,2,2))"
+    )
+
+
 def test_a_rank_without_a_handler_is_waited_for_only_at_its_start() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
         term = SignalDelivery(15)
