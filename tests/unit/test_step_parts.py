@@ -66,6 +66,18 @@ def test_learning_rates(words: list[str], expected: list[float]) -> None:
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("name", "is_fused"), [("adamw", True), ("sgd", False)])
+def test_adam_is_fused_on_cpus_but_not_what_takes_sparse_gradients(
+    name: str, is_fused: bool
+) -> None:
+    _, config = parse([f"optim.name={name}", "model.name=mlp"])
+    weights = nn.Embedding(3, 2, sparse=name == "sgd")
+    optimizer = optim.build(config.optim, [{"params": list(weights.parameters())}])
+    assert bool(optimizer.defaults["fused"]) == is_fused
+    weights(torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
 def test_a_rule_needs_the_batch_it_starts_from() -> None:
     with pytest.raises(ConfigError, match="need each other"):
         parse(["optim.lr_scaling=linear"])
