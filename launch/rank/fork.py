@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def preload(options: argparse.Namespace) -> None:
     words = training_words(program)
     if words is not None:
         _import_training(words)
+        for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            one.atexit = False  # what torch's modules undo at exit, no rank needs: it takes 60 ms
     # Otherwise the collector writes to every page that ranks share, which copies it. Done before
     # the first attempt, so that a restart has only its own few objects to collect.
     gc.collect()
