@@ -27,7 +27,12 @@ def main(argv: Sequence[str]) -> int:
         note("this machine has no sbatch, so the run starts here")
     while True:
         with contextlib.suppress(TakenError):
-            return carry_out(plan(line, argv, setup), local, line.own.dry_run)
+            planned = plan(line, argv, setup)
+            if line.own.doctor:
+                from rollcall.launch.submission import doctor  # here: it imports submitit
+
+                return doctor.main(planned, local, line.own.json)
+            return carry_out(planned, local, line.own.dry_run)
 
 
 def carry_out(submission: Submission, local: bool, dry_run: bool) -> int:

@@ -122,6 +122,11 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
         raise RefusedError("--chain: needs Slurm; a run on this machine (--local) is a single job")
     if own.local and own.spares:
         raise RefusedError("--spares: a run on this machine (--local) has no spare nodes")
+    if own.json and not own.doctor:
+        raise RefusedError("--json: only --doctor prints JSON here")
+    if own.preflight and (own.local or own.in_allocation):
+        other = "--local" if own.local else "--in-allocation"
+        raise RefusedError(f"--preflight: with {other} there is no other node to use; try --doctor")
     least, most = own.nodes
     if least < most and (own.local or own.spares):
         other = "a run on this machine (--local)" if own.local else "a run with --spares"
@@ -258,6 +263,11 @@ def _parser() -> argparse.ArgumentParser:
     held = "run in the allocation of this salloc shell, and show the output"
     add("--in-allocation", action="store_true", help=held)
     add("--dry-run", action="store_true", help="print the script and the code; write nothing")
+    doctor = "check the nodes that the job would get, print a table and start nothing"
+    add("--doctor", action="store_true", help=doctor)
+    add("--json", action="store_true", help="with --doctor: print JSON")
+    preflight = "check the nodes before each start: use spares for bad ones, avoid them later"
+    add("--preflight", action="store_true", help=preflight)
     wait = "show the output until the run ends; exit with its exit code"
     add("--wait", action="store_true", help=wait)
     add("words", nargs="*", metavar="[recipe] [key=value ...]", help="as for rollcall train")

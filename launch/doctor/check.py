@@ -1,0 +1,162 @@
+"""What a check finds, and what it may ask of the machine. Nothing here waits for long or raises
+anything but `Skip` and `Failed`."""
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+State: TypeAlias = Literal["ok", "warning", "bad", "not applicable"]
+Value: TypeAlias = str | float | dict[str, str] | None
+QUICK, THOROUGH = 8.0, 60.0
+"""Seconds for all checks of a node together."""
+SYSROOT = os.environ.get("ROLLCALL_SYSROOT", "")
+"""Stands before the paths of /proc, /sys and /etc; only tests set it."""
+PROBE = """
+import json, time
+begin = time.perf_counter()
+import torch
+took = time.perf_counter() - begin
+cuda = torch.cuda.is_available()
+count = torch.cuda.device_count() if cuda else 0
+nccl = getattr(torch.cuda, "nccl", None)
+print(json.dumps({
+    "torch": torch.__version__, "cuda": torch.version.cuda or "", "seconds": took, "gpus": count,
+    "nccl": ".".join(map(str, nccl.version())) if cuda else "",
+    "arches": torch.cuda.get_arch_list(),
+    "capabilities": ["sm_%d%d" % torch.cuda.get_device_capability(i) for i in range(count)],
+}))
+"""
+
+
+class Found(NamedTuple):
+    """What a check found on one node.
+
+    Attributes:
+        text: for people, in a few words.
+        value: what all nodes of a job should have in common; None if that does not matter.
+        within: by how much a number may differ from the other nodes'.
+    """
+
+    state: State
+    text: str
+    value: Value = None
+    within: float = 0.0
+
+
+class Skip(Exception):
+    """A check does not apply to this machine; the message says why."""
+
+
+class Failed(Exception):
+    """Something that the check needs is broken; the message says what."""
+
+
+def ok(text: object, value: Value = None, within: float = 0.0) -> Found:
+    """Return that nothing is wrong."""
+    return Found("ok", str(text), value, within)
+
+
+def judge(problem: object, fine: object, value: Value = None, state: State = "bad") -> Found:
+    """Return `problem` if it says anything, else that all is `fine`."""
+    return Found(state, str(problem), value) if problem else Found("ok", str(fine), value)
+
+
+def warn(problem: object, fine: object, value: Value = None) -> Found:
+    """Do the same for a problem that does not prevent training."""
+    return judge(problem, fine, value, "warning")
+
+
+class Node:
+    """The machine that is checked, and what the job on it needs.
+
+    Args:
+        root: the directory of the runs.
+        python: the interpreter of the ranks.
+        hosts: all hosts of the job, or only this one.
+        env: the environment of the job.
+    """
+
+    def __init__(
+        self, root: Path, python: str, hosts: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        self.root, self.python, self.hosts, self.env = root, python, hosts, env
+        self.end = float("inf")  # by the monotonic clock
+        self._answers: dict[Sequence[str], str | Exception] = {}
+        self._locks: dict[Sequence[str], threading.Lock] = {}
+
+    def read(self, path: str) -> str:
+        """Return the text of a file of the system; empty if it cannot be read."""
+        try:
+            return Path(SYSROOT + path).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def cgroup(self, name: str) -> str:
+        """Return a value of the innermost control group (version 2) that sets it."""
+        lines = self.read("/proc/self/cgroup").splitlines()
+        own = Path(next((line[3:] for line in lines if line.startswith("0::")), "/"))
+        found = (self.read(f"/sys/fs/cgroup{path}/{name}") for path in (own, *own.parents))
+        return next((text for text in found if text and not text.startswith("max")), "")
+
+    def paths(self, pattern: str) -> list[str]:
+        """Return the paths of the system that match, without the root of a test."""
+        with contextlib.suppress(OSError):
+            found = Path(SYSROOT or "/").glob(pattern.lstrip("/"))
+            return sorted("/" + str(path.relative_to(SYSROOT or "/")) for path in found)
+        return []
+
+    def run(self, *words: str, seconds: float = 20.0) -> str:
+        """Return what a program prints; each is started once.
+
+        Raises:
+            Skip: the program is not installed.
+            Failed: it fails or takes too long.
+        """
+        with self._locks.setdefault(words, threading.Lock()):
+            if words not in self._answers:
+                self._answers[words] = _answer(words, seconds)
+            answer = self._answers[words]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def torch(self) -> dict[str, Any]:
+        """Return what torch says of itself, in a process of its own."""
+        answer = self.run(self.python, "-c", PROBE, seconds=THOROUGH)
+        return dict(json.loads(answer.splitlines()[-1]))
+
+    def places(self) -> Iterator[tuple[str, Path]]:
+        """Yield the directories of runs, caches and temporary files, or what exists of them."""
+        home = self.env.get("HOME", "/")
+        cache = self.env.get("HF_HOME") or self.env.get("XDG_CACHE_HOME") or f"{home}/.cache"
+        given = {"runs": self.root, "cache": Path(cache)}
+        given["temporary files"] = Path(self.env.get("TMPDIR", "/tmp"))
+        for name, path in given.items():
+            yield name, next(place for place in (path, *path.parents) if place.is_dir())
+
+
+def _answer(words: Sequence[str], seconds: float) -> str | Exception:
+    name = Path(words[0]).name
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Failed(f"{name} does not answer within {seconds:.0f} s")
+    except OSError:
+        return Skip(f"{name} is not installed")
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return Failed(f"{name} fails: {said[-1] if said else f'exit code {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,140 @@
+"""Python, packages, code, and what Slurm and the environment left for the job."""
+
+import os
+import re
+import site
+import sys
+import zlib
+from importlib import metadata
+from pathlib import Path
+
+from rollcall.installation import ROOT
+from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
+from rollcall.launch.scheduler import cluster
+from rollcall.text import listed
+
+LEAVE_OUT = {"runs", "node_modules", "__pycache__", "site-packages", "data"}
+MOST_FILES = 3000
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK")
+QUIRKS = {
+    (21, 8): "before 21.08, --overlap does not share CPUs as rollcall expects",
+    (22, 5): "before 22.05, a step takes all CPUs that the job has",
+}
+
+
+def python(_node: Node) -> Found:
+    text = f"{sys.version.split()[0]} in {sys.prefix}"
+    return ok(text, text)
+
+
+def packages(_node: Node) -> Found:
+    found = {it.metadata["Name"] or "": it.version for it in metadata.distributions()}
+    return ok(f"{len(found)} packages", found)
+
+
+def code(_node: Node) -> Found:
+    digests: dict[str, int] = {}
+    count = 0
+    for root in dict.fromkeys((Path.cwd(), ROOT)):
+        inside = root / "rollcall" if root.name == "site-packages" else root
+        for folder, folders, files in os.walk(inside):
+            hidden = {name for name in folders if name.startswith(".")}
+            folders[:] = sorted({*folders} - LEAVE_OUT - hidden)
+            for name in sorted(files):
+                if name.endswith(".py") and count < MOST_FILES:
+                    path, count = Path(folder, name), count + 1
+                    before = digests.get(folder, 0)
+                    digests[folder] = zlib.crc32(
+                        path.read_bytes(), zlib.crc32(name.encode(), before)
+                    )
+    return ok(f"{count} files", {folder: f"{digest:08x}" for folder, digest in digests.items()})
+
+
+def torch(node: Node) -> Found:
+    version = str(node.torch()["torch"])
+    return ok(version, version)
+
+
+def slow_import(node: Node) -> Found:
+    seconds = float(node.torch()["seconds"])
+    return warn(seconds > 30 and f"torch takes {seconds:.0f} s", f"torch takes {seconds:.1f} s")
+
+
+def cuda_build(node: Node) -> Found:
+    found = node.torch()
+    gpus = node.paths("/proc/driver/nvidia/version")
+    if not gpus:
+        raise Skip("this machine has no NVIDIA driver")
+    needs = found["cuda"]
+    if not needs:
+        return Found("bad", f"torch {found['torch']} has no CUDA", "none")
+    match = re.search(r"CUDA Version: (\d+)\.(\d+)", node.run("nvidia-smi"))
+    old = match is not None and int(match[1]) < int(str(needs).partition(".")[0])
+    text = f"torch's CUDA is {needs}, the driver's {match[1] if match else 'unknown'}"
+    blind = found["gpus"] == 0 and "torch sees no GPU"
+    return judge((old and text) or blind, text, str(needs))
+
+
+def gpu_architecture(node: Node) -> Found:
+    found = node.torch()
+    wanted = set(found["capabilities"])
+    if not wanted:
+        raise Skip("torch sees no GPU")
+    families = {re.sub(r"\d$", "", arch) for arch in found["arches"]}
+    absent = [name for name in wanted if name[:-1] not in families]
+    return judge(absent and f"torch is not built for {listed(absent)}", ", ".join(sorted(wanted)))
+
+
+def nccl(node: Node) -> Found:
+    version = node.torch()["nccl"]
+    if not version:
+        raise Skip("torch sees no GPU")
+    return ok(version, str(version))
+
+
+def kernel(_node: Node) -> Found:
+    return ok(os.uname().release, os.uname().release)
+
+
+def search_paths(node: Node) -> Found:
+    given = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
+    found = [f"{name}={node.env[name]}" for name in given if node.env.get(name)]
+    cuda = [part for part in node.env.get("LD_LIBRARY_PATH", "").split(":") if "cuda" in part]
+    found += [f"LD_LIBRARY_PATH has {cuda[0]}"] if cuda else []
+    return warn("; ".join(found), "no variable changes what is imported")
+
+
+def users_packages(_node: Node) -> Found:
+    folder = Path(site.getusersitepackages())
+    names = [it.stem for it in folder.glob("*.dist-info")] if site.ENABLE_USER_SITE else []
+    return warn(
+        names and f"{folder} also counts: {listed(names, 3)}", "only this environment counts"
+    )
+
+
+def leaked_variables(node: Node) -> Found:
+    job = "SLURM_STEP_ID" in node.env
+    found = [name for name in OF_RANKS if name in node.env and not job]
+    found += [name for name in node.env if name.startswith(("SBATCH_", "SRUN_", "TORCHELASTIC_"))]
+    return warn(listed(sorted(found)), "none of a surrounding job or rank")
+
+
+def container(node: Node) -> Found:
+    marks = {
+        "/.dockerenv": "docker",
+        "/run/.containerenv": "podman",
+        "/.singularity.d": "apptainer",
+    }
+    found = [name for path, name in marks.items() if node.paths(path)]
+    found += [name for name in ("enroot", "pyxis") if f"{name.upper()}_VERSION" in node.env]
+    text = ", ".join(found) or "none"
+    return ok(text, text)
+
+
+def slurm_version(_node: Node) -> Found:
+    version = cluster.version()
+    if version is None:
+        raise Skip("this machine has no Slurm")
+    text = f"{version[0]}.{version[1]:02d}"
+    quirk = next((what for since, what in QUIRKS.items() if version < since), "")
+    return warn(quirk and f"{text}: {quirk}", text, text)
