@@ -11,7 +11,7 @@ from rollcall.text import listed
 
 SAMPLE = 0.7
 """Seconds for which the use of CPUs is measured."""
-MUCH = 0.4
+MUCH = 0.3
 """CPUs that a foreign process may use; on a busy machine a loop gets less than a whole one."""
 
 

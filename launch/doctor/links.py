@@ -5,6 +5,9 @@ import ipaddress
 import os
 import socket
 import time
+from typing import Any
+
+import psutil
 
 from rollcall import hosts
 from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
@@ -48,25 +51,24 @@ def interface(node: Node) -> Found:
 
 
 def mtu(node: Node) -> Found:
-    name, value = _net(node, "mtu")
-    return ok(f"{value} bytes on {name}", value)
+    name, link = _link(node)
+    return ok(f"{link.mtu} bytes on {name}", str(link.mtu))
 
 
 def link_speed(node: Node) -> Found:
-    name, speed = _net(node, "speed")
-    duplex = _net(node, "duplex")[1]
-    if not speed.isdecimal():
+    name, link = _link(node)
+    if not link.speed:
         raise Skip(f"{name} does not say how fast it is")
-    text = f"{name}: {speed} Mbit/s, {duplex} duplex"
-    return warn((int(speed) < 1000 or duplex == "half") and text, text, speed)
+    is_half = link.duplex == psutil.NIC_DUPLEX_HALF
+    text = f"{name}: {link.speed} Mbit/s{', half duplex' if is_half else ''}"
+    return warn((link.speed < 1000 or is_half) and text, text, str(link.speed))
 
 
 def link_errors(node: Node) -> Found:
-    kinds = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_packets")
-    *counts, packets = (int(_net(node, f"statistics/{kind}")[1] or 0) for kind in kinds)
-    wrong = sum(counts) > max(100, packets / 1e4)
-    text = f"{sum(counts):,} errors and lost packets of {packets:,}"
-    return warn(wrong and text, text)
+    counts = psutil.net_io_counters(pernic=True)[_link(node)[0]]
+    wrong = counts.errin + counts.errout + counts.dropin + counts.dropout
+    text = f"{wrong:,} errors and lost packets of {counts.packets_recv:,}"
+    return warn(wrong > max(100, counts.packets_recv / 1e4) and text, text)
 
 
 def clock_kept(_node: Node) -> Found:
@@ -89,6 +91,7 @@ def _peers(node: Node) -> list[str]:
     return names
 
 
-def _net(node: Node, what: str) -> tuple[str, str]:
+def _link(node: Node) -> tuple[str, Any]:
+    # psutil asks the kernel: /sys may show the interfaces of another network namespace.
     name = str(interface(node).value)
-    return name, node.read(f"/sys/class/net/{name}/{what}")
+    return name, psutil.net_if_stats()[name]

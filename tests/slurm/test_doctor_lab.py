@@ -45,9 +45,9 @@ def daemon_of(lab: Lab, host: str) -> int:
     """Return the process id of a host's Slurm daemon."""
     mark = f"rollcall-lab:{lab.name}:{host} "
     for process in psutil.process_iter(["name"]):
-        if process.info["name"] == "slurmd":
-            if mark in Path(f"/proc/{process.pid}/mountinfo").read_text():
-                return process.pid
+        mounts = Path(f"/proc/{process.pid}/mountinfo")
+        if process.info["name"] == "slurmd" and mark in mounts.read_text():
+            return process.pid
     raise AssertionError(f"{host} has no daemon")
 
 

@@ -19,8 +19,8 @@ from disks import mounted, needs_root
 
 from rollcall.config import parse
 from rollcall.installation import PACKAGED
-from rollcall.launch.runs import find
 from rollcall.launch.doctor import storage
+from rollcall.launch.runs import find
 from rollcall.launch.submission import (
     executors,
     existing,
