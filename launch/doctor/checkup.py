@@ -116,7 +116,7 @@ def _odd(values: Mapping[str, Found]) -> Iterator[Odd]:
         middle = median(float(found.value) for found in values.values())  # type: ignore[arg-type]
         for node, found in values.items():
             if abs(float(found.value) - middle) > found.within:  # type: ignore[arg-type]
-                yield Odd(node, found.text, f"{middle:,.1f}")
+                yield Odd(node, found.text, f"{middle:,.1f} at the median")
         return
     counts = Counter(str(found.value) for found in values.values())
     usual, most = counts.most_common(1)[0]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rollcall.installation import IS_CHECKOUT, ROOT, command
@@ -83,8 +84,8 @@ def ask(
         for process in started:
             _end(process)
     found = {path.stem: _results(path) for path in sorted(into.glob("*.json"))}
-    for node in found.keys() & clocks.keys():
-        offset = clocks[node] - max(clocks.values())
+    for node in found.keys() & clocks.keys() if len(clocks) > 1 else ():
+        offset = clocks[node] - median(clocks.values())
         found[node]["clock"] = Found("ok", f"{offset:+.1f} s", offset, CLOCKS_DIFFER)
     if isinstance(nodes, int):
         nodes = [f"unknown-{number}" for number in range(nodes - len(found))]

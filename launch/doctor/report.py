@@ -1,11 +1,13 @@
 """Print what nodes found, as a table or as JSON."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 
-from rollcall.launch.doctor.check import Found
 from rollcall.launch.doctor.checkup import Odd, Results, checks, compare
 from rollcall.text import listed, table
+
+PROBLEMS = ("warning", "bad")
 
 
 def lines(nodes: Mapping[str, Results], shows_all: bool) -> Iterator[str]:
@@ -16,7 +18,8 @@ def lines(nodes: Mapping[str, Results], shows_all: bool) -> Iterator[str]:
         problems = list(_rows(name, nodes, odd.get(name, []), shows_all))
         rows += problems
         if any(result not in ("ok", "not applicable") for _, result, *_ in problems):
-            cures.append(f"{name}: {check.why}. {check.cure} [{check.source}]")
+            source = re.sub(r"\[.+?\]\((.+?)\)", r"\1", check.source)
+            cures.append(f"{name}: {check.why}. What to do: {check.cure} [{source}]")
     yield from table(rows) if len(rows) > 1 else []
     yield from ["", *cures] if cures else []
     states = [found.state for results in nodes.values() for found in results.values()]
@@ -30,16 +33,20 @@ def _rows(
     name: str, nodes: Mapping[str, Results], odd: list[Odd], shows_all: bool
 ) -> Iterator[tuple[str, str, str, str]]:
     groups: dict[tuple[str, str], list[str]] = {}
+    differs = {each.node: each for each in odd}
     for node, results in nodes.items():
-        found = results.get(name, Found("not applicable", "not part of the quick checks"))
-        is_problem = found.state in ("warning", "bad")
-        if is_problem or (shows_all and name in results):
-            groups.setdefault((found.state, found.text), []).append(node)
-    for (state, text), where in groups.items():
-        place = "all" if len(where) == len(nodes) else listed(where, 4)
-        yield name, state, place, text
-    for each in odd:
-        yield name, "odd", each.node, f"{each.has}; others: {each.usual}"
+        found = results.get(name)
+        if found is None:
+            continue
+        result, text = found.state, found.text
+        if node in differs:
+            each = differs[node]
+            result = f"{result}, odd" if result in PROBLEMS else "odd"
+            text = f"{text if result != 'odd' else each.has}; others: {each.usual}"
+        if result in PROBLEMS or node in differs or shows_all:
+            groups.setdefault((result, text), []).append(node)
+    for (result, text), where in groups.items():
+        yield name, result, "all" if len(where) == len(nodes) else listed(where, 4), text
 
 
 def as_json(nodes: Mapping[str, Results]) -> str:

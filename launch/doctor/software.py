@@ -113,9 +113,9 @@ def users_packages(_node: Node) -> Found:
 
 
 def leaked_variables(node: Node) -> Found:
-    job = "SLURM_STEP_ID" in node.env
-    found = [name for name in OF_RANKS if name in node.env and not job]
-    found += [name for name in node.env if name.startswith(("SBATCH_", "SRUN_", "TORCHELASTIC_"))]
+    in_step = "SLURM_STEP_ID" in node.env  # whose own variables these are
+    names = ("SBATCH_", "TORCHELASTIC_") if in_step else ("SBATCH_", "SRUN_", "TORCHELASTIC_")
+    found = [it for it in node.env if it.startswith(names) or (it in OF_RANKS and not in_step)]
     return warn(listed(sorted(found)), "none of a surrounding job or rank")
 
 
