@@ -70,7 +70,8 @@ def plant(lab: Lab, place: Path) -> subprocess.Popen[bytes]:
     lab.output(BAD, "bash", "-ec", "\n".join(lines))
     for host in ("n1", "n2", "n4"):
         lab.output(host, "mkdir", "-p", f"{MINE}/full")
-    loop = lab.argv(BAD, "env", "-u", "SLURM_JOB_ID", "bash", "-c", "while :; do :; done")
+    # Not nice: on a busy machine, it would otherwise get too little of a CPU to be noticed.
+    loop = lab.argv(BAD, "nice", "-n", "-15", "bash", "-c", "while :; do :; done")
     return subprocess.Popen(loop, cwd="/")
 
 
@@ -126,3 +127,18 @@ def test_a_spare_takes_the_place_of_a_bad_host(own_lab: Lab, tmp_path: Path) -> 
     assert f"--exclude={BAD}" in shown.stdout, shown.stdout + shown.stderr
     assert own_lab.exec("login", *ROLLCALL, "nodes", "--forget", BAD, env=state).returncode == 0
     assert "--exclude" not in own_lab.exec("login", *again, cwd=tmp_path, env=state).stdout
+
+
+def test_network_names_the_host_with_a_slow_link(own_lab: Lab, tmp_path: Path) -> None:
+    limit = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "100mbit")
+    own_lab.output("n2", *limit, "burst", "32k", "latency", "50ms")
+    words = ["--nodes=4", "--nproc-per-node=1", f"--root={tmp_path}/runs", "--name=it"]
+    measure = [*ROLLCALL, "network", *words, "--", "--sizes=64K", "--json"]
+    done = own_lab.exec("login", *measure, cwd=ROOT)
+    own_lab.output("n2", "tc", "qdisc", "del", "dev", "eth0", "root")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])
+    assert found["hosts"] == ["n1", "n2", "n3", "n4"] and found["interface"] == "eth0"
+    assert len(found["slow"]) == 1 and "slow host: n2 sends" in found["slow"][0], found
+    assert {row["kind"] for row in found["collectives"]} >= {"all-reduce", "all-to-all"}
+    assert all(row["bus"] > 0 for row in found["collectives"])
