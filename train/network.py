@@ -75,8 +75,8 @@ def seconds(world: World, work: Callable[[], object]) -> float:
 def links(world: World, leaders: Sequence[int], bytes_: int) -> list[list[float]]:
     """Return the bytes per second from each leader (row) to each other one (column).
 
-    In each round all leaders send to the one that many places ahead, at the same time. 0 stands for
-    a pair that is not measured.
+    In each round all leaders send at the same time, each to the one that many places ahead. The
+    rate of a pair that is not measured is 0.
     """
     count = len(leaders)
     rates = torch.zeros(count, count, dtype=torch.float64)

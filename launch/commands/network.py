@@ -1,6 +1,6 @@
 """`rollcall network --nodes N`: measure the network between the nodes of a job.
 
-Takes the options of `rollcall submit`; after `--`, those of the measurement: --sizes, --json.
+Takes the options of `rollcall submit`; after `--`, the measurement takes --sizes and --json.
 """
 
 from collections.abc import Sequence

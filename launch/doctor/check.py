@@ -1,5 +1,4 @@
-"""What a check finds, and what it may ask of the machine. Nothing here waits for long or raises
-anything but `Skip` and `Failed`."""
+"""The result of a check, and the machine that it looks at."""
 
 import contextlib
 import json
@@ -126,7 +125,7 @@ class Node:
         return answer
 
     def torch(self) -> dict[str, Any]:
-        """Return what torch says of itself, in a process of its own."""
+        """Return what torch says of itself, from another process."""
         answer = self.run(self.python, "-c", PROBE, seconds=THOROUGH)
         return dict(json.loads(answer.splitlines()[-1]))
 

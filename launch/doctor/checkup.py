@@ -13,7 +13,7 @@ from rollcall.launch.doctor import cpu, fabric, gpu, limits, links, software, st
 from rollcall.launch.doctor.check import QUICK, THOROUGH, Failed, Found, Node, Skip
 
 Results = dict[str, Found]
-"""What a node found, by the name of the check."""
+"""The results of a node, by the name of the check."""
 
 
 class Check(NamedTuple):
@@ -84,7 +84,7 @@ def _safely(check: Check, node: Node) -> Found:
 
 
 def compare(nodes: Mapping[str, Results]) -> dict[str, list[Odd]]:
-    """Return, by check, the nodes whose values differ from those of most nodes.
+    """Return, by check, the nodes whose values differ from most nodes'.
 
     Two nodes that differ are both listed, because neither of them is usual.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from rollcall.launch.doctor.check import Found, Node, Skip, State, judge, ok, warn
+from rollcall.launch.doctor.check import Found, Node, Skip, State, judge, warn
 from rollcall.text import listed
 
 SAMPLE = 0.7
@@ -23,13 +23,6 @@ def cpus(node: Node) -> Found:
     return judge(few and f"{text}, though Slurm gave {asked}", text, text)
 
 
-def cpu_model(node: Node) -> Found:
-    lines = node.read("/proc/cpuinfo").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    name = next(names, os.uname().machine)
-    return ok(name, name)
-
-
 def threads(node: Node) -> Found:
     usable, given = len(os.sched_getaffinity(0)), node.env.get("OMP_NUM_THREADS", "0")
     many = given.isdecimal() and int(given) > usable
@@ -44,14 +37,6 @@ def numa(node: Node) -> Found:
     far = [it[-12:] for it, cpus in near.items() if cpus and not cpus & os.sched_getaffinity(0)]
     text = f"CPUs of {len(used)} of {len(folders)} NUMA nodes"
     return warn(far and f"{text}; none is near GPU {listed(far, 2)}", text, text)
-
-
-def governor(node: Node) -> Found:
-    paths = node.paths("/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
-    names = ", ".join(sorted({node.read(path) for path in paths}))
-    if not names:
-        raise Skip("the kernel does not scale these CPUs")
-    return warn("powersave" in names and names, names, names)
 
 
 def memory_errors(node: Node) -> Found:
@@ -73,21 +58,10 @@ def foreign_processes(node: Node) -> Found:
     return judge(listed(sorted(busy), 3), "none uses the CPUs", "busy" if busy else "idle", state)
 
 
-def stuck_processes(_node: Node) -> Found:
-    def waiting() -> set[str]:
-        every = psutil.process_iter(["name", "status"])
-        slow = (it for it in every if it.info["status"] == psutil.STATUS_DISK_SLEEP)
-        return {f"{it.info['name']} ({it.pid})" for it in slow}
-
-    before = waiting()
-    time.sleep(SAMPLE)  # a short wait for a disk is normal
-    return warn(listed(sorted(before & waiting()), 3), "none")
-
-
 def earlier_jobs(node: Node) -> Found:
     job = node.env.get("SLURM_JOB_ID")
     if job is None:
-        raise Skip("this is no job of Slurm")
+        raise Skip("Slurm did not start this")
     own = (it for it in psutil.process_iter(["name", "uids"]) if it.info["uids"] is not None)
     mine = {it.pid: it.info["name"] for it in own if it.info["uids"].real == os.getuid()}
     jobs = {pid: _job_of(pid) for pid in mine if _is_here(pid)}

@@ -54,11 +54,6 @@ def hca_errors(node: Node) -> Found:
     return warn(listed(wrong, 3), "no errors are counted")
 
 
-def hca_firmware(node: Node) -> Found:
-    versions = {port.name: port.firmware for port in _ports(node)}
-    return ok(", ".join(sorted(set(versions.values()))), versions)
-
-
 def roce(node: Node) -> Found:
     ports = [port for port in _ports(node) if port.layer == "Ethernet" and port.state == "ACTIVE"]
     if not ports or _plugin_fabric(node):
@@ -70,13 +65,6 @@ def roce(node: Node) -> Found:
         if not any("v2" in node.read(path) for path in types):
             without.append(port.name)
     return judge(without and f"no RoCE v2 address: {listed(without, 3)}", f"{len(ports)} ports")
-
-
-def gpu_direct(node: Node) -> Found:
-    if not node.paths("/sys/module/nvidia") or not _ports(node):
-        raise Skip("this needs NVIDIA GPUs and a host channel adapter")
-    loaded = node.paths("/sys/module/nvidia_peermem") or node.paths("/sys/module/nv_peer_mem")
-    return warn(not loaded and "nvidia_peermem is not loaded", "nvidia_peermem is loaded")
 
 
 def nccl_plugin(node: Node) -> Found:
@@ -127,7 +115,7 @@ def nccl_variables(node: Node) -> Found:
 
 
 def _ports(node: Node) -> list[Port]:
-    """Return the ports that the kernel lists, or those of ibstat where /sys is not visible."""
+    """Return the ports that the kernel lists, or ibstat's where /sys is not visible."""
     found = []
     for path in node.paths(f"{DEVICES}/*/ports/*"):
         device, number = path.split("/")[4], path.rpartition("/")[2]

@@ -29,10 +29,6 @@ def gpu_model(node: Node) -> Found:
     return _each(node, lambda _gpu: "", "product_name")
 
 
-def gpu_firmware(node: Node) -> Found:
-    return _each(node, lambda _gpu: "", "vbios_version")
-
-
 def ecc(node: Node) -> Found:
     path = "ecc_mode/current_ecc"
     return _each(node, lambda gpu: _if(gpu, path, "Disabled"), path)
@@ -72,14 +68,6 @@ def throttling(node: Node) -> Found:
     )
 
 
-def temperature(node: Node) -> Found:
-    def hot(gpu: Element) -> str:
-        degrees = gpu.findtext("temperature/gpu_temp", "")
-        return degrees if _number(degrees) > HOT else ""
-
-    return _each(node, hot)
-
-
 def gpu_clocks(node: Node) -> Found:
     chosen, most = "applications_clocks/graphics_clock", "max_clocks/sm_clock"
     return _each(node, lambda gpu: _below(gpu, chosen, most, 0.7), chosen)
@@ -97,15 +85,6 @@ def persistence(node: Node) -> Found:
 def pcie(node: Node) -> Found:
     now, most = (f"pci/pci_gpu_link_info/link_widths/{it}_link_width" for it in ("current", "max"))
     return _each(node, lambda gpu: _below(gpu, now, most, 1), now, "bad")
-
-
-def mig(node: Node) -> Found:
-    path = "mig_mode/current_mig"
-    return _each(node, lambda gpu: _if(gpu, path, "Enabled"), path)
-
-
-def compute_mode(node: Node) -> Found:
-    return _each(node, lambda gpu: _if(gpu, "compute_mode", "Prohibited"), "compute_mode", "bad")
 
 
 def gpu_memory(node: Node) -> Found:

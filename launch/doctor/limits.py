@@ -21,11 +21,6 @@ def open_files(_node: Node) -> Found:
     return judge(limit < 4096 and f"{limit}", f"{limit:,}", f"{limit}", state)
 
 
-def processes(_node: Node) -> Found:
-    limit = _limit(resource.RLIMIT_NPROC)
-    return judge(limit < 2048 and f"{limit}", f"{limit:,}", "few" if limit < 2048 else "enough")
-
-
 def core_files(node: Node) -> Found:
     pattern, limit = node.read("/proc/sys/kernel/core_pattern"), _limit(resource.RLIMIT_CORE)
     fills = limit > GIB and not pattern.startswith("|")
@@ -53,26 +48,11 @@ def memory_of_job(node: Node) -> Found:
     return judge(int(used) > 0.8 * int(limit) and text, text, size(int(limit)))
 
 
-def cpu_quota(node: Node) -> Found:
-    quota, _, period = node.cgroup("cpu.max").partition(" ")
-    if not quota.isdecimal():
-        raise Skip("no control group limits the CPU time")
-    cpus, usable = int(quota) / int(period), len(os.sched_getaffinity(0))
-    text = f"a quota of {cpus:.1f} CPUs for {usable} visible ones"
-    return warn(cpus < usable and text, text, f"{cpus:.1f}")
-
-
 def huge_pages(node: Node) -> Found:
     unused = _meminfo(node, "HugePages_Free") // 1024 * _meminfo(node, "Hugepagesize")
     mode = node.read("/sys/kernel/mm/transparent_hugepage/enabled") or "unknown"
     wasted = unused > _meminfo(node, "MemTotal") // 4
     return warn(wasted and f"{size(unused)} are reserved and unused", mode, mode)
-
-
-def killed_for_memory(node: Node) -> Found:
-    counts = dict(line.split() for line in node.read("/proc/vmstat").splitlines())
-    count = int(counts.get("oom_kill", 0))
-    return warn(count and f"the kernel killed {count} processes since it started", "none")
 
 
 def _limit(kind: int) -> int:

@@ -17,11 +17,17 @@ from statistics import median
 from typing import Any
 
 from rollcall.installation import IS_CHECKOUT, ROOT, command
-from rollcall.launch.doctor.check import QUICK, Found
+from rollcall.launch.doctor import report
+from rollcall.launch.doctor.check import QUICK, THOROUGH, Found
 from rollcall.launch.doctor.checkup import Results
 from rollcall.launch.doctor.command import MARK
+from rollcall.launch.scheduler.job import Job, options
 from rollcall.records.files import read_object
 
+NOT_OF_SRUN = ("output", "open-mode", "requeue", "no-requeue", "no-kill", "signal", "mail-type")
+"""Options of a job script that a waiting srun does not take or need."""
+WAITING = 24 * 3600.0
+"""Seconds for which the nodes may be in use by others."""
 CLOCKS_DIFFER = 1.0
 """Seconds; starting a process on a node and hearing of it takes less."""
 PREFLIGHT = QUICK + 7
@@ -119,6 +125,30 @@ def _results(path: Path) -> Results:
     return {name: Found(*values) for name, values in fields.items()}
 
 
-def step(setup: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return a command that runs shell lines, as of a profile, before the doctor."""
-    return ["bash", "-c", "\n".join([*setup, f"exec {shlex.join(words)}"])] if setup else [*words]
+def report_on(job: Job, root: Path, local: bool, as_json: bool) -> int:
+    """Check the nodes that a job would get, and print a table; return 1 if something is wrong."""
+    count = job.nodes + job.spares
+    with meeting_place(root) as into:
+        words = [f"--into={into}", *([f"--python={job.python[0]}"] if job.python else [])]
+        if local:
+            commands = [doctor(root, *words, f"--as-node=node-{n}") for n in range(count)]
+            found = ask(commands, into, count, THOROUGH + 15)
+        else:
+            if not job.allocation:
+                print(f"waiting until {count} nodes are free for the doctor", file=sys.stderr)
+            found = ask([_srun(job, count, doctor(root, *words))], into, count, WAITING)
+    print(report.as_json(found) if as_json else "\n".join(report.lines(found, shows_all=False)))
+    return int(report.is_bad(found))
+
+
+def _srun(job: Job, count: int, words: list[str]) -> list[str]:
+    """Return the command that starts the doctor once on each node, as the job would start."""
+    place = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--wait=0"]
+    if job.allocation:
+        asked = [f"--jobid={job.allocation}", "--overlap", "--cpus-per-task=1"]
+    else:
+        given = [it for it in options(job) if it.partition("=")[0] not in NOT_OF_SRUN]
+        asked = [word for option in given for word in shlex.split(f"--{option}")]
+    if job.setup:  # of a profile
+        words = ["bash", "-c", "\n".join([*job.setup, f"exec {shlex.join(words)}"])]
+    return ["srun", *asked, *place, *job.srun, *words]

@@ -19,7 +19,7 @@ def lines(nodes: Mapping[str, Results], shows_all: bool) -> Iterator[str]:
         rows += problems
         if any(result not in ("ok", "not applicable") for _, result, *_ in problems):
             source = re.sub(r"\[.+?\]\((.+?)\)", r"\1", check.source)
-            cures.append(f"{name}: {check.why}. What to do: {check.cure} [{source}]")
+            cures.append(f"{name}: {check.why}. Do this: {check.cure} [{source}]")
     yield from table(rows) if len(rows) > 1 else []
     yield from ["", *cures] if cures else []
     states = [found.state for results in nodes.values() for found in results.values()]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import site
 import sys
 import zlib
 from importlib import metadata
@@ -75,41 +74,12 @@ def cuda_build(node: Node) -> Found:
     return judge((old and text) or blind, text, str(needs))
 
 
-def gpu_architecture(node: Node) -> Found:
-    found = node.torch()
-    wanted = set(found["capabilities"])
-    if not wanted:
-        raise Skip("torch sees no GPU")
-    families = {re.sub(r"\d$", "", arch) for arch in found["arches"]}
-    absent = [name for name in wanted if name[:-1] not in families]
-    return judge(absent and f"torch is not built for {listed(absent)}", ", ".join(sorted(wanted)))
-
-
-def nccl(node: Node) -> Found:
-    version = node.torch()["nccl"]
-    if not version:
-        raise Skip("torch sees no GPU")
-    return ok(version, str(version))
-
-
-def kernel(_node: Node) -> Found:
-    return ok(os.uname().release, os.uname().release)
-
-
 def search_paths(node: Node) -> Found:
     given = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
     found = [f"{name}={node.env[name]}" for name in given if node.env.get(name)]
     cuda = [part for part in node.env.get("LD_LIBRARY_PATH", "").split(":") if "cuda" in part]
     found += [f"LD_LIBRARY_PATH has {cuda[0]}"] if cuda else []
     return warn("; ".join(found), "no variable changes what is imported")
-
-
-def users_packages(_node: Node) -> Found:
-    folder = Path(site.getusersitepackages())
-    names = [it.stem for it in folder.glob("*.dist-info")] if site.ENABLE_USER_SITE else []
-    return warn(
-        names and f"{folder} also counts: {listed(names, 3)}", "only this environment counts"
-    )
 
 
 def leaked_variables(node: Node) -> Found:

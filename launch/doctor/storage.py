@@ -54,18 +54,6 @@ def locks(node: Node) -> Found:
     return ok("files can be locked")
 
 
-def small_files(node: Node) -> Found:
-    times = {}
-    for name, path in node.places():
-        begin = time.perf_counter()
-        for _ in range(FILES):
-            with _scratch(path) as (file, _):
-                file.write_bytes(b"rollcall")
-        times[name] = 1000 * (time.perf_counter() - begin) / FILES
-    text = ", ".join(f"{name} {taken:.1f} ms" for name, taken in times.items())
-    return warn(max(times.values()) > 20 and text, text)
-
-
 def mounts(node: Node) -> Found:
     shared = {place: kind for place, kind in _mounts(node).items() if kind in SHARED}
     for place in shared:

@@ -29,9 +29,11 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.suppress(TakenError):
             planned = plan(line, argv, setup)
             if line.own.doctor:
-                from rollcall.launch.submission import doctor  # here: it imports submitit
+                from rollcall.launch.doctor import nodes  # here: few command lines need them
+                from rollcall.launch.submission import executors
 
-                return doctor.main(planned, local, line.own.json)
+                executors.clear_inherited_environment()
+                return nodes.report_on(planned.job, planned.run.path.parent, local, line.own.json)
             return carry_out(planned, local, line.own.dry_run)
 
 

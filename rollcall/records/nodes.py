@@ -1,4 +1,4 @@
-"""What a user's jobs have found out about the nodes of a cluster, kept across jobs. No torch."""
+"""Reports of a user's jobs about the nodes of a cluster, kept across jobs. No torch."""
 
 import os
 import time
