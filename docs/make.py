@@ -1,4 +1,6 @@
-"""Make docs/reference.md, the table of docs/doctor.md and the pictures in docs/images from the code and from the text below.
+"""Make docs/reference.md, the table of docs/doctor.md and the pictures in docs/images.
+
+They come from the code and from the text below.
 
     ./env/run python docs/make.py
 

@@ -84,7 +84,6 @@ class Node:
         self, root: Path, python: str, hosts: Sequence[str], env: Mapping[str, str]
     ) -> None:
         self.root, self.python, self.hosts, self.env = root, python, hosts, env
-        self.end = float("inf")  # by the monotonic clock
         self._answers: dict[Sequence[str], str | Exception] = {}
         self._locks: dict[Sequence[str], threading.Lock] = {}
 
@@ -119,8 +118,7 @@ class Node:
         with self._locks.setdefault(words, threading.Lock()):
             if words not in self._answers:
                 self._answers[words] = _answer(words, seconds)
-            answer = self._answers[words]
-        if isinstance(answer, Exception):
+        if isinstance(answer := self._answers[words], Exception):
             raise answer
         return answer
 
@@ -141,16 +139,9 @@ class Node:
 
 def _answer(words: Sequence[str], seconds: float) -> str | Exception:
     name = Path(words[0]).name
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": seconds}
     try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
+        done = subprocess.run(words, text=True, errors="replace", check=False, **how)  # type: ignore[call-overload]
     except subprocess.TimeoutExpired:
         return Failed(f"{name} does not answer within {seconds:.0f} s")
     except OSError:
@@ -158,4 +149,4 @@ def _answer(words: Sequence[str], seconds: float) -> str | Exception:
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         return Failed(f"{name} fails: {said[-1] if said else f'exit code {done.returncode}'}")
-    return done.stdout
+    return str(done.stdout)

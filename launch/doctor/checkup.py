@@ -127,16 +127,15 @@ def _odd(values: Mapping[str, Found]) -> Iterator[Odd]:
 
 
 def bad_nodes(nodes: Mapping[str, Results]) -> dict[str, str]:
-    """Return the nodes that a job should avoid, and why: they fail what most nodes pass, or differ.
+    """Return the nodes that a job should avoid, and why: they fail what others pass, or differ.
 
-    What is wrong on most nodes is a matter of the environment, and no reason to avoid one of them.
+    What is wrong on more than half of them is a matter of the environment.
     """
     reasons: dict[str, list[str]] = {}
     for name in checks():
         bad = [it for it, found in nodes.items() if name in found and found[name].state == "bad"]
-        if 2 * len(bad) < max(2, len(nodes)) or len(nodes) == 1:
-            for node in bad:
-                reasons.setdefault(node, []).append(f"{name}: {nodes[node][name].text}")
+        for node in bad if 2 * len(bad) <= len(nodes) else []:
+            reasons.setdefault(node, []).append(f"{name}: {nodes[node][name].text}")
     for name, odd in compare(nodes).items():
         if name in MUST_MATCH and 2 * len(odd) < len(nodes):
             for each in odd:

@@ -54,7 +54,9 @@ def foreign_processes(node: Node) -> Found:
         share = (used - before.get(pid, (used, ""))[0]) / (time.monotonic() - begin)
         if share > MUCH:
             busy.append(f"{name} ({pid}) uses {share:.1f} CPUs")
-    state: State = "bad" if "SLURM_JOB_ID" in node.env else "warning"
+    # Where the job has only a part of the node, other jobs may use the rest.
+    is_whole = int(node.env.get("SLURM_CPUS_ON_NODE", 0)) >= (os.cpu_count() or 1)
+    state: State = "bad" if is_whole else "warning"
     return judge(listed(sorted(busy), 3), "none uses the CPUs", "busy" if busy else "idle", state)
 
 

@@ -11,7 +11,7 @@ from rollcall.text import listed
 FATAL_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 136, 140, 143, 154}
 """After these errors a GPU needs a reset or a repair; others are often a program's."""
 SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
-HOT = 87
+ECC, PERSISTENCE = "ecc_mode/current_ecc", "persistence_mode"
 
 
 def driver(node: Node) -> Found:
@@ -30,8 +30,11 @@ def gpu_model(node: Node) -> Found:
 
 
 def ecc(node: Node) -> Found:
-    path = "ecc_mode/current_ecc"
-    return _each(node, lambda gpu: _if(gpu, path, "Disabled"), path)
+    return _each(node, lambda gpu: _if(gpu, ECC, "Disabled"), ECC)
+
+
+def persistence(node: Node) -> Found:
+    return _each(node, lambda gpu: _if(gpu, PERSISTENCE, "Disabled"), PERSISTENCE)
 
 
 def ecc_errors(node: Node) -> Found:
@@ -78,22 +81,21 @@ def power_limit(node: Node) -> Found:
     return _each(node, lambda gpu: _below(gpu, now, usual, 0.95), now)
 
 
-def persistence(node: Node) -> Found:
-    return _each(node, lambda gpu: _if(gpu, "persistence_mode", "Disabled"), "persistence_mode")
-
-
 def pcie(node: Node) -> Found:
     now, most = (f"pci/pci_gpu_link_info/link_widths/{it}_link_width" for it in ("current", "max"))
     return _each(node, lambda gpu: _below(gpu, now, most, 1), now, "bad")
 
 
 def gpu_memory(node: Node) -> Found:
-    def used(gpu: Element) -> str:
+    visible = node.env.get("CUDA_VISIBLE_DEVICES", "")
+    found = []
+    for name, gpu in _gpus(node).items():
         amount = gpu.findtext("fb_memory_usage/used", "")
         who = [it.text or "" for it in gpu.findall("processes/process_info/pid")]
-        return f"{amount} by {listed(who, 3) or 'nobody'}" if who or _number(amount) > 2048 else ""
-
-    return _each(node, used, state="bad")
+        is_own = not visible.replace(",", "").isdecimal() or name in visible.split(",")
+        if is_own and (who or _number(amount) > 2048):
+            found.append(f"GPU {name}: {amount} by {listed(who, 3) or 'nobody'}")
+    return judge(listed(found, 4), "nobody uses the job's GPUs")
 
 
 def fabric_manager(node: Node) -> Found:
