@@ -5,6 +5,7 @@ Takes the options of `rollcall submit`; after `--`, the measurement takes --size
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rollcall.installation import IS_CHECKOUT, ROOT
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         here = Path.cwd()
         names = (word for word in given if word.startswith("--root="))
         roots = [word.partition("=")[2] for word in names]
-        roots += [after for word, after in zip(given, given[1:], strict=False) if word == "--root"]
+        roots += [after for word, after in pairwise(given) if word == "--root"]
         given.append(f"--root={here / (roots or ['runs'])[-1]}")
         os.chdir(ROOT)
     return command.main(["--wait", *given, "--", "-m", "rollcall.train.network", *rest])

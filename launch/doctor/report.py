@@ -38,12 +38,13 @@ def _rows(
         found = results.get(name)
         if found is None:
             continue
-        result, text = found.state, found.text
-        if node in differs:
-            each = differs[node]
-            result = f"{result}, odd" if result in PROBLEMS else "odd"
-            text = f"{text if result != 'odd' else each.has}; others: {each.usual}"
-        if result in PROBLEMS or node in differs or shows_all:
+        result: str = found.state
+        text = found.text
+        if each := differs.get(node):
+            is_problem = result in PROBLEMS
+            result, text = (f"{result}, odd", text) if is_problem else ("odd", each.has)
+            text += f"; others: {each.usual}"
+        if found.state in PROBLEMS or node in differs or shows_all:
             groups.setdefault((result, text), []).append(node)
     for (result, text), where in groups.items():
         yield name, result, "all" if len(where) == len(nodes) else listed(where, 4), text

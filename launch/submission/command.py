@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     if line.own.discover:
         from rollcall.launch.submission import discover  # here: few command lines need it
 
-        return discover.main(line.own.cluster)
+        return discover.main(line.own.cluster, line.own.dry_run)
     local = line.own.local or not slurm.is_available()
     if local and not (line.own.local or line.own.dry_run):
         note("this machine has no sbatch, so the run starts here")

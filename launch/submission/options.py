@@ -232,7 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--teardown", action="append", default=[], metavar="LINE", help=after)
     site = "take defaults from clusters/NAME.yaml and ~/.config/rollcall/clusters/NAME.yaml"
     add("--cluster", metavar="NAME", help=site)
-    discover = "write a profile of this cluster to ~/.config/rollcall/clusters/ and exit"
+    discover = "write a profile of this cluster to ~/.config/rollcall/clusters/ and exit; "
+    discover += "--dry-run prints it"
     add("--discover", action="store_true", help=discover)
     name = "name of the run (default: recipe or script, date and time)"
     add("--name", "--job-name", metavar="RUN", help=name)

@@ -83,8 +83,10 @@ def diagnose(lab: Lab, place: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-PLANTED = ("shared-memory", "own-name", "free-space", "writing", "open-files", "clock")
-PLANTED += ("packages", "code", "foreign-processes", "mtu")
+PLANTED = (
+    *("shared-memory", "own-name", "free-space", "writing", "open-files", "clock"),
+    *("packages", "code", "foreign-processes", "mtu"),
+)
 
 
 def test_the_doctor_marks_the_odd_host_in_each_planted_defect(own_lab: Lab, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollcall.launch.commands import nodes as nodes_command
-from rollcall.launch.doctor import check, checkup, command, report
+from rollcall.launch.doctor import check, checkup, command, cpu, fabric, gpu, limits, links, report
 from rollcall.launch.doctor.check import Found, Node
 from rollcall.launch.doctor.checkup import bad_nodes, checks, compare, examine
 from rollcall.records.nodes import KEPT, NodeReport
@@ -114,7 +114,7 @@ def test_every_line_of_the_table_has_a_function_and_every_function_a_line() -> N
         assert all(texts) and (each.cure or each.name == "container"), each.name
     functions = {
         name
-        for module in (checkup.cpu, checkup.fabric, checkup.gpu, checkup.limits, checkup.links)
+        for module in (cpu, fabric, gpu, limits, links)
         for name, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__ and name[0] != "_"
     } - {"Port"}
