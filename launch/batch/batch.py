@@ -174,8 +174,8 @@ class Batch:
         )
         chosen = self._hosts.choose(bad=[*bad])
         for host, reason in bad.items():
-            used = "uses it, because no other host is left" if host in chosen else "leaves it out"
-            self._say(f"{used}: {host}: {reason}")
+            used = "uses, because no other host is left," if host in chosen else "leaves out"
+            self._say(f"{used} {host}: {reason}")
             preflight.remember(run, host, reason)
         return (
             placement.on(self.command, chosen) if bad and self._hosts.may_change else self.command

@@ -20,15 +20,9 @@ import json, time
 begin = time.perf_counter()
 import torch
 took = time.perf_counter() - begin
-cuda = torch.cuda.is_available()
-count = torch.cuda.device_count() if cuda else 0
-nccl = getattr(torch.cuda, "nccl", None)
-print(json.dumps({
-    "torch": torch.__version__, "cuda": torch.version.cuda or "", "seconds": took, "gpus": count,
-    "nccl": ".".join(map(str, nccl.version())) if cuda else "",
-    "arches": torch.cuda.get_arch_list(),
-    "capabilities": ["sm_%d%d" % torch.cuda.get_device_capability(i) for i in range(count)],
-}))
+count = torch.cuda.device_count()
+build = torch.version.cuda or ""
+print(json.dumps(dict(torch=torch.__version__, cuda=build, seconds=took, gpus=count)))
 """
 
 

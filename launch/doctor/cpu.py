@@ -36,7 +36,7 @@ def numa(node: Node) -> Found:
     near = {it: _cpus(node, f"{it}/local_cpulist") for it in devices}
     far = [it[-12:] for it, cpus in near.items() if cpus and not cpus & os.sched_getaffinity(0)]
     text = f"CPUs of {len(used)} of {len(folders)} NUMA nodes"
-    return warn(far and f"{text}; none is near GPU {listed(far, 2)}", text, text)
+    return warn(far and f"{text}; none is near GPU {listed(far, 2)}", text, f"{len(folders)}")
 
 
 def memory_errors(node: Node) -> Found:
@@ -49,14 +49,16 @@ def memory_errors(node: Node) -> Found:
 def foreign_processes(node: Node) -> Found:
     before, begin = _use(node), time.monotonic()
     time.sleep(SAMPLE)
-    busy = []
+    busy, total = [], 0.0
     for pid, (used, name) in _use(node).items():
         share = (used - before.get(pid, (used, ""))[0]) / (time.monotonic() - begin)
         if share > MUCH:
             busy.append(f"{name} ({pid}) uses {share:.1f} CPUs")
+            total += share
     # Where the job has only a part of the node, other jobs may use the rest.
-    is_whole = int(node.env.get("SLURM_CPUS_ON_NODE", 0)) >= (os.cpu_count() or 1)
-    state: State = "bad" if is_whole else "warning"
+    there = os.cpu_count() or 1
+    is_whole = int(node.env.get("SLURM_CPUS_ON_NODE", 0)) >= there
+    state: State = "bad" if is_whole and total > there / 10 else "warning"
     return judge(listed(sorted(busy), 3), "none uses the CPUs", "busy" if busy else "idle", state)
 
 

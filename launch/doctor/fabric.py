@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+import psutil
+
 from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
 from rollcall.launch.doctor.links import interface
 from rollcall.text import listed
@@ -22,7 +24,6 @@ class Port(NamedTuple):
     state: str  # ACTIVE, DOWN, INIT
     rate: str  # 400 Gb/sec (4X NDR)
     layer: str  # InfiniBand or Ethernet
-    firmware: str
 
 
 def hca_ports(node: Node) -> Found:
@@ -82,7 +83,7 @@ def nccl_interface(node: Node) -> Found:
     given = node.env.get("NCCL_SOCKET_IFNAME") or _of_file(node).get("NCCL_SOCKET_IFNAME")
     if given:
         names = given.lstrip("=^").split(",")
-        there = [path.rpartition("/")[2] for path in node.paths("/sys/class/net/*")]
+        there = [*psutil.net_if_addrs()]
         absent = [name for name in names if not any(it.startswith(name) for it in there)]
         missing = absent and not given.startswith("^")
         text = f"{given}, because NCCL_SOCKET_IFNAME says so"
@@ -120,8 +121,8 @@ def _ports(node: Node) -> list[Port]:
     for path in node.paths(f"{DEVICES}/*/ports/*"):
         device, number = path.split("/")[4], path.rpartition("/")[2]
         state = node.read(f"{path}/state").partition(":")[2].strip()
-        layer, firmware = node.read(f"{path}/link_layer"), node.read(f"{DEVICES}/{device}/fw_ver")
-        found.append(Port(f"{device}:{number}", state, node.read(f"{path}/rate"), layer, firmware))
+        rate, layer = node.read(f"{path}/rate"), node.read(f"{path}/link_layer")
+        found.append(Port(f"{device}:{number}", state, rate, layer))
     if found:
         return found
     try:
@@ -130,12 +131,10 @@ def _ports(node: Node) -> list[Port]:
         raise Skip("this machine has no host channel adapter") from None
     for text in re.split(r"^CA '", answer, flags=re.M)[1:]:
         device, _, rest = text.partition("'")
-        firmware = _field("Firmware version", rest)
         for number, port in re.findall(r"Port (\d+):\n((?:\t\t.*\n?)+)", rest):
             state = {"Active": "ACTIVE", "Initializing": "INIT"}.get(_field("State", port), "DOWN")
             rate = f"{_field('Rate', port)} Gb/sec"
-            layer = _field("Link layer", port)
-            found.append(Port(f"{device}:{number}", state, rate, layer, firmware))
+            found.append(Port(f"{device}:{number}", state, rate, _field("Link layer", port)))
     return found
 
 

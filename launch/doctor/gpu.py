@@ -11,6 +11,7 @@ from rollcall.text import listed
 FATAL_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 136, 140, 143, 154}
 """After these errors a GPU needs a reset or a repair; others are often a program's."""
 SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+DAY = 24 * 3600.0
 ECC, PERSISTENCE = "ecc_mode/current_ecc", "persistence_mode"
 
 
@@ -57,9 +58,11 @@ def xid(node: Node) -> Found:
         log = node.run("dmesg")
     except Failed as error:
         raise Skip(f"the kernel's log cannot be read: {error}") from None
-    found = re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log)
-    fatal = [code for code in found if int(code[1]) in FATAL_XIDS]
-    text = listed([f"Xid {number} on {place}" for place, number in fatal or found], 3)
+    now = float((node.read("/proc/uptime") or "0").split()[0])
+    found = re.findall(r"\[ *([\d.]+)\] NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log)
+    found = [code for code in found if float(code[0]) > now - DAY]  # older ones may be repaired
+    fatal = [code for code in found if int(code[2]) in FATAL_XIDS]
+    text = listed([f"Xid {number} on {place}" for _, place, number in fatal or found], 3)
     return judge(text, "none", state="bad" if fatal else "warning")
 
 

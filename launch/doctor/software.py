@@ -1,10 +1,11 @@
 """Python, packages, code, and what Slurm and the environment left for the job."""
 
+import json
 import os
 import re
 import sys
 import zlib
-from importlib import metadata
+from itertools import islice
 from pathlib import Path
 
 from rollcall.installation import ROOT
@@ -13,7 +14,12 @@ from rollcall.launch.scheduler import cluster
 from rollcall.text import listed
 
 LEAVE_OUT = {"runs", "node_modules", "__pycache__", "site-packages", "data"}
-MOST_FILES = 3000
+MOST_FILES, MOST_FOLDERS = 3000, 1000
+PACKAGES = """
+import json
+from importlib import metadata
+print(json.dumps({it.metadata["Name"] or "": it.version for it in metadata.distributions()}))
+"""
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK")
 QUIRKS = {
     (21, 8): "before 21.08, --overlap does not share CPUs as rollcall expects",
@@ -26,8 +32,8 @@ def python(_node: Node) -> Found:
     return ok(text, text)
 
 
-def packages(_node: Node) -> Found:
-    found = {it.metadata["Name"] or "": it.version for it in metadata.distributions()}
+def packages(node: Node) -> Found:
+    found: dict[str, str] = json.loads(node.run(node.python, "-c", PACKAGES))
     return ok(f"{len(found)} packages", found)
 
 
@@ -36,7 +42,7 @@ def code(_node: Node) -> Found:
     count = 0
     for root in dict.fromkeys((Path.cwd(), ROOT)):
         inside = root / "rollcall" if root.name == "site-packages" else root
-        for folder, folders, files in os.walk(inside):
+        for folder, folders, files in islice(os.walk(inside), MOST_FOLDERS):
             hidden = {name for name in folders if name.startswith(".")}
             folders[:] = sorted({*folders} - LEAVE_OUT - hidden)
             for name in sorted(files):

@@ -13,7 +13,6 @@ from rollcall.text import size
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "fuse.sshfs", "pvfs2")
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-FILES = 30
 
 
 def free_space(node: Node) -> Found:

@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     local = line.own.local or not slurm.is_available()
     if local and not (line.own.local or line.own.dry_run):
         note("this machine has no sbatch, so the run starts here")
+    if line.own.preflight and (local or line.own.in_allocation):
+        note("--preflight has no effect here, because there is no other node to use; try --doctor")
     while True:
         with contextlib.suppress(TakenError):
             planned = plan(line, argv, setup)

@@ -124,9 +124,6 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
         raise RefusedError("--spares: a run on this machine (--local) has no spare nodes")
     if own.json and not own.doctor:
         raise RefusedError("--json: only --doctor prints JSON here")
-    if own.preflight and (own.local or own.in_allocation):
-        other = "--local" if own.local else "--in-allocation"
-        raise RefusedError(f"--preflight: with {other} there is no other node to use; try --doctor")
     least, most = own.nodes
     if least < most and (own.local or own.spares):
         other = "a run on this machine (--local)" if own.local else "a run with --spares"

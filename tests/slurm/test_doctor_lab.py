@@ -118,7 +118,7 @@ def test_a_spare_takes_the_place_of_a_bad_host(own_lab: Lab, tmp_path: Path) -> 
     hosts = next(read_lines(run.job / "attempts.jsonl"))["hosts"]
     assert BAD not in hosts and len(hosts) == 2, hosts
     output = "\n".join(path.read_text() for path in run.job.glob("*.out"))
-    assert f"leaves it out: {BAD}: " in output, output
+    assert f"leaves out {BAD}: " in output, output
     seconds = [line for line in output.splitlines() if "the preflight took" in line]
     assert float(seconds[0].split()[-2]) < 5, seconds
     told = own_lab.exec("login", *ROLLCALL, "nodes", env=state).stdout
