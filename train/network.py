@@ -81,9 +81,8 @@ def links(world: World, leaders: Sequence[int], bytes_: int) -> list[list[float]
     count = len(leaders)
     rates = torch.zeros(count, count, dtype=torch.float64)
     out, into = (torch.zeros(bytes_ // 4, device=world.device) for _ in range(2))
-    steps = (
-        range(1, count) if count <= ALL_PAIRS else [2**n for n in range((count - 1).bit_length())]
-    )
+    far = [2**power for power in range((count - 1).bit_length())]
+    steps = range(1, count) if count <= ALL_PAIRS else far
     for step in (step for step in steps for _ in range(TURNS)):
         world.barrier()
         if world.rank not in leaders:
@@ -113,8 +112,8 @@ def slow_parts(rates: Sequence[Sequence[float]], names: Sequence[str]) -> list[s
     limit = SLOW * median(known)
     found, slow = [], set()
     for number, name in enumerate(names):
-        ways = {"sends": rates[number], "receives": [row[number] for row in rates]}
-        for verb, row in ways.items():
+        received = [row[number] for row in rates]
+        for verb, row in (("sends", rates[number]), ("receives", received)):
             middle = median([rate for rate in row if rate])
             if middle < limit:
                 found.append(f"slow host: {name} {verb} {size(middle)}/s")
@@ -124,12 +123,6 @@ def slow_parts(rates: Sequence[Sequence[float]], names: Sequence[str]) -> list[s
             if 0 < rate < limit and not slow & {source, target}:
                 found.append(f"slow link: {names[source]} to {names[target]}, {size(rate)}/s")
     return found
-
-
-def wire(interface: str) -> float:
-    """Return the bytes per second that an interface can carry; 0 if it does not say."""
-    link = psutil.net_if_stats().get(interface)
-    return link.speed * 1e6 / 8 if link else 0.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,20 +156,20 @@ def measure(world: World, sizes: Sequence[int]) -> dict[str, Any]:
     if len(set(names)) < len(names):  # ranks of one machine
         names = [f"{name} rank {rank}" for name, rank in zip(names, leaders, strict=True)]
     rows = []
-    for count in sizes:
-        for kind, (share, work) in collectives(world, count // 4 // ranks * ranks).items():
+    for count in (max(1, given // 4 // ranks) * ranks for given in sizes):
+        for kind, (share, work) in collectives(world, count).items():
             taken = seconds(world, work)
-            rows.append(
-                {"kind": kind, "bytes": count, "seconds": taken, "bus": share * count / taken}
-            )
+            bus = share * 4 * count / taken
+            rows.append({"kind": kind, "bytes": 4 * count, "seconds": taken, "bus": bus})
     rates = links(world, leaders, min(sizes[-1], 2**21))
     interface = _interface(world)
+    link = psutil.net_if_stats().get(interface)
     return {
         "ranks": ranks,
         "hosts": names,
         "backend": "nccl" if world.device.type == "cuda" else "gloo",
         "interface": interface,
-        "wire": wire(interface),
+        "wire": link.speed * 1e6 / 8 if link else 0.0,  # bytes per second; 0 if it is unknown
         "collectives": rows,
         "links": rates,
         "slow": slow_parts(rates, names),
@@ -200,9 +193,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 def _interface(world: World) -> str:
     given = os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
     peers = [name for name in world.place.nodes if name != world.host]
-    if given:
-        return given.lstrip("=")
-    return hosts.route(peers[0]).interface if peers else "lo"
+    return given.lstrip("=") if given else hosts.route(peers[0]).interface if peers else "lo"
 
 
 def _sizes(text: str) -> list[int]:
