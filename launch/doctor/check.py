@@ -80,6 +80,7 @@ class Node:
         self.root, self.python, self.hosts, self.env = root, python, hosts, env
         self._answers: dict[Sequence[str], str | Exception] = {}
         self._locks: dict[Sequence[str], threading.Lock] = {}
+        self._started: list[subprocess.Popen[str]] = []
 
     def read(self, path: str) -> str:
         """Return the text of a file of the system; empty if it cannot be read."""
@@ -111,10 +112,15 @@ class Node:
         """
         with self._locks.setdefault(words, threading.Lock()):
             if words not in self._answers:
-                self._answers[words] = _answer(words, seconds)
+                self._answers[words] = self._answer(words, seconds)
         if isinstance(answer := self._answers[words], Exception):
             raise answer
         return answer
+
+    def stop(self) -> None:
+        """End the programs that have not answered yet."""
+        for process in self._started:
+            process.kill()
 
     def torch(self) -> dict[str, Any]:
         """Return what torch says of itself, from another process."""
@@ -130,17 +136,21 @@ class Node:
         for name, path in given.items():
             yield name, next(place for place in (path, *path.parents) if place.is_dir())
 
-
-def _answer(words: Sequence[str], seconds: float) -> str | Exception:
-    name = Path(words[0]).name
-    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": seconds}
-    try:
-        done = subprocess.run(words, text=True, errors="replace", check=False, **how)  # type: ignore[call-overload]
-    except subprocess.TimeoutExpired:
-        return Failed(f"{name} does not answer within {seconds:.0f} s")
-    except OSError:
-        return Skip(f"{name} is not installed")
-    if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return Failed(f"{name} fails: {said[-1] if said else f'exit code {done.returncode}'}")
-    return str(done.stdout)
+    def _answer(self, words: Sequence[str], seconds: float) -> str | Exception:
+        name, null, pipe = Path(words[0]).name, subprocess.DEVNULL, subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                words, stdin=null, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            )
+        except OSError:
+            return Skip(f"{name} is not installed")
+        self._started.append(process)
+        try:
+            answer, said = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return Failed(f"{name} does not answer within {seconds:.0f} s")
+        if process.returncode == 0:
+            return answer
+        last = (said.strip() or answer.strip() or f"exit code {process.returncode}").splitlines()
+        return Failed(f"{name} fails: {last[-1]}")

@@ -61,14 +61,15 @@ def examine(node: Node, is_quick: bool) -> Results:
     def work(check: Check) -> None:
         results[check.name] = _safely(check, node)
 
-    end = time.monotonic() + limit
     for quick in (True, False):  # one after the other: the import of torch keeps the CPUs busy
         parts = [check for check in chosen if check.is_quick == quick]
         workers = [threading.Thread(target=work, args=[check], daemon=True) for check in parts]
         for worker in workers:
             worker.start()
+        end = time.monotonic() + (QUICK if quick else limit - QUICK)
         for worker in workers:
-            worker.join(max(0.0, min(QUICK if quick else limit, end - time.monotonic())))
+            worker.join(max(0.0, end - time.monotonic()))
+    node.stop()
     return dict(results)
 
 

@@ -236,8 +236,8 @@ def test_variables_and_processes(tmp_path: Path) -> None:
 def test_a_check_that_crashes_or_hangs_is_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hang(_node: Node) -> Found:
-        time.sleep(60)
+    def hang(machine: Node) -> Found:
+        machine.run("sleep", "60", seconds=60)
         raise AssertionError
 
     def crash(_node: Node) -> Found:
@@ -247,7 +247,9 @@ def test_a_check_that_crashes_or_hangs_is_a_result(
     few = {"a": line._replace(name="a", run=hang), "b": line._replace(name="b", run=crash)}
     monkeypatch.setattr(checkup, "checks", lambda: few)
     monkeypatch.setattr(checkup, "QUICK", 0.2)
-    results = examine(node(tmp_path), is_quick=True)
+    machine = node(tmp_path)
+    results = examine(machine, is_quick=True)
+    assert [process.wait(10) for process in machine._started] == [-9], "none is left"
     assert results["a"].state == "bad" and "hangs" in results["a"].text
     assert results["b"].text == "the check failed: KeyError: 'x'"
 
