@@ -24,7 +24,7 @@ def own_name(_node: Node) -> Found:
         return Found("warning", f"{name} does not resolve: {error.strerror}", "unknown")
     took = time.monotonic() - begin
     loops = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    text = f"{name} is {address}" + (f", which takes {took:.1f} s" if took > 2 else "")
+    text = f"its name means {address}" + (f", which takes {took:.1f} s" if took > 2 else "")
     return warn((loops or took > 2) and text, text, "loopback" if loops else "routable")
 
 
