@@ -1,4 +1,6 @@
-"""Make docs/reference.md and the pictures in docs/images from the code and from the text below.
+"""Make docs/reference.md, the table of docs/doctor.md and the pictures in docs/images.
+
+They come from the code and from the text below.
 
     ./env/run python docs/make.py
 
@@ -21,6 +23,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from rollcall.commands import COMMANDS  # noqa: E402
 from rollcall.config import describe  # noqa: E402
+from rollcall.launch.doctor.checkup import checks  # noqa: E402
 
 STYLE = """
     text { font: 14px system-ui, sans-serif; fill: #1f2328; }
@@ -271,6 +274,21 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+def doctor() -> str:
+    """The page about the doctor, with the table of its checks as its last section."""
+    text = (DOCS / "doctor.md").read_text().partition("\n## All checks\n")[0]
+    rows = ["| check | what is checked | why it matters | what to do | source |"]
+    rows += ["| --- | --- | --- | --- | --- |"]
+    for each in checks().values():
+        name = f"`{each.name}`" + ("" if each.is_quick else " (slow)")
+        rows.append(f"| {name} | {each.what} | {each.why} | {each.cure} | {each.source} |")
+    count = sum(each.is_quick for each in checks().values())
+    how = (
+        f"{len(checks())} checks, of which {count} are quick. `docs/make.py` makes this table from"
+    )
+    return "\n".join([text, "## All checks", "", how, "`launch/doctor/table.md`.", "", *rows, ""])
+
+
 def _help(name: str) -> str:
     command = [sys.executable, "-m", "rollcall", name, "--help"]
     env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
@@ -286,6 +304,7 @@ def pages() -> dict[Path, str]:
         DOCS / "images" / "architecture.svg": architecture(),
         DOCS / "images" / "run-life.svg": run_life(),
         DOCS / "reference.md": reference(),
+        DOCS / "doctor.md": doctor(),
     }
 
 

@@ -42,6 +42,9 @@ LAUNCH = {
     "reproduce": Command("rollcall.launch.commands.reproduce", "submit a run again as a new run"),
     "sweep": Command("rollcall.launch.sweep.sweep", "submit many runs from one file"),
     "drill": Command("rollcall.launch.drill.drill", "inject a fault into a live run"),
+    "doctor": Command("rollcall.launch.doctor.command", "check this machine before it trains"),
+    "network": Command("rollcall.launch.commands.network", "measure the network between nodes"),
+    "nodes": Command("rollcall.launch.commands.nodes", "list the nodes that failed in your jobs"),
     "lint": Command("rollcall.launch.lint", "find mistakes in sbatch scripts"),
     "batch": Command(
         "rollcall.launch.batch.batch", "start a job's step and requeue the job", False

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rollcall.config import ConfigError
-from rollcall.launch.batch import placement
+from rollcall.launch.batch import placement, preflight
 from rollcall.launch.batch.expand import Expansion
 from rollcall.launch.batch.placement import Hosts
 from rollcall.launch.node import takeover
@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=span, metavar="MIN-MAX", help=nodes)
     after = "a shell line to run when the step has ended; may be repeated"
     parser.add_argument("--teardown", action="append", default=[], metavar="LINE", help=after)
+    bad = "check all hosts first, and use spares in place of bad ones"
+    parser.add_argument("--preflight", action="store_true", help=bad)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="srun …")
@@ -145,7 +147,7 @@ class Batch:
 
     def _go_on_or_take_over(self, run: RunDir) -> int:
         if self._own_step is None:
-            return self._go_on(run, self.command)
+            return self._go_on(run, self._first_command(run))
         code, hosts = os.EX_UNAVAILABLE, self._next_hosts(run)
         if hosts is not None:
             code = self._go_on(run, self._restarted_on(hosts))
@@ -155,6 +157,29 @@ class Batch:
                 if slurm.status(self.job).state == "RUNNING":
                     slurm.tell("scancel", self.job)
         return code
+
+    def _first_command(self, run: RunDir) -> Sequence[str]:
+        """Return the step's command line, on other hosts if the preflight finds bad ones."""
+        if not self._options.preflight:
+            return self.command
+        begin = time.monotonic()
+        try:
+            bad = preflight.bad_hosts(self.job, self._hosts.all, run)
+        except (OSError, SlurmError) as error:  # the run can do without it
+            self._say(f"starts without the preflight: {error}")
+            return self.command
+        took = time.monotonic() - begin
+        self._say(
+            f"has {len(self._hosts.all)} hosts, {len(bad)} bad; the preflight took {took:.1f} s"
+        )
+        chosen = self._hosts.choose(bad=[*bad])
+        for host, reason in bad.items():
+            used = "uses, because no other host is left," if host in chosen else "leaves out"
+            self._say(f"{used} {host}: {reason}")
+            preflight.remember(run, host, reason)
+        return (
+            placement.on(self.command, chosen) if bad and self._hosts.may_change else self.command
+        )
 
     def _prepare_for_losses(self, run: RunDir, facts: StepFacts) -> None:
         start, number = self._this_start, self._options.number
@@ -282,7 +307,10 @@ class Batch:
             return None
         try:
             bad = restarts.bad_hosts(run, self.job, suspects)
+            before = {*self._hosts.dead}
             hosts = self._hosts.choose(suspects, bad)
+            for host in self._hosts.dead - before:
+                preflight.remember(run, host, "it no longer answered")
         except placement.NoSpareError as error:
             self._say(str(error))
             self._requeue(run, "lost node", error.dead)

@@ -58,7 +58,9 @@ class Hosts:
         alive = [host for host in self.all if host not in self.dead]
         if len(alive) < self.least:
             raise NoSpareError(sorted(self.dead))
-        chosen = sorted(alive, key=lambda host: host in bad)[: self.most]
+        good = [host for host in alive if host not in bad]
+        most = min(self.most, max(self.least, len(good)))
+        chosen = sorted(alive, key=lambda host: host in bad)[:most]
         return sorted(chosen, key=self.all.index)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from getpass import getuser
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rollcall import hosts
@@ -141,6 +142,15 @@ def names(kind: Literal["nodes", "features", "reservations"]) -> list[str]:
         return re.findall(r"ReservationName=(\S+)", shown)
     listed = slurm.ask("sinfo", "-h", "-N", "-o", "%N" if kind == "nodes" else "%f")
     return sorted({name for name in re.split(r"[,\s]+", listed) if name not in ("", "(null)")})
+
+
+def accounts() -> list[str]:
+    """Return the accounts that this user can charge; none without an accounting database."""
+    try:
+        shown = slurm.ask("sacctmgr", "-nP", "show", "assoc", f"user={getuser()}", "format=account")
+    except SlurmError:
+        return []
+    return sorted(set(shown.split()))
 
 
 def configuration(name: str) -> str | None:

@@ -21,13 +21,22 @@ def main(argv: Sequence[str]) -> int:
     if line.own.discover:
         from rollcall.launch.submission import discover  # here: few command lines need it
 
-        return discover.main(line.own.cluster)
+        return discover.main(line.own.cluster, line.own.dry_run)
     local = line.own.local or not slurm.is_available()
     if local and not (line.own.local or line.own.dry_run):
         note("this machine has no sbatch, so the run starts here")
+    if line.own.preflight and (local or line.own.in_allocation):
+        note("--preflight has no effect here, because there is no other node to use; try --doctor")
     while True:
         with contextlib.suppress(TakenError):
-            return carry_out(plan(line, argv, setup), local, line.own.dry_run)
+            planned = plan(line, argv, setup)
+            if line.own.doctor:
+                from rollcall.launch.doctor import nodes  # here: few command lines need them
+                from rollcall.launch.submission import executors
+
+                executors.clear_inherited_environment()
+                return nodes.report_on(planned.job, planned.run.path.parent, local, line.own.json)
+            return carry_out(planned, local, line.own.dry_run)
 
 
 def carry_out(submission: Submission, local: bool, dry_run: bool) -> int:

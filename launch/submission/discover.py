@@ -14,8 +14,8 @@ PROFILE = """\
 # The largest index of an array is {index}.
 options:            # the options of rollcall submit, without the dashes
   partition: {partition}
-# account:
-# gpus-per-node:
+{account}
+{gpus}
 # root:             # directory of the runs, on a file system that all nodes share
 modules: []         # names for `module load`
 environment: {{}}     # environment variables of every job
@@ -23,8 +23,8 @@ setup: []           # further shell lines of the job script
 """
 
 
-def main(name: str | None) -> int:
-    """Write the profile of a cluster (default: Slurm's ClusterName); return the exit code.
+def main(name: str | None, prints: bool = False) -> int:
+    """Write or print a cluster's profile (default: Slurm's ClusterName); return the exit code.
 
     Raises:
         SlurmError: this machine has no Slurm, or the profile exists.
@@ -37,6 +37,9 @@ def main(name: str | None) -> int:
     name = name or cluster.configuration("ClusterName") or "cluster"
     path = users_folder() / f"{name}.yaml"
     text = describe(name, partitions)
+    if prints:
+        print(text, end="")
+        return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x") as file:
@@ -57,5 +60,13 @@ def describe(name: str, partitions: dict[str, cluster.Partition]) -> str:
         kinds = "; or ".join(entry.kinds)
         rows.append((f"{entry.name}{star}", str(entry.nodes), entry.limit_text, kinds))
     partition = default or next(iter(partitions), "")
+    accounts = cluster.accounts()
+    # With one account, Slurm uses it anyway.
+    account = f"# account: {accounts[0] if accounts else ''}"
+    account += f"   # yours are {', '.join(accounts)}" if len(accounts) > 1 else ""
+    shapes = [shape for entry in partitions.values() for shape in entry.shapes]
+    types = ", ".join(sorted({f"{kind}:N" for _, by_type in shapes for kind in by_type if kind}))
+    gpus = f"# gpus-per-node:{f'   # by type: {types}' if types else ''}"
     lines = "\n".join(f"# {line}" for line in table(rows))
-    return PROFILE.format(name=name, table=lines, index=size - 1, partition=partition)
+    filled = {"name": name, "table": lines, "index": size - 1, "partition": partition}
+    return PROFILE.format(**filled, account=account, gpus=gpus)

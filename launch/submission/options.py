@@ -148,6 +148,8 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
         raise RefusedError("--chain: needs Slurm; a run on this machine (--local) is a single job")
     if own.local and own.spares:
         raise RefusedError("--spares: a run on this machine (--local) has no spare nodes")
+    if own.json and not own.doctor:
+        raise RefusedError("--json: only --doctor prints JSON here")
     least, most = own.nodes
     if least < most and (own.local or own.spares):
         other = "a run on this machine (--local)" if own.local else "a run with --spares"
@@ -253,7 +255,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--teardown", action="append", default=[], metavar="LINE", help=after)
     site = "take defaults from clusters/NAME.yaml and ~/.config/rollcall/clusters/NAME.yaml"
     add("--cluster", metavar="NAME", help=site)
-    discover = "write a profile of this cluster to ~/.config/rollcall/clusters/ and exit"
+    discover = "write a profile of this cluster to ~/.config/rollcall/clusters/ and exit; "
+    discover += "--dry-run prints it"
     add("--discover", action="store_true", help=discover)
     name = "name of the run (default: recipe or script, date and time)"
     add("--name", "--job-name", metavar="RUN", help=name)
@@ -284,6 +287,11 @@ def _parser() -> argparse.ArgumentParser:
     held = "run in the allocation of this salloc shell, and show the output"
     add("--in-allocation", action="store_true", help=held)
     add("--dry-run", action="store_true", help="print the script and the code; write nothing")
+    doctor = "check the nodes that the job would get, print a table and start nothing"
+    add("--doctor", action="store_true", help=doctor)
+    add("--json", action="store_true", help="with --doctor: print JSON")
+    preflight = "check the nodes before each start: use spares for bad ones, avoid them later"
+    add("--preflight", action="store_true", help=preflight)
     wait = "show the output until the run ends; exit with its exit code"
     add("--wait", action="store_true", help=wait)
     add("words", nargs="*", metavar="[recipe] [key=value ...]", help="as for rollcall train")

@@ -21,7 +21,7 @@ from rollcall.installation import (
 )
 from rollcall.launch.program import find
 from rollcall.launch.program.find import UserCode
-from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job, array_tasks
 from rollcall.launch.submission import preflight, resources, snapshot, surroundings
 from rollcall.launch.submission.options import CommandLine
@@ -34,9 +34,10 @@ from rollcall.launch.submission.submission import (
 )
 from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.records.job import slurm_output
+from rollcall.records.nodes import NodeReport
 from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
-from rollcall.text import word
+from rollcall.text import listed, word
 
 OF_FIRST = ("cpus-per-gpu", "dependency")
 """sbatch options that are not repeated for each group of nodes."""
@@ -218,11 +219,15 @@ def _job(
         mem=own.mem,
         time=own.time,
         partition=own.partition,
-        options={name: text for name, text in line.passed.items() if name != "cpus-per-gpu"},
+        options=_without_bad_nodes(line),
         plugins=tuple(own.sbatch_arg),
         srun=tuple(own.srun_arg),
         setup=setup,
-        batch=(*batch_command(run), *(f"--teardown={line}" for line in own.teardown)),
+        batch=(
+            *batch_command(run),
+            *(["--preflight"] if own.preflight else []),
+            *(f"--teardown={line}" for line in own.teardown),
+        ),
         is_training=is_training(program),
         allocation=os.environ["SLURM_JOB_ID"] if own.in_allocation else None,
     )
@@ -242,6 +247,22 @@ def _group(line: CommandLine, job: Job) -> Job:
         partition=own.partition,
         options={name: text for name, text in line.passed.items() if name not in OF_FIRST},
     )
+
+
+def _without_bad_nodes(line: CommandLine) -> dict[str, str | None]:
+    """Return the options for sbatch; with --preflight they exclude nodes that failed before."""
+    given = {name: text for name, text in line.passed.items() if name != "cpus-per-gpu"}
+    if not line.own.preflight or not slurm.is_available():
+        return given
+    there = cluster.names("nodes")
+    failed = {it.host for it in NodeReport.current(cluster.configuration("ClusterName") or "")}
+    bad = sorted(failed.intersection(there))
+    if bad and len(there) - len(bad) < line.own.nodes[0] + line.own.spares:
+        note(f"too few other nodes to avoid {listed(bad)}, which failed before: rollcall nodes")
+    elif bad and "nodelist" not in given:
+        note(f"avoids {listed(bad)}, which failed before: rollcall nodes")
+        given["exclude"] = ",".join([*filter(None, [given.get("exclude")]), *bad])
+    return given
 
 
 def _supervisor(line: CommandLine, run: RunDir) -> list[str]:

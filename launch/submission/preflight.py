@@ -11,8 +11,6 @@ from rollcall.launch.scheduler.cluster import Partition
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.scheduler.slurm import SlurmError
 
-NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 NODE_OPTIONS = ("gres", "constraint", "nodelist", "exclude", "mem-per-cpu")
 """sbatch options, passed on unread, that restrict the nodes of a job."""
@@ -45,25 +43,6 @@ def problem(root: Path) -> str | None:
     if not existing.is_dir():
         return f"{existing} is a file, so {root} cannot be created"
     return f"{parent} does not exist, only {existing}; correct --root, or run `mkdir -p {parent}`"
-
-
-def is_node_local(root: Path) -> bool:
-    """Return whether other hosts certainly do not see a directory: in memory, or below /tmp."""
-    path = root.resolve()
-    mount, kind = Path("/"), ""
-    with Path("/proc/self/mountinfo").open() as lines:
-        for line in lines:
-            place, _, rest = line.partition(" - ")
-            # A blank in a name is written as \040.
-            point = Path(place.split()[4].encode().decode("unicode_escape"))
-            if path.is_relative_to(point) and len(point.parts) >= len(mount.parts):
-                mount, kind = point, rest.split()[0]
-    if kind in IN_MEMORY:
-        return True
-    # A file system mounted below /tmp may be shared.
-    return any(
-        path.is_relative_to(place) and Path(place).is_relative_to(mount) for place in NODE_LOCAL
-    )
 
 
 def check(job: Job, script: str) -> str:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rollcall.bench import turns
 from rollcall.config import parse
 from rollcall.installation import command
-from rollcall.launch.submission.preflight import is_node_local
+from rollcall.launch.doctor.storage import is_node_local
 from rollcall.records.attempt import AttemptEvent, LogSizes
 from rollcall.records.job import Submission, local_output
 from rollcall.records.run import LoggedStep, Verdict

@@ -19,6 +19,7 @@ from disks import mounted, needs_root
 
 from rollcall.config import parse
 from rollcall.installation import PACKAGED
+from rollcall.launch.doctor import storage
 from rollcall.launch.runs import find
 from rollcall.launch.submission import (
     executors,
@@ -313,9 +314,9 @@ def test_a_run_without_its_record_does_not_go_on(
 
 
 def test_places_in_memory_or_below_tmp_are_node_local(tmp_path: Path) -> None:
-    assert preflight.is_node_local(Path("/dev/shm/runs"))
-    assert preflight.is_node_local(Path("/tmp/runs"))
-    assert not preflight.is_node_local(Path("/usr"))
+    assert storage.is_node_local(Path("/dev/shm/runs"))
+    assert storage.is_node_local(Path("/tmp/runs"))
+    assert not storage.is_node_local(Path("/usr"))
     assert preflight.problem(tmp_path / "runs") is None
     assert preflight.problem(tmp_path / "50%") is None
     assert "Slurm replaces %a" in str(preflight.problem(tmp_path / "50%a")), (

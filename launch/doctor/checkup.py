@@ -1,0 +1,149 @@
+"""Run all checks of one node, and compare the results of several."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from rollcall.launch.doctor import cpu, fabric, gpu, limits, links, software, storage
+from rollcall.launch.doctor.check import QUICK, THOROUGH, Failed, Found, Node, Skip
+
+Results = dict[str, Found]
+"""The results of a node, by the name of the check."""
+
+
+class Check(NamedTuple):
+    """A line of `table.md`, and the function of this name."""
+
+    name: str
+    is_quick: bool
+    what: str
+    why: str
+    cure: str
+    source: str
+    run: Callable[[Node], Found]
+
+
+class Odd(NamedTuple):
+    """A node whose value differs from what most nodes have."""
+
+    node: str
+    has: str
+    usual: str
+
+
+@cache
+def checks() -> dict[str, Check]:
+    """Return all checks by name, in the order of the table."""
+    modules = (limits, links, cpu, storage, gpu, fabric, software)
+    found = {}
+    for line in Path(__file__).with_name("table.md").read_text().splitlines()[2:]:
+        name, quick, what, why, cure, source = (it.strip() for it in line[1:-1].split(" | "))
+        function = name.replace("-", "_")
+        module = next(it for it in modules if getattr(it, function, None) and function in vars(it))
+        found[name] = Check(
+            name, quick == "yes", what, why, cure, source, getattr(module, function)
+        )
+    return found
+
+
+def examine(node: Node, is_quick: bool) -> Results:
+    """Run the checks at the same time; one that does not end in time is reported as bad."""
+    chosen = [check for check in checks().values() if check.is_quick or not is_quick]
+    limit = QUICK if is_quick else THOROUGH
+    late = Found("bad", f"no answer within {limit:.0f} s: what it looks at hangs")
+    results = {check.name: late for check in chosen}
+
+    def work(check: Check) -> None:
+        results[check.name] = _safely(check, node)
+
+    for quick in (True, False):  # one after the other: the import of torch keeps the CPUs busy
+        parts = [check for check in chosen if check.is_quick == quick]
+        workers = [threading.Thread(target=work, args=[check], daemon=True) for check in parts]
+        for worker in workers:
+            worker.start()
+        end = time.monotonic() + (QUICK if quick else limit - QUICK)
+        for worker in workers:
+            worker.join(max(0.0, end - time.monotonic()))
+    node.stop()
+    return dict(results)
+
+
+def _safely(check: Check, node: Node) -> Found:
+    try:
+        return check.run(node)
+    except Skip as reason:
+        return Found("not applicable", str(reason))
+    except (Failed, OSError) as error:
+        return Found("bad", str(error))
+    except Exception as error:  # a check must not end the others
+        return Found("warning", f"the check failed: {type(error).__name__}: {error}")
+
+
+def compare(nodes: Mapping[str, Results]) -> dict[str, list[Odd]]:
+    """Return, by check, the nodes whose values differ from most nodes'.
+
+    Two nodes that differ are both listed, because neither of them is usual.
+    """
+    found = {}
+    for name in checks():
+        values = {it: results[name] for it, results in nodes.items() if name in results}
+        values = {it: value for it, value in values.items() if value.value is not None}
+        if len(values) > 1 and (odd := list(_odd(values))):
+            found[name] = odd
+    return found
+
+
+def _odd(values: Mapping[str, Found]) -> Iterator[Odd]:
+    if all(isinstance(found.value, dict) for found in values.values()):
+        dicts = {node: dict(found.value) for node, found in values.items()}  # type: ignore[arg-type]
+        differing: dict[str, list[tuple[str, str]]] = {}
+        for key in sorted({key for each in dicts.values() for key in each}):
+            of_key = {
+                node: Found("ok", "", each.get(key, "absent")) for node, each in dicts.items()
+            }
+            for odd in _odd(of_key):
+                differing.setdefault(odd.node, []).append((f"{key} {odd.has}", odd.usual))
+        for node, pairs in differing.items():
+            more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
+            usual = ", ".join(usual for _, usual in pairs[:3])
+            yield Odd(node, ", ".join(text for text, _ in pairs[:3]) + more, usual)
+        return
+    if all(isinstance(found.value, int | float) for found in values.values()):
+        middle = median(float(found.value) for found in values.values())  # type: ignore[arg-type]
+        for node, found in values.items():
+            if abs(float(found.value) - middle) > found.within:  # type: ignore[arg-type]
+                yield Odd(node, found.text, f"{middle:,.1f} at the median")
+        return
+    counts = Counter(str(found.value) for found in values.values())
+    usual, most = counts.most_common(1)[0]
+    for node, found in values.items():
+        if str(found.value) != usual or (most == 1 and len(counts) > 1):
+            others = [it for it in counts if it != str(found.value)]
+            yield Odd(node, str(found.value), usual if str(found.value) != usual else others[0])
+
+
+def bad_nodes(nodes: Mapping[str, Results]) -> dict[str, str]:
+    """Return the nodes that a job should avoid, and why: they fail what others pass, or differ.
+
+    What is wrong on more than half of them is a matter of the environment.
+    """
+    reasons: dict[str, list[str]] = {}
+    for name in checks():
+        bad = [it for it, found in nodes.items() if name in found and found[name].state == "bad"]
+        for node in bad if 2 * len(bad) <= len(nodes) else []:
+            reasons.setdefault(node, []).append(f"{name}: {nodes[node][name].text}")
+    for name, odd in compare(nodes).items():
+        if name in MUST_MATCH and 2 * len(odd) < len(nodes):
+            for each in odd:
+                text = f"{name}: {each.has}, others {each.usual}"
+                reasons.setdefault(each.node, []).append(text)
+    return {node: "; ".join(texts[:3]) for node, texts in reasons.items()}
+
+
+MUST_MATCH = ("code", "packages", "python", "mtu", "link-speed", "gpu-count", "gpu-model", "driver")
+"""Checks whose differences alone are a reason to avoid a node."""

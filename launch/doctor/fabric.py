@@ -1,0 +1,161 @@
+"""InfiniBand, RoCE, EFA and Slingshot, and what NCCL would make of them."""
+
+import re
+from typing import NamedTuple
+
+import psutil
+
+from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
+from rollcall.launch.doctor.links import interface
+from rollcall.text import listed
+
+DEVICES = "/sys/class/infiniband"
+SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+SLOW |= {"NCCL_DEBUG": "TRACE", "CUDA_LAUNCH_BLOCKING": "1", "NCCL_NET_GDR_LEVEL": "0"}
+SLOW |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+FABRICS = ("/sys/class/cxi/*", f"{DEVICES}/efa*", f"{DEVICES}/rdmap*")
+"""Fabrics that NCCL reaches only by a plug-in."""
+
+
+class Port(NamedTuple):
+    """A port of a host channel adapter."""
+
+    name: str  # mlx5_0:1
+    state: str  # ACTIVE, DOWN, INIT
+    rate: str  # 400 Gb/sec (4X NDR)
+    layer: str  # InfiniBand or Ethernet
+
+
+def hca_ports(node: Node) -> Found:
+    ports = _ports(node)
+    active = [port.name for port in ports if port.state == "ACTIVE"]
+    waiting = [f"{port.name} is {port.state}" for port in ports if port.state in ("INIT", "ARMED")]
+    down = [f"{port.name} is {port.state}" for port in ports if port.state == "DOWN"]
+    text = f"{len(active)} of {len(ports)} ports are active"
+    if waiting or not active:
+        return Found("bad", f"{text}: {listed(waiting + down, 4)}", ",".join(active))
+    return warn(down and f"{text}: {listed(down, 4)}", text, ",".join(active))
+
+
+def hca_rate(node: Node) -> Found:
+    rates = {port.name: port.rate for port in _ports(node) if port.state == "ACTIVE"}
+    fastest = max(map(_gigabits, rates.values()), default=0)
+    slow = [f"{name}: {rate}" for name, rate in rates.items() if _gigabits(rate) < fastest]
+    text = f"{fastest:.0f} Gbit/s"
+    return warn(slow and f"slower than {text}: {listed(slow, 3)}", text, rates)
+
+
+def hca_errors(node: Node) -> Found:
+    _ports(node)
+    wrong = []
+    for kind in ("link_downed", "symbol_error", "local_link_integrity_errors", "port_rcv_errors"):
+        for path in node.paths(f"{DEVICES}/*/ports/*/counters/{kind}"):
+            if (count := node.read(path)) not in ("", "0"):
+                wrong.append(f"{path.split('/')[4]}: {count} {kind}")
+    return warn(listed(wrong, 3), "no errors are counted")
+
+
+def roce(node: Node) -> Found:
+    ports = [port for port in _ports(node) if port.layer == "Ethernet" and port.state == "ACTIVE"]
+    if not ports or _plugin_fabric(node):
+        raise Skip("no port uses RoCE")
+    without = []
+    for port in ports:
+        device, _, number = port.name.partition(":")
+        types = node.paths(f"{DEVICES}/{device}/ports/{number}/gid_attrs/types/*")
+        if not any("v2" in node.read(path) for path in types):
+            without.append(port.name)
+    return judge(without and f"no RoCE v2 address: {listed(without, 3)}", f"{len(ports)} ports")
+
+
+def nccl_plugin(node: Node) -> Found:
+    fabric = _plugin_fabric(node)
+    if not fabric:
+        raise Skip("no EFA and no Slingshot")
+    known = node.run("ldconfig", "-p")
+    folders = filter(None, node.env.get("LD_LIBRARY_PATH", "").split(":"))
+    there = [path for folder in folders for path in node.paths(f"{folder}/libnccl-net*.so*")]
+    found = there or re.findall(r"libnccl-net\S*", known)
+    return judge(not found and f"no libnccl-net*.so for {fabric}", found[0] if found else "")
+
+
+def nccl_interface(node: Node) -> Found:
+    given = node.env.get("NCCL_SOCKET_IFNAME") or _of_file(node).get("NCCL_SOCKET_IFNAME")
+    if given:
+        names = given.lstrip("=^").split(",")
+        there = [*psutil.net_if_addrs()]
+        absent = [name for name in names if not any(it.startswith(name) for it in there)]
+        missing = absent and not given.startswith("^")
+        text = f"{given}, because NCCL_SOCKET_IFNAME says so"
+        return judge(
+            missing and f"{listed(absent)} does not exist; it has {listed(there)}", text, given
+        )
+    name = str(interface(node).value)
+    return ok(f"{name}, which rollcall sets because it leads to the other hosts", name)
+
+
+def nccl_hca(node: Node) -> Found:
+    ports = [port for port in _ports(node) if port.state == "ACTIVE"]
+    given = node.env.get("NCCL_IB_HCA") or _of_file(node).get("NCCL_IB_HCA", "")
+    if given and not given.startswith("^"):
+        names = given.lstrip("=").split(",")
+        absent = [name for name in names if not any(it.name.startswith(name) for it in ports)]
+        text = f"{given}, because NCCL_IB_HCA says so"
+        return judge(absent and f"{listed(absent)} of NCCL_IB_HCA is not active", text, given)
+    if node.env.get("NCCL_IB_DISABLE") == "1":
+        return Found("warning", f"none of {len(ports)}, because NCCL_IB_DISABLE is 1", "none")
+    names = [port.name for port in ports]
+    return ok(f"{listed(names, 8)}: all active ports", ",".join(names))
+
+
+def nccl_variables(node: Node) -> Found:
+    slow = [f"{name}={value}" for name, value in SLOW.items() if node.env.get(name) == value]
+    names = ("NCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "OMPI_MCA_")
+    values = _of_file(node) | {it: text for it, text in node.env.items() if it.startswith(names)}
+    return warn(", ".join(slow), f"{len(values)} variables are set", values)
+
+
+def _ports(node: Node) -> list[Port]:
+    """Return the ports that the kernel lists, or ibstat's where /sys is not visible."""
+    found = []
+    for path in node.paths(f"{DEVICES}/*/ports/*"):
+        device, number = path.split("/")[4], path.rpartition("/")[2]
+        state = node.read(f"{path}/state").partition(":")[2].strip()
+        rate, layer = node.read(f"{path}/rate"), node.read(f"{path}/link_layer")
+        found.append(Port(f"{device}:{number}", state, rate, layer))
+    if found:
+        return found
+    try:
+        answer = node.run("ibstat")
+    except Skip:
+        raise Skip("this machine has no host channel adapter") from None
+    for text in re.split(r"^CA '", answer, flags=re.M)[1:]:
+        device, _, rest = text.partition("'")
+        for number, port in re.findall(r"Port (\d+):\n((?:\t\t.*\n?)+)", rest):
+            state = {"Active": "ACTIVE", "Initializing": "INIT"}.get(_field("State", port), "DOWN")
+            rate = f"{_field('Rate', port)} Gb/sec"
+            found.append(Port(f"{device}:{number}", state, rate, _field("Link layer", port)))
+    return found
+
+
+def _field(name: str, text: str) -> str:
+    match = re.search(rf"^\s*{name}: (.+)$", text, re.M)
+    return match[1].strip() if match else ""
+
+
+def _gigabits(rate: str) -> float:
+    match = re.match(r"[\d.]+", rate)
+    return float(match[0]) if match else 0.0
+
+
+def _plugin_fabric(node: Node) -> str:
+    return next((path for pattern in FABRICS for path in node.paths(pattern)), "")
+
+
+def _of_file(node: Node) -> dict[str, str]:
+    """Return what NCCL reads from its configuration file; the user's comes before the system's."""
+    text = node.read("/etc/nccl.conf")
+    if home := node.env.get("HOME"):
+        text += "\n" + node.read(f"{home}/.nccl.conf")
+    pairs = (line.partition("=") for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}

@@ -1,0 +1,171 @@
+"""GPUs, as nvidia-smi, dcgmi and the kernel's log describe them."""
+
+import re
+from collections.abc import Callable
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from rollcall.launch.doctor.check import Failed, Found, Node, Skip, State, judge, ok, warn
+from rollcall.text import listed
+
+FATAL_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 136, 140, 143, 154}
+"""After these errors a GPU needs a reset or a repair; others are often a program's."""
+SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+DAY = 24 * 3600.0
+ECC, PERSISTENCE = "ecc_mode/current_ecc", "persistence_mode"
+
+
+def driver(node: Node) -> Found:
+    version = _smi(node).findtext("driver_version", "unknown")
+    return ok(version, version)
+
+
+def gpu_count(node: Node) -> Found:
+    text, asked = f"{len(_gpus(node))}", node.env.get("SLURM_GPUS_ON_NODE", "0")
+    few = asked.isdecimal() and int(asked) > int(text)
+    return judge(few and f"{text}, though the job has {asked}", text, text)
+
+
+def gpu_model(node: Node) -> Found:
+    return _each(node, lambda _gpu: "", "product_name")
+
+
+def ecc(node: Node) -> Found:
+    return _each(node, lambda gpu: _if(gpu, ECC, "Disabled"), ECC)
+
+
+def persistence(node: Node) -> Found:
+    return _each(node, lambda gpu: _if(gpu, PERSISTENCE, "Disabled"), PERSISTENCE)
+
+
+def ecc_errors(node: Node) -> Found:
+    def wrong(gpu: Element) -> str:
+        counts = gpu.find("ecc_errors/volatile")
+        bad = sum(_number(it.text) for it in counts or () if "uncorrectable" in it.tag)
+        return f"{bad:.0f} uncorrectable" if bad else ""
+
+    return _each(node, wrong, state="bad")
+
+
+def remapped_rows(node: Node) -> Found:
+    rows, pages = "remapped_rows/remapped_row_", "retired_pages/pending_"
+    tags = (f"{rows}failure", f"{rows}pending", f"{pages}blacklist", f"{pages}retirement")
+    return _each(node, lambda gpu: ", ".join(it for it in tags if _if(gpu, it, "Yes")), state="bad")
+
+
+def xid(node: Node) -> Found:
+    try:
+        log = node.run("dmesg")
+    except Failed as error:
+        raise Skip(f"the kernel's log cannot be read: {error}") from None
+    now = float((node.read("/proc/uptime") or "0").split()[0])
+    found = re.findall(r"\[ *([\d.]+)\] NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log)
+    found = [code for code in found if float(code[0]) > now - DAY]  # older ones may be repaired
+    fatal = [code for code in found if int(code[2]) in FATAL_XIDS]
+    text = listed([f"Xid {number} on {place}" for _, place, number in fatal or found], 3)
+    return judge(text, "none", state="bad" if fatal else "warning")
+
+
+def throttling(node: Node) -> Found:
+    names = ("clocks_event_reasons", "clocks_throttle_reasons")  # before and since driver 535
+    tags = {f"{name}/{part}_{it}" for name in names for part in (name, name[:-1]) for it in SLOWED}
+    return _each(
+        node, lambda gpu: listed([it for it in tags if _if(gpu, it, "Active")]), state="bad"
+    )
+
+
+def gpu_clocks(node: Node) -> Found:
+    chosen, most = "applications_clocks/graphics_clock", "max_clocks/sm_clock"
+    return _each(node, lambda gpu: _below(gpu, chosen, most, 0.7), chosen)
+
+
+def power_limit(node: Node) -> Found:
+    now, usual = (f"gpu_power_readings/{it}_power_limit" for it in ("current", "default"))
+    return _each(node, lambda gpu: _below(gpu, now, usual, 0.95), now)
+
+
+def pcie(node: Node) -> Found:
+    now, most = (f"pci/pci_gpu_link_info/link_widths/{it}_link_width" for it in ("current", "max"))
+    return _each(node, lambda gpu: _below(gpu, now, most, 1), now, "bad")
+
+
+def gpu_memory(node: Node) -> Found:
+    visible = node.env.get("CUDA_VISIBLE_DEVICES", "")
+    found = []
+    for name, gpu in _gpus(node).items():
+        amount = gpu.findtext("fb_memory_usage/used", "")
+        who = [it.text or "" for it in gpu.findall("processes/process_info/pid")]
+        is_own = not visible.replace(",", "").isdecimal() or name in visible.split(",")
+        if is_own and (who or _number(amount) > 2048):
+            found.append(f"GPU {name}: {amount} by {listed(who, 3) or 'nobody'}")
+    return judge(listed(found, 4), "nobody uses the job's GPUs")
+
+
+def fabric_manager(node: Node) -> Found:
+    if all(gpu.findtext("fabric/state", "N/A") == "N/A" for gpu in _gpus(node).values()):
+        raise Skip("these GPUs have no NVSwitch")
+    now = {name: gpu.findtext("fabric/state", "") for name, gpu in _gpus(node).items()}
+    wrong = [f"GPU {name}: {state}" for name, state in now.items() if state != "Completed"]
+    return judge(listed(wrong, 4), "the fabric is ready")
+
+
+def nvlink(node: Node) -> Found:
+    rows = _gpus(node) and re.findall(r"Link \d+: (.+)", node.run("nvidia-smi", "nvlink", "-s"))
+    if not rows:
+        raise Skip("these GPUs have no NVLink")
+    down = sum("inactive" in row.lower() for row in rows)
+    text = f"{len(rows) - down} of {len(rows)} links are up"
+    return judge(down and text, text, text)
+
+
+def peer_access(node: Node) -> Found:
+    if len(_gpus(node)) < 2:
+        raise Skip("there is one GPU")
+    rows = re.findall(r"^ ?GPU\d+\s+(.+)$", node.run("nvidia-smi", "topo", "-p2p", "r"), re.M)
+    cells = [cell for row in rows for cell in row.split() if "GPU" not in cell]
+    wrong = sum(cell not in ("X", "OK") for cell in cells)
+    return warn(wrong and f"{wrong // 2} pairs cannot reach each other", "all pairs")
+
+
+def dcgm(node: Node) -> Found:
+    answer = node.run("dcgmi", "diag", "-r", "1", seconds=45)
+    rows = re.findall(r"^\|\s*([\w /-]+?)\s*\|\s*(Fail|Warn)\b", answer, re.M)
+    fails = any(result == "Fail" for _, result in rows)
+    text = ", ".join(f"{name}: {result}" for name, result in rows)
+    return judge(text, "its quick diagnosis passes", state="bad" if fails else "warning")
+
+
+def _smi(node: Node) -> Element:
+    return ElementTree.fromstring(node.run("nvidia-smi", "-q", "-x"))
+
+
+def _gpus(node: Node) -> dict[str, Element]:
+    """Return nvidia-smi's description of each GPU, by its number."""
+    found = {str(number): gpu for number, gpu in enumerate(_smi(node).findall("gpu"))}
+    if not found:
+        raise Failed("nvidia-smi lists no GPU")
+    return found
+
+
+def _each(
+    node: Node, wrong: Callable[[Element], str], path: str = "", state: State = "warning"
+) -> Found:
+    """Say what is wrong with each GPU; the values at `path` are compared over the nodes."""
+    gpus = _gpus(node)
+    found = [f"GPU {name}: {text}" for name, gpu in gpus.items() if (text := wrong(gpu))]
+    values = ", ".join(sorted({gpu.findtext(path, "N/A") for gpu in gpus.values()})) if path else ""
+    return judge(listed(found, 4), values or f"none of {len(gpus)} GPUs", values or None, state)
+
+
+def _if(gpu: Element, path: str, text: str) -> str:
+    return text if gpu.findtext(path) == text else ""
+
+
+def _below(gpu: Element, path: str, most: str, share: float) -> str:
+    now, limit = gpu.findtext(path), gpu.findtext(most)
+    return f"{now} of {limit}" if 0 < _number(now) < share * _number(limit) else ""
+
+
+def _number(text: str | None) -> float:
+    match = re.match(r"[\d.]+", text or "")
+    return float(match[0]) if match else 0.0

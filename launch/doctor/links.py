@@ -1,0 +1,97 @@
+"""Host names, network interfaces and clocks."""
+
+import ctypes
+import ipaddress
+import os
+import socket
+import time
+from typing import Any
+
+import psutil
+
+from rollcall import hosts
+from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
+
+TIME_ERROR = 5
+"""What adjtimex(2) returns if nothing keeps the clock right."""
+
+
+def own_name(_node: Node) -> Found:
+    name, begin = socket.gethostname(), time.monotonic()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except socket.gaierror as error:
+        return Found("warning", f"{name} does not resolve: {error.strerror}", "unknown")
+    took = time.monotonic() - begin
+    loops = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    text = f"its name means {address}" + (f", which takes {took:.1f} s" if took > 2 else "")
+    return warn((loops or took > 2) and text, text, "loopback" if loops else "routable")
+
+
+def names_of_peers(node: Node) -> Found:
+    peers, wrong = _peers(node), []
+    for peer in peers:
+        try:
+            hosts.route(peer)
+        except hosts.HostError as error:
+            wrong.append(str(error))
+    return judge("; ".join(wrong[:2]), f"{len(peers)} other hosts resolve")
+
+
+def interface(node: Node) -> Found:
+    """Find the interface to the other hosts, or to the outside."""
+    try:
+        name = hosts.route(_peers(node)[0]).interface
+    except (Skip, hosts.HostError):
+        routes = (line.split() for line in node.read("/proc/net/route").splitlines())
+        name = next((words[0] for words in routes if words[1:2] == ["00000000"]), "")
+    if not name:
+        raise Skip("no other host, and no default route")
+    return ok(name, name)
+
+
+def mtu(node: Node) -> Found:
+    name, link = _link(node)
+    return ok(f"{link.mtu} bytes on {name}", str(link.mtu))
+
+
+def link_speed(node: Node) -> Found:
+    name, link = _link(node)
+    if not link.speed:
+        raise Skip(f"{name} does not say how fast it is")
+    is_half = link.duplex == psutil.NIC_DUPLEX_HALF
+    text = f"{name}: {link.speed} Mbit/s{', half duplex' if is_half else ''}"
+    return warn((link.speed < 1000 or is_half) and text, text, str(link.speed))
+
+
+def link_errors(node: Node) -> Found:
+    counts = psutil.net_io_counters(pernic=True)[_link(node)[0]]
+    wrong = counts.errin + counts.errout + counts.dropin + counts.dropout
+    text = f"{wrong:,} errors and lost packets of {counts.packets_recv:,}"
+    return warn(wrong > max(100, counts.packets_recv / 1e4) and text, text)
+
+
+def clock_kept(_node: Node) -> Found:
+    state = ctypes.CDLL(None, use_errno=True).adjtimex((ctypes.c_long * 64)())
+    if state < 0:
+        raise Skip(os.strerror(ctypes.get_errno()))
+    return warn(state == TIME_ERROR and "nothing keeps this clock right", "kept right")
+
+
+def clock(_node: Node) -> Found:
+    # Who collects the results of several nodes fills this in.
+    raise Skip("only the nodes of one job can be compared")
+
+
+def _peers(node: Node) -> list[str]:
+    own = socket.gethostname().partition(".")[0]
+    names = [name for name in node.hosts if name.partition(".")[0] != own]
+    if not names:
+        raise Skip("the job has no other host")
+    return names
+
+
+def _link(node: Node) -> tuple[str, Any]:
+    # psutil asks the kernel: /sys may show the interfaces of another network namespace.
+    name = str(interface(node).value)
+    return name, psutil.net_if_stats()[name]

@@ -1,0 +1,116 @@
+"""Python, packages, code, and what Slurm and the environment left for the job."""
+
+import json
+import os
+import re
+import sys
+import zlib
+from itertools import islice
+from pathlib import Path
+
+from rollcall.installation import ROOT
+from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
+from rollcall.launch.scheduler import cluster
+from rollcall.text import listed
+
+LEAVE_OUT = {"runs", "node_modules", "__pycache__", "site-packages", "data"}
+MOST_FILES, MOST_FOLDERS = 3000, 1000
+PACKAGES = """
+import json
+from importlib import metadata
+print(json.dumps({it.metadata["Name"] or "": it.version for it in metadata.distributions()}))
+"""
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK")
+QUIRKS = {
+    (21, 8): "before 21.08, --overlap does not share CPUs as rollcall expects",
+    (22, 5): "before 22.05, a step takes all CPUs that the job has",
+}
+
+
+def python(_node: Node) -> Found:
+    text = f"{sys.version.split()[0]} in {sys.prefix}"
+    return ok(text, text)
+
+
+def packages(node: Node) -> Found:
+    found: dict[str, str] = json.loads(node.run(node.python, "-c", PACKAGES))
+    return ok(f"{len(found)} packages", found)
+
+
+def code(_node: Node) -> Found:
+    digests: dict[str, int] = {}
+    count = 0
+    for root in dict.fromkeys((Path.cwd(), ROOT)):
+        inside = root / "rollcall" if root.name == "site-packages" else root
+        for folder, folders, files in islice(os.walk(inside), MOST_FOLDERS):
+            hidden = {name for name in folders if name.startswith(".")}
+            folders[:] = sorted({*folders} - LEAVE_OUT - hidden)
+            for name in sorted(files):
+                if name.endswith(".py") and count < MOST_FILES:
+                    path, count = Path(folder, name), count + 1
+                    before = digests.get(folder, 0)
+                    digests[folder] = zlib.crc32(
+                        path.read_bytes(), zlib.crc32(name.encode(), before)
+                    )
+    return ok(f"{count} files", {folder: f"{digest:08x}" for folder, digest in digests.items()})
+
+
+def torch(node: Node) -> Found:
+    version = str(node.torch()["torch"])
+    return ok(version, version)
+
+
+def slow_import(node: Node) -> Found:
+    seconds = float(node.torch()["seconds"])
+    return warn(seconds > 30 and f"torch takes {seconds:.0f} s", f"torch takes {seconds:.1f} s")
+
+
+def cuda_build(node: Node) -> Found:
+    found = node.torch()
+    gpus = node.paths("/proc/driver/nvidia/version")
+    if not gpus:
+        raise Skip("this machine has no NVIDIA driver")
+    needs = found["cuda"]
+    if not needs:
+        return Found("bad", f"torch {found['torch']} has no CUDA", "none")
+    match = re.search(r"CUDA Version: (\d+)\.(\d+)", node.run("nvidia-smi"))
+    old = match is not None and int(match[1]) < int(str(needs).partition(".")[0])
+    text = f"torch's CUDA is {needs}, the driver's {match[1] if match else 'unknown'}"
+    blind = found["gpus"] == 0 and "torch sees no GPU"
+    return judge((old and text) or blind, text, str(needs))
+
+
+def search_paths(node: Node) -> Found:
+    given = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
+    found = [f"{name}={node.env[name]}" for name in given if node.env.get(name)]
+    cuda = [part for part in node.env.get("LD_LIBRARY_PATH", "").split(":") if "cuda" in part]
+    found += [f"LD_LIBRARY_PATH has {cuda[0]}"] if cuda else []
+    return warn("; ".join(found), "no variable changes what is imported")
+
+
+def leaked_variables(node: Node) -> Found:
+    in_step = "SLURM_STEP_ID" in node.env  # whose own variables these are
+    names = ("SBATCH_", "TORCHELASTIC_") if in_step else ("SBATCH_", "SRUN_", "TORCHELASTIC_")
+    found = [it for it in node.env if it.startswith(names) or (it in OF_RANKS and not in_step)]
+    return warn(listed(sorted(found)), "none of a surrounding job or rank")
+
+
+def container(node: Node) -> Found:
+    marks = {
+        "/.dockerenv": "docker",
+        "/run/.containerenv": "podman",
+        "/.singularity.d": "apptainer",
+    }
+    found = [name for path, name in marks.items() if node.paths(path)]
+    found += [name for name in ("enroot", "pyxis") if f"{name.upper()}_VERSION" in node.env]
+    text = ", ".join(found) or "none"
+    return ok(text, text)
+
+
+def slurm_version(_node: Node) -> Found:
+    version = cluster.version()
+    if version is None:
+        raise Skip("this machine has no Slurm")
+    text = f"{version[0]}.{version[1]:02d}"
+    quirk = next((what for since, what in QUIRKS.items() if version < since), "")
+    return warn(quirk and f"{text}: {quirk}", text, text)

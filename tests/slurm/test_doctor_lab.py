@@ -1,0 +1,148 @@
+"""The doctor names the host with a planted defect, and a spare takes the place of a bad host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from lab import Lab, running_lab
+
+from rollcall.records.files import read_lines
+from rollcall.run_dir import RunDir
+
+ROOT = Path(__file__).parents[2]
+ROLLCALL = [sys.executable, str(ROOT / "env" / "bin" / "rollcall")]
+BAD = "n3"
+LATE = "import time\n_time = time.time\ntime.time = lambda: _time() + 7\n"
+MINE = "/tmp/mine"
+"""A directory that each host of the lab has for itself."""
+
+
+@pytest.fixture(scope="module")
+def own_lab(lab_options: list[str]) -> Iterator[Lab]:
+    """A lab of its own: the plantings would disturb other tests."""
+    with running_lab(f"doctor-{os.getpid()}", "--nodes", "4", "--gpus", "0", *lab_options) as lab:
+        for host in ("n1", "n2", BAD, "n4"):
+            lab.output(host, "bash", "-c", f"mkdir -p {MINE}")
+            if host != BAD:  # the lab's hosts are installed like Debian: their name is 127.0.1.1
+                line = (
+                    f"sed '/127.0.1.1/d' /etc/hosts >{MINE}/hosts; echo 10.42.0.10{host[1]} {host}"
+                )
+                lab.output(
+                    host, "bash", "-c", f"{line} >>{MINE}/hosts; mount -B {MINE}/hosts /etc/hosts"
+                )
+        yield lab
+
+
+def daemon_of(lab: Lab, host: str) -> int:
+    """Return the process id of a host's Slurm daemon."""
+    mark = f"rollcall-lab:{lab.name}:{host} "
+    for process in psutil.process_iter(["name"]):
+        mounts = Path(f"/proc/{process.pid}/mountinfo")
+        if process.info["name"] == "slurmd" and mark in mounts.read_text():
+            return process.pid
+    raise AssertionError(f"{host} has no daemon")
+
+
+def plant(lab: Lab, place: Path) -> subprocess.Popen[bytes]:
+    """Plant all defects on one host; return the foreign process."""
+    package = Path(psutil.__file__).parents[1]
+    metadata = next(package.glob("psutil-*.dist-info")) / "METADATA"
+    version = psutil.__version__
+    lines = [
+        "mount -o remount,size=100M /dev/shm",
+        f"mkdir {MINE}/full && mount -t tmpfs -o size=4M full {MINE}/full",
+        f"head -c 5M /dev/zero >{MINE}/full/file 2>/dev/null || true",
+        f"mkdir {MINE}/late && printf '{LATE}' >{MINE}/late/sitecustomize.py".replace("\n", "\\n"),
+        f"sed 's/^Version: {version}/Version: 1.2.3/' {metadata} >{MINE}/metadata",
+        f"mount -B {MINE}/metadata {metadata}",
+        f"echo different >{MINE}/code.py && mount -B {MINE}/code.py {place}/code.py",
+        "ip link set dev eth0 mtu 1400",
+        f"prlimit --pid {daemon_of(lab, BAD)} --nofile=300:300",
+    ]
+    lab.output(BAD, "bash", "-ec", "\n".join(lines))
+    for host in ("n1", "n2", "n4"):
+        lab.output(host, "mkdir", "-p", f"{MINE}/full")
+    # Not nice: on a busy machine, it would otherwise get too little of a CPU to be noticed.
+    loop = lab.argv(BAD, "nice", "-n", "-15", "bash", "-c", "while :; do :; done")
+    return subprocess.Popen(loop, cwd="/")
+
+
+def diagnose(lab: Lab, place: Path) -> tuple[int, dict[str, Any]]:
+    env = {"TMPDIR": f"{MINE}/full", "PYTHONPATH": f"{MINE}/late"}
+    submit = [*ROLLCALL, "submit", "--doctor", "--nodes=4", f"--root={place}/runs", "--json"]
+    done = lab.exec("login", "env", *[f"{k}={v}" for k, v in env.items()], *submit, cwd=place)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+PLANTED = (
+    *("shared-memory", "own-name", "free-space", "writing", "open-files", "clock"),
+    *("packages", "code", "foreign-processes", "mtu"),
+)
+
+
+def test_the_doctor_marks_the_odd_host_in_each_planted_defect(own_lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("equal = True\n")
+    loop = plant(own_lab, tmp_path)
+    try:
+        code, found = diagnose(own_lab, tmp_path)
+    finally:
+        loop.kill()
+        loop.wait()
+    assert code == 1 and sorted(found["nodes"]) == ["n1", "n2", "n3", "n4"]
+    for name in PLANTED:
+        states = {host: results[name]["state"] for host, results in found["nodes"].items()}
+        odd = {each["node"] for each in found["odd"].get(name, [])}
+        bad = {host for host, state in states.items() if state in ("bad", "warning")}
+        assert BAD in odd | bad and odd | bad == {BAD}, (name, states, found["odd"].get(name))
+    assert "psutil 1.2.3" in found["odd"]["packages"][0]["has"]
+    assert found["odd"]["mtu"] == [{"node": BAD, "has": "1400", "usual": "1500"}]
+
+
+def test_a_spare_takes_the_place_of_a_bad_host(own_lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nprint('rank on', os.uname().nodename)\n")
+    own_lab.output(BAD, "mount", "-o", "remount,size=100M", "/dev/shm")
+    state, run = {"XDG_STATE_HOME": str(tmp_path / "state")}, RunDir(tmp_path / "runs", "it")
+    words = ["--nodes=2", "--spares=2", "--preflight", "--nproc-per-node=1", "--name=it", "--wait"]
+    submit = [*ROLLCALL, "submit", *words, f"--root={tmp_path}/runs", "--", "script.py"]
+    done = own_lab.exec("login", *submit, cwd=tmp_path, env=state)
+    assert done.returncode == 0, done.stdout + done.stderr
+    hosts = next(read_lines(run.job / "attempts.jsonl"))["hosts"]
+    assert BAD not in hosts and len(hosts) == 2, hosts
+    output = "\n".join(path.read_text() for path in run.job.glob("*.out"))
+    assert f"leaves out {BAD}: " in output, output
+    seconds = [line for line in output.splitlines() if "the preflight took" in line]
+    assert float(seconds[0].split()[-2]) < 5, seconds
+    told = own_lab.exec("login", *ROLLCALL, "nodes", env=state).stdout
+    assert BAD in told and "shared-memory" in told, told
+    # The next job of this user avoids the host, until the user forgets what is known of it.
+    again = [*ROLLCALL, "submit", "--dry-run", "--nodes=2", "--preflight", "--", "script.py"]
+    shown = own_lab.exec("login", *again, cwd=tmp_path, env=state)
+    assert f"--exclude={BAD}" in shown.stdout, shown.stdout + shown.stderr
+    assert own_lab.exec("login", *ROLLCALL, "nodes", "--forget", BAD, env=state).returncode == 0
+    assert "--exclude" not in own_lab.exec("login", *again, cwd=tmp_path, env=state).stdout
+
+
+def test_network_names_the_host_with_a_slow_link(own_lab: Lab, tmp_path: Path) -> None:
+    limit = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "100mbit")
+    own_lab.output("n2", *limit, "burst", "32k", "latency", "50ms")
+    words = ["--nodes=4", "--nproc-per-node=1", f"--root={tmp_path}/runs", "--name=it"]
+    measure = [*ROLLCALL, "network", *words, "--", "--sizes=64K", "--json"]
+    done = own_lab.exec("login", *measure, cwd=ROOT)
+    own_lab.output("n2", "tc", "qdisc", "del", "dev", "eth0", "root")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])
+    assert found["hosts"] == ["n1", "n2", "n3", "n4"] and found["interface"] == "eth0"
+    # The limit delays what n2 sends, and by that the acknowledgements of what it receives.
+    assert "slow host: n2 sends" in found["slow"][0], found
+    assert all(text.startswith("slow host: n2 ") for text in found["slow"]), found
+    assert {row["kind"] for row in found["collectives"]} >= {"all-reduce", "all-to-all"}
+    assert all(row["bus"] > 0 for row in found["collectives"])

@@ -1,0 +1,315 @@
+"""Every check on a whole machine, on recorded outputs of GPU tools, and compared over nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from rollcall.launch.commands import nodes as nodes_command
+from rollcall.launch.doctor import check, checkup, command, cpu, fabric, gpu, limits, links, report
+from rollcall.launch.doctor.check import Found, Node
+from rollcall.launch.doctor.checkup import bad_nodes, checks, compare, examine
+from rollcall.records.nodes import KEPT, NodeReport
+from rollcall.refusal import RefusedError
+
+GPU = """<gpu id="00000000:{bus}:00.0"><product_name>NVIDIA H100 80GB HBM3</product_name>
+<persistence_mode>{persistence}</persistence_mode><vbios_version>96.00.61.00.01</vbios_version>
+<mig_mode><current_mig>{mig}</current_mig></mig_mode><compute_mode>{compute}</compute_mode>
+<fabric><state>{fabric}</state><status>Success</status></fabric>
+<pci><pci_gpu_link_info><link_widths><max_link_width>16x</max_link_width>
+<current_link_width>{width}</current_link_width></link_widths></pci_gpu_link_info></pci>
+<clocks_event_reasons><clocks_event_reason_hw_thermal_slowdown>{hot}
+</clocks_event_reason_hw_thermal_slowdown></clocks_event_reasons>
+<ecc_mode><current_ecc>{ecc}</current_ecc></ecc_mode>
+<ecc_errors><volatile><sram_correctable>4</sram_correctable>
+<dram_uncorrectable>{errors}</dram_uncorrectable></volatile></ecc_errors>
+<remapped_rows><remapped_row_pending>{remap}</remapped_row_pending>
+<remapped_row_failure>No</remapped_row_failure></remapped_rows>
+<temperature><gpu_temp>{degrees} C</gpu_temp></temperature>
+<gpu_power_readings><current_power_limit>{watts} W</current_power_limit>
+<default_power_limit>700.00 W</default_power_limit></gpu_power_readings>
+<applications_clocks><graphics_clock>{clock} MHz</graphics_clock></applications_clocks>
+<max_clocks><sm_clock>1980 MHz</sm_clock></max_clocks>
+<fb_memory_usage><total>81559 MiB</total><used>{used} MiB</used></fb_memory_usage></gpu>"""
+FINE = {"persistence": "Enabled", "mig": "Disabled", "compute": "Default", "fabric": "Completed"}
+FINE |= {"width": "16x", "hot": "Not Active", "ecc": "Enabled", "errors": "0", "remap": "No"}
+FINE |= {"degrees": "41", "watts": "700.00", "clock": "1980", "used": "4", "driver": "570.86.15"}
+NVLINK = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: {}\n"
+P2P = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n  X    = Self\n"
+DCGMI = """+---------------------------+------------------------------------------------+
+| Diagnostic                | Result                                         |
++===========================+================================================+
+| Denylist                  | Pass                                           |
+| PCIe                      | {}                                           |
++---------------------------+------------------------------------------------+
+"""
+IBSTAT = """CA 'mlx5_0'
+\tCA type: MT4129
+\tNumber of ports: 1
+\tFirmware version: 28.39.1002
+\tPort 1:
+\t\tState: {}
+\t\tPhysical state: LinkUp
+\t\tRate: {}
+\t\tSM lid: 1
+\t\tLink layer: InfiniBand
+CA 'mlx5_1'
+\tCA type: MT4129
+\tNumber of ports: 1
+\tFirmware version: 28.39.1002
+\tPort 1:
+\t\tState: Active
+\t\tPhysical state: LinkUp
+\t\tRate: 400
+\t\tSM lid: 1
+\t\tLink layer: InfiniBand
+"""
+DMESG = "[  12.1] NVRM: loading\n[ 99.5] NVRM: Xid (PCI:0000:3b:00): {}, pid=71, name=python\n"
+
+
+def install(folder: Path, name: str, text: str, code: int = 0) -> None:
+    """Put a program on PATH that prints a recorded output."""
+    (folder / f"{name}.txt").write_text(text)
+    (folder / name).write_text(f"#!/bin/sh\ncat {folder}/{name}.txt\nexit {code}\n")
+    (folder / name).chmod(0o755)
+
+
+def gpus(**changes: str) -> str:
+    """What `nvidia-smi -q -x` prints for two GPUs, of which the second has these values."""
+    values = FINE | changes
+    every = GPU.format(bus="18", **FINE) + GPU.format(bus="3B", **values)
+    version = f"<driver_version>{values['driver']}</driver_version>"
+    return f"<nvidia_smi_log>{version}{every}</nvidia_smi_log>"
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes first on PATH, for recorded programs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(check, "SYSROOT", str(tmp_path / "root"))
+    return folder
+
+
+def node(root: Path, env: Mapping[str, str] | None = None, *hosts: str) -> Node:
+    return Node(root / "runs", sys.executable, hosts, {"HOME": str(root), **(env or {})})
+
+
+def found(name: str, machine: Node) -> Found:
+    """What one check finds, as the doctor shows it."""
+    return checkup._safely(checks()[name], machine)
+
+
+def test_every_line_of_the_table_has_a_function_and_every_function_a_line() -> None:
+    assert len(checks()) >= 60
+    for each in checks().values():
+        texts = (each.what, each.why, each.source)
+        assert all(texts) and (each.cure or each.name == "container"), each.name
+    functions = {
+        name
+        for module in (cpu, fabric, gpu, limits, links)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and name[0] != "_"
+    } - {"Port"}
+    assert functions <= {name.replace("-", "_") for name in checks()}
+
+
+PLANTED = [
+    ("persistence", {"persistence": "Disabled"}, "warning", "GPU 1: Disabled"),
+    ("fabric-manager", {"fabric": "In Progress"}, "bad", "GPU 1: In Progress"),
+    ("pcie", {"width": "8x"}, "bad", "GPU 1: 8x of 16x"),
+    ("throttling", {"hot": "Active"}, "bad", "hw_thermal_slowdown"),
+    ("ecc", {"ecc": "Disabled"}, "warning", "GPU 1: Disabled"),
+    ("ecc-errors", {"errors": "3"}, "bad", "GPU 1: 3 uncorrectable"),
+    ("remapped-rows", {"remap": "Yes"}, "bad", "remapped_row_pending"),
+    ("power-limit", {"watts": "500.00"}, "warning", "GPU 1: 500.00 W of 700.00 W"),
+    ("gpu-clocks", {"clock": "900"}, "warning", "GPU 1: 900 MHz of 1980 MHz"),
+    ("gpu-memory", {"used": "40000"}, "bad", "GPU 1: 40000 MiB by nobody"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "state", "text"), PLANTED, ids=[it[0] for it in PLANTED]
+)
+def test_a_bad_gpu_is_named(
+    name: str, changes: dict[str, str], state: str, text: str, tools: Path, tmp_path: Path
+) -> None:
+    recorded = gpus(**changes).replace("\n</clocks_event", "</clocks_event")
+    install(tools, "nvidia-smi", recorded)
+    seen = found(name, node(tmp_path))
+    assert seen.state == state and text in seen.text, seen
+    install(tools, "nvidia-smi", gpus())
+    assert found(name, node(tmp_path)).state == "ok"
+
+
+def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
+    install(tools, "nvidia-smi", gpus())
+    assert found("driver", node(tmp_path)).value == "570.86.15"
+    assert found("gpu-model", node(tmp_path)).text == "NVIDIA H100 80GB HBM3"
+    assert found("gpu-count", node(tmp_path, {"SLURM_GPUS_ON_NODE": "2"})).state == "ok"
+    lost = found("gpu-count", node(tmp_path, {"SLURM_GPUS_ON_NODE": "8"}))
+    assert (lost.state, lost.text) == ("bad", "2, though the job has 8")
+    for name, recorded, good, bad, state in (
+        ("nvlink", NVLINK, "26.562 GB/s", "<inactive>", "bad"),
+        ("peer-access", P2P, "OK", "CNS", "warning"),
+    ):
+        for value, expected in ((good, "ok"), (bad, state)):
+            script = f"#!/bin/sh\n[ $1 = -q ] && exec cat {tools}/all.txt\ncat {tools}/one.txt\n"
+            (tools / "all.txt").write_text(gpus())
+            (tools / "one.txt").write_text(recorded.format(value))
+            (tools / "nvidia-smi").write_text(script)
+            assert found(name, node(tmp_path)).state == expected, name
+    for result, expected in (("Pass", "ok"), ("Fail", "bad"), ("Warn", "warning")):
+        install(tools, "dcgmi", DCGMI.format(result))
+        assert found("dcgm", node(tmp_path)).state == expected
+    for number, expected in (("79", "bad"), ("13", "warning")):
+        install(tools, "dmesg", DMESG.format(number))
+        assert found("xid", node(tmp_path)).state == expected
+    install(tools, "dmesg", "not permitted", 1)
+    assert found("xid", node(tmp_path)).state == "not applicable"
+    mismatch = "Failed to initialize NVML: Driver/library version mismatch"
+    install(tools, "nvidia-smi", mismatch, 18)
+    assert mismatch in found("driver", node(tmp_path)).text
+
+
+def test_what_ibstat_says_of_adapters(tools: Path, tmp_path: Path) -> None:
+    for state, rate, name, expected, text in (
+        ("Active", "400", "hca-ports", "ok", "2 of 2 ports are active"),
+        ("Initializing", "400", "hca-ports", "bad", "mlx5_0:1 is INIT"),
+        ("Down", "400", "hca-ports", "warning", "mlx5_0:1 is DOWN"),
+        ("Active", "100", "hca-rate", "warning", "mlx5_0:1: 100 Gb/sec"),
+        ("Active", "400", "hca-rate", "ok", "400 Gbit/s"),
+    ):
+        install(tools, "ibstat", IBSTAT.format(state, rate))
+        seen = found(name, node(tmp_path))
+        assert seen.state == expected and text in seen.text, (name, seen)
+    names = found("nccl-hca", node(tmp_path, {"NCCL_IB_HCA": "mlx5_7"}))
+    assert names.state == "bad" and "mlx5_7" in names.text
+    off = found("nccl-hca", node(tmp_path, {"NCCL_IB_DISABLE": "1"}))
+    assert off.state == "warning" and "NCCL_IB_DISABLE" in off.text
+
+
+def test_what_the_kernel_says_of_adapters(tools: Path, tmp_path: Path) -> None:
+    port = tmp_path / "root/sys/class/infiniband/mlx5_0/ports/1"
+    (port / "counters").mkdir(parents=True)
+    (port / "gid_attrs/types").mkdir(parents=True)
+    for name, text in {
+        "state": "4: ACTIVE",
+        "rate": "100 Gb/sec (2X)",
+        "link_layer": "Ethernet",
+    }.items():
+        (port / name).write_text(text + "\n")
+    (port / "counters/link_downed").write_text("7\n")
+    (port / "gid_attrs/types/0").write_text("IB/RoCE v1\n")
+    assert found("hca-ports", node(tmp_path)).value == "mlx5_0:1"
+    assert found("hca-errors", node(tmp_path)).text == "mlx5_0: 7 link_downed"
+    assert found("roce", node(tmp_path)).state == "bad"
+    (port / "gid_attrs/types/1").write_text("RoCE v2\n")
+    assert found("roce", node(tmp_path)).state == "ok"
+    (tmp_path / "root/sys/class/infiniband/efa_0").mkdir()
+    install(tools, "ldconfig", "libc.so.6 (libc6) => /lib/libc.so.6\n")
+    assert found("nccl-plugin", node(tmp_path)).state == "bad"
+    install(tools, "ldconfig", "libnccl-net.so (libc6) => /opt/amazon/lib/libnccl-net.so\n")
+    assert found("nccl-plugin", node(tmp_path)).state == "ok"
+
+
+def test_variables_and_processes(tmp_path: Path) -> None:
+    slow = found("nccl-variables", node(tmp_path, {"NCCL_P2P_DISABLE": "1"}))
+    assert (slow.state, slow.text) == ("warning", "NCCL_P2P_DISABLE=1")
+    assert found("leaked-variables", node(tmp_path, {"RANK": "0"})).state == "warning"
+    assert found("threads", node(tmp_path, {"OMP_NUM_THREADS": "4096"})).state == "warning"
+    few = found("cpus", node(tmp_path, {"SLURM_CPUS_PER_TASK": str((os.cpu_count() or 1) + 1)}))
+    usable = len(os.sched_getaffinity(0))
+    assert few.state == ("ok" if usable == os.cpu_count() else "bad")
+    absent = found("nccl-interface", node(tmp_path, {"NCCL_SOCKET_IFNAME": "ib9"}))
+    assert absent.state == "bad" and "ib9" in absent.text
+    assert "LD_PRELOAD=x" in found("search-paths", node(tmp_path, {"LD_PRELOAD": "x"})).text
+
+
+def test_a_check_that_crashes_or_hangs_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(machine: Node) -> Found:
+        machine.run("sleep", "60", seconds=60)
+        raise AssertionError
+
+    def crash(_node: Node) -> Found:
+        raise KeyError("x")
+
+    line = next(iter(checks().values()))
+    few = {"a": line._replace(name="a", run=hang), "b": line._replace(name="b", run=crash)}
+    monkeypatch.setattr(checkup, "checks", lambda: few)
+    monkeypatch.setattr(checkup, "QUICK", 0.2)
+    machine = node(tmp_path)
+    results = examine(machine, is_quick=True)
+    assert [process.wait(10) for process in machine._started] == [-9], "none is left"
+    assert results["a"].state == "bad" and "hangs" in results["a"].text
+    assert results["b"].text == "the check failed: KeyError: 'x'"
+
+
+def of(value: object, state: check.State = "ok", within: float = 0.0) -> Found:
+    return Found(state, f"it is {value}", value, within)  # type: ignore[arg-type]
+
+
+def test_the_odd_node_is_named_and_a_bad_one_is_avoided() -> None:
+    three = {
+        name: {"mtu": of("1500"), "packages": of({"torch": "2.1", "numpy": "2"})} for name in "abc"
+    }
+    odd = {"mtu": of("9000"), "packages": of({"torch": "2.0", "numpy": "2"})}
+    differs = compare({**three, "d": odd})
+    assert [tuple(it) for it in differs["mtu"]] == [("d", "9000", "1500")]
+    assert [tuple(it) for it in differs["packages"]] == [("d", "torch 2.0", "2.1")]
+    assert [*bad_nodes({**three, "d": odd})] == ["d"]
+    memory = {
+        name: {"memory": of(gb, within=3.0)}
+        for name, gb in zip("abcd", (64, 63, 64, 48), strict=True)
+    }
+    assert [it.node for it in compare(memory)["memory"]] == ["d"]
+    # What is wrong everywhere, or on one of two nodes that differ, does not count against a node.
+    full = {name: {"free-space": of("full", "bad")} for name in "ab"}
+    assert bad_nodes(full) == {}
+    two = {"a": {"mtu": of("1500")}, "b": {"mtu": of("9000")}}
+    assert [it.node for it in compare(two)["mtu"]] == ["a", "b"] and bad_nodes(two) == {}
+    table = "\n".join(report.lines({**three, "d": odd}, shows_all=False))
+    assert "mtu       odd     d      9000; others: 1500" in table, table
+    assert "`ip link set dev IFACE mtu N`" in table and "nodes differ in 2 checks" in table
+
+
+def test_the_command_checks_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = command.main(["--quick", "--json", f"--root={tmp_path}/runs"])
+    shown = json.loads(capsys.readouterr().out)
+    (results,) = shown["nodes"].values()
+    states = {each["state"] for each in results.values()}
+    assert states <= {"ok", "warning", "bad", "not applicable"}
+    assert code == int("bad" in states) and results["writing"]["state"] == "ok"
+    assert not any("the check failed" in each["text"] for each in results.values()), results
+    assert not list(tmp_path.iterdir())
+
+
+def test_reports_about_nodes_expire_and_can_be_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    NodeReport(time.time() - KEPT - 1, "c", "old", "ECC").keep()
+    for host in ("n1", "n2"):
+        NodeReport(time.time(), "c", host, "mtu: 1400").keep()
+    file = NodeReport.folder() / NodeReport.FILE
+    file.write_bytes(file.read_bytes() + b'\x00damaged\n{"time": 1')
+    assert [it.host for it in NodeReport.current("c")] == ["n1", "n2"]
+    assert NodeReport.current("other") == []
+    assert nodes_command.main(["--forget", "n1"]) == 0
+    assert nodes_command.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "n2" in shown and "mtu: 1400" in shown and "n1" not in shown
+    with pytest.raises(RefusedError, match="n7: no report names this node; known are n2"):
+        nodes_command.main(["--forget", "n7"])
+    assert nodes_command.main(["--forget"]) == 0 and NodeReport.current() == []

@@ -1,0 +1,36 @@
+"""Slow hosts and slow links are named from the rates between all pairs."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollcall.train.network import slow_parts
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def rates(**slow: float) -> list[list[float]]:
+    """Rates of 1 GB/s between all pairs, but for those given as from_to."""
+    usual = [[0.0 if row == column else 1e9 for column in NAMES] for row in NAMES]
+    for pair, rate in slow.items():
+        source, target = pair.split("_")
+        usual[NAMES.index(source)][NAMES.index(target)] = rate
+    return usual
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, []),
+        ({"a_c": 1e7}, ["slow link: a to c, 10 MB/s"]),
+        ({"b_a": 1e7, "b_c": 1e7, "b_d": 1e7}, ["slow host: b sends 10 MB/s"]),
+        ({"a_b": 1e7, "c_b": 1e7, "d_b": 1e7}, ["slow host: b receives 10 MB/s"]),
+        ({"a_b": 6e8}, []),
+    ],
+)
+def test_slow_parts_are_named(given: dict[str, float], expected: list[str]) -> None:
+    assert slow_parts(rates(**given), NAMES) == expected
+
+
+def test_of_two_hosts_none_is_named() -> None:
+    assert slow_parts([[0.0, 1e9], [1e6, 0.0]], ["a", "b"]) == []

@@ -1,0 +1,210 @@
+"""`python -m rollcall.train.network`: how fast the ranks exchange data, and what is slow.
+
+Bus bandwidth follows the convention of nccl-tests (doc/PERFORMANCE.md there): the bytes that each
+rank must at least send or receive, per second, so that it can be compared with the wire. Every
+host then sends to each other one in turns; a slow host is slow with all others, a slow link with
+one. `rollcall network` starts this on the nodes of a job. NCCL has not been tried yet.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rollcall import hosts
+from rollcall.config import ConfigError
+from rollcall.process import leave
+from rollcall.refusal import RefusedError, refuse
+from rollcall.text import size, table
+from rollcall.train.dist.world import World
+
+REPEATS = 5
+LONG = 0.5
+"""Seconds; a collective that takes longer is not repeated."""
+ALL_PAIRS = 32
+"""Up to this many hosts, every pair is measured; beyond, only those 1, 2, 4, … places apart."""
+TURNS = 3
+"""How often each pair is measured; the best counts, and the first opens the connection."""
+SLOW = 0.35
+"""A link or host is slow below this share of the median."""
+NAME = 64
+"""Bytes for the name of a host."""
+
+
+def collectives(world: World, count: int) -> dict[str, tuple[float, Callable[[], object]]]:
+    """Return each collective on `count` float32 values, and its bus bytes per byte of them."""
+    ranks = world.world_size
+    whole, other = (torch.zeros(count, device=world.device) for _ in range(2))
+    part = torch.zeros(count // ranks, device=world.device)
+    share = (ranks - 1) / ranks
+    return {
+        "all-reduce": (2 * share, lambda: dist.all_reduce(whole)),
+        "all-gather": (share, lambda: dist.all_gather_into_tensor(whole, part)),
+        "reduce-scatter": (share, lambda: dist.reduce_scatter_tensor(part, whole)),
+        "all-to-all": (share, lambda: dist.all_to_all_single(other, whole)),
+    }
+
+
+def seconds(world: World, work: Callable[[], object]) -> float:
+    """Return how long a collective takes on the slowest rank."""
+
+    def once(repeats: int) -> float:
+        world.barrier()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken = torch.tensor([(time.perf_counter() - begin) / repeats], dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return float(taken)
+
+    first = once(1)
+    return first if first > LONG else once(REPEATS)
+
+
+def links(world: World, leaders: Sequence[int], bytes_: int) -> list[list[float]]:
+    """Return the bytes per second from each leader (row) to each other one (column).
+
+    In each round all leaders send at the same time, each to the one that many places ahead. The
+    rate of a pair that is not measured is 0.
+    """
+    count = len(leaders)
+    rates = torch.zeros(count, count, dtype=torch.float64)
+    out, into = (torch.zeros(bytes_ // 4, device=world.device) for _ in range(2))
+    far = [2**power for power in range((count - 1).bit_length())]
+    steps = range(1, count) if count <= ALL_PAIRS else far
+    for step in (step for step in steps for _ in range(TURNS)):
+        world.barrier()
+        if world.rank not in leaders:
+            continue
+        own = leaders.index(world.rank)
+        source, target = (own - step) % count, (own + step) % count
+        begin = time.perf_counter()
+        send = dist.P2POp(dist.isend, out, leaders[target])
+        receive = dist.P2POp(dist.irecv, into, leaders[source])
+        *others, last = dist.batch_isend_irecv([send, receive])  # NCCL gives one for both
+        last.wait()  # once: a second wait for a received message of gloo hangs
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        rate = bytes_ / (time.perf_counter() - begin)
+        rates[source, own] = max(rate, float(rates[source, own]))
+        for work in others:
+            work.wait()
+    dist.all_reduce(rates)
+    return [[float(rate) for rate in row] for row in rates]
+
+
+def slow_parts(rates: Sequence[Sequence[float]], names: Sequence[str]) -> list[str]:
+    """Name the hosts that are slow with most others, and then the links that are slow alone."""
+    known = [rate for row in rates for rate in row if rate]
+    if len(names) < 3:
+        return []  # of two hosts nobody can say which is slow
+    limit = SLOW * median(known)
+    found, slow = [], set()
+    for number, name in enumerate(names):
+        received = [row[number] for row in rates]
+        for verb, row in (("sends", rates[number]), ("receives", received)):
+            middle = median([rate for rate in row if rate])
+            if middle < limit:
+                found.append(f"slow host: {name} {verb} {size(middle)}/s")
+                slow.add(number)
+    for source, row in enumerate(rates):
+        for target, rate in enumerate(row):
+            if 0 < rate < limit and not slow & {source, target}:
+                found.append(f"slow link: {names[source]} to {names[target]}, {size(rate)}/s")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print a table on rank 0; return the exit code."""
+    parser = argparse.ArgumentParser(prog="rollcall network", description=__doc__)
+    sizes = "bytes of the collectives (default: 64K,1M,16M)"
+    parser.add_argument("--sizes", type=_sizes, default=_sizes("64K,1M,16M"), help=sizes)
+    parser.add_argument("--device", default="auto", help="cpu or cuda (default: auto)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    try:
+        world = World.join(options.device)
+        if world.world_size == 1:
+            raise RefusedError("one rank has nobody to talk to: rollcall network --nodes 2")
+    except (ConfigError, RefusedError) as error:
+        return refuse(error)
+    found = measure(world, options.sizes)
+    if world.is_main:
+        print(json.dumps(found, indent=1) if options.json else "\n".join(_lines(found)), flush=True)
+    world.leave()
+    return 0
+
+
+def measure(world: World, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return everything measured, the same on all ranks."""
+    ranks, local = world.world_size, world.place.local_world_size
+    of_rank = world.gather(torch.tensor([*world.host.encode()[:NAME].ljust(NAME)]).float())
+    every = [bytes(row.to(torch.uint8).tolist()).decode().strip() for row in of_rank.view(-1, NAME)]
+    leaders = list(range(0, ranks, local)) if ranks > local else list(range(ranks))
+    names = [every[rank] for rank in leaders]
+    if len(set(names)) < len(names):  # ranks of one machine
+        names = [f"{name} rank {rank}" for name, rank in zip(names, leaders, strict=True)]
+    rows = []
+    for count in (max(1, given // 4 // ranks) * ranks for given in sizes):
+        for kind, (share, work) in collectives(world, count).items():
+            taken = seconds(world, work)
+            bus = share * 4 * count / taken
+            rows.append({"kind": kind, "bytes": 4 * count, "seconds": taken, "bus": bus})
+    rates = links(world, leaders, min(sizes[-1], 2**21))
+    interface = _interface(world)
+    link = psutil.net_if_stats().get(interface)
+    return {
+        "ranks": ranks,
+        "hosts": names,
+        "backend": "nccl" if world.device.type == "cuda" else "gloo",
+        "interface": interface,
+        "wire": link.speed * 1e6 / 8 if link else 0.0,  # bytes per second; 0 if it is unknown
+        "collectives": rows,
+        "links": rates,
+        "slow": slow_parts(rates, names),
+    }
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    can = f"the wire can do {size(found['wire'])}/s" if found["wire"] else "its speed is unknown"
+    first = f"{found['ranks']} ranks, {found['backend']} over {found['interface']}: {can}"
+    rows = [("collective", "size", "time", "bus bandwidth")]
+    for it in found["collectives"]:
+        taken = f"{1000 * it['seconds']:.2f} ms"
+        rows.append((it["kind"], size(it["bytes"]), taken, f"{size(it['bus'])}/s"))
+    rates = [["from \\ to", *found["hosts"]]]
+    for name, row in zip(found["hosts"], found["links"], strict=True):
+        rates.append([name, *(f"{size(rate)}/s" if rate else "" for rate in row)])
+    shown = table(rates) if len(rates) < 10 else []
+    return [first, *table(rows), "", *shown, *(found["slow"] or ["no host and no link is slow"])]
+
+
+def _interface(world: World) -> str:
+    given = os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
+    peers = [name for name in world.place.nodes if name != world.host]
+    return given.lstrip("=") if given else hosts.route(peers[0]).interface if peers else "lo"
+
+
+def _sizes(text: str) -> list[int]:
+    found = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d+)([KMG]?)", word)
+        if match is None or not int(match[1]):
+            raise argparse.ArgumentTypeError(f"expected sizes such as 64K,16M, not '{text}'")
+        found.append(int(match[1]) * 1024 ** ["", "K", "M", "G"].index(match[2]))
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
