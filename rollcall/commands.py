@@ -34,6 +34,7 @@ LAUNCH = {
     "status": Command("rollcall.launch.commands.status", "show the state of runs in one table"),
     "watch": Command("rollcall.launch.commands.watch", "show that table, live"),
     "logs": Command("rollcall.launch.commands.logs", "show the output of ranks"),
+    "goodput": Command("rollcall.launch.commands.goodput", "show what became of a run's time"),
     "why": Command("rollcall.launch.commands.why", "explain why a run failed"),
     "stacks": Command("rollcall.launch.commands.stacks", "show the Python stack of every rank"),
     "attach": Command("rollcall.launch.commands.attach", "run a command on a node of a live run"),
