@@ -98,7 +98,9 @@ def try_micro_batches(run: Run, signals: StopSignals, limit: float | None = None
     parts = _build(memory.with_micro_batch(run, None), signals)
     rows = len(parts.strategy.rows(run.config.data.global_batch))
     batch = parts.trainer.task.example(rows).to(run.world.device)
-    return micro_batch.search(run.world, parts.trainer.update, batch, limit)
+    update = parts.trainer.update
+    update.state()  # the state of the optimizer needs memory too
+    return micro_batch.search(run.world, update.try_gradient, batch, limit)
 
 
 def _with_fastest(run: Run, signals: StopSignals) -> Run:

@@ -34,7 +34,7 @@ ENDS = ("signalled", "finished")
 
 @dataclass(frozen=True)
 class Goodput:
-    """What became of the time of a run."""
+    """The time of a run, by its use."""
 
     wall: float  # seconds from the submission or the first start to the end, or to now
     shares: dict[str, float]  # seconds by the names of SHARES; they add up to `wall`
@@ -83,7 +83,7 @@ def goodput(run: RunDir) -> Goodput | None:
 
 
 def _attempts(run: RunDir) -> list[_Attempt]:
-    """Return the starts of a run by its launcher, and those that ranks without one recorded."""
+    """Return the starts of a run, by its launcher or by hand."""
     found: dict[int, _Attempt] = {}
     for line in AttemptEvent.read(run.path):
         if line.event == "started":

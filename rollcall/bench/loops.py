@@ -73,7 +73,7 @@ PIECES = {
 
 
 class Settings(NamedTuple):
-    """What a benchmark asks of its loops."""
+    """The settings of a loop."""
 
     model: str
     steps: int  # that are timed

@@ -1,4 +1,4 @@
-"""`rollcall bench speedup`: how much faster more ranks train, and why not as much as they are more.
+"""`rollcall bench speedup`: how much faster more ranks train, and why not in proportion.
 
 Each row trains the same model on scikit-learn's digits: one device; nn.DataParallel in one process;
 each strategy of rollcall on more and more ranks. "Strong" keeps the samples of a step, "weak" those
@@ -6,10 +6,10 @@ of a rank. Every rank has the same number of threads. All rows take turns.
 
 Speed-up is samples per second relative to one device. The serial fraction is Karp and Flatt's
 (https://doi.org/10.1145/78607.78614) for strong scaling and Gustafson's
-(https://doi.org/10.1145/42411.42415) for weak scaling; with it, the last column expects the
-speed-up of twice as many ranks. Exposed communication is how much longer a step takes than the bare
-loop on as many ranks that train by themselves side by side. Hidden is what else the strategy's
-messages take when nothing runs beside them.
+(https://doi.org/10.1145/42411.42415) for weak scaling. The last column expects from it the speed-up
+of double the ranks. Exposed communication is the time of a step less that of the bare loop on ranks
+that train alone, side by side. Hidden communication is the rest of the time that the messages of
+the strategy take when nothing runs beside them.
 """
 
 import os
@@ -21,13 +21,13 @@ from rollcall.bench import loops, turns
 from rollcall.bench.turns import BenchError, Figures, cell, column, ratios, seconds
 
 ONE = "1 device"
-HEAD = ("", "ranks", "step", "speed-up", "efficiency", "serial", "exposed", "hidden")
+HEAD = ("", "ranks", "step", "speed-up", "efficiency", "serial", "exposed", "hidden", "on double")
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print the tables; return the exit code."""
     words = turns.parser("speedup", __doc__)
-    most = "ranks, such as 2 4 8 (default: all cores or GPUs, half as many, and so on)"
+    most = "ranks, such as 2 4 8 (default: all cores or GPUs, half of them, and so on)"
     words.add_argument("--ranks", type=turns.count, nargs="+", metavar="K", help=most)
     known = [*loops.MESSAGES]
     words.add_argument("--strategies", choices=known, nargs="+", default=known)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     found = {name: column(each, "wall") for name, each in measured.items()}
     for scaling in options.scaling:
         whose = "a rank" if scaling == "weak" else "a step, over all ranks"
-        rows: list[Sequence[str]] = [(*HEAD, "twice as many")]
+        rows: list[Sequence[str]] = [HEAD]
         for name in alone:
             faster = cell(ratios(found[ONE], found[name]))
             rows.append((name, "1", cell(found[name], seconds), faster, *[""] * 5))
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         print(
             f"Ranks share {there} cores, their caches and their memory; threads of each rank, and "
             f"of the one device: {threads}.\nMessages take time of the same cores. DataParallel "
-            "needs GPUs: on a CPU, PyTorch runs the module as it is."
+            "needs GPUs: on a CPU, PyTorch runs the module without any change."
         )
     return 0
 
@@ -105,7 +105,7 @@ def _halves(there: int) -> list[int]:
 
 
 class _Many:
-    """What follows for a strategy on `k` ranks; times are lists with one for each turn."""
+    """The figures of a strategy on `k` ranks; lists have a number for each turn."""
 
     def __init__(self, found: Mapping[str, list[float]], name: str, k: int, scaling: str) -> None:
         self._name, self._k, self._is_weak = name, k, scaling == "weak"
@@ -124,7 +124,7 @@ class _Many:
         return (k - faster) / (k - 1) if self._is_weak else (k / faster - 1) / (k - 1)
 
     def _expected(self, faster: float) -> float:
-        """Return the speed-up of twice as many ranks, by Gustafson's or by Amdahl's law."""
+        """Return the speed-up of double the ranks, by the law of Gustafson or Amdahl."""
         serial, k = max(0.0, self._serial(faster)), 2 * self._k
         return k - serial * (k - 1) if self._is_weak else 1 / (serial + (1 - serial) / k)
 
@@ -151,5 +151,5 @@ class _Many:
         }
         why = [f"{seconds(parts[text])} {text}" for text in sorted(parts, key=lambda t: -parts[t])]
         longer = seconds(statistics.median(self._longer))
-        base = f"{'' if self._is_weak else f'1/{self._k} of '}that of one device"
+        base = f"{'' if self._is_weak else f'1/{self._k} of '}the step of one device"
         return f"{said}, not {self._k}. A step is {longer} longer than {base}: {', '.join(why)}."

@@ -24,9 +24,9 @@ def test_ways_take_turns_and_each_measurement_is_shown_at_once(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     bare, other = (["3.00", "s", "[1.00", "s,", "5.00", "s]"], ["4.00", "s", "[2.00", "s,"])
     assert rows[2:] == [
-        [*bare, "1.00", "[1.00,", "1.00]"],
-        [*other, "6.00", "s]", "1.33", "[1.20,", "2.00]"],
-    ], "the ratio is the median of those of each turn"
+        ["bare", *bare, "1.00", "[1.00,", "1.00]"],
+        ["other", *other, "6.00", "s]", "1.33", "[1.20,", "2.00]"],
+    ], "the ratio is the median over the turns"
 
 
 def test_the_interval_of_a_median_holds_it_in_95_of_100_samples() -> None:

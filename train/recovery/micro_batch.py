@@ -16,7 +16,6 @@ import torch
 
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.world import World
-from rollcall.train.update import Update
 
 MARGIN = 0.1
 """Share of the memory that stays free: longer samples or fragments may need it."""
@@ -26,7 +25,7 @@ CLOSE = 0.05
 
 @dataclass(frozen=True)
 class Trial:
-    """What a micro-batch took on the rank that took most."""
+    """The memory and time of a micro-batch, on the rank that needed most."""
 
     size: int  # samples
     peak: float  # bytes in use; infinite if memory ran out
@@ -51,12 +50,17 @@ class Search:
         self.fastest = close[-1] if fitting else None
 
 
-def search(world: World, update: Update, batch: Batch, limit: float | None = None) -> Search:
-    """Try passes over more and more of a batch's rows; every rank calls it together.
+def search(
+    world: World, fits_memory: Callable[[Batch], bool], batch: Batch, limit: float | None = None
+) -> Search:
+    """Try passes over more and more rows of a batch; every rank calls it together.
 
-    Nothing is trained. `limit`: bytes that this rank may use; default: what is free, less MARGIN.
+    Args:
+        world: the ranks.
+        fits_memory: computes a gradient; returns whether this rank had enough memory.
+        batch: as many samples as a rank has at most.
+        limit: bytes that this rank may use; by default, the free memory less MARGIN.
     """
-    update.state()  # the optimizer's state needs memory too
 
     def trial(size: int) -> Trial:
         part = batch.map(lambda tensor: tensor[:size])
@@ -64,7 +68,7 @@ def search(world: World, update: Update, batch: Batch, limit: float | None = Non
         times = []
         for _ in range(2):  # the first pass of a size may be slower
             began = time.perf_counter()
-            fits = update.try_gradient(part)
+            fits = fits_memory(part)
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
