@@ -31,9 +31,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     words, ranks = options.words or ["digits"], options.nproc_per_node
     try:
-        batch = parse(words)[1].data.global_batch
+        batch = parse([*words, "data.micro_batch=auto"])[1].data.global_batch
     except ConfigError as error:
         raise turns.BenchError(str(error)) from None
+    if ranks > batch:
+        raise turns.BenchError(f"{ranks} ranks: data.global_batch={batch} has fewer samples")
     found: list[dict[str, turns.Figures]] = []
 
     def measure(_: int) -> turns.Figures:

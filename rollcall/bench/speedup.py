@@ -40,10 +40,13 @@ def main(argv: Sequence[str]) -> int:
     options = words.parse_args(argv)
     device, there = _devices(options.device)
     counts = sorted({*(options.ranks or _halves(there))})
-    wrong = [count for count in counts if not 2 <= count <= there] or [1] * (not counts)
-    if wrong:
-        units = "GPUs" if device == "cuda" else "cores"
-        raise BenchError(f"{wrong[0]} ranks: expected at least 2, and at most the {there} {units}")
+    units = "GPUs" if device == "cuda" else "cores"
+    if there < 2:
+        raise BenchError(f"a speed-up needs at least 2 {units}; this machine has {there}")
+    if wrong := [count for count in counts if not 2 <= count <= there]:
+        raise BenchError(
+            f"{wrong[0]} ranks: expected 2 to {there}, because there are {there} {units}"
+        )
     limit = loops.SAMPLES // counts[-1]
     batch = options.batch or min(256, limit)
     if not counts[-1] <= batch <= limit:
