@@ -103,7 +103,7 @@ def run(name: str, settings: Settings) -> None:
     """Be a rank of one of LOOPS."""
     given.append(settings)
     torch.set_num_threads(settings.threads)
-    (PARTS.get(name) or LOOPS[name][0])()
+    LOOPS[name][0]()
 
 
 def _steps() -> int:
@@ -331,13 +331,11 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "Fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),
+    "alone": (alone, ""),
+    "collectives": (collectives, ""),
+    "DataParallel": (data_parallel, ""),
 }
-PARTS: dict[str, Callable[[], None]] = {
-    "alone": alone,
-    "collectives": collectives,
-    "DataParallel": data_parallel,
-}
-"""Each loop, and the package that it needs."""
+"""Each loop, and the package that it needs; without one, only `bench speedup` uses it."""
 
 
 def _devices() -> dict[str, Any]:

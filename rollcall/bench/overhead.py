@@ -24,9 +24,8 @@ def main(argv: Sequence[str]) -> int:
     )
     options = words.parse_args(argv)
     ranks = options.nproc_per_node
-    names = [
-        name for name, (_, package) in loops.LOOPS.items() if importlib.util.find_spec(package)
-    ]
+    needed = {name: package for name, (_, package) in loops.LOOPS.items() if package}
+    names = [name for name, package in needed.items() if importlib.util.find_spec(package)]
     for model in options.model:
         settings = loops.Settings(model, options.steps, options.pieces)
         chosen = ["rollcall"] if options.pieces else names
