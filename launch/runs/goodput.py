@@ -166,8 +166,9 @@ class _Book:
             return
         first = events[names.index("first_step")]
         self.spend("startup", first["time"])
-        self.step = int(first["step"]) - 1
-        self._did(int(first["step"]), 0.0)
+        begun = int(_number(first, "step"))
+        self.step = begun - 1
+        self._did(begun, 0.0)
         for at, sign in known:
             if at > first["time"]:
                 self._book(at, sign, events)
@@ -181,18 +182,18 @@ class _Book:
             return
         since, held = self._now, dict.fromkeys(("evaluation", "checkpoint", "data wait"), 0.0)
         for event in events:
-            seconds, when = event.get("seconds", 0.0), event["time"]
+            seconds, when = _number(event, "seconds"), event["time"]
             if event["event"] == "evaluated" and since < when <= at:
                 held["evaluation"] += seconds
             elif event["event"] == "checkpointed" and name == "finished" and since < when <= at:
                 held["checkpoint"] += seconds  # it was waited for
             elif event["event"] == "checkpointed" and since < when - seconds <= at:
-                held["checkpoint"] += event.get("stall", 0.0)
+                held["checkpoint"] += _number(event, "stall")
         if name == "rolled_back":
             self.spend("lost", at)
-            self.step = int(sign["step"])
+            self.step = int(_number(sign, "step"))
             return
-        step = int(sign["step"]) if name else sign.step
+        step = int(_number(sign, "step")) if name else sign.step
         if not name:
             held["data wait"] = sign.data_wait * (at - since)
         if name in ENDS and step <= self.step:
@@ -218,3 +219,9 @@ class _Book:
                 lost = seconds * (last - max(first, reached)) / (last - first)
                 self.seconds["productive"] -= lost
                 self.seconds["lost"] += lost
+
+
+def _number(event: Mapping[str, Any], name: str) -> float:
+    """Return a number of an event; 0 if it has none, as in a run of an earlier version."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0

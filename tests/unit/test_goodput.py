@@ -102,6 +102,7 @@ def test_a_rollback_repeats_and_a_run_without_a_launcher_starts_again(run: RunDi
     event(run, 35.0, "started")
     event(run, 36.0, "first_step", step=18)
     step(run, 18, 36.5)
+    event(run, 37.0, "evaluated", step="17", seconds=None)  # damaged
     event(run, 40.0, "finished", step=21, state="done")
     Verdict("done", 21, "").write(run.path)
     parts = {"productive": 10 + 5 + 1 + 4.0, "repeated": 5.0, "lost": 1.0}

@@ -84,13 +84,12 @@ def trials(trial: Callable[[int], Trial], most: int, limit: float) -> list[Trial
     The search ends within a sixteenth of it.
     """
     found: list[Trial] = []
-    fits, fails, size = 0, most + 1, 1
+    fits, fails, size = 0, most + 1, min(2, most)  # BatchNorm does not train on one sample
     while fails - fits > max(1, fits // 16):
-        if _expected(found, size) <= limit:
+        is_small = _expected(found, size) <= limit
+        if is_small:
             found.append(trial(size))
             is_small = found[-1].peak <= limit
-        else:
-            is_small = False
         fits, fails = (size, fails) if is_small else (fits, size)
         size = min(2 * fits, most) if fails > most else (fits + fails) // 2
     return found
