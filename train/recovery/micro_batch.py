@@ -58,7 +58,7 @@ def search(
     Args:
         world: the ranks.
         fits_memory: computes a gradient; returns whether this rank had enough memory.
-        batch: as many samples as a rank has at most.
+        batch: all samples of a rank.
         limit: bytes that this rank may use; by default, the free memory less MARGIN.
     """
 
