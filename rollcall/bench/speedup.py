@@ -8,8 +8,8 @@ Speed-up is samples per second relative to one device. The serial fraction is Ka
 (https://doi.org/10.1145/78607.78614) for strong scaling and Gustafson's
 (https://doi.org/10.1145/42411.42415) for weak scaling. The last column expects from it the speed-up
 of double the ranks. Exposed communication is the time of a step less the time of the bare loop on
-ranks that train alone, side by side. Hidden communication is the rest of the time that the messages of
-the strategy take when nothing runs beside them.
+ranks that train alone, side by side. Hidden communication is the rest of the time that the messages
+of the strategy take when nothing runs beside them.
 """
 
 import os
