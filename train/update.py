@@ -58,6 +58,7 @@ class Update:
         self._objective = objective
         self._schedule = optim.Schedule(config)
         self._ratios = optim.ratios(config.optim, optimizer)
+        self._weights = list(strategy.model.parameters())
         self._buffers = _Buffers(strategy.model)
         self._ema = Ema(strategy.model, config.optim.ema) if config.optim.ema else None
         factor = config.faults.spike_factor
@@ -131,7 +132,8 @@ class Update:
             self._ema.update(skipped)
         if scaler:
             scaler.update(skipped)
-        self._optimizer.zero_grad()
+        for weight in self._weights:  # `Optimizer.zero_grad` takes longer than a small model
+            weight.grad = None
         self.step, self._batch, self.skipped = step + 1, batch, skipped
         # `report` may follow the next gradient.
         self._flags = self._exhausted, self._unused, self._uncounted
@@ -343,8 +345,9 @@ class Update:
 
     def _optimize(self, skipped: torch.Tensor) -> None:
         own: Any = local_optimizer(self._optimizer)
-        if all(group.get("fused") for group in own.param_groups):
-            own.found_inf = skipped.float()  # fused kernels read this on the device
+        fused = all(group.get("fused") for group in own.param_groups)
+        if fused and skipped.is_cuda and not self._config.parallel.cpu_offload:
+            own.found_inf = skipped.float()  # the kernels read this on the device
             self._optimizer.step()
             own.found_inf = None
         elif not skipped:  # this waits for the GPU

@@ -126,7 +126,8 @@ def _rate(training: Training, times: Iterable[object]) -> float:
 def loads(world: World, directory: Path, state: State) -> dict[str, Callable[[], object]]:
     """Save the state in each format, and return ways to load it; torch.load checks no digests."""
     engine = SharedEngine(directory / "load", world)
-    engine.save(1, state)
+    engine.begin(1, state)
+    engine.drain()
     torch.save(state, directory / "load.pt")
     dcp.save(state, checkpoint_id=directory / "load.dcp")
     return {

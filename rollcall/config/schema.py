@@ -271,7 +271,7 @@ class Optim(Section):
     implementation: Literal["auto", "fused", "foreach", "single"] = _key(
         "auto",
         "Kernels of the update: fused uses one for everything, foreach one per operation, single "
-        "one per tensor; auto is fused on GPUs and PyTorch's default on CPUs.",
+        "one per tensor; auto is fused on GPUs and for adam and adamw, else PyTorch's default.",
         on_resume=OnResume.IGNORE,
     )
     weight_decay: float = _key(
