@@ -1,9 +1,11 @@
 """`rollcall bench startup`: measure the time from the command to the first step.
 
 torchrun and the supervisor start the same run in turns, so that other load affects both. With
-`--more`, they also take turns with `rollcall submit --local`.
+`--more`, they also take turns with `rollcall submit --local`. A second table compares the CPU time
+of `rollcall submit --dry-run` with the import of submitit.
 """
 
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ SHORT = ("train.steps=1", "checkpoint.every=null")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print the table; return the exit code."""
+    """Measure and print the tables; return the exit code."""
     words = turns.parser("startup", __doc__)
     words.add_argument("--nproc-per-node", type=turns.count, default=4, metavar="K")
     words.add_argument("--more", action="store_true", help="also start with submit --local")
@@ -48,4 +50,14 @@ def main(argv: Sequence[str]) -> int:
         found = turns.take_turns({name: partial(measure, name) for name in starts}, repeats)
     title = f"command to first step, {count} ranks, medians of {repeats}, in turns"
     turns.compare(title, found, "torchrun")
+    dry = {
+        "import submitit": [sys.executable, "-c", "import submitit"],
+        "submit --dry-run": [*command("submit", "--dry-run")],
+    }
+    ways = {
+        name: partial(lambda words, _: turns.timed(words), words) for name, words in dry.items()
+    }
+    print()
+    title = f"a dry run, medians of {3 * repeats}, in turns"
+    turns.compare(title, turns.take_turns(ways, 3 * repeats), "import submitit")
     return 0
