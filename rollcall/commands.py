@@ -34,6 +34,7 @@ LAUNCH = {
     "status": Command("rollcall.launch.commands.status", "show the state of runs in one table"),
     "watch": Command("rollcall.launch.commands.watch", "show that table, live"),
     "logs": Command("rollcall.launch.commands.logs", "show the output of ranks"),
+    "goodput": Command("rollcall.launch.commands.goodput", "show what became of a run's time"),
     "why": Command("rollcall.launch.commands.why", "explain why a run failed"),
     "stacks": Command("rollcall.launch.commands.stacks", "show the Python stack of every rank"),
     "attach": Command("rollcall.launch.commands.attach", "run a command on a node of a live run"),
@@ -59,6 +60,7 @@ COMMANDS = {
     "train": Command("rollcall.train.main", "train a model, in this process or under torchrun"),
     **LAUNCH,
     **TRAIN,
+    "bench": Command("rollcall.bench.__main__", "measure, and print tables: speed-up, overhead, …"),
     "completion": Command(
         "rollcall.cli.completion", "print shell completion for bash, zsh or fish"
     ),

@@ -60,9 +60,9 @@ class Task:
         """Raise ConfigError if the data differs from other ranks', or from earlier attempts'."""
         self.identity = identity.check(self._run, self._source, resumes)
 
-    def example(self) -> Batch:
-        """Return a batch of two samples: a model with BatchNorm does not train on one."""
-        return next(training_batches(self._source, self.order, range(2), range(1)))
+    def example(self, rows: int = 2) -> Batch:
+        """Return a batch, of two samples because a model with BatchNorm does not train on one."""
+        return next(training_batches(self._source, self.order, range(rows), range(1)))
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yield this rank's rows of every batch, from the update `first` (from 0) to the last."""
@@ -107,6 +107,7 @@ class Task:
         """Evaluate and report the result; STOP or REQUEUE if a rank was asked to stop before."""
         run = self._run
         what = self._strategy, self._source, run.world, run.config, self._loss
+        began = time.perf_counter()
         result = evaluate(*what, self._stop.is_asked, self._metrics)
         if result is None:
             return self._stop.agree()
@@ -115,7 +116,8 @@ class Task:
         self.patience.add(step, result.figures())
         self.result = result
         run.say(f"step {step}/{self.order.steps}  validation {result}")
-        run.record("evaluated", step=step, **result.figures())
+        seconds = round(time.perf_counter() - began, 4)
+        run.record("evaluated", step=step, seconds=seconds, **result.figures())
         if run.world.is_main:
             values = {f"val_{name}": value for name, value in result.figures().items()}
             line = Validation.parse({"step": step, "time": time.time(), **values})

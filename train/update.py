@@ -4,6 +4,7 @@ An update whose gradient is not finite changes nothing. The norm of the gradient
 every rank and is tested on the device, so no rank waits for another or for its GPU.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -75,7 +76,8 @@ class Update:
         self._numbers: tuple[torch.Tensor, torch.Tensor, float | torch.Tensor]
         self._flags: tuple[bool, bool, bool]
         self.step = 0  # updates done, including the newest one
-        self.micro_batch = config.data.micro_batch  # samples computed at once; None for all
+        size = config.data.micro_batch
+        self.micro_batch = None if size == "auto" else size  # samples at once; None for all
         self.recovery = Recovery(run, order, strategy, objective)
 
     @doing("computing gradients")
@@ -209,6 +211,13 @@ class Update:
         text = f"step {self.step} ran out of memory; repeating it with {size} samples at once"
         self._run.tell("out_of_memory", text, step=self.step, micro_batch=size)
 
+    def try_gradient(self, batch: Batch) -> bool:
+        """Compute a gradient that is not used; return whether this rank had enough memory."""
+        self.gradient(batch, 0)
+        fits = not self._exhausted
+        self.drop()
+        return fits
+
     def drop(self) -> None:
         """Undo what `gradient` did; `apply` will compute the gradient again."""
         self._loss = None
@@ -324,7 +333,8 @@ class Update:
             torch.cuda.empty_cache()
         if not self._strategy.finish_with_nan():
             half = max(1, (self.micro_batch or rows) // 2)
-            memory.propose(self._run.run_dir, half)
+            with contextlib.suppress(FileNotFoundError):  # `micro_batch.search` has no directory
+                memory.propose(self._run.run_dir, half)
             world = self._run.world
             raise MemoryError(
                 f"rank {world.rank} on {world.host} ran out of memory: {problem}. Start the same "

@@ -49,7 +49,13 @@ def _check_allowed_changes(config: Config) -> None:
 
 def _check_batch(config: Config) -> None:
     micro, batch = config.data.micro_batch, config.data.global_batch
-    if micro is not None and micro > batch:
+    if micro == "auto":
+        if "pipeline" in config.parallel.mesh_text:
+            raise ConfigError(
+                "data.micro_batch=auto: a pipeline is built for the size of its micro-batches; "
+                "set a number, or remove the key"
+            )
+    elif micro is not None and micro > batch:
         raise ConfigError(
             f"data.micro_batch={micro} is larger than data.global_batch={batch}; choose at most "
             f"{batch}"

@@ -135,8 +135,8 @@ def test_startup_prints_its_tables() -> None:
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert table.returncode == 0, table.stderr
     rows = [line.split("  ")[0] for line in table.stdout.splitlines()]
-    for row in ("torchrun", "supervisor", "import submitit", "submit --dry-run"):
-        assert row in rows
+    assert {"torchrun", "supervisor", "import submitit", "submit --dry-run"} <= {*rows}
+    assert rows[0] == "$ rollcall bench startup --repeats 1 device=cpu"
 
 
 def test_node_0_stays_while_another_node_works_and_no_longer(

@@ -40,8 +40,10 @@ class Pipeline:
         self.stages = len(self._owners)  # of the whole model
         own = mesh.get_local_rank()
         self.mine = [stage for stage, rank in enumerate(self._owners) if rank == own]
+        size = config.data.micro_batch
+        asked = None if size == "auto" else size  # `auto` is refused
         self._micro_batch = schedules.micro_batch(
-            config.parallel, config.data.micro_batch, share, self._ranks, self.stages
+            config.parallel, asked, share, self._ranks, self.stages
         )
         self._count = math.ceil(share / self._micro_batch)
         self._run: PipelineScheduleSingle | PipelineScheduleMulti | None = None

@@ -1,0 +1,227 @@
+"""Where the time of a run went, over all its attempts and jobs, from its records alone.
+
+Goodput is the share of the time from the submission to the end in which steps were done that count:
+https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from rollcall.launch.runs import find, restarts, states
+from rollcall.records.attempt import AttemptEvent
+from rollcall.records.job import Restart, Submission
+from rollcall.records.run import ForgottenStep, LoggedStep
+from rollcall.run_dir import RunDir
+
+SHARES = {
+    "productive": "steps, the first time they were done",
+    "queue": "waiting for the scheduler",
+    "startup": "from the start of the ranks to the first step done",
+    "data wait": "steps waited for data",
+    "checkpoint": "saves held up the training",
+    "evaluation": "validation",
+    "repeated": "steps done again after a restart or a rollback",
+    "lost": "work that a fault destroyed, and the time until it was noticed",
+    "restart": "from the end of an attempt to the start of the next one",
+    "other": "after the last step of an attempt; programs that log no steps",
+}
+"""The names of the shares, and what each holds."""
+ENDS = ("signalled", "finished")
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The time of a run, by its use."""
+
+    wall: float  # seconds from the submission or the first start to the end, or to now
+    shares: dict[str, float]  # seconds by the names of SHARES; they add up to `wall`
+    attempts: int
+    repeated_steps: int  # how many steps were done again
+    is_live: bool
+
+    @property
+    def productive(self) -> float:
+        """The goodput, from 0 to 1."""
+        return self.shares["productive"] / self.wall if self.wall else 0.0
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    start: float
+    end: float | None = None  # None if nothing was written
+    job: str = ""
+    has_failed: bool = True  # or has vanished
+
+
+def goodput(run: RunDir) -> Goodput | None:
+    """Return where the time of a run went; None if it has never started.
+
+    Times are by the clocks of the nodes that wrote the records. Steps are known as far as they
+    were logged: the time between the last line of metrics.jsonl and a fault counts as lost.
+    """
+    attempts = _attempts(run)
+    if not attempts:
+        return None
+    (condition,), _ = states.look([run])
+    newest = attempts[-1]
+    book = _Book(run, attempts[0].start)
+    before = None
+    for attempt, later in zip(attempts, [*(each.start for each in attempts[1:]), inf], strict=True):
+        is_running = condition.is_live and attempt is newest and attempt.end is None
+        book.wait(attempt, before)
+        book.attempt(attempt, later, is_running)
+        before = attempt
+    if condition.is_live and newest.end is not None:
+        book.spend("queue" if condition.state == "pending" else "restart", time.time())
+    is_lost = not condition.is_live and newest.has_failed
+    book.take_back(min(book.step, restarts.saved_step(run)) if is_lost else book.step)
+    wall = sum(book.seconds.values())
+    return Goodput(wall, book.seconds, len(attempts), book.again, condition.is_live)
+
+
+def _attempts(run: RunDir) -> list[_Attempt]:
+    """Return the starts of a run, by its launcher or by hand."""
+    found: dict[int, _Attempt] = {}
+    for line in AttemptEvent.read(run.path):
+        if line.event == "started":
+            found[line.attempt] = _Attempt(line.time, None, line.job)
+        elif line.attempt in found:
+            start = found[line.attempt].start
+            found[line.attempt] = _Attempt(start, line.time, line.job, line.state == "failed")
+    by_hand: list[_Attempt] = []
+    for event in run.read_events("started", "finished", "failed"):
+        at, what = event["time"], event["event"]
+        if any(each.start <= at <= (each.end or inf) for each in found.values()):
+            continue
+        if what == "started":
+            by_hand.append(_Attempt(at))
+        elif by_hand:
+            by_hand[-1] = _Attempt(by_hand[-1].start, at, "", what == "failed")
+    return sorted([*found.values(), *by_hand], key=lambda each: each.start)
+
+
+class _Book:
+    """Books every second since the beginning exactly once."""
+
+    def __init__(self, run: RunDir, first: float) -> None:
+        self.seconds = dict.fromkeys(SHARES, 0.0)
+        self.step = self.again = 0  # the newest step; how many were done again
+        self._most = 0  # the newest step of all attempts
+        self._counted: list[tuple[int, int, float]] = []  # steps from, to, productive seconds
+        self._events = run.read_events()
+        lines = [*run.read_metrics(), *ForgottenStep.read(run.path)]
+        by_time = {(line.time, line.step): line for line in lines}
+        self._lines = [by_time[key] for key in sorted(by_time)]
+        self._restarts = Restart.read(run.path)
+        self._submitted = [each.time for each in Submission.read(run.path)]
+        self._local = {job.id for job in find.jobs(run) if job.is_local}
+        self._now = min([first, *self._submitted])
+
+    def spend(self, name: str, until: float, parts: Mapping[str, float] | None = None) -> float:
+        """Book the time until then: first the parts, by share, as far as they fit, then the rest.
+
+        Return the rest.
+        """
+        left = max(0.0, until - self._now)
+        for part, seconds in (parts or {}).items():
+            taken = min(left, max(0.0, seconds))
+            self.seconds[part] += taken
+            left -= taken
+        self.seconds[name] += left
+        self._now = max(self._now, until)
+        return left
+
+    def wait(self, attempt: _Attempt, before: _Attempt | None) -> None:
+        """Book the time before an attempt."""
+        asked = [at for at in self._submitted if self._now <= at <= attempt.start]
+        noted = [line for line in self._restarts if self._now <= line.time <= attempt.start]
+        is_new = before is None or bool(asked)
+        if before and before.end is None and noted:
+            self.spend("lost", noted[0].time)
+        if before and asked:
+            self.spend("restart", asked[0])
+        # What starts again within its job says so; Slurm itself does not.
+        again = noted[-1].is_queued if noted else bool(before and before.job == attempt.job)
+        has_queue = bool(attempt.job) and attempt.job not in self._local
+        name = "startup" if is_new else "restart"
+        self.spend("queue" if has_queue and (is_new or again) else name, attempt.start)
+
+    def attempt(self, attempt: _Attempt, later: float, is_running: bool) -> None:
+        """Book the time of an attempt; `later` is when the next one starts."""
+        limit = attempt.end or later
+        events = [each for each in self._events if attempt.start <= each["time"] <= limit]
+        signs = [(each.time, each) for each in self._lines if attempt.start <= each.time <= limit]
+        known: list[tuple[float, Any]] = [*signs, *((each["time"], each) for each in events)]
+        known.sort(key=lambda sign: sign[0])
+        last = known[-1][0] if known else attempt.start
+        end = attempt.end or (time.time() if is_running else last)
+        names = [each["event"] for each in events]
+        if "first_step" not in names:
+            is_program = not names and not attempt.has_failed
+            is_lost = attempt.has_failed and not is_running
+            self.spend("lost" if is_lost else "other" if is_program else "startup", end)
+            return
+        first = events[names.index("first_step")]
+        self.spend("startup", first["time"])
+        begun = int(_number(first, "step"))
+        self.step = begun - 1
+        self._did(begun, 0.0)
+        for at, sign in known:
+            if at > first["time"]:
+                self._book(at, sign, events)
+        has_ended = not {*ENDS}.isdisjoint(names)
+        self.spend("other" if has_ended else "productive" if is_running else "lost", end)
+
+    def _book(self, at: float, sign: Any, events: Sequence[dict[str, Any]]) -> None:
+        """Book the time until a line or an event, if it says how many steps were done."""
+        name = "" if isinstance(sign, LoggedStep) else sign["event"]
+        if name not in ("", "evaluated", "rolled_back", *ENDS):
+            return
+        since, held = self._now, dict.fromkeys(("evaluation", "checkpoint", "data wait"), 0.0)
+        for event in events:
+            seconds, when = _number(event, "seconds"), event["time"]
+            if event["event"] == "evaluated" and since < when <= at:
+                held["evaluation"] += seconds
+            elif event["event"] == "checkpointed" and name == "finished" and since < when <= at:
+                held["checkpoint"] += seconds  # it was waited for
+            elif event["event"] == "checkpointed" and since < when - seconds <= at:
+                held["checkpoint"] += _number(event, "stall")
+        if name == "rolled_back":
+            self.spend("lost", at)
+            self.step = int(_number(sign, "step"))
+            return
+        step = int(_number(sign, "step")) if name else sign.step
+        if not name:
+            held["data wait"] = sign.data_wait * (at - since)
+        if name in ENDS and step <= self.step:
+            self.spend("other", at, held)
+        else:
+            self._did(step, self.spend("productive", at, held))
+
+    def _did(self, step: int, seconds: float) -> None:
+        """Note that the steps up to this one took these seconds, which are booked as productive."""
+        step = max(step, self.step)
+        steps, again = step - self.step, max(0, min(step, self._most) - self.step)
+        share = again / steps if steps else float(step < self._most)
+        self.seconds["productive"] -= seconds * share
+        self.seconds["repeated"] += seconds * share
+        self.again += again
+        self._counted.append((self.step, step, seconds * (1 - share)))
+        self.step, self._most = step, max(step, self._most)
+
+    def take_back(self, reached: int) -> None:
+        """Book steps after this one, which are not part of the run's state, as lost."""
+        for first, last, seconds in self._counted:
+            if last > max(first, reached):
+                lost = seconds * (last - max(first, reached)) / (last - first)
+                self.seconds["productive"] -= lost
+                self.seconds["lost"] += lost
+
+
+def _number(event: Mapping[str, Any], name: str) -> float:
+    """Return a number of an event; 0 if it has none, as in a run of an earlier version."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
