@@ -1,0 +1,45 @@
+"""`rollcall report RUN…`: write a report of runs as one HTML file.
+
+It shows curves, where the time of the steps went, memory, failures with their logs, attempts and
+the configuration, for runs that are live, finished or failed. Several runs, or a sweep, share one
+report, with a table of what differs. The file needs no server and no network.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcall.launch.report import story
+from rollcall.launch.runs import find
+from rollcall.records.files import write_atomic
+from rollcall.refusal import RefusedError
+from rollcall.text import size
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report; return the exit code."""
+    parser = find.parser("report", __doc__, nargs="+")
+    meaning = "the file to write (default: report-RUN.html in this directory)"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=meaning)
+    options = parser.parse_args(argv)
+    found = story.chosen(options.run, options.root)
+    path = options.output or Path(f"report-{Path(options.run[0]).name}.html")
+    if path.is_dir():
+        raise RefusedError(f"{path} is a directory; name a file, such as {path / 'report.html'}")
+    text = build(found)
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise RefusedError(f"cannot write {path}: {error.strerror}; choose one with -o") from None
+    print(f"{path}: report of {len(found)} run{'s' * (len(found) > 1)}, {size(path.stat().st_size)}")
+    return 0
+
+
+def build(found: Sequence[story.RunDir]) -> str:
+    """Return the HTML of the report of these runs.
+
+    Raises:
+        RefusedError: matplotlib is not installed.
+    """
+    from rollcall.launch.report.page import page  # imports matplotlib
+
+    return page(story.tell(found))

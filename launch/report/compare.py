@@ -1,0 +1,102 @@
+"""`rollcall compare RUN RUN…`: show what differs between runs in configuration, code and result."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rollcall.launch.report import story
+from rollcall.launch.report.story import Story, clock, figure
+from rollcall.launch.runs import find
+from rollcall.records.code import CodeRecord
+from rollcall.refusal import RefusedError
+from rollcall.text import listed, table
+
+NOT_COMPARED = ("run.name", "run.root", "command")
+"""What differs between any two runs."""
+RESULTS = ("val_accuracy", "val_loss", "loss")
+"""What says which run is best: the first that a run has; accuracy is best if high."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; return the exit code."""
+    parser = find.parser("compare", __doc__, nargs="+")
+    options = parser.parse_args(argv)
+    stories = story.tell(story.chosen(options.run, options.root))
+    if len(stories) < 2:
+        raise RefusedError(
+            f"{stories[0].name} is one run: name at least two runs to compare, or a sweep"
+        )
+    groups = {title: rows for title, rows in differences(stories).items() if rows}
+    lines = [["", *(each.name for each in stories)]]
+    for title, rows in groups.items():
+        lines += [[title.upper(), *[""] * len(stories)]]
+        lines += [[f"  {name}", *values] for name, *values in rows]
+    print("\n".join(table(lines)))
+    if "configuration" not in groups:
+        print("their configurations are equal")
+    if (found := best(stories)) is not None:
+        print(f"best {found[1]}: {stories[found[0]].name}")
+    return 0
+
+
+def differences(stories: Sequence[Story]) -> dict[str, list[list[str]]]:
+    """Return three tables without titles: a name, then each run's value.
+
+    Of configuration and code, they have what differs; of the result, everything that is known.
+    """
+    settings = [{key: value for key, (value, _) in each.settings.items()} for each in stories]
+    facts = [{**each.facts, **_packages(each)} for each in stories]
+    return {
+        "configuration": _differing(settings),
+        "code and machines": [*_differing(facts), *_files(stories)],
+        "result": [[name, *map(value, stories)] for name, value in _results(stories)],
+    }
+
+
+def best(stories: Sequence[Story]) -> tuple[int, str] | None:
+    """Return the place of the best run and by which figure; None if no run has one."""
+    for key in RESULTS:
+        known = {place: each.result[key] for place, each in enumerate(stories) if key in each.result}
+        if known:
+            better = max if key == "val_accuracy" else min
+            return better(known, key=known.__getitem__), story.title_of(key).lower()
+    return None
+
+
+def _differing(values: Sequence[dict[str, str]]) -> list[list[str]]:
+    names = dict.fromkeys(name for each in values for name in each if name not in NOT_COMPARED)
+    rows = [[name, *(each.get(name, "") for each in values)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _packages(each: Story) -> dict[str, str]:
+    """Return the versions of the packages at submission, by name."""
+    try:
+        lines = (each.run.job / "packages.txt").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition("==") for line in lines)
+    return {f"package {name}": version for name, _, version in pairs if name not in each.facts}
+
+
+def _files(stories: Sequence[Story]) -> Iterator[list[str]]:
+    """Yield a row with the files of the code that differ from the first run's, if any do."""
+    records = [CodeRecord.read(each.run.job / "source.json") for each in stories]
+    files = [record.files if record is not None else {} for record in records]
+    changed = [
+        sorted(name for name in {*files[0], *other} if files[0].get(name) != other.get(name))
+        for other in files
+    ]
+    if any(changed) and all(files):
+        yield ["changed files", *(listed(names, 3) for names in changed)]
+
+
+def _results(stories: Sequence[Story]) -> Iterator[tuple[str, Callable[[Story], str]]]:
+    """Yield the name of each result, and a function that returns it as text."""
+    yield "state", lambda each: each.condition.state
+    yield "steps", lambda each: "" if each.progress.step is None else f"{each.progress.step:,}"
+    for key in dict.fromkeys(key for each in stories for key in each.result):
+        if key.startswith("val_") or key in ("loss", "samples_per_second"):
+            yield story.title_of(key).lower(), lambda each, key=key: (
+                figure(each.result[key]) if key in each.result else ""
+            )
+    yield "attempts", lambda each: str(each.condition.attempts)
+    yield "started", lambda each: "" if each.started is None else clock(each.started)
