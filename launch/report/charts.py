@@ -15,10 +15,12 @@ from rollcall.launch.report.curves import Array, Curve, Timing
 from rollcall.launch.report.story import Mark, figure
 from rollcall.records.phases import Phases
 from rollcall.refusal import RefusedError
+from rollcall.text import listed
 
 try:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 except ModuleNotFoundError as error:
     raise RefusedError(
         "a report needs the package 'matplotlib': pip install 'rollcall-train[report]'"
@@ -34,7 +36,7 @@ LINES = {"restart": ("c3", "--"), "signal": ("warn", ":"), "fault": ("bad", "-")
 """Colour and dashes of the marks that are lines; checkpoints are ticks at the bottom."""
 NARROW, WIDE = (400, 225), (860, 270)
 """Sizes of a chart, in the units of its text of 11 points: for a column, and for the page."""
-MARGINS = (50, 12, 10, 24)
+MARGINS = (46, 12, 10, 36)
 """Space for text at the left, the right, the top and the bottom."""
 SETTINGS = {"svg.fonttype": "none", "font.size": 11, "path.simplify": True, "axes.linewidth": 0.8}
 MOST_MARKS = 300
@@ -67,11 +69,17 @@ def curves(
     named: Sequence[tuple[str, str, Curve]],
     marks: Sequence[Mark] = (),
     is_wide: bool = False,
+    may_be_log: bool = False,
 ) -> Chart:
-    """Draw curves over steps; `named` has a name, a colour and the points of each."""
+    """Draw curves over steps; `named` has a name, a colour and the points of each.
+
+    Args:
+        is_wide: whether it is drawn for the width of the page too, with all marks.
+        may_be_log: whether the axis is logarithmic if the values need it.
+    """
     lows = np.concatenate([curve.low for *_, curve in named])
     highs = np.concatenate([curve.high for *_, curve in named])
-    is_log = bool(lows.min() > 0 and highs.max() / lows.min() > 50)
+    is_log = may_be_log and bool(lows.min() > 0 and highs.max() / lows.min() > 50)
     first, last = (pick(pick(curve.x) for *_, curve in named) for pick in (min, max))
 
     def paint(axes: Any) -> None:
@@ -91,24 +99,29 @@ def curves(
             elif mark.kind == "checkpoint":
                 axes.axvline(mark.step, ymax=0.04, color=colour("muted"), lw=1)
         axes.set_xlim(first, max(last, first + 1))
+        axes.set_xlabel("step")
 
     series = [
         {
             "n": name,
-            **{key: _short(values) for key, values in curve._asdict().items()},
+            **{key: _short(getattr(curve, key)) for key in ("x", "y", "low", "high")},
         }
         if curve.is_band
         else {"n": name, "x": _short(curve.x), "y": _short(curve.y)}
         for name, _, curve in named
     ]
     near = [[mark.step, mark.text] for mark in _apart(marks, first, last)] if is_wide else []
-    text = "; ".join(describe(name, curve) for name, _, curve in named[:3])
+    text = "; ".join(describe(name, curve) for name, _, curve in named)
+    if len(named) > 2:
+        text = listed([f"{name} {figure(curve.ends[1][1])}" for name, _, curve in named])
+        text = f"Last values: {text}"
     notes = ["The band shows the extremes of neighbouring steps"] * any(c.is_band for *_, c in named)
     notes += ["logarithmic axis"] * is_log
     legend = [(shade, name) for name, shade, _ in named] if 1 < len(named) <= len(COLOURS) else []
     found = {mark.kind for mark in marks}
-    legend += [(LINES[kind][0], kind) for kind in LINES if kind in found]
-    legend += [("muted", "checkpoint (ticks)")] * ("checkpoint" in found)
+    if is_wide:
+        legend += [(LINES[kind][0], kind) for kind in LINES if kind in found]
+        legend += [("muted", "checkpoint (ticks)")] * ("checkpoint" in found)
     text = ". ".join([text, *(note[:1].upper() + note[1:] for note in notes)]) + "."
     sizes = (WIDE, NARROW) if is_wide else (NARROW,)
     data = {"series": series, "marks": near}
@@ -117,13 +130,12 @@ def curves(
 
 def describe(name: str, curve: Curve) -> str:
     """Say in words what a curve shows."""
-    low, high = int(curve.low.argmin()), int(curve.high.argmax())
-    if len(curve.x) == 1:
-        return f"{name}: {figure(curve.y[0])} at step {curve.x[0]:,.0f}"
-    return (
-        f"{name}: {figure(curve.y[0])} at step {curve.x[0]:,.0f}, {figure(curve.y[-1])} at step "
-        f"{curve.x[-1]:,.0f}; lowest {figure(curve.low[low])}, highest {figure(curve.high[high])}"
-    )
+    (start, from_), (end, to) = curve.ends
+    text = f"{name}: {figure(from_)} at step {start:,.0f}"
+    if start == end:
+        return text
+    low, high = figure(curve.low.min()), figure(curve.high.max())
+    return f"{text}, {figure(to)} at step {end:,.0f}; lowest {low}, highest {high}"
 
 
 def heat_map(found: Timing) -> Chart:
@@ -131,22 +143,25 @@ def heat_map(found: Timing) -> Chart:
     values = found.own * 1e3
     known = values[~np.isnan(values)]
     low, high = (float(np.percentile(known, each)) for each in (0, 99.5))
+    high = max(high, 1.5 * low, 1e-9)  # or noise would look like a difference
     row, column = np.unravel_index(np.nanargmax(values), values.shape)
+    height = min(WIDE[1], 70 + 26 * len(values))
 
     def paint(axes: Any) -> None:
         box = (found.steps[0], max(found.steps[-1], found.steps[0] + 1), found.ranks - 0.5, -0.5)
-        high_enough = max(high, low + 1e-9)
         axes.imshow(
-            np.clip(values, low, high_enough),
+            np.clip(values, low, high),
             aspect="auto",
             interpolation="none",
             cmap="cividis",
             vmin=low,
-            vmax=high_enough,
+            vmax=high,
             extent=box,
         )
         axes.grid(visible=False)
+        axes.set_xlabel("step")
         axes.set_ylabel("rank")
+        axes.yaxis.get_major_locator().set_params(integer=True)
 
     where = f"rank {row * found.group}" + (
         f" to {min((row + 1) * found.group, found.ranks) - 1}" if found.group > 1 else ""
@@ -163,7 +178,8 @@ def heat_map(found: Timing) -> Chart:
     title = "Step time by rank"
     grid = [_short(line) for line in values]
     data = {"grid": grid, "steps": _short(found.steps), "group": found.group, "ranks": found.ranks}
-    return Chart(title, text, [_svg(title, size, paint) for size in (WIDE, NARROW)], data)
+    sizes = [(width, min(height, most)) for width, most in (WIDE, NARROW)]
+    return Chart(title, text, [_svg(title, size, paint) for size in sizes], data)
 
 
 def phases(found: Timing) -> list[Chart]:
@@ -178,6 +194,7 @@ def phases(found: Timing) -> list[Chart]:
     def over_time(axes: Any) -> None:
         axes.stackplot(found.steps, found.over_time * 1e3, colors=[*map(colour, PHASES)], lw=0)
         axes.set_xlim(found.steps[0], max(found.steps[-1], found.steps[0] + 1))
+        axes.set_xlabel("step")
 
     def by_rank(axes: Any) -> None:
         bottom = np.zeros(found.by_rank.shape[1])
@@ -213,7 +230,7 @@ def memory(found: Timing) -> Chart | None:
         _bars(axes, found, values[0], "c0", 0)
         places = np.arange(len(values[0])) * found.group
         for shade, dot, more in zip(("c1", "c2"), ("_", "."), values[1:], strict=False):
-            axes.plot(places, more, dot, color=colour(shade), ms=6)
+            axes.plot(places, more, dot, color=colour(shade), ms=9, mew=2)
 
     text = "; ".join(
         f"{name}: {figure(each.min())} to {figure(each.max())} GB, most on rank "
@@ -287,6 +304,7 @@ def _bars(axes: Any, found: Timing, values: Array, shade: str, bottom: Any) -> N
     places = np.arange(len(values)) * found.group
     width = found.group * (0.8 if len(values) <= 32 else 1.0)
     axes.bar(places, values, width, bottom=bottom, color=colour(shade), lw=0)
+    axes.set_xlabel("rank")
 
 
 def _by_rank(found: Timing, names: Sequence[str], values: Any) -> list[dict[str, Any]]:
@@ -319,17 +337,18 @@ def _svg(title: str, size: tuple[int, int], paint: Callable[[Any], None]) -> str
         axes = drawn.add_axes(box, facecolor="none")
         axes.grid(visible=True, color=colour("line"), lw=0.6)
         axes.set_axisbelow(True)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
+        axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
         paint(axes)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(colour("line"))
         axes.tick_params(color=colour("line"), labelcolor=colour("muted"), length=0, which="both")
-        axes.yaxis.label.set_color(colour("muted"))
-        if axes.get_xticklabels() and not axes.xaxis.get_major_formatter().__class__.__name__.startswith("Fixed"):
-            axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
-            axes.xaxis.get_major_locator().set_params(nbins=6, integer=True)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.label.set(color=colour("muted"), size=10)
         if axes.get_yscale() == "log":
+            axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
             axes.yaxis.set_minor_formatter(lambda *_: "")
-        axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
         low, high = axes.get_xlim()
         written = io.StringIO()
         drawn.savefig(written, format="svg", metadata={"Date": None}, transparent=True)

@@ -46,7 +46,7 @@ def differences(stories: Sequence[Story]) -> dict[str, list[list[str]]]:
     facts = [{**each.facts, **_packages(each)} for each in stories]
     return {
         "configuration": _differing(settings),
-        "code and machines": [*_differing(facts), *_files(stories)],
+        "code and machines": [*_differing(facts, True), *_files(stories)],
         "result": [[name, *map(value, stories)] for name, value in _results(stories)],
     }
 
@@ -61,10 +61,11 @@ def best(stories: Sequence[Story]) -> tuple[int, str] | None:
     return None
 
 
-def _differing(values: Sequence[dict[str, str]]) -> list[list[str]]:
+def _differing(values: Sequence[dict[str, str]], is_partial: bool = False) -> list[list[str]]:
+    """Return the rows that differ; if not every run tells everything, what is known must differ."""
     names = dict.fromkeys(name for each in values for name in each if name not in NOT_COMPARED)
     rows = [[name, *(each.get(name, "") for each in values)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    return [row for row in rows if len({*row[1:]} - ({""} if is_partial else set())) > 1]
 
 
 def _packages(each: Story) -> dict[str, str]:

@@ -29,6 +29,7 @@ class Curve(NamedTuple):
     y: Array
     low: Array
     high: Array
+    ends: tuple[tuple[float, float], tuple[float, float]]  # its first point and its last one
 
     @property
     def is_band(self) -> bool:
@@ -39,13 +40,15 @@ class Curve(NamedTuple):
 def thin(points: Sequence[tuple[int, float]]) -> Curve:
     """Return at most 2 COLUMNS points, each the mean of a group of neighbours."""
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
+    ends = (points[0], points[-1])
     if len(x) <= 2 * COLUMNS:
-        return Curve(x, y, y, y)
+        return Curve(x, y, y, y, ends)
     edges = np.linspace(0, len(x), COLUMNS + 1).astype(int)
     starts, sizes = edges[:-1], np.diff(edges)
     middle = x[starts + sizes // 2]
     mean = np.add.reduceat(y / sizes.max(), starts) / sizes * sizes.max()
-    return Curve(middle, mean, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
+    low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    return Curve(middle, mean, low, high, ends)
 
 
 class Timing(NamedTuple):

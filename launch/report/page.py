@@ -134,8 +134,8 @@ def _overlay(stories: Sequence[Story]) -> list[str]:
     names = [each.name for each in stories]
     parts = []
     found, tables = compare.best(stories), compare.differences(stories)
-    axes = [row for row in tables["configuration"] if len(set(row[1:])) > 1][:8]
-    if found is not None and axes and len(stories) > 2:
+    axes = tables["configuration"][:8]
+    if found is not None and axes and {each.sweep for each in stories} != {""}:
         key = next(key for key in compare.RESULTS if key in stories[found[0]].result)
         known = [place for place, each in enumerate(stories) if key in each.result]
         columns = [[row[1 + place] for row in axes] for place in known]
@@ -173,10 +173,11 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
             named.append((name, shade, curves.thin(each.curves[key])))
         if len(stories) == 1 and key == "loss" and (points := stories[0].curves.get("val_loss")):
             named.append((title_of("val_loss"), "c1", curves.thin(points)))
-            result.append(charts.curves("Loss", named, marks, is_wide=True))
+            result.append(charts.curves("Loss", named, marks, is_wide=True, may_be_log=True))
         elif not (len(stories) == 1 and key == "val_loss" and result):
-            is_wide = key == "loss"
-            result.append(charts.curves(title_of(key), named, marks if is_wide else lines, is_wide))
+            is_wide, may_be_log = key == "loss", "loss" in key or key == "grad_norm"
+            shown_marks = marks if is_wide else lines
+            result.append(charts.curves(title_of(key), named, shown_marks, is_wide, may_be_log))
     return result
 
 
@@ -268,7 +269,11 @@ def _figure(chart: Chart) -> str:
 
 
 def _legend(keys: Sequence[tuple[str, str]]) -> str:
-    items = (f'<li><i style="background:var(--{shade})"></i>{escape(name)}</li>' for shade, name in keys)
+    items = (
+        f'<li><i{" class=mark" * (name in charts.LINES)} style="background:var(--{shade})"></i>'
+        f"{escape(name)}</li>"
+        for shade, name in keys
+    )
     return f"<ul class=legend>{''.join(items)}</ul>" if keys else ""
 
 

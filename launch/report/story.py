@@ -66,6 +66,7 @@ class Story:
 
     run: RunDir
     name: str
+    sweep: str  # the name of the sweep that it is a cell of; empty if it is none
     condition: Condition
     progress: Progress
     curves: dict[str, Points]  # by name, as in metrics.jsonl, in the order of steps
@@ -99,11 +100,11 @@ def tell(found: Sequence[RunDir]) -> list[Story]:
     stories = []
     for run, condition, parent in zip(found, conditions, parents, strict=True):
         name = f"{parent}/{run.name}" if parent and not is_one else run.name
-        stories.append(_tell(run, name, condition, complaint))
+        stories.append(_tell(run, name, parent, condition, complaint))
     return stories
 
 
-def _tell(run: RunDir, name: str, condition: Condition, complaint: str) -> Story:
+def _tell(run: RunDir, name: str, sweep: str, condition: Condition, complaint: str) -> Story:
     curves = _curves(run)
     attempts = find.attempts(run)
     events = run.read_events()
@@ -118,6 +119,7 @@ def _tell(run: RunDir, name: str, condition: Condition, complaint: str) -> Story
     return Story(
         run=run,
         name=name,
+        sweep=sweep,
         condition=condition,
         progress=states.progress(run),
         curves=curves,
