@@ -38,7 +38,12 @@ NARROW, WIDE = (400, 225), (860, 270)
 """Sizes of a chart, in the units of its text of 11 points: for a column, and for the page."""
 MARGINS = (46, 12, 10, 36)
 """Space for text at the left, the right, the top and the bottom."""
-SETTINGS = {"svg.fonttype": "none", "font.size": 11, "path.simplify": True, "axes.linewidth": 0.8}
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "path.simplify": True,
+    "axes.linewidth": 0.8,
+}
 MOST_MARKS = 300
 _numbers = count()
 
@@ -80,7 +85,8 @@ def curves(
     lows = np.concatenate([curve.low for *_, curve in named])
     highs = np.concatenate([curve.high for *_, curve in named])
     is_log = may_be_log and bool(lows.min() > 0 and highs.max() / lows.min() > 50)
-    first, last = (pick(pick(curve.x) for *_, curve in named) for pick in (min, max))
+    first = float(min(curve.x[0] for *_, curve in named))
+    last = float(max(curve.x[-1] for *_, curve in named))
 
     def paint(axes: Any) -> None:
         for _, name, curve in reversed(named):
@@ -115,7 +121,9 @@ def curves(
     if len(named) > 2:
         text = listed([f"{name} {figure(curve.ends[1][1])}" for name, _, curve in named])
         text = f"Last values: {text}"
-    notes = ["The band shows the extremes of neighbouring steps"] * any(c.is_band for *_, c in named)
+    notes = ["The band shows the extremes of neighbouring steps"] * any(
+        c.is_band for *_, c in named
+    )
     notes += ["logarithmic axis"] * is_log
     legend = [(shade, name) for name, shade, _ in named] if 1 < len(named) <= len(COLOURS) else []
     found = {mark.kind for mark in marks}
@@ -144,7 +152,7 @@ def heat_map(found: Timing) -> Chart:
     known = values[~np.isnan(values)]
     low, high = (float(np.percentile(known, each)) for each in (0, 99.5))
     high = max(high, 1.5 * low, 1e-9)  # or noise would look like a difference
-    row, column = np.unravel_index(np.nanargmax(values), values.shape)
+    row, column = divmod(int(np.nanargmax(values)), values.shape[1])
     height = min(WIDE[1], 70 + 26 * len(values))
 
     def paint(axes: Any) -> None:
@@ -169,7 +177,8 @@ def heat_map(found: Timing) -> Chart:
     text = (
         f"Milliseconds of a step of each of {found.ranks:,} ranks, without communication, in which "
         f"ranks wait for each other: {figure(low)} (dark) to {figure(high)} ms or more (bright). "
-        f"The slowest is {where} at step {found.steps[column]:,.0f}, {figure(values[row, column])} ms."
+        f"The slowest is {where} at step {found.steps[column]:,.0f}, "
+        f"{figure(values[row, column])} ms."
     )
     if found.group > 1:
         text += f" A row stands for the slowest of {found.group} ranks."
@@ -209,7 +218,9 @@ def phases(found: Timing) -> list[Chart]:
     ]
     slowest = int((found.by_rank.sum(0) - found.by_rank[3]).argmax()) * found.group
     return [
-        Chart(names[0], text + ".", [_svg(names[0], NARROW, over_time)], {"series": series}, legend),
+        Chart(
+            names[0], text + ".", [_svg(names[0], NARROW, over_time)], {"series": series}, legend
+        ),
         Chart(
             names[1],
             f"{text}. Rank {slowest} takes longest, apart from communication.",
@@ -243,9 +254,7 @@ def memory(found: Timing) -> Chart | None:
     return Chart(title, text + ".", [_svg(title, NARROW, paint)], data, legend)
 
 
-def parallel(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], best: int, text: str
-) -> Chart:
+def parallel(titles: Sequence[str], rows: Sequence[Sequence[str]], best: int, text: str) -> Chart:
     """Draw a sweep as parallel coordinates: an axis for each column, a line for each run."""
 
     def paint(axes: Any) -> None:
@@ -267,7 +276,7 @@ def parallel(
             line = [heights[place][row] for place in range(len(titles))]
             alpha = 1 if row == best else 0.55
             axes.plot(range(len(titles)), line, color=colour(shade), lw=width, alpha=alpha)
-        axes.set_xticks(range(len(titles)), [title[-16:] for title in titles])
+        axes.set_xticks(range(len(titles)), [title.rpartition(".")[2] for title in titles])
         axes.set_yticks([])
         axes.set_xlim(-0.1, len(titles) - 0.55)
         axes.set_ylim(-0.08, 1.12)
@@ -322,7 +331,7 @@ def _apart(marks: Sequence[Mark], first: float, last: float) -> list[Mark]:
     return list({(mark.kind, int(mark.step / unit)): mark for mark in inside}.values())
 
 
-def _short(values: Array) -> list[float | None]:
+def _short(values: Any) -> list[float | None]:
     """Return four significant digits of each number, for the page."""
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
 
@@ -333,7 +342,12 @@ def _svg(title: str, size: tuple[int, int], paint: Callable[[Any], None]) -> str
     left, right, top, bottom = MARGINS
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": f"{next(_numbers)}"}):
         drawn = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="none")
-        box = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+        box = (
+            left / width,
+            bottom / height,
+            1 - (left + right) / width,
+            1 - (top + bottom) / height,
+        )
         axes = drawn.add_axes(box, facecolor="none")
         axes.grid(visible=True, color=colour("line"), lw=0.6)
         axes.set_axisbelow(True)

@@ -12,6 +12,7 @@ from rollcall.launch.report import story
 from rollcall.launch.runs import find
 from rollcall.records.files import write_atomic
 from rollcall.refusal import RefusedError
+from rollcall.run_dir import RunDir
 from rollcall.text import size
 
 
@@ -30,11 +31,13 @@ def main(argv: Sequence[str]) -> int:
         write_atomic(path, text)
     except OSError as error:
         raise RefusedError(f"cannot write {path}: {error.strerror}; choose one with -o") from None
-    print(f"{path}: report of {len(found)} run{'s' * (len(found) > 1)}, {size(path.stat().st_size)}")
+    print(
+        f"{path}: report of {len(found)} run{'s' * (len(found) > 1)}, {size(path.stat().st_size)}"
+    )
     return 0
 
 
-def build(found: Sequence[story.RunDir]) -> str:
+def build(found: Sequence[RunDir]) -> str:
     """Return the HTML of the report of these runs.
 
     Raises:

@@ -1,6 +1,6 @@
 """`rollcall compare RUN RUN…`: show what differs between runs in configuration, code and result."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rollcall.launch.report import story
 from rollcall.launch.report.story import Story, clock, figure
@@ -42,19 +42,23 @@ def differences(stories: Sequence[Story]) -> dict[str, list[list[str]]]:
 
     Of configuration and code, they have what differs; of the result, everything that is known.
     """
-    settings = [{key: value for key, (value, _) in each.settings.items()} for each in stories]
+    settings = [
+        each.cell or {key: value for key, (value, _) in each.settings.items()} for each in stories
+    ]
     facts = [{**each.facts, **_packages(each)} for each in stories]
     return {
         "configuration": _differing(settings),
         "code and machines": [*_differing(facts, True), *_files(stories)],
-        "result": [[name, *map(value, stories)] for name, value in _results(stories)],
+        "result": list(_results(stories)),
     }
 
 
 def best(stories: Sequence[Story]) -> tuple[int, str] | None:
     """Return the place of the best run and by which figure; None if no run has one."""
     for key in RESULTS:
-        known = {place: each.result[key] for place, each in enumerate(stories) if key in each.result}
+        known = {
+            place: each.result[key] for place, each in enumerate(stories) if key in each.result
+        }
         if known:
             better = max if key == "val_accuracy" else min
             return better(known, key=known.__getitem__), story.title_of(key).lower()
@@ -90,14 +94,15 @@ def _files(stories: Sequence[Story]) -> Iterator[list[str]]:
         yield ["changed files", *(listed(names, 3) for names in changed)]
 
 
-def _results(stories: Sequence[Story]) -> Iterator[tuple[str, Callable[[Story], str]]]:
-    """Yield the name of each result, and a function that returns it as text."""
-    yield "state", lambda each: each.condition.state
-    yield "steps", lambda each: "" if each.progress.step is None else f"{each.progress.step:,}"
+def _results(stories: Sequence[Story]) -> Iterator[list[str]]:
+    """Yield the name of each result, and its value in each run."""
+    yield ["state", *(each.condition.state for each in stories)]
+    steps = [each.progress.step for each in stories]
+    yield ["steps", *("" if step is None else f"{step:,}" for step in steps)]
     for key in dict.fromkeys(key for each in stories for key in each.result):
         if key.startswith("val_") or key in ("loss", "samples_per_second"):
-            yield story.title_of(key).lower(), lambda each, key=key: (
-                figure(each.result[key]) if key in each.result else ""
-            )
-    yield "attempts", lambda each: str(each.condition.attempts)
-    yield "started", lambda each: "" if each.started is None else clock(each.started)
+            found = (each.result.get(key) for each in stories)
+            shown = ("" if value is None else figure(value) for value in found)
+            yield [story.title_of(key).lower(), *shown]
+    yield ["attempts", *(str(each.condition.attempts or "") for each in stories)]
+    yield ["started", *("" if each.started is None else clock(each.started) for each in stories)]

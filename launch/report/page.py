@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rollcall.launch.report import charts, compare, curves
 from rollcall.launch.report.charts import Chart
 from rollcall.launch.report.goodput import Shares, shares
 from rollcall.launch.report.story import Failure, Story, clock, duration, figure, title_of
+from rollcall.launch.runs.states import Progress
 
 STYLE, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))
 FIRST = ("loss", "val_loss", "val_accuracy", "grad_norm", "lr", "samples_per_second")
@@ -40,11 +41,37 @@ def page(stories: Sequence[Story]) -> str:
         inside = "".join([*_failures(each.failures), *_time(each), *_about(each)])
         body.append(f"<details class=run><summary>{escape(each.name)}</summary>{inside}</details>")
     if len(stories) > DETAILED:
-        text = f"Where the time of the other {len(stories) - DETAILED} runs went is in a report of each."
+        left = len(stories) - DETAILED
+        text = f"For where the time of the other {left} runs went, make a report of each."
         body.append(_note(text))
-    title = first.name if is_one else f"{len(stories)} runs"
+    body.append(f"<footer>Made by rollcall report on {clock(time.time())}.</footer>")
+    return document(first.name if is_one else f"{len(stories)} runs", "".join(body))
+
+
+def listing(rows: Iterable[tuple[str, str, str, Progress]]) -> str:
+    """Return the page of all runs; a row has the address, the name, the state and the progress."""
+    lines = "".join(
+        f'<tr><th scope="row"><a href="{escape(address)}">{escape(name)}</a></th>'
+        f'<td class="{STATES.get(state, "")}">{escape(state)}</td>'
+        f"<td>{'' if done.step is None else f'{done.step:,}'}</td>"
+        f"<td>{escape(', '.join(f'{key} {figure(n)}' for key, n in done.validation.items()))}"
+        "</td></tr>"
+        for address, name, state, done in rows
+    )
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("run", "state", "step", "validation")
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    if not lines:
+        table = _note("There are no runs here yet.")
+    return document("Runs", f"<header><h1>Runs</h1></header><div class=scroll>{table}</div>")
+
+
+def document(title: str, body: str) -> str:
+    """Return a whole page, which loads nothing and runs no script but SCRIPT."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    policy += f"script-src 'sha256-{digest}'"
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -52,9 +79,7 @@ def page(stories: Sequence[Story]) -> str:
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(title)} · rollcall</title><style>{STYLE}</style></head><body>"
     )
-    made = f"<footer>Made by rollcall report on {clock(time.time())}, from the run directory.</footer>"
-    script = f"<script>{SCRIPT}</script>"
-    text = f"{head}<main>{''.join(body)}</main>{made}{script}</body></html>\n"
+    text = f"{head}<main>{body}</main><script>{SCRIPT}</script></body></html>\n"
     # Names of files are bytes, not always text.
     return text.encode(errors="replace").decode()
 
@@ -151,7 +176,7 @@ def _overlay(stories: Sequence[Story]) -> list[str]:
             rows += [[title.capitalize(), *[""] * len(names)], *lines]
     if len(stories) > MANY:  # one run in a line
         rows = [list(row) for row in zip(*(row for row in rows if any(row[1:])), strict=True)]
-    parts.append(_section("What differs", "", _table(rows, {found[0] + 1} if found else set())))
+    parts.append(_section("What differs", "", _table(rows, names[found[0]] if found else "")))
     return parts
 
 
@@ -262,7 +287,7 @@ def _figure(chart: Chart) -> str:
     scale = '<div class=scale aria-hidden="true"></div>' if "grid" in chart.data else ""
     return (
         f"<figure{kind}><h3>{escape(chart.title)}</h3>{_legend(chart.legend)}{scale}"
-        f'<div class=plot>{"".join(chart.pictures)}</div>'
+        f"<div class=plot>{''.join(chart.pictures)}</div>"
         f"<figcaption>{escape(chart.text)}</figcaption>"
         f'<script type="application/json">{data}</script></figure>'
     )
@@ -277,16 +302,23 @@ def _legend(keys: Sequence[tuple[str, str]]) -> str:
     return f"<ul class=legend>{''.join(items)}</ul>" if keys else ""
 
 
-def _table(rows: Sequence[Sequence[str]], marked: set[int] = frozenset()) -> str:  # type: ignore[assignment]
-    """Return a table whose first row has the titles, in a box that scrolls sideways."""
+def _table(rows: Sequence[Sequence[str]], best: str = "") -> str:
+    """Return a table whose first row has the titles, in a box that scrolls sideways.
+
+    Args:
+        best: the column or the row of this title stands out.
+    """
     head, *others = rows
+    kinds = [" class=best" if best and title == best else "" for title in head]
     titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     lines = ""
     for first, *cells in others:
         if cells and not any(cells):
             lines += f'<tr class=group><th colspan="{len(head)}">{escape(first)}</th></tr>'
             continue
-        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        lines += f'<tr><th scope="row">{escape(first)}</th>{values}</tr>'
+        cells_of = zip(kinds[1:], cells, strict=True)
+        values = "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in cells_of)
+        kind = " class=best" if best and first == best else ""
+        lines += f'<tr{kind}><th scope="row">{escape(first)}</th>{values}</tr>'
     shown = f"<thead><tr>{titles}</tr></thead>" if any(head) else ""
     return f'<div class=scroll tabindex="0"><table>{shown}<tbody>{lines}</tbody></table></div>'

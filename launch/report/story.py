@@ -26,12 +26,13 @@ from rollcall.records.run import LoggedStep, Validation
 from rollcall.run_dir import RunDir
 from rollcall.text import dotted
 
-FAULTS = ("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory")
-FAULTS += ("save_failed", "save_delayed", "refused")
+FAULTS = (
+    *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
+    *("save_failed", "save_delayed", "refused"),
+)
 KINDS = {
     **{"resumed": "restart", "checkpointed": "checkpoint", "evaluated": "evaluation"},
-    **{"signalled": "signal", "straggler": "fault"},
-    **dict.fromkeys(FAULTS, "fault"),
+    **{"signalled": "signal", **dict.fromkeys(FAULTS, "fault")},
 }
 """What an event is called in a report, by its name."""
 NOT_CURVES = ("epoch", "slowest_rank", "unreadable", "step", "time")
@@ -71,6 +72,7 @@ class Story:
     progress: Progress
     curves: dict[str, Points]  # by name, as in metrics.jsonl, in the order of steps
     marks: list[Mark]
+    cell: dict[str, str]  # the values that its sweep chose, by key; empty without a sweep
     settings: dict[str, tuple[str, str]]  # value and origin of each key; empty for other programs
     facts: dict[str, str]  # code, environment and machines
     attempts: list[list[str]]  # a table of them, with a first row of titles; empty without any
@@ -124,6 +126,7 @@ def _tell(run: RunDir, name: str, sweep: str, condition: Condition, complaint: s
         progress=states.progress(run),
         curves=curves,
         marks=list(_marks(events)),
+        cell=_cell(run),
         settings=_settings(run),
         facts=_facts(run, events),
         attempts=_table(run, attempts),
@@ -165,7 +168,7 @@ def _marks(events: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
 
 
 def _settings(run: RunDir) -> dict[str, tuple[str, str]]:
-    values = configuration(run)
+    values = _configuration(run)
     job = JobRecord.read(run.path)
     command = job.more.get("command") if job is not None else None
     origin: dict[str, str] = {}
@@ -187,18 +190,28 @@ def _settings(run: RunDir) -> dict[str, tuple[str, str]]:
     }
 
 
-def configuration(run: RunDir) -> dict[str, str]:
-    """Return the configuration of a training, or the words that a sweep gave to a program."""
+def _configuration(run: RunDir) -> dict[str, str]:
+    """Return the configuration of a training; empty for other programs."""
     try:
         values = yaml_values.load(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         values = None
-    if isinstance(values, dict):
-        return {str(key): _plain(value) for key, value in dotted(values).items()}
+    found: dict[str, str] = {}
+    for key, value in dotted(values if isinstance(values, dict) else {}).items():
+        parts = dotted({key: value}) if isinstance(value, dict) and value else {key: value}
+        found |= {name: _plain(each) for name, each in parts.items()}
+    return found
+
+
+def _cell(run: RunDir) -> dict[str, str]:
+    """Return the values that a sweep chose for a run, by key."""
     for path in listed(run.path.parent / "job", "cells-*.json"):
         for cell in Cell.all_of(path):
+            if cell.name == run.name and cell.words[:1] and cell.words[0].startswith("--"):
+                names = [word.removeprefix("--") for word in cell.words[::2]]
+                return dict(zip(names, cell.words[1::2], strict=False))
             if cell.name == run.name:
-                return dict(zip(cell.words[::2], cell.words[1::2], strict=False))
+                return dict(word.split("=", 1) for word in cell.words if "=" in word)
     return {}
 
 
@@ -300,7 +313,8 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    parts, left = [], round(seconds)
+    parts: list[str] = []
+    left = round(seconds)
     for unit, size in units:
         count, left = divmod(left, size)
         parts += [f"{count} {unit}"] if count or parts else []

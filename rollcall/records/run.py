@@ -226,13 +226,17 @@ class LoggedStep(Line):
 
         The first one is the newest if all are older; None if there are no steps.
         """
-        lines = tail(directory / cls.FILE)
-        last = cls._first_of(reversed(lines))
-        if last is None:
+        known = cls.last(directory)
+        if not known:
             return None
-        known = (cls.parse(as_object(line)) for line in lines)
-        recent = (line for line in known if line is not None and line.time >= since)
-        return next(recent, last), last
+        recent = (line for line in known if line.time >= since)
+        return next(recent, known[-1]), known[-1]
+
+    @classmethod
+    def last(cls, directory: Path) -> list[Self]:
+        """Return the steps of the last lines, without reading the whole file."""
+        found = (cls.parse(as_object(line)) for line in tail(directory / cls.FILE))
+        return [line for line in found if line is not None]
 
     @classmethod
     def forget_after(cls, directory: Path, step: int) -> None:
@@ -285,15 +289,26 @@ def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in lines if not names or line["event"] in names]
 
 
-def start_and_steps(directory: Path) -> tuple[float, int | None]:
-    """Return when the newest attempt started (0 if none has), and how many steps it must do."""
-    started, steps = 0.0, None
+def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float]]:
+    """Return what `status` shows of the events.
+
+    Returns:
+        When the newest attempt started (0 if none has), how many steps it must do, and the figures
+        of the newest evaluation, by name.
+    """
+    started, steps, figures = 0.0, None, {}
     # Most events are neither, and need not be parsed.
-    for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"')):
+    for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"', b'"evaluated"')):
         if is_event(line):
             started = line["time"] if line["event"] == "started" else started
             steps = line["steps"] if isinstance(line.get("steps"), int) else steps
-    return started, steps
+            if line["event"] == "evaluated":
+                figures = {
+                    name: value
+                    for name, value in line.items()
+                    if isinstance(value, float) and name != "time"
+                }
+    return started, steps, figures
 
 
 def is_event(line: dict[str, Any]) -> bool:
