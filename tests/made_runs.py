@@ -20,6 +20,7 @@ LINES = 400
 def make(run: RunDir, steps: int, ranks: int) -> RunDir:
     """A finished run that logged every step; rank 5 is slow in its last third."""
     run.create()
+    run.job.mkdir()
     draw = random.Random(0)
     # Two million small writes would take longer than the test.
     lines: list[LoggedStep | Validation] = []
@@ -41,28 +42,33 @@ def make(run: RunDir, steps: int, ranks: int) -> RunDir:
 
 
 def add_phases(run: RunDir, steps: int, ranks: int) -> None:
-    """Write where the time of steps went."""
-    draw, lines = random.Random(1), []
+    """Write where the time of steps went, for about LINES groups of steps."""
     every = max(1, steps // LINES)
-    for step in range(every, steps + 1, every):
-        phases: dict[str, list[float]] = {name: [] for name in Phases.PHASES}
-        for rank in range(ranks):
-            late = 0.03 if rank == 5 and step > steps * 2 / 3 else 0.0
-            times = [0.002, 0.010, 0.018 + late, 0.035 - late, 0.004, 0.001]
-            for name, seconds in zip(Phases.PHASES, times, strict=True):
-                phases[name].append(round(seconds * (1 + 0.1 * draw.random()), 6))
-        memory = [7e10 + 1e9 * draw.random() for _ in range(ranks)]
-        reserved = [each + 4e9 for each in memory]
-        lines.append(Phases(step, every, 1e9 + step, 0.07, phases, memory, reserved))
-    write_lines(run.path / Phases.FILE, lines)
+    texts = [_phases(every, ranks, late) for late in (0.0, 0.03)]
+    with (run.path / Phases.FILE).open("w") as file:
+        for step in range(every, steps + 1, every):
+            file.write(texts[step > steps * 2 / 3].replace('"step": 0', f'"step": {step}') + "\n")
 
 
-def write_lines(path: Path, lines: list[LoggedStep | Validation] | list[Phases]) -> None:
+def _phases(steps: int, ranks: int, late: float) -> str:
+    """A line, of which only the step has to be set."""
+    draw = random.Random(1)
+    phases: dict[str, list[float]] = {name: [] for name in Phases.PHASES}
+    for rank in range(ranks):
+        more = late if rank == 5 else 0.0
+        times = [0.002, 0.010, 0.018 + more, 0.035 - more, 0.004, 0.001]
+        for name, seconds in zip(Phases.PHASES, times, strict=True):
+            phases[name].append(round(seconds * (1 + 0.1 * draw.random()), 6))
+    memory = [round(7e10 + 1e9 * draw.random()) * 1.0 for _ in range(ranks)]
+    line = Phases(0, steps, 1e9, 0.07, phases, memory, [each + 4e9 for each in memory])
+    return json.dumps(line.as_dict())
+
+
+def write_lines(path: Path, lines: list[LoggedStep | Validation]) -> None:
     path.write_text("".join(json.dumps(line.as_dict()) + "\n" for line in lines))
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     made = RunDir(place.parent, place.name)
-    made.create()
     make(made, int(sys.argv[2]), int(sys.argv[3]))

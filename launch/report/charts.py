@@ -216,14 +216,13 @@ def phases(found: Timing) -> list[Chart]:
         {"n": name, "x": _short(found.steps), "y": _short(times * 1e3)}
         for name, times in zip(Phases.PHASES, found.over_time, strict=True)
     ]
-    slowest = int((found.by_rank.sum(0) - found.by_rank[3]).argmax()) * found.group
     return [
         Chart(
             names[0], text + ".", [_svg(names[0], NARROW, over_time)], {"series": series}, legend
         ),
         Chart(
             names[1],
-            f"{text}. Rank {slowest} takes longest, apart from communication.",
+            f"{text}.",
             [_svg(names[1], NARROW, by_rank)],
             {"series": _by_rank(found, Phases.PHASES, found.by_rank * 1e3), "of": "rank"},
             legend,

@@ -1,5 +1,6 @@
 """`rollcall compare RUN RUN…`: show what differs between runs in configuration, code and result."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rollcall.launch.report import story
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the table; return the exit code."""
     parser = find.parser("compare", __doc__, nargs="+")
     options = parser.parse_args(argv)
-    stories = story.tell(story.chosen(options.run, options.root))
+    stories = ranked(story.tell(story.chosen(options.run, options.root)))
     if len(stories) < 2:
         raise RefusedError(
             f"{stories[0].name} is one run: name at least two runs to compare, or a sweep"
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if "configuration" not in groups:
         print("their configurations are equal")
     if (found := best(stories)) is not None:
-        print(f"best {found[1]}: {stories[found[0]].name}")
+        print(f"best {story.title_of(found[1]).lower()}: {stories[found[0]].name}")
     return 0
 
 
@@ -54,15 +55,23 @@ def differences(stories: Sequence[Story]) -> dict[str, list[list[str]]]:
 
 
 def best(stories: Sequence[Story]) -> tuple[int, str] | None:
-    """Return the place of the best run and by which figure; None if no run has one."""
+    """Return the place of the best run, and by which curve's last value; None if none has one."""
     for key in RESULTS:
         known = {
             place: each.result[key] for place, each in enumerate(stories) if key in each.result
         }
         if known:
-            better = max if key == "val_accuracy" else min
-            return better(known, key=known.__getitem__), story.title_of(key).lower()
+            return (max if key == "val_accuracy" else min)(known, key=known.__getitem__), key
     return None
+
+
+def ranked(stories: Sequence[Story]) -> list[Story]:
+    """Return the cells of a sweep, the best first; other runs as they are."""
+    found = best(stories)
+    if found is None or not all(each.sweep for each in stories):
+        return list(stories)
+    sign = -1 if found[1] == "val_accuracy" else 1
+    return sorted(stories, key=lambda each: sign * each.result.get(found[1], sign * math.inf))
 
 
 def _differing(values: Sequence[dict[str, str]], is_partial: bool = False) -> list[list[str]]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcall.launch.report.story import LAST_STEP
 from rollcall.records.files import parse_lines
 from rollcall.records.phases import Phases
 from rollcall.run_dir import RunDir
@@ -14,7 +15,7 @@ from rollcall.run_dir import RunDir
 Array = NDArray[np.float64]
 COLUMNS = 300
 """Points of a curve with more than twice as many."""
-CELLS = (96, 120)
+CELLS = (128, 120)
 """Most rows and columns of a heat map; each stands for a group of ranks and steps."""
 MOST_BYTES = 40_000_000
 """How much of phases.jsonl is read; of a larger file every second, third, ... line is."""
@@ -104,14 +105,18 @@ def _lines(run: RunDir) -> tuple[list[Phases], int]:
     known = [
         line
         for line in found
-        if line is not None and all(line.phases.get(name) for name in Phases.PHASES)
+        if line is not None
+        and all(0 <= number < LAST_STEP for number in (line.step, line.steps))
+        and all(line.phases.get(name) for name in Phases.PHASES)
     ]
     return sorted(known, key=lambda line: line.step), every
 
 
 def _edges(count: int, most: int) -> NDArray[np.int64]:
     """Return where groups of equal size begin, and the end: at most `most` groups."""
-    size = -(-count // most)
+    size = 1
+    while size * most < count:
+        size *= 2
     return np.array([*range(0, count, size), count])
 
 

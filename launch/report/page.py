@@ -29,6 +29,7 @@ STATES = {"done": "good", "running": "live", "pending": "warn", "failed": "bad",
 
 def page(stories: Sequence[Story]) -> str:
     """Return the HTML of the report of these runs; at least one."""
+    stories = compare.ranked(stories)
     first = stories[0]
     is_one = len(stories) == 1
     body = [_header(first) if is_one else _header_of_all(stories)]
@@ -145,9 +146,10 @@ def _header_of_all(stories: Sequence[Story]) -> str:
     states = [each.condition.state for each in stories]
     text = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) + "."
     if found is not None:
-        key = next(key for key in compare.RESULTS if key in stories[found[0]].result)
-        value = _value(key, stories[found[0]].result[key])
-        text += f" The best {found[1]} is {value}, of {stories[found[0]].name}."
+        best, key = stories[found[0]], found[1]
+        text += (
+            f" The best {title_of(key).lower()} is {_value(key, best.result[key])}, of {best.name}."
+        )
     return (
         f'<header><p class="eyebrow">Report of several runs</p><h1>{len(stories)} runs</h1>'
         f"<p class=lead>{escape(text)}</p></header>"
@@ -161,12 +163,12 @@ def _overlay(stories: Sequence[Story]) -> list[str]:
     found, tables = compare.best(stories), compare.differences(stories)
     axes = tables["configuration"][:8]
     if found is not None and axes and {each.sweep for each in stories} != {""}:
-        key = next(key for key in compare.RESULTS if key in stories[found[0]].result)
+        key = found[1]
         known = [place for place, each in enumerate(stories) if key in each.result]
         columns = [[row[1 + place] for row in axes] for place in known]
         rows = [[*c, figure(stories[p].result[key])] for c, p in zip(columns, known, strict=True)]
         chosen = ", ".join(f"{row[0]} = {row[1 + found[0]]}" for row in axes)
-        text = f"Best {found[1]}: {names[found[0]]}, with {chosen}."
+        text = f"Best {title_of(key).lower()}: {names[found[0]]}, with {chosen}."
         titles = [*(row[0] for row in axes), title_of(key)]
         picture = charts.parallel(titles, rows, known.index(found[0]), text)
         parts.append(_section("Sweep", "", _figures([picture])))
@@ -317,7 +319,10 @@ def _table(rows: Sequence[Sequence[str]], best: str = "") -> str:
             lines += f'<tr class=group><th colspan="{len(head)}">{escape(first)}</th></tr>'
             continue
         cells_of = zip(kinds[1:], cells, strict=True)
-        values = "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in cells_of)
+        values = "".join(
+            f"<td{' class=long' if len(cell) > 60 else kind}>{escape(cell)}</td>"
+            for kind, cell in cells_of
+        )
         kind = " class=best" if best and first == best else ""
         lines += f'<tr{kind}><th scope="row">{escape(first)}</th>{values}</tr>'
     shown = f"<thead><tr>{titles}</tr></thead>" if any(head) else ""

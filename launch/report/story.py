@@ -20,11 +20,12 @@ from rollcall.launch.runs.root_cause import RootCause
 from rollcall.launch.runs.states import Condition, Progress
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.code import CodeRecord
-from rollcall.records.files import changed, listed, tail
+from rollcall.records.files import changed, tail
+from rollcall.records.files import listed as paths_in
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
 from rollcall.records.run import LoggedStep, Validation
 from rollcall.run_dir import RunDir
-from rollcall.text import dotted
+from rollcall.text import dotted, listed
 
 FAULTS = (
     *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
@@ -155,7 +156,11 @@ def _curves(run: RunDir) -> dict[str, Points]:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and key not in NOT_CURVES and abs(value) < math.inf:
                 found.setdefault(key, {})[line.step] = min(max(value, -1e300), 1e300)
-    return {key: sorted(points.items()) for key, points in found.items()}
+    return {
+        key: sorted(points.items())
+        for key, points in found.items()
+        if key == "loss" or any(points.values())
+    }
 
 
 def _marks(events: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
@@ -205,7 +210,7 @@ def _configuration(run: RunDir) -> dict[str, str]:
 
 def _cell(run: RunDir) -> dict[str, str]:
     """Return the values that a sweep chose for a run, by key."""
-    for path in listed(run.path.parent / "job", "cells-*.json"):
+    for path in paths_in(run.path.parent / "job", "cells-*.json"):
         for cell in Cell.all_of(path):
             if cell.name == run.name and cell.words[:1] and cell.words[0].startswith("--"):
                 names = [word.removeprefix("--") for word in cell.words[::2]]
@@ -237,7 +242,7 @@ def _facts(run: RunDir, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         found["ranks"] = str(sizes[-1])
     for attempt in find.attempts(run)[-1:]:
         found["ranks"] = str(attempt.ranks)
-        found["nodes"] = f"{len(attempt.hosts)}: {', '.join(sorted(set(attempt.hosts)))}"
+        found["nodes"] = f"{len(attempt.hosts)}: {listed(sorted(set(attempt.hosts)))}"
     return found
 
 
@@ -262,7 +267,7 @@ def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
                 for name in old.keys() & new.keys()
                 if old[name] != new[name]
             ]
-        hosts = ", ".join(dict.fromkeys(attempt.hosts))
+        hosts = listed(list(dict.fromkeys(attempt.hosts)))
         when, ranks = clock(attempt.started), str(attempt.ranks)
         ended = attempt.state or "no written end"
         number = str(attempt.number)
