@@ -1,6 +1,7 @@
 """Reduce curves and the times of ranks to what a chart can show, without losing extremes."""
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -46,10 +47,9 @@ def thin(points: Sequence[tuple[int, float]]) -> Curve:
         return Curve(x, y, y, y, ends)
     edges = np.linspace(0, len(x), COLUMNS + 1).astype(int)
     starts, sizes = edges[:-1], np.diff(edges)
-    middle = x[starts + sizes // 2]
     mean = np.add.reduceat(y / sizes.max(), starts) / sizes * sizes.max()
     low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
-    return Curve(middle, mean, low, high, ends)
+    return Curve(x[starts + sizes // 2], mean, low, high, ends)
 
 
 class Timing(NamedTuple):
@@ -57,6 +57,7 @@ class Timing(NamedTuple):
 
     ranks: int
     group: int  # ranks in a row
+    first_ranks: Array  # (rows,) the first rank of each row
     steps: Array  # (columns,) the newest step of each column
     own: Array  # (rows, columns) seconds of a step without communication: the slowest rank's
     over_time: Array  # (phases, columns) seconds, mean over the ranks
@@ -70,35 +71,34 @@ def timing(run: RunDir) -> Timing | None:
     lines, every = _lines(run)
     if not lines:
         return None
-    ranks = max(len(line.phases[name]) for line in lines for name in Phases.PHASES)
-    times = np.full((len(lines), len(Phases.PHASES), ranks), np.nan)
-    for place, line in enumerate(lines):
-        for number, name in enumerate(Phases.PHASES):
-            values = line.phases[name]
-            times[place, number, : len(values)] = np.clip(values, 0, 1e9)
-    columns = _edges(len(lines), CELLS[1])
-    rows = _edges(ranks, CELLS[0])
-    weights = np.clip([float(line.steps) for line in lines], 1, 1e12)
-    own = times.sum(1) - times[:, Phases.PHASES.index("communication")]
-    by_phase = [_mean(times[:, number], weights) for number in range(len(Phases.PHASES))]
+    names = Phases.PHASES
+    ranks = max(len(line.phases[name]) for line in lines for name in names)
+    times = np.stack([_table(lines, [line.phases[n] for line in lines], ranks) for n in names])
+    own = times.sum(0) - times[names.index("communication")]
+    columns, rows = _edges(len(lines), CELLS[1]), _edges(ranks, CELLS[0])
+    weights = np.array([float(line.steps) for line in lines])[:, None]
+    known = (~np.isnan(times) * weights).sum(1)
+    of_rank = np.nansum(times * weights, 1) / np.maximum(known, 1)  # (phases, ranks)
+    kinds = {title: [getattr(line, name) or [] for line in lines] for name, title in MEMORY.items()}
+    memory = {title: _table(lines, kind, ranks) for title, kind in kinds.items() if any(kind)}
     return Timing(
         ranks,
-        int(np.diff(rows).max()),
+        int(rows[1]),
+        rows[:-1].astype(float),
         np.array([lines[end - 1].step for end in columns[1:]], dtype=float),
-        _fold(np.fmax, _fold(np.fmax, own.T, rows), columns, axis=1),
-        np.array([_average(times[:, n], columns) for n in range(len(by_phase))]),
-        np.array([_average(phase, rows) for phase in by_phase]),
-        {title: _peak(lines, name, rows) for name, title in MEMORY.items() if _has(lines, name)},
+        np.fmax.reduceat(np.fmax.reduceat(own.T, rows[:-1]), columns[:-1], axis=1),
+        np.stack([_mean(np.nanmean(each, 1), columns) for each in times]),
+        np.stack([_mean(each, rows) for each in of_rank]),
+        {title: np.maximum.reduceat(_peak(each), rows[:-1]) for title, each in memory.items()},
         every,
     )
 
 
 def _lines(run: RunDir) -> tuple[list[Phases], int]:
     """Return the lines with all phases, in the order of steps, and of how many one was read."""
-    path = run.path / Phases.FILE
     try:
-        with path.open("rb") as file:
-            every = 1 + path.stat().st_size // MOST_BYTES
+        with (run.path / Phases.FILE).open("rb") as file:
+            every = 1 + os.fstat(file.fileno()).st_size // MOST_BYTES
             found = [Phases.parse(line) for line in parse_lines(islice(file, 0, None, every))]
     except OSError:
         return [], 1
@@ -106,46 +106,31 @@ def _lines(run: RunDir) -> tuple[list[Phases], int]:
         line
         for line in found
         if line is not None
-        and all(0 <= number < LAST_STEP for number in (line.step, line.steps))
+        and all(0 <= number < LAST_STEP for number in (line.step, line.steps - 1))
         and all(line.phases.get(name) for name in Phases.PHASES)
     ]
     return sorted(known, key=lambda line: line.step), every
 
 
+def _table(lines: Sequence[Phases], values: Sequence[Sequence[float]], ranks: int) -> Array:
+    """Return the values of each line and rank; NaN for ranks that a line does not have."""
+    found = np.full((len(lines), ranks), np.nan)
+    for place, each in enumerate(values):
+        found[place, : len(each)] = np.clip(each, 0, 1e15)[:ranks]
+    return found
+
+
 def _edges(count: int, most: int) -> NDArray[np.int64]:
-    """Return where groups of equal size begin, and the end: at most `most` groups."""
+    """Return where groups of equal size, a power of two, begin, and the end: at most `most`."""
     size = 1
     while size * most < count:
         size *= 2
     return np.array([*range(0, count, size), count])
 
 
-def _fold(fold: Any, values: Array, edges: NDArray[np.int64], axis: int = 0) -> Array:
-    return np.asarray(fold.reduceat(values, edges[:-1], axis=axis))
+def _mean(values: Array, edges: NDArray[np.int64]) -> Any:
+    return np.add.reduceat(values, edges[:-1]) / np.diff(edges)
 
 
-def _mean(values: Array, weights: Array) -> Array:
-    """Return the mean over lines, (lines, ranks) to (ranks,), without the values that are NaN."""
-    known = ~np.isnan(values)
-    total = (known * weights[:, None]).sum(0)
-    return np.asarray(np.nansum(values * weights[:, None], 0) / np.maximum(total, 1))
-
-
-def _average(values: Array, edges: NDArray[np.int64]) -> Array:
-    """Return the mean of each group along the first axis, and over the others."""
-    flat = values.reshape(len(values), -1)
-    known = _fold(np.add, (~np.isnan(flat)).sum(1).astype(float), edges)
-    return np.asarray(_fold(np.add, np.nansum(flat, 1), edges) / np.maximum(known, 1))
-
-
-def _has(lines: Iterable[Phases], name: str) -> bool:
-    return any(getattr(line, name) for line in lines)
-
-
-def _peak(lines: Sequence[Phases], name: str, rows: NDArray[np.int64]) -> Array:
-    """Return the greatest number of bytes of each group of ranks."""
-    peak = np.zeros(rows[-1])
-    for line in lines:
-        values = np.clip(getattr(line, name) or [], 0, 1e15)[: len(peak)]
-        peak[: len(values)] = np.maximum(peak[: len(values)], values)
-    return _fold(np.maximum, peak, rows)
+def _peak(values: Array) -> Any:
+    return np.fmax.reduce(np.nan_to_num(values), axis=0)

@@ -15,8 +15,8 @@ function words(data, x, down, range) {
   }
   let at = null;
   const lines = (data.series || []).map((s) => {
-    const i = nearest(s.x, x);
-    if (at === null || Math.abs(s.x[i] - x) < Math.abs(at - x)) at = s.x[i];
+    const xs = s.x || data.x, i = nearest(xs, x);
+    if (at === null || Math.abs(xs[i] - x) < Math.abs(at - x)) at = xs[i];
     return `${s.n}: ${show(s.y[i])}` + (s.low && s.low[i] !== s.high[i] ? ` (${show(s.low[i])} to ${show(s.high[i])})` : "");
   });
   const marks = (data.marks || []).filter((m) => Math.abs(m[0] - x) < range / 120).slice(0, 3).map((m) => m[1]);
