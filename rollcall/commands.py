@@ -37,6 +37,7 @@ LAUNCH = {
     "compare": Command("rollcall.launch.report.compare", "show what differs between runs"),
     "dashboard": Command("rollcall.launch.report.dashboard", "serve live reports on this machine"),
     "logs": Command("rollcall.launch.commands.logs", "show the output of ranks"),
+    "goodput": Command("rollcall.launch.commands.goodput", "show what became of a run's time"),
     "why": Command("rollcall.launch.commands.why", "explain why a run failed"),
     "stacks": Command("rollcall.launch.commands.stacks", "show the Python stack of every rank"),
     "attach": Command("rollcall.launch.commands.attach", "run a command on a node of a live run"),

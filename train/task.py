@@ -108,6 +108,7 @@ class Task:
         """Evaluate and report the result; STOP or REQUEUE if a rank was asked to stop before."""
         run = self._run
         what = self._strategy, self._source, run.world, run.config, self._loss
+        began = time.perf_counter()
         result = evaluate(*what, self._stop.is_asked, self._metrics)
         if result is None:
             return self._stop.agree()
@@ -116,7 +117,8 @@ class Task:
         self.patience.add(step, result.figures())
         self.result = result
         run.say(f"step {step}/{self.order.steps}  validation {result}")
-        run.record("evaluated", step=step, **result.figures())
+        seconds = round(time.perf_counter() - began, 4)
+        run.record("evaluated", step=step, seconds=seconds, **result.figures())
         if run.world.is_main:
             values = {f"val_{name}": value for name, value in result.figures().items()}
             line = Validation.parse({"step": step, "time": time.time(), **values})

@@ -303,7 +303,7 @@ class Batch:
     def _requeue(self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
         if not self._may_start(run, cause):
             return
-        self._note(run, cause, hosts)
+        self._note(run, cause, hosts, is_queued=True)
         self._is_requeued = True
         self._say(f"is requeued: {cause}")
         bad = sorted({*hosts, *restarts.bad_hosts(run, self.job)})
@@ -324,9 +324,11 @@ class Batch:
             self._say(f"cannot exclude {', '.join(bad)}: too few other nodes")
         slurm.requeue_own_job(self.job, leave_out)
 
-    def _note(self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
+    def _note(
+        self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = (), is_queued: bool = False
+    ) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end a run
-            restarts.note(run, self.job, cause, hosts)
+            restarts.note(run, self.job, cause, hosts, is_queued)
 
     def _may_start(self, run: RunDir, cause: RestartCause) -> bool:
         if self.job in find.cancelled(run):

@@ -59,9 +59,15 @@ def is_permanent(run: RunDir, failure: RankFailure | None, is_training: bool) ->
     return is_training or found["anywhere"] is not None
 
 
-def note(run: RunDir, job: str, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
+def note(
+    run: RunDir,
+    job: str,
+    cause: RestartCause,
+    hosts: Sequence[str] = (),
+    is_queued: bool = False,
+) -> None:
     """Record that a run starts again, and the hosts that brought it down where that is known."""
-    Restart(time.time(), job, cause, _reached(run), list(hosts)).append(run.path)
+    Restart(time.time(), job, cause, _reached(run), list(hosts), is_queued).append(run.path)
 
 
 def bad_hosts(run: RunDir, job: str, lost: Sequence[str] = ()) -> list[str]:

@@ -57,6 +57,7 @@ class Restart(Line):
     cause: RestartCause  # what brought the run down
     step: int  # what the run had reached; see `restarts.allowed`
     hosts: list[str] = field(default_factory=list)  # the hosts that did it, if known
+    is_queued: bool = False  # whether the job waits in the queue before the run starts again
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Readers leave out what is cut off, misses a key or has a value of the wrong type
 mentions it; unknown keys are ignored.
 """
 
+import contextlib
 import functools
 import json
 import types
@@ -240,7 +241,9 @@ class LoggedStep(Line):
 
     @classmethod
     def forget_after(cls, directory: Path, step: int) -> None:
-        """Drop the lines of steps that a resumed run repeats, validations included.
+        """Move the lines of steps that a resumed run repeats, validations included.
+
+        They go to the file of `ForgottenStep`, if it can be written.
 
         Raises:
             OSError: the file could not be read or written; it is unchanged.
@@ -264,7 +267,18 @@ class LoggedStep(Line):
         known = [line for line in lines if line is not None and cls.is_known(line)]
         if len(known) < len(lines):
             set_aside(path)
+        with contextlib.suppress(OSError):
+            for line in known:
+                if not is_kept(line):
+                    append_line(directory / ForgottenStep.FILE, line)
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in known if is_kept(line)))
+
+
+@dataclass(frozen=True)
+class ForgottenStep(LoggedStep):
+    """A step that was logged, and was then done again after a restart or a rollback."""
+
+    FILE = "forgotten.jsonl"
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from rollcall.records.job import (
 from rollcall.records.run import (
     CLAIM,
     EVENTS,
+    ForgottenStep,
     JobEnd,
     Line,
     LoggedStep,
@@ -152,6 +153,7 @@ def test_steps_that_are_repeated_are_dropped(tmp_path: Path) -> None:
         LoggedStep(step, 0.5, 1.0, 1.0, more={"rate": 1}).append(tmp_path)
     LoggedStep.forget_after(tmp_path, 2)
     assert [line.step for line in LoggedStep.read(tmp_path)] == [1, 2]
+    assert [line.step for line in ForgottenStep.read(tmp_path)] == [3]
 
 
 @pytest.mark.parametrize("content", [b"\n".join(GARBAGE[1:]) + b"\n", b'{"event": 1, "time": 1}\n'])

@@ -1,0 +1,86 @@
+"""What became of a run's time, beside what a clock outside and the ranks' own logs say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollcall.launch.commands.goodput import main
+from rollcall.launch.runs.goodput import goodput
+from rollcall.run_dir import RunDir
+
+SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
+MODEL = """
+import os, pathlib, signal, time
+import torch
+
+PLANNED = {17: signal.SIGKILL, 34: signal.SIGKILL, 43: signal.SIGUSR1}  # the last one preempts
+
+class Slow(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+        self.passes = None
+
+    def forward(self, inputs):
+        if self.training and torch.is_grad_enabled() and inputs.shape[0] == 8:
+            time.sleep(0.05)
+            self.count()
+        return super().forward(inputs.flatten(1))
+
+    def count(self):
+        if self.passes is None:
+            saved = pathlib.Path(os.environ["SAVED"]).glob("step-*")
+            self.passes = max((int(path.name[5:]) for path in saved), default=0)
+        self.passes += 1
+        done = pathlib.Path(os.environ["SAVED"]).parent / f"planned-{self.passes}"
+        if self.passes in PLANNED and os.environ["RANK"] == "1" and not done.exists():
+            done.touch()
+            time.sleep(1)  # it hangs: nothing is done, until it is killed
+            os.kill(os.getpid(), PLANNED[self.passes])
+"""
+KEYS = ["digits", "model.name=slow:Slow", "data.global_batch=16", "train.steps=60", "log.every=1"]
+KEYS += ["checkpoint.every=10", "train.evaluate_every=null"]
+PAUSE = 4.0
+
+
+def test_every_second_of_a_run_with_two_kills_and_a_preemption_is_booked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "runs", "a")
+    (tmp_path / "slow.py").write_text(MODEL)
+    monkeypatch.setenv("SAVED", str(run.checkpoints))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    words = [*SUBMIT, "--local", "--nproc-per-node=2", "--wait", "--name=a", "--max-restarts=3"]
+    began = time.time()
+    first = subprocess.run([*words, *KEYS], cwd=tmp_path, capture_output=True, text=True)
+    assert first.returncode == 75, first.stdout + first.stderr
+    time.sleep(PAUSE)
+    again = subprocess.run(
+        [*words, "--resume", *KEYS], cwd=tmp_path, capture_output=True, text=True
+    )
+    outside = time.time() - began
+    assert again.returncode == 0, again.stdout + again.stderr
+    found = goodput(run)
+    assert found is not None
+    shares = found.shares
+    assert sum(shares.values()) == pytest.approx(found.wall, rel=1e-6)
+    # The start and the end of `submit` itself are outside.
+    assert 0 <= outside - found.wall < 0.01 * outside + 2.5, (outside, found)
+    logs = [run.log(number, 0, 0).read_text() for number in range(found.attempts)]
+    done = Counter(int(step) for log in logs for step in re.findall(r"step (\d+)/60  loss", log))
+    assert (found.attempts, sorted(done)) == (4, [*range(1, 61)])
+    assert found.repeated_steps == done.total() - 60
+    assert 5 <= found.repeated_steps <= 16, done
+    assert shares["repeated"] / found.repeated_steps == pytest.approx(0.055, rel=0.5)
+    assert 60 * 0.05 * 0.8 < shares["productive"] < 60 * 0.05 * 1.6 + 1  # the preempted step waits
+    assert shares["lost"] > 2  # both hung for a second
+    assert PAUSE < shares["restart"] < PAUSE + 4
+    assert main(["--json", "--root", str(tmp_path / "runs"), "a"]) == 0
+    assert json.loads(capsys.readouterr().out)["shares"] == shares
