@@ -12,7 +12,6 @@ from rollcall.launch.report import story
 from rollcall.launch.runs import find
 from rollcall.records.files import write_atomic
 from rollcall.refusal import RefusedError
-from rollcall.run_dir import RunDir
 from rollcall.text import size
 
 
@@ -22,27 +21,25 @@ def main(argv: Sequence[str]) -> int:
     meaning = "the file to write (default: report-RUN.html in this directory)"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=meaning)
     options = parser.parse_args(argv)
-    found = story.chosen(options.run, options.root)
+    text, count = build(options.run, options.root)
     path = options.output or Path(f"report-{Path(options.run[0]).name}.html")
-    if path.is_dir():
+    if path.is_dir():  # which write_atomic would set aside
         raise RefusedError(f"{path} is a directory; name a file, such as {path / 'report.html'}")
-    text = build(found)
     try:
         write_atomic(path, text)
     except OSError as error:
         raise RefusedError(f"cannot write {path}: {error.strerror}; choose one with -o") from None
-    print(
-        f"{path}: report of {len(found)} run{'s' * (len(found) > 1)}, {size(path.stat().st_size)}"
-    )
+    print(f"{path}: report of {count} run{'s' * (count > 1)}, {size(len(text))}")
     return 0
 
 
-def build(found: Sequence[RunDir]) -> str:
-    """Return the HTML of the report of these runs.
+def build(words: Sequence[str], root: str) -> tuple[str, int]:
+    """Return the HTML of the report of these runs, and how many they are.
 
     Raises:
-        RefusedError: matplotlib is not installed.
+        RefusedError: there is no such run, or matplotlib is not installed.
     """
+    found = story.chosen(words, root)
     from rollcall.launch.report.page import page  # imports matplotlib
 
-    return page(story.tell(found))
+    return page(story.tell(found)), len(found)

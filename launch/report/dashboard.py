@@ -11,12 +11,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, unquote
 
-from rollcall.launch.report import command, story
+from rollcall.launch.report import command
 from rollcall.launch.runs import find, states
 from rollcall.records.files import changed
 from rollcall.records.phases import Phases
@@ -25,7 +24,11 @@ from rollcall.run_dir import RunDir
 
 HOST = "127.0.0.1"
 REFRESH = 30
-"""Seconds after which a browser loads the report of a live run again."""
+"""Seconds after which a browser loads a page again."""
+HEADERS = {
+    **{"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Refresh": str(REFRESH)},
+    **{"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"},
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,9 +40,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         server = Server(options.port, options.root)
     except (OSError, OverflowError) as error:
-        raise RefusedError(
-            f"cannot listen on port {options.port}: {error}; choose another"
-        ) from None
+        text = f"cannot listen on port {options.port}: {error}; choose another with --port"
+        raise RefusedError(text) from None
     print(
         f"{server.address}\nopen this address in a browser on this machine; Ctrl-C ends", flush=True
     )
@@ -58,7 +60,7 @@ class Server(ThreadingHTTPServer):
         self.root = root
         self.token = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
-        self._made: dict[str, tuple[float, bytes, bool]] = {}
+        self._made: dict[str, tuple[object, str]] = {}
 
     @property
     def address(self) -> str:
@@ -69,26 +71,33 @@ class Server(ThreadingHTTPServer):
         """Return all runs by the name that their address has."""
         found = find.find_all(self.root)
         paths = {run.path for run in found}
+        is_cell = [run.path.parent in paths for run in found]
         names = [
-            f"{run.path.parent.name}/{run.name}" if run.path.parent in paths else run.name
-            for run in found
+            f"{run.path.parent.name}/" * cell + run.name
+            for run, cell in zip(found, is_cell, strict=True)
         ]
         return dict(zip(names, found, strict=True))
 
-    def report(self, name: str) -> tuple[bytes, bool]:
-        """Return the report of a run, and whether the run is live; KeyError if there is none.
+    def page(self, name: str) -> str:
+        """Return the report of a run, or the list of runs without a name; KeyError without the run.
 
-        It is made again only if the files of the run have changed.
+        A report is made again only if the files or the state of the run have changed.
         """
-        run = self.runs()[name]
+        from rollcall.launch.report.page import listing  # imports matplotlib
+
+        runs = self.runs()
+        found = [runs[name]] if name else list(runs.values())
+        known = [condition.state for condition in states.look(found)[0]]
+        if not name:
+            rows = zip(map(quote, runs), runs, known, map(states.progress, found), strict=True)
+            return listing(reversed([*rows]))
+        (run,) = found
+        files = (run.metrics, run.events, run.verdict, run.job, run.path / Phases.FILE)
+        key = (*map(changed, files), *known)
         with self._lock:
-            (condition,), _ = states.look([run])
-            files = (run.metrics, run.events, run.verdict, run.job, run.path / Phases.FILE)
-            key = max(map(changed, files)) + condition.is_live / 2
             if name not in self._made or self._made[name][0] != key:
-                page = command.build(story.chosen([str(run.path)], self.root)).encode()
-                self._made[name] = (key, page, condition.is_live)
-            return self._made[name][1:]
+                self._made[name] = (key, command.build([str(run.path)], self.root)[0])
+            return self._made[name][1]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -100,42 +109,22 @@ class _Handler(BaseHTTPRequestHandler):
         port = self.server.server_address[1]
         is_here = self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
         if not is_here or not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            self._answer(403, b"open the address that rollcall dashboard has printed\n", "plain")
-            return
-        name, is_live = unquote("/".join(rest)), True
+            return self._answer(403, "open the address that rollcall dashboard has printed")
         try:
-            page = self._list() if not name else b""
-            page, is_live = (page, True) if page else self.server.report(name)
+            return self._answer(200, self.server.page(unquote("/".join(rest))), "html")
         except KeyError:
-            self._answer(404, b"there is no such run\n", "plain")
+            return self._answer(404, "there is no such run")
         except RefusedError as error:
-            self._answer(500, f"{error}\n".encode(), "plain")
+            return self._answer(500, str(error))
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            self._answer(500, b"the report could not be made; the terminal says why\n", "plain")
-        else:
-            self._answer(200, page, "html", *([("Refresh", str(REFRESH))] if is_live else []))
+            return self._answer(500, "the report could not be made; the terminal says why")
 
-    def _list(self) -> bytes:
-        from rollcall.launch.report.page import listing
-
-        runs = self.server.runs()
-        conditions, _ = states.look(list(runs.values()))
-        rows = [
-            (quote(name), escape(name), condition.state, states.progress(run))
-            for (name, run), condition in zip(runs.items(), conditions, strict=True)
-        ]
-        return listing(rows[::-1]).encode(errors="replace")
-
-    def _answer(self, code: int, body: bytes, kind: str, *headers: tuple[str, str]) -> None:
+    def _answer(self, code: int, text: str, kind: str = "plain") -> None:
+        body = text.encode(errors="replace")
         self.send_response(code)
-        fixed = {
-            "Content-Type": f"text/{kind}; charset=utf-8",
-            "Content-Length": str(len(body)),
-            **{"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"},
-            **{"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"},
-        }
-        for header in (*fixed.items(), *headers):
+        own = {"Content-Type": f"text/{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for header in (HEADERS | own).items():
             self.send_header(*header)
         self.end_headers()
         self.wfile.write(body)

@@ -67,9 +67,10 @@ def document(title: str, body: str) -> str:
     """Return a whole page, which loads nothing and runs no script but SCRIPT."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    policy += f"script-src 'sha256-{digest}'"
     text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}script-src \'sha256-{digest}\'">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(title)} · rollcall</title><style>{STYLE}</style></head><body>"
@@ -92,7 +93,9 @@ def _header(one: Story) -> str:
     )
     pill = f'<span class="state {STATES.get(state, "")}">{escape(state)}</span>'
     words = f"<p class=lead>{escape(in_words(one))}</p><dl class=tiles>{''.join(cells)}</dl>"
-    return f"<header><p class=eyebrow>Run report</p><h1>{escape(one.name)} {pill}</h1>{words}</header>"
+    return (
+        f"<header><p class=eyebrow>Run report</p><h1>{escape(one.name)} {pill}</h1>{words}</header>"
+    )
 
 
 def in_words(one: Story) -> str:
@@ -110,7 +113,9 @@ def in_words(one: Story) -> str:
     elif one.condition.note and one.condition.state != "failed":
         text += f" {one.condition.note[:1].upper()}{one.condition.note[1:]}."
     restarts = sum(mark.kind == "restart" for mark in one.marks)
-    return text + (f" It resumed {'once' if restarts == 1 else f'{restarts} times'}." * bool(restarts))
+    return text + (
+        f" It resumed {'once' if restarts == 1 else f'{restarts} times'}." * bool(restarts)
+    )
 
 
 def _value(key: str, value: float) -> str:
@@ -160,7 +165,7 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
     found, is_one = compare.best(stories), len(stories) == 1
     marks = stories[0].marks if is_one else []
     lines = [mark for mark in marks if mark.kind in charts.LINES]
-    result = []
+    result: list[Chart] = []
     for key in keys[:MOST_CURVES]:
         if is_one and key == "val_loss" and result:
             continue

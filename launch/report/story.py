@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from rollcall.installation import training_words
 from rollcall.launch.commands.why import LINES, damage
 from rollcall.launch.runs import find, root_cause, states
 from rollcall.launch.runs.find import NoRunError
+from rollcall.launch.runs.goodput import Goodput, goodput
 from rollcall.launch.runs.root_cause import RootCause
 from rollcall.launch.runs.states import Condition, Progress
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.code import CodeRecord
-from rollcall.records.files import changed, tail
 from rollcall.records.files import listed as paths_in
+from rollcall.records.files import tail
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
 from rollcall.records.run import LoggedStep, Validation
 from rollcall.run_dir import RunDir
@@ -38,6 +39,12 @@ KINDS = {
 """What an event is called in a report, by its name."""
 NOT_CURVES = ("epoch", "slowest_rank", "unreadable", "step", "time")
 """Numbers of a logged step that are no curve."""
+TITLES = {
+    **{"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Gradient norm"},
+    "samples_per_second": "Throughput, samples/s",
+    "data_wait": "Share of time spent waiting for data",
+}
+"""Names of curves in words; of others, the name in the file without underscores."""
 LAST_STEP = 10**12
 """Greater steps are damage."""
 
@@ -79,9 +86,13 @@ class Story:
     attempts: list[list[str]]  # a table of them, with a first row of titles; empty without any
     failures: list[Failure]
     notes: list[str]  # what is missing or could not be read
-    started: float | None = None  # seconds since 1970
-    newest: float = 0.0  # when its files last changed
-    result: dict[str, float] = field(default_factory=dict)  # newest value of each curve
+    goodput: Goodput | None
+    started: float | None  # seconds since 1970
+
+    @property
+    def result(self) -> dict[str, float]:
+        """The last value of each curve."""
+        return {key: points[-1][1] for key, points in self.curves.items() if points}
 
 
 def chosen(words: Sequence[str], root: str) -> list[RunDir]:
@@ -98,27 +109,23 @@ def chosen(words: Sequence[str], root: str) -> list[RunDir]:
 def tell(found: Sequence[RunDir]) -> list[Story]:
     """Read these runs. Whatever their files hold, nothing is raised."""
     conditions, complaint = states.look(found)
-    parents = [run.path.parent.name if _is_cell(run) else "" for run in found]
-    is_one = len(set(parents)) == 1  # then the name of the sweep is not repeated
+    sweeps = [run.path.parent.name if _is_cell(run) else "" for run in found]
+    is_one = len(set(sweeps)) == 1  # then its name is not repeated
     stories = []
-    for run, condition, parent in zip(found, conditions, parents, strict=True):
-        name = f"{parent}/{run.name}" if parent and not is_one else run.name
-        stories.append(_tell(run, name, parent, condition, complaint))
+    for run, condition, sweep in zip(found, conditions, sweeps, strict=True):
+        name = run.name if is_one or not sweep else f"{sweep}/{run.name}"
+        stories.append(_tell(run, name, sweep, condition, [complaint] if complaint else []))
     return stories
 
 
-def _tell(run: RunDir, name: str, sweep: str, condition: Condition, complaint: str) -> Story:
-    curves = _curves(run)
-    attempts = find.attempts(run)
-    events = run.read_events()
-    notes = [complaint] if complaint else []
+def _tell(run: RunDir, name: str, sweep: str, condition: Condition, notes: list[str]) -> Story:
+    curves, attempts, events = _curves(run), find.attempts(run), run.read_events()
     if not any(curves.values()):
         notes.append(
-            "This run has no metrics.jsonl with lines of steps, so there are no curves. A program "
-            "of yours writes them with LoggedStep(...).append(directory); see docs/report.md."
+            "This run has no metrics.jsonl with lines of steps, so there are no curves. "
+            "docs/report.md shows how a program of yours writes them."
         )
-    times = [attempt.started for attempt in attempts]
-    times += [event["time"] for event in events[:1]]
+    times = [*(attempt.started for attempt in attempts), *(event["time"] for event in events[:1])]
     return Story(
         run=run,
         name=name,
@@ -129,13 +136,12 @@ def _tell(run: RunDir, name: str, sweep: str, condition: Condition, complaint: s
         marks=list(_marks(events)),
         cell=_cell(run),
         settings=_settings(run),
-        facts=_facts(run, events),
+        facts=_facts(run, events, attempts),
         attempts=_table(run, attempts),
         failures=list(_failures(run, condition, attempts)),
         notes=[*notes, *damage(run)],
+        goodput=goodput(run),
         started=min(times, default=None),
-        newest=max(changed(run.metrics), changed(run.events), changed(run.verdict)),
-        result={key: points[-1][1] for key, points in curves.items() if points},
     )
 
 
@@ -146,10 +152,8 @@ def _is_cell(run: RunDir) -> bool:
 def _curves(run: RunDir) -> dict[str, Points]:
     """Return every number that was logged, by name; of a step that was repeated, the newest."""
     found: dict[str, dict[int, float]] = {"loss": {}}
-    lines: Iterator[LoggedStep | Validation] = iter(
-        [*LoggedStep.read(run.path), *Validation.read(run.path)]
-    )
-    for line in lines:
+    lines: list[LoggedStep | Validation] = [*LoggedStep.read(run.path)]
+    for line in [*lines, *Validation.read(run.path)]:
         if not 0 <= line.step < LAST_STEP:
             continue
         for key, value in line.as_dict().items():
@@ -184,15 +188,12 @@ def _settings(run: RunDir) -> dict[str, tuple[str, str]]:
             origin = origins([str(Path(folder, each)) if is_file(each) else each for each in words])
         except (ConfigError, OSError):
             origin = {}  # the recipe is gone
-    default = {name: value for name, _, value, *_ in describe()}
-    changed_by = "recipe or command line"
-    return {
-        key: (
-            value,
-            origin.get(key, "default" if value == _plain(default.get(key)) else changed_by),
-        )
-        for key, value in values.items()
-    }
+    default = {name: _plain(value) for name, _, value, *_ in describe()}
+    found = {}
+    for key, value in values.items():
+        guess = "default" if value == default.get(key) else "recipe or command line"
+        found[key] = (value, origin.get(key, guess))
+    return found
 
 
 def _configuration(run: RunDir) -> dict[str, str]:
@@ -211,12 +212,12 @@ def _configuration(run: RunDir) -> dict[str, str]:
 def _cell(run: RunDir) -> dict[str, str]:
     """Return the values that a sweep chose for a run, by key."""
     for path in paths_in(run.path.parent / "job", "cells-*.json"):
-        for cell in Cell.all_of(path):
-            if cell.name == run.name and cell.words[:1] and cell.words[0].startswith("--"):
-                names = [word.removeprefix("--") for word in cell.words[::2]]
-                return dict(zip(names, cell.words[1::2], strict=False))
-            if cell.name == run.name:
-                return dict(word.split("=", 1) for word in cell.words if "=" in word)
+        for words in (cell.words for cell in Cell.all_of(path) if cell.name == run.name):
+            if words and words[0].startswith("--"):
+                names = [word.removeprefix("--") for word in words[::2]]
+                return dict(zip(names, words[1::2], strict=False))
+            pairs = (word.partition("=") for word in words)
+            return {key: value for key, _, value in pairs}
     return {}
 
 
@@ -226,60 +227,48 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _facts(run: RunDir, events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _facts(
+    run: RunDir, events: Sequence[Mapping[str, Any]], attempts: Sequence[AttemptRecord]
+) -> dict[str, str]:
     """Return what is known of the code, the environment and the machines."""
     found: dict[str, str] = {}
     source = CodeRecord.read(run.job / "source.json")
     if source is not None:
         commit = source.commit[:12] if source.commit else "not a git checkout"
-        found["code"] = f"{commit}{', with changes' if source.modified else ''}"
+        found["code"] = f"{commit}{', with changes' * source.modified}"
         found["files of the code"] = f"{len(source.files)}, from {source.root}"
     for submission in Submission.read(run.path)[-1:]:
-        found["command"] = " ".join(submission.argv or [])
-        found |= submission.versions or {}
-    sizes = [event.get("world_size") for event in events if event["event"] == "started"]
-    if sizes:
-        found["ranks"] = str(sizes[-1])
-    for attempt in find.attempts(run)[-1:]:
+        found |= {"command": " ".join(submission.argv or []), **(submission.versions or {})}
+    for event in events:
+        if event["event"] == "started" and "world_size" in event:
+            found["ranks"] = str(event["world_size"])
+    for attempt in attempts[-1:]:
         found["ranks"] = str(attempt.ranks)
         found["nodes"] = f"{len(attempt.hosts)}: {listed(sorted(set(attempt.hosts)))}"
     return found
 
 
 def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
-    """Return a table of the attempts: what is new in one, compared to the one before, is there."""
-    if not attempts:
-        return []
+    """Return a table of the attempts, with what differs from the one before in the last column."""
     versions = {each.job: each.versions or {} for each in Submission.read(run.path)}
-    restarts = Restart.read(run.path)
+    restarts, before = Restart.read(run.path), dict[str, str]()
     rows = [["attempt", "job", "started", "ranks", "nodes", "ended", "changes"]]
-    for before, attempt in zip([None, *attempts], attempts, strict=False):
-        changes = []
-        if before is not None:
-            cause = [each for each in restarts if before.started < each.time <= attempt.started + 1]
-            changes += [f"restart: {cause[-1].cause}"] if cause else []
-            changes += _changes("hosts", set(before.hosts), set(attempt.hosts))
-            if before.ranks != attempt.ranks:
-                changes.append(f"{before.ranks} → {attempt.ranks} ranks")
-            old, new = (versions.get(each.job, {}) for each in (before, attempt))
-            changes += [
-                f"{name} {old[name]} → {new[name]}"
-                for name in old.keys() & new.keys()
-                if old[name] != new[name]
-            ]
-        hosts = listed(list(dict.fromkeys(attempt.hosts)))
-        when, ranks = clock(attempt.started), str(attempt.ranks)
-        ended = attempt.state or "no written end"
-        number = str(attempt.number)
-        rows.append([number, attempt.job, when, ranks, hosts, ended, "; ".join(changes)])
-    return rows
-
-
-def _changes(what: str, old: set[str], new: set[str]) -> list[str]:
-    gone, come = sorted(old - new), sorted(new - old)
-    return [f"{what}: {', '.join([f'-{a}' for a in gone] + [f'+{a}' for a in come])}"] * (
-        old != new
-    )
+    for number, attempt in enumerate(attempts):
+        hosts, ranks = listed(list(dict.fromkeys(attempt.hosts))), str(attempt.ranks)
+        now = {"nodes": hosts, "ranks": ranks, **versions.get(attempt.job, {})}
+        since = attempts[number - 1].started if number else attempt.started
+        causes = [each.cause for each in restarts if since < each.time <= attempt.started + 1]
+        changes = [f"restart: {cause}" for cause in causes[-1:]]
+        changes += [
+            f"{name} {before[name]} → {now[name]}"
+            for name in now.keys() & before.keys()
+            if before[name] != now[name]
+        ]
+        ended, when = attempt.state or "no written end", clock(attempt.started)
+        changed = "; ".join(sorted(changes))
+        rows.append([str(attempt.number), attempt.job, when, ranks, hosts, ended, changed])
+        before = now
+    return rows if attempts else []
 
 
 def _failures(
@@ -313,30 +302,21 @@ def clock(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a number of seconds for people, in two units: 3 h 12 min."""
-    if not 0 <= seconds < 1e12:
-        return ""
-    if seconds < 60:
+    if not 60 <= seconds < 1e12:
         return f"{seconds:.3g} s"
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    parts: list[str] = []
-    left = round(seconds)
-    for unit, size in units:
-        count, left = divmod(left, size)
-        parts += [f"{count} {unit}"] if count or parts else []
-    return " ".join(parts[:2])
+    for unit, size, smaller, part in _UNITS:
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return ""
+
+
+_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 
 
 def title_of(key: str) -> str:
     """Return the name of a curve in words."""
-    known = {
-        "loss": "Training loss",
-        "lr": "Learning rate",
-        "grad_norm": "Gradient norm",
-        "samples_per_second": "Throughput, samples/s",
-        "data_wait": "Share of time spent waiting for data",
-    }
     plain = re.sub(r"^val_", "validation ", key).replace("_", " ")
-    return known.get(key, plain[:1].upper() + plain[1:])
+    return TITLES.get(key, plain[:1].upper() + plain[1:])
 
 
 def figure(value: float) -> str:
