@@ -85,14 +85,16 @@ class Page:
                 found += [] if address.startswith(("file:", "data:")) else [address]
         return found
 
-    def picture(self, path: Path, theme: str = "light", height: int | None = None) -> None:
+    def picture(
+        self, path: Path, theme: str = "light", height: int | None = None, scale: float = 1
+    ) -> None:
         """Save what the page looks like; a `height` of more than the window shows more of it."""
         scheme = {"name": "prefers-color-scheme", "value": theme}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         more = {}
         if height is not None:
             width = self.evaluate("innerWidth")
-            clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+            clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": scale}
             more = {"clip": clip, "captureBeyondViewport": True}
         data = self.call("Page.captureScreenshot", format="png", **more)["data"]
         path.write_bytes(base64.b64decode(data))

@@ -1,4 +1,4 @@
-"""`rollcall report RUN…`: write a report of runs as one HTML file.
+"""`rollcall report [RUN …]`: write a report of runs, or of the newest, as one HTML file.
 
 It shows curves, where the time of the steps went, memory, failures with their logs, attempts and
 the configuration, for runs that are live, finished or failed. Several runs, or a sweep, share one
@@ -17,12 +17,15 @@ from rollcall.text import size
 
 def main(argv: Sequence[str]) -> int:
     """Write the report; return the exit code."""
-    parser = find.parser("report", __doc__, nargs="+")
+    parser = find.parser("report", __doc__, nargs="*")
     meaning = "the file to write (default: report-RUN.html in this directory)"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=meaning)
     options = parser.parse_args(argv)
-    text, count = build(options.run, options.root)
-    path = options.output or Path(f"report-{Path(options.run[0]).name}.html")
+    words = options.run or [str(run.path) for run in find.find_all(options.root)[-1:]]
+    if not words:
+        raise RefusedError(f"there are no runs in {options.root}; name a run, or its --root")
+    text, count = build(words, options.root)
+    path = options.output or Path(f"report-{Path(words[0]).name}.html")
     if path.is_dir():  # which write_atomic would set aside
         raise RefusedError(f"{path} is a directory; name a file, such as {path / 'report.html'}")
     try:

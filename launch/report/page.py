@@ -83,14 +83,15 @@ def _header(one: Story) -> str:
     state, (step, total) = one.condition.state, (one.progress.step, one.progress.total)
     steps = "" if step is None else f"{step:,}" + (f" / {total:,}" if total else "")
     tiles = {"Steps": steps}
-    tiles |= {title_of(key): _value(key, one.result[key]) for key in TILES if key in one.result}
+    known = [key for key in TILES if key in one.result]
+    known = [key for key in known if key != "loss" or "val_loss" not in known]
+    tiles |= {title_of(key): _value(key, one.result[key]) for key in known}
     if one.goodput is not None:
         tiles["Goodput"] = f"{one.goodput.productive:.1%}"
         tiles["Wall clock"] = duration(one.goodput.wall)
-    tiles["Ranks"], tiles["Attempts"] = one.facts.get("ranks", ""), str(one.condition.attempts)
-    cells = (
-        f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in tiles.items() if b != ""
-    )
+    tiles["Ranks"] = one.facts.get("ranks", "")
+    tiles["Attempts"] = str(one.condition.attempts or "")
+    cells = (f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in tiles.items() if b)
     pill = f'<span class="state {STATES.get(state, "")}">{escape(state)}</span>'
     words = f"<p class=lead>{escape(in_words(one))}</p><dl class=tiles>{''.join(cells)}</dl>"
     return (
@@ -110,7 +111,7 @@ def in_words(one: Story) -> str:
         text += f" {one.failures[0].cause.what}."
     elif one.condition.is_live and one.progress.left:
         text += f" About {duration(one.progress.left)} left."
-    elif one.condition.note and one.condition.state != "failed":
+    elif one.condition.note and one.condition.state not in ("failed", "done"):
         text += f" {one.condition.note[:1].upper()}{one.condition.note[1:]}."
     restarts = sum(mark.kind == "restart" for mark in one.marks)
     return text + (
@@ -178,9 +179,10 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
                 named.append((title_of(key) if is_one else each.name, shade, curves.thin(points)))
         if is_one and key == "loss" and (points := stories[0].curves.get("val_loss")):
             named.append((title_of("val_loss"), "c1", curves.thin(points)))
+        title = "Loss" if len(named) > len(stories) else title_of(key)
         may_be_log, is_wide = "loss" in key or key == "grad_norm", key == "loss"
         shown = marks if is_wide else lines
-        result.append(charts.curves(title_of(key), named, shown, is_wide, may_be_log))
+        result.append(charts.curves(title, named, shown, is_wide, may_be_log))
     return result
 
 

@@ -224,6 +224,7 @@ def test_watch_shows_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["--root={}/none"], "there are no runs in"),
         (["nobody"], "there is no run 'nobody'"),
         (["kept", "-o", "{}"], "is a directory"),
         (["kept", "-o", "{}/none/report.html"], "cannot write"),
@@ -234,7 +235,7 @@ def test_wrong_requests_get_one_sentence(
 ) -> None:
     make(tmp_path, "kept")
     filled = [word.format(tmp_path) for word in words]
-    assert cli.main(["report", *filled, "--root", str(tmp_path)]) == 2
+    assert cli.main(["report", "--root", str(tmp_path), *filled]) == 2
     said = capsys.readouterr().err
     assert expected in said and said.count("\n") == 1
 

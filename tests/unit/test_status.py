@@ -211,11 +211,22 @@ def test_the_table_shows_progress(
     begin = time.time()
     for step in (10, 20):
         LoggedStep(step, 0.5, 1234.5, begin + step).append(run.path)
+    run.record("evaluated", step=20, loss=0.25, accuracy=0.875)
     assert status.main(["--root", str(tmp_path)]) == 0
     heading, row = capsys.readouterr().out.splitlines()
-    names = ["run", "state", "step", "loss", "samples/s", "left", "attempts", "nodes", "job"]
+    names = ["run", "state", "step", "loss", "validation", "samples/s", "left", "attempts"]
+    names += ["nodes", "job"]
     assert heading.split() == names
-    assert row.split()[1:] == ["running", "20/100", "20%", "0.5000", "1,234", "0:01:20", *"127"]
+    assert row.split()[1:] == [
+        "running",
+        "20/100",
+        "20%",
+        "0.5000",
+        "87.50%",
+        "1,234",
+        "0:01:20",
+        *"127",
+    ]
 
 
 @pytest.mark.parametrize(("columns", "is_narrow"), [(80, True), (150, False)])
