@@ -37,8 +37,14 @@ NARROW, WIDE = (400, 225), (860, 270)
 """Sizes of a chart, in the units of its text of 11 points: for a column, and for the page."""
 MARGINS = (46, 12, 10, 36)
 """Space for text at the left, the right, the top and the bottom."""
-SETTINGS: dict[Any, Any] = {"svg.fonttype": "none", "font.size": 11, "axes.linewidth": 0.8}
-MOST_MARKS = 300
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 11,
+    "axes.linewidth": 0.8,
+}
+MOST_MARKS, MOST_VALUES = 300, 12
+"""Marks in a chart, and curves whose values the script shows."""
 _numbers = count()
 
 
@@ -108,7 +114,7 @@ def curves(
         legend += [(LINES[kind][0], kind) for kind in LINES if kind in kinds]
         legend += [("muted", "checkpoint (ticks)")] * ("checkpoint" in kinds)
     series = []
-    for name, _, curve in named:
+    for name, _, curve in named[:MOST_VALUES]:
         keys = ("x", "y", "low", "high") if curve.is_band else ("x", "y")
         series.append({"n": name, **{key: _short(getattr(curve, key)) for key in keys}})
     data = {"series": series, "marks": [[m.step, m.text] for m in shown] if is_wide else []}

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise RefusedError(f"there are no runs in {options.root}; name a run, or its --root")
     text, count = build(words, options.root)
-    path = options.output or Path(f"report-{Path(words[0]).name}.html")
+    path = options.output or Path(f"report-{Path(words[0]).resolve().name}.html")
     if path.is_dir():  # which write_atomic would set aside
         raise RefusedError(f"{path} is a directory; name a file, such as {path / 'report.html'}")
     try:

@@ -39,13 +39,13 @@ class Curve(NamedTuple):
         return bool((self.low < self.high).any())
 
 
-def thin(points: Sequence[tuple[int, float]]) -> Curve:
-    """Return at most 2 COLUMNS points, each the mean of a group of neighbours."""
+def thin(points: Sequence[tuple[int, float]], columns: int = COLUMNS) -> Curve:
+    """Return at most 2 `columns` points, each the mean of a group of neighbours."""
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     ends = (points[0], points[-1])
-    if len(x) <= 2 * COLUMNS:
+    if len(x) <= 2 * columns:
         return Curve(x, y, y, y, ends)
-    edges = np.linspace(0, len(x), COLUMNS + 1).astype(int)
+    edges = np.linspace(0, len(x), columns + 1).astype(int)
     starts, sizes = edges[:-1], np.diff(edges)
     mean = np.add.reduceat(y / sizes.max(), starts) / sizes * sizes.max()
     low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)

@@ -22,6 +22,8 @@ TILES = ("val_accuracy", "val_loss", "loss", "samples_per_second")
 MOST_CURVES = 12
 DETAILED = 4
 """Of this many runs, the report shows where the time went, failures and configuration."""
+OVERLAID = 24
+"""The charts show this many runs, of a sweep the best."""
 MANY = 8
 """With more runs than there are colours, the best one stands out."""
 GOODPUT = ("c2", "muted", "c5", "c4", "c0", "c3", "warn", "bad", "c6", "line")
@@ -43,8 +45,8 @@ def page(stories: Sequence[Story]) -> str:
         inside = _failures(each.failures) + _time(each) + _about(each)
         body += f"<details class=run><summary>{escape(each.name)}</summary>{inside}</details>"
     if len(stories) > DETAILED:
-        left = len(stories) - DETAILED
-        body += _note(f"For where the time of the other {left} runs went, make a report of each.")
+        text = f"The curves are of the first {OVERLAID} runs. " * (len(stories) > OVERLAID)
+        body += _note(f"{text}The details of the other runs are in a report of each.")
     body += f"<footer>Made by rollcall report on {clock(time.time())}.</footer>"
     return document(title, body)
 
@@ -81,8 +83,7 @@ def document(title: str, body: str) -> str:
 
 def _header(one: Story) -> str:
     state, (step, total) = one.condition.state, (one.progress.step, one.progress.total)
-    steps = "" if step is None else f"{step:,}" + (f" / {total:,}" if total else "")
-    tiles = {"Steps": steps}
+    tiles = {f"Steps, of {total:,}" if total else "Steps": "" if step is None else f"{step:,}"}
     known = [key for key in TILES if key in one.result]
     known = [key for key in known if key != "loss" or "val_loss" not in known]
     tiles |= {title_of(key): _value(key, one.result[key]) for key in known}
@@ -161,22 +162,26 @@ def _overlay(stories: Sequence[Story]) -> str:
 
 def _curves(stories: Sequence[Story]) -> list[Chart]:
     """Draw every curve that a run has; of one run, training and validation loss together."""
-    keys = list(dict.fromkeys(key for each in stories for key, all_ in each.curves.items() if all_))
+    keys = list(
+        dict.fromkeys(key for each in stories[:OVERLAID] for key, of in each.curves.items() if of)
+    )
     keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
     found, is_one = compare.best(stories), len(stories) == 1
     marks = stories[0].marks if is_one else []
     lines = [mark for mark in marks if mark.kind in charts.LINES]
     result: list[Chart] = []
+    columns = max(40, curves.COLUMNS // len(stories))
     for key in keys[:MOST_CURVES]:
         if is_one and key == "val_loss" and result:
             continue
         named = []
-        for place, each in enumerate(stories):
+        for place, each in enumerate(stories[:OVERLAID]):
             shade = f"c{place}"
             if len(stories) > MANY:
                 shade = "c1" if found and found[0] == place else "muted"
             if points := each.curves.get(key):
-                named.append((title_of(key) if is_one else each.name, shade, curves.thin(points)))
+                name = title_of(key) if is_one else each.name
+                named.append((name, shade, curves.thin(points, columns)))
         if is_one and key == "loss" and (points := stories[0].curves.get("val_loss")):
             named.append((title_of("val_loss"), "c1", curves.thin(points)))
         title = "Loss" if len(named) > len(stories) else title_of(key)
@@ -266,7 +271,7 @@ def _figure(chart: Chart) -> str:
 def _legend(keys: Sequence[tuple[str, str]]) -> str:
     items = ""
     for shade, name in keys:
-        mark = " class=mark" if name in charts.LINES else ""
+        mark = " class=mark" if charts.LINES.get(name, "")[:1] == (shade,) else ""
         items += f'<li><i{mark} style="background:var(--{shade})"></i>{escape(name)}</li>'
     return f"<ul class=legend>{items}</ul>" if keys else ""
 

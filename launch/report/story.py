@@ -109,16 +109,21 @@ def chosen(words: Sequence[str], root: str) -> list[RunDir]:
 def tell(found: Sequence[RunDir]) -> list[Story]:
     """Read these runs. Whatever their files hold, nothing is raised."""
     conditions, complaint = states.look(found)
-    sweeps = [run.path.parent.name if _is_cell(run) else "" for run in found]
-    is_one = len(set(sweeps)) == 1  # then its name is not repeated
+    parents = {run.path.parent for run in found}
+    sweeps = {path: _cells(path) for path in parents if find.is_sweep(_run_of(path))}
     stories = []
-    for run, condition, sweep in zip(found, conditions, sweeps, strict=True):
-        name = run.name if is_one or not sweep else f"{sweep}/{run.name}"
-        stories.append(_tell(run, name, sweep, condition, [complaint] if complaint else []))
+    for run, condition in zip(found, conditions, strict=True):
+        cells = sweeps.get(run.path.parent)
+        sweep = "" if cells is None else run.path.parent.name
+        name = f"{sweep}/{run.name}" if sweep and len(parents) > 1 else run.name
+        notes = [complaint] if complaint else []
+        stories.append(_tell(run, name, sweep, (cells or {}).get(run.name, {}), condition, notes))
     return stories
 
 
-def _tell(run: RunDir, name: str, sweep: str, condition: Condition, notes: list[str]) -> Story:
+def _tell(
+    run: RunDir, name: str, sweep: str, cell: dict[str, str], condition: Condition, notes: list[str]
+) -> Story:
     curves, attempts, events = _curves(run), find.attempts(run), run.read_events()
     if not any(curves.values()):
         notes.append(
@@ -134,7 +139,7 @@ def _tell(run: RunDir, name: str, sweep: str, condition: Condition, notes: list[
         progress=states.progress(run),
         curves=curves,
         marks=list(_marks(events)),
-        cell=_cell(run),
+        cell=cell,
         settings=_settings(run),
         facts=_facts(run, events, attempts),
         attempts=_table(run, attempts),
@@ -145,8 +150,8 @@ def _tell(run: RunDir, name: str, sweep: str, condition: Condition, notes: list[
     )
 
 
-def _is_cell(run: RunDir) -> bool:
-    return find.is_sweep(RunDir(run.path.parents[1], run.path.parent.name))
+def _run_of(path: Path) -> RunDir:
+    return RunDir(path.parent, path.name)
 
 
 def _curves(run: RunDir) -> dict[str, Points]:
@@ -209,16 +214,18 @@ def _configuration(run: RunDir) -> dict[str, str]:
     return found
 
 
-def _cell(run: RunDir) -> dict[str, str]:
-    """Return the values that a sweep chose for a run, by key."""
-    for path in paths_in(run.path.parent / "job", "cells-*.json"):
-        for words in (cell.words for cell in Cell.all_of(path) if cell.name == run.name):
-            if words and words[0].startswith("--"):
-                names = [word.removeprefix("--") for word in words[::2]]
-                return dict(zip(names, words[1::2], strict=False))
-            pairs = (word.partition("=") for word in words)
-            return {key: value for key, _, value in pairs}
-    return {}
+def _cells(path: Path) -> dict[str, dict[str, str]]:
+    """Return the values that a sweep chose, by key, for each of its runs."""
+    found = {}
+    for cell in (
+        cell for file in paths_in(path / "job", "cells-*.json") for cell in Cell.all_of(file)
+    ):
+        words = [word.removeprefix("--") for word in cell.words]
+        pairs = [word.partition("=")[::2] for word in words]
+        if cell.words[:1] != words[:1]:  # of a script: --key value
+            pairs = list(zip(words[::2], words[1::2], strict=False))
+        found[cell.name] = dict(pairs)
+    return found
 
 
 def _plain(value: Any) -> str:

@@ -181,14 +181,13 @@ def test_compare_prints_what_differs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "name at least two runs" in capsys.readouterr().err
 
 
-def sweep(root: Path) -> None:
-    """A sweep of two cells."""
+def sweep(root: Path, rates: tuple[str, ...] = ("0.1", "0.2")) -> None:
+    """A sweep of a cell for each learning rate."""
     parent = RunDir(root, "grid")
     parent.create()
     parent.job.mkdir()
-    rates = ("0.1", "0.2")
     for rate in rates:
-        make(parent.path, f"lr-{rate}", loss=float(rate), lr=rate)
+        make(parent.path, f"lr-{rate}", loss=float(rate[:5]), lr="1")
     cells = [Cell(f"lr-{rate}", [f"optim.lr={rate}"]).as_dict() for rate in rates]
     (parent.job / "cells-1-0.json").write_text(json.dumps([*cells, "damaged"]))
 
@@ -209,6 +208,14 @@ def test_a_sweep_is_one_report_and_a_group_of_the_table(
     assert cli.main(["status", "grid", *root]) == 0
     shown = capsys.readouterr().out
     assert "2 runs: 2 done" in shown and shown.count("90.00%") == 2
+
+
+def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
+    """The curves are of the best runs; what looks like a formula is text."""
+    sweep(tmp_path, ("0.001$\\frac{$", *(f"0.{number}" for number in range(100, 200))))
+    text, count = command.build(["grid"], str(tmp_path))
+    assert count == 101 and len(text) < 1.5e6
+    assert "$\\frac{$" in text and "The curves are of the first 24 runs" in text
 
 
 def test_watch_shows_one_run(tmp_path: Path) -> None:
