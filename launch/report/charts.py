@@ -43,6 +43,8 @@ SETTINGS: dict[Any, Any] = {
     "font.size": 11,
     "axes.linewidth": 0.8,
 }
+MANY = 8
+"""More curves than this have no colours of their own: only the best one stands out."""
 MOST_MARKS, MOST_VALUES = 300, 12
 """Marks in a chart, and curves whose values the script shows."""
 _numbers = count()
@@ -108,7 +110,9 @@ def curves(
     if any(curve.is_band for *_, curve in named):
         words += ". The band shows the extremes of neighbouring steps"
     words += ". Logarithmic axis." if is_log else "."
-    legend = [(shade, name) for name, shade, _ in named] if 1 < len(named) <= len(COLOURS) else []
+    legend = [(shade, name) for name, shade, _ in named] if len(named) > 1 else []
+    if len(named) > MANY:
+        legend = [*(each for each in legend if each[0] == "c1"), ("muted", "other runs")]
     if is_wide:
         kinds = {mark.kind for mark in marks}
         legend += [(LINES[kind][0], kind) for kind in LINES if kind in kinds]

@@ -24,8 +24,6 @@ DETAILED = 4
 """Of this many runs, the report shows where the time went, failures and configuration."""
 OVERLAID = 24
 """The charts show this many runs, of a sweep the best."""
-MANY = 8
-"""With more runs than there are colours, the best one stands out."""
 GOODPUT = ("c2", "muted", "c5", "c4", "c0", "c3", "warn", "bad", "c6", "line")
 """Colours of the shares of the wall clock, in the order of SHARES."""
 STATES = {"done": "good", "running": "live", "pending": "warn", "failed": "bad", "lost": "bad"}
@@ -109,7 +107,8 @@ def in_words(one: Story) -> str:
     figures = [f"{title_of(key).lower()} {_value(key, one.result[key])}" for key in known]
     text += f"; {', '.join(figures)}." if figures else "."
     if one.failures and one.condition.state in ("failed", "lost"):
-        text += f" {one.failures[0].cause.what}."
+        cause = one.failures[0].cause.what
+        text += f" {cause[:1].upper()}{cause[1:]}."
     elif one.condition.is_live and one.progress.left:
         text += f" About {duration(one.progress.left)} left."
     elif one.condition.note and one.condition.state not in ("failed", "done"):
@@ -131,7 +130,10 @@ def _header_of_all(stories: Sequence[Story]) -> str:
         best, key = stories[found[0]], found[1]
         value = _value(key, best.result[key])
         text += f" The best {title_of(key).lower()} is {value}, of {best.name}."
-    title = f"<p class=eyebrow>Report of several runs</p><h1>{len(stories)} runs</h1>"
+    sweeps = {each.sweep for each in stories}
+    name = f"{sweeps.pop()}: " if len(sweeps) == 1 and "" not in sweeps else ""
+    title = "<p class=eyebrow>Report of several runs</p>"
+    title += f"<h1>{escape(name)}{len(stories)} runs</h1>"
     return f"<header>{title}<p class=lead>{escape(text)}</p></header>"
 
 
@@ -155,7 +157,7 @@ def _overlay(stories: Sequence[Story]) -> str:
     rows = [["", *names]]
     for title, lines in tables.items():
         rows += [[title.capitalize(), *[""] * len(names)], *lines] if lines else []
-    if len(stories) > MANY:  # one run in a line
+    if len(stories) > charts.MANY:  # one run in a line
         rows = [list(row) for row in zip(*(row for row in rows if any(row[1:])), strict=True)]
     return parts + _section("What differs", _table(rows, names[found[0]] if found else ""))
 
@@ -177,7 +179,7 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
         named = []
         for place, each in enumerate(stories[:OVERLAID]):
             shade = f"c{place}"
-            if len(stories) > MANY:
+            if len(stories) > charts.MANY:
                 shade = "c1" if found and found[0] == place else "muted"
             if points := each.curves.get(key):
                 name = title_of(key) if is_one else each.name
@@ -205,15 +207,20 @@ def _time(one: Story) -> str:
 def _goodput(found: Goodput) -> str:
     """Return the shares of the wall clock as a bar and a table."""
     bar, rows, text = "", [["share", "time", "of the wall clock", "what it is"]], []
-    for shade, (name, seconds) in zip(GOODPUT, found.shares.items(), strict=False):
+    shown = [
+        (shade, *share)
+        for shade, share in zip(GOODPUT, found.shares.items(), strict=False)
+        if share[1] > 0 or share[0] == "productive"
+    ]
+    for shade, name, seconds in shown:
         part = seconds / found.wall if found.wall else 0.0
         bar += f'<i style="width:{min(max(part, 0), 1):.3%};background:var(--{shade})"></i>'
         rows.append([name, duration(seconds), f"{part:.1%}", SHARES.get(name, "")])
         text.append(f"{name} {part:.1%}")
     rows.append(["wall clock", duration(found.wall), "100.0%", ""])
     label = f'role="img" aria-label="{escape(", ".join(text))}"'
-    keys = list(zip(GOODPUT, found.shares, strict=False))
-    return f"<div class=bar {label}>{bar}</div>{_legend(keys)}{_table(rows)}"
+    keys = _legend([(shade, name) for shade, name, _ in shown])
+    return f"<div class=bar {label}>{bar}</div>{keys}{_table(rows)}"
 
 
 def _failures(failures: Sequence[Failure]) -> str:
