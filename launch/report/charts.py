@@ -105,8 +105,11 @@ def curves(
 
     words = "; ".join(describe(name, curve) for name, _, curve in named)
     if len(named) > 2:
-        ends = listed([f"{name} {figure(curve.ends[1][1])}" for name, _, curve in named])
-        words = f"Last values: {ends}"
+        last_values = [curve.ends[1][1] for *_, curve in named]
+        ends = [f"{name} {figure(end)}" for (name, *_), end in zip(named, last_values, strict=True)]
+        words = f"Last values: {listed(ends)}"
+        if len(named) > MANY:
+            words = f"Last values: {figure(min(last_values))} to {figure(max(last_values))}"
     if any(curve.is_band for *_, curve in named):
         words += ". The band shows the extremes of neighbouring steps"
     words += ". Logarithmic axis." if is_log else "."
