@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 COLOURS = ("ink", "muted", "line", "bad", "warn", *(f"c{number}" for number in range(8)))
 """Variables of the page's style sheet."""
 MARKED = "#0a0b{:02x}"
-"""What stands for a colour until the SVG is written, by its place in COLOURS."""
+"""A placeholder for a colour until the SVG is written, by its place in COLOURS."""
 PHASES = ("c4", "c5", "c0", "c1", "c2", "muted")
 """Colours of the phases of a step, in the order of `Phases.PHASES`."""
 LINES = {"restart": ("c3", "--"), "signal": ("warn", ":"), "fault": ("bad", "-")}
@@ -44,7 +44,7 @@ SETTINGS: dict[Any, Any] = {
     "axes.linewidth": 0.8,
 }
 MANY = 8
-"""More curves than this have no colours of their own: only the best one stands out."""
+"""More curves than this share one colour; only the best one stands out."""
 MOST_MARKS, MOST_VALUES = 300, 12
 """Marks in a chart, and curves whose values the script shows."""
 _numbers = count()
@@ -62,7 +62,7 @@ class Chart:
 
 
 def colour(name: str) -> str:
-    """Return what stands for a colour of the page until the SVG is written."""
+    """Return the placeholder for a colour of the page until the SVG is written."""
     return MARKED.format(COLOURS.index(name))
 
 
@@ -164,7 +164,7 @@ def heat_map(found: Timing) -> Chart:
         f"{figure(values[row, column])} ms."
     )
     if found.group > 1:
-        words += f" A row stands for the slowest of {found.group} ranks."
+        words += f" A row shows the slowest of {found.group} ranks."
     if found.every > 1:
         words += f" One of {found.every} measurements was read, because the file is large."
     data = {"grid": [*map(_short, values)], "steps": _short(found.steps)}

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     words = options.run or [str(run.path) for run in find.find_all(options.root)[-1:]]
     if not words:
-        raise RefusedError(f"there are no runs in {options.root}; name a run, or its --root")
+        raise RefusedError(f"found no runs in {options.root}; name a run, or its --root")
     text, count = build(words, options.root)
     path = options.output or Path(f"report-{Path(words[0]).resolve().name}.html")
     if path.is_dir():  # which write_atomic would set aside
@@ -40,7 +40,7 @@ def build(words: Sequence[str], root: str) -> tuple[str, int]:
     """Return the HTML of the report of these runs, and how many they are.
 
     Raises:
-        RefusedError: there is no such run, or matplotlib is not installed.
+        RefusedError: a run does not exist, or matplotlib is not installed.
     """
     found = story.chosen(words, root)
     from rollcall.launch.report.page import page  # imports matplotlib

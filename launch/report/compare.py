@@ -11,9 +11,9 @@ from rollcall.refusal import RefusedError
 from rollcall.text import listed, table
 
 NOT_COMPARED = ("run.name", "run.root", "command")
-"""What differs between any two runs."""
+"""Names of values that differ between any two runs."""
 RESULTS = ("val_accuracy", "val_loss", "loss")
-"""What says which run is best: the first that a run has; accuracy is best if high."""
+"""Results that rank runs: the first one that a run has counts; a high accuracy is best."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +66,7 @@ def best(stories: Sequence[Story]) -> tuple[int, str] | None:
 
 
 def ranked(stories: Sequence[Story]) -> list[Story]:
-    """Return the cells of a sweep, the best first; other runs as they are."""
+    """Return the cells of a sweep, the best first; other runs keep their order."""
     found = best(stories)
     if found is None or not all(each.sweep for each in stories):
         return list(stories)
@@ -75,7 +75,7 @@ def ranked(stories: Sequence[Story]) -> list[Story]:
 
 
 def _differing(values: Sequence[dict[str, str]], is_partial: bool = False) -> list[list[str]]:
-    """Return the rows that differ; if not every run tells everything, what is known must differ."""
+    """Return the rows that differ; an unknown value differs from none."""
     names = dict.fromkeys(name for each in values for name in each if name not in NOT_COMPARED)
     rows = [[name, *(each.get(name, "") for each in values)] for name in names]
     return [row for row in rows if len({*row[1:]} - ({""} if is_partial else set())) > 1]

@@ -15,9 +15,9 @@ from rollcall.run_dir import RunDir
 
 Array = NDArray[np.float64]
 COLUMNS = 300
-"""Points of a curve with more than twice as many."""
+"""A curve with more than twice this number of points gets this number."""
 CELLS = (128, 120)
-"""Most rows and columns of a heat map; each stands for a group of ranks and steps."""
+"""Most rows and columns of a heat map; each shows a group of ranks and steps."""
 MOST_BYTES = 40_000_000
 """How much of phases.jsonl is read; of a larger file every second, third, ... line is."""
 MEMORY = {"memory": "peak in use", "reserved": "reserved by PyTorch", "host": "process on the host"}
@@ -25,7 +25,7 @@ MEMORY = {"memory": "peak in use", "reserved": "reserved by PyTorch", "host": "p
 
 
 class Curve(NamedTuple):
-    """A curve; `low` and `high` are the extremes of the steps that a point stands for."""
+    """A curve; `low` and `high` are the extremes of the steps of a point."""
 
     x: Array
     y: Array
@@ -35,7 +35,7 @@ class Curve(NamedTuple):
 
     @property
     def is_band(self) -> bool:
-        """Whether points stand for several steps."""
+        """Whether a point covers several steps."""
         return bool((self.low < self.high).any())
 
 

@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             return self._answer(200, self.server.page(unquote("/".join(rest))), "html")
         except KeyError:
-            return self._answer(404, "there is no such run")
+            return self._answer(404, "no run has this name")
         except RefusedError as error:
             return self._answer(500, str(error))
         except Exception:

@@ -159,7 +159,7 @@ def _overlay(stories: Sequence[Story]) -> str:
         rows += [[title.capitalize(), *[""] * len(names)], *lines] if lines else []
     if len(stories) > charts.MANY:  # one run in a line
         rows = [list(row) for row in zip(*(row for row in rows if any(row[1:])), strict=True)]
-    return parts + _section("What differs", _table(rows, names[found[0]] if found else ""))
+    return parts + _section("Differences", _table(rows, names[found[0]] if found else ""))
 
 
 def _curves(stories: Sequence[Story]) -> list[Chart]:
@@ -233,7 +233,7 @@ def _failures(failures: Sequence[Failure]) -> str:
         log = "\n".join(each.lines)
         inside += (f"<pre>{escape(log)}</pre>" if log else "") + "</article>"
     count = f", {len(failures)} attempts" if len(failures) > 1 else ""
-    return _section(f"What failed{count}", inside)
+    return _section(f"Failures{count}", inside)
 
 
 def _about(one: Story) -> str:

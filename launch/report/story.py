@@ -36,9 +36,9 @@ KINDS = {
     **{"resumed": "restart", "checkpointed": "checkpoint", "evaluated": "evaluation"},
     **{"signalled": "signal", **dict.fromkeys(FAULTS, "fault")},
 }
-"""What an event is called in a report, by its name."""
+"""The kind of mark that an event becomes, by its name."""
 NOT_CURVES = ("epoch", "slowest_rank", "unreadable", "step", "time")
-"""Numbers of a logged step that are no curve."""
+"""Numbers of a logged step that get no curve."""
 TITLES = {
     **{"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Gradient norm"},
     "samples_per_second": "Throughput, samples/s",
@@ -71,7 +71,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Story:
-    """What a report says about a run."""
+    """The content of a report about one run."""
 
     run: RunDir
     name: str
@@ -127,7 +127,7 @@ def _tell(
     curves, attempts, events = _curves(run), find.attempts(run), run.read_events()
     if not any(curves.values()):
         notes.append(
-            "This run has no metrics.jsonl with lines of steps, so there are no curves. "
+            "This run has no metrics.jsonl with lines of steps, so it has no curves. "
             "docs/report.md shows how a program of yours writes them."
         )
     times = [*(attempt.started for attempt in attempts), *(event["time"] for event in events[:1])]
@@ -300,7 +300,7 @@ def _failure(title: str, cause: RootCause | None) -> Failure:
 
 
 def clock(seconds: float) -> str:
-    """Return a time for people; empty if it is no time."""
+    """Return a time for people; empty if it cannot be one."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):

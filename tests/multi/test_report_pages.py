@@ -118,7 +118,7 @@ def test_a_report_says_everything_without_scripts(page: Page, reports: dict[str,
     assert page.evaluate("document.querySelectorAll('.tip').length") == 0  # it did not run
     assert page.evaluate(LOADED) >= 6
     text = page.evaluate("document.body.innerText")
-    assert "What failed" in text and "Training loss:" in text and "optim.lr" in text
+    assert "Failures" in text and "Training loss:" in text and "optim.lr" in text
 
 
 def test_a_large_run_stays_small_and_quick(page: Page, tmp_path: Path) -> None:

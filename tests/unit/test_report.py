@@ -231,7 +231,7 @@ def test_watch_shows_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--root={}/none"], "there are no runs in"),
+        (["--root={}/none"], "found no runs in"),
         (["nobody"], "there is no run 'nobody'"),
         (["kept", "-o", "{}"], "is a directory"),
         (["kept", "-o", "{}/none/report.html"], "cannot write"),
