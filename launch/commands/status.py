@@ -93,7 +93,9 @@ def _table(found: Sequence[RunDir], root: str, width: int | None) -> list[str]:
     for path, head in heads.items():
         states_of = Counter(row[1] for row in cells[path])
         counts = ", ".join(f"{count} {state}" for state, count in states_of.items())
-        head[-1] = "; ".join(filter(None, (f"{len(cells[path])} runs: {counts}", head[-1])))
+        size = len(cells[path])
+        texts = (f"{size} run{'s' * (size > 1)}: {counts}", head[-1])
+        head[-1] = "; ".join(filter(None, texts))
         rows += [head, *cells[path]]
     return [*_lines(rows, width), *([complaint] if complaint else [])]
 

@@ -227,11 +227,13 @@ class LoggedStep(Line):
 
         The first one is the newest if all are older; None if there are no steps.
         """
-        known = cls.last(directory)
-        if not known:
+        lines = tail(directory / cls.FILE)
+        last = cls._first_of(reversed(lines))
+        if last is None:
             return None
-        recent = (line for line in known if line.time >= since)
-        return next(recent, known[-1]), known[-1]
+        known = (cls.parse(as_object(line)) for line in lines)
+        recent = (line for line in known if line is not None and line.time >= since)
+        return next(recent, last), last
 
     @classmethod
     def last(cls, directory: Path) -> list[Self]:
@@ -310,18 +312,15 @@ def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float
         When the newest attempt started (0 if none has), how many steps it must do, and the figures
         of the newest evaluation, by name.
     """
-    started, steps, figures = 0.0, None, {}
+    started, steps, evaluated = 0.0, None, dict[str, Any]()
     # Most events are neither, and need not be parsed.
     for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"', b'"evaluated"')):
         if is_event(line):
             started = line["time"] if line["event"] == "started" else started
             steps = line["steps"] if isinstance(line.get("steps"), int) else steps
-            if line["event"] == "evaluated":
-                figures = {
-                    name: value
-                    for name, value in line.items()
-                    if isinstance(value, float) and name != "time"
-                }
+            evaluated = line if line["event"] == "evaluated" else evaluated
+    found = evaluated.items()
+    figures = {name: value for name, value in found if isinstance(value, float) and name != "time"}
     return started, steps, figures
 
 

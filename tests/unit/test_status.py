@@ -328,7 +328,7 @@ def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(
     (sweep.job / Cell.file_name("1", 0)).write_text("[]")
     make(sweep.path, "8", ended="finished")
     fake("squeue", "echo '7_0|8|COMPLETED|None|N/A|1\n7_1|7|PENDING|Priority|N/A|1'")
-    for head in ("pending", "1 runs: 1 done"):
+    for head in ("pending", "1 run: 1 done"):
         assert status.main(["--root", str(tmp_path)]) == 0
         rows = capsys.readouterr().out.splitlines()[1:]
         assert [row.split()[0] for row in rows] == ["it", "it/it"] and head in rows[0]
