@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         server = Server(options.port, options.root)
     except (OSError, OverflowError) as error:
-        text = f"cannot listen on port {options.port}: {error}; choose another with --port"
+        reason = str(error).rstrip(".")
+        text = f"cannot listen on port {options.port}: {reason}; choose another with --port"
         raise RefusedError(text) from None
     print(
         f"{server.address}\nopen this address in a browser on this machine; Ctrl-C ends", flush=True

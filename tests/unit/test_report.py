@@ -17,12 +17,13 @@ from made_runs import add_phases
 
 from rollcall import cli
 from rollcall.launch.commands import watch
-from rollcall.launch.report import command, curves, story
+from rollcall.launch.report import command, curves, dashboard, story
 from rollcall.launch.report.dashboard import Server
 from rollcall.records.attempt import AttemptEvent, RankFailure
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
 from rollcall.records.phases import Phases
 from rollcall.records.run import LoggedStep, Validation, Verdict
+from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -284,6 +285,8 @@ def test_the_dashboard_shows_runs_to_who_has_the_token(server: Server) -> None:
     code, text = get(server, place)
     assert code == 200 and 'href="a%20run"' in text and 'href="grid/lr-0.1"' in text
     assert [get(server, place + name)[0] for name in ("a%20run", "grid/lr-0.1")] == [200, 200]
+    with pytest.raises(RefusedError, match="choose another with --port"):
+        dashboard.main(["--port", str(server.server_address[1])])
     own = f"localhost:{server.server_address[1]}"
     assert get(server, place, own)[0] == 200
     wrong: list[tuple[str, str | None]] = [
