@@ -88,7 +88,9 @@ class Server(ThreadingHTTPServer):
 
         runs = self.runs()
         found = [runs[name]] if name else list(runs.values())
-        known = [condition.state for condition in states.look(found)[0]]
+        sweeps, conditions = {run.path.parent for run in found}, states.look(found)[0]
+        pairs = zip(found, conditions, strict=True)
+        known = ["sweep" if run.path in sweeps else each.state for run, each in pairs]
         if not name:
             rows = zip(map(quote, runs), runs, known, map(states.progress, found), strict=True)
             return listing(reversed([*rows]))

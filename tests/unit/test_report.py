@@ -284,6 +284,7 @@ def test_the_dashboard_shows_runs_to_who_has_the_token(server: Server) -> None:
     place = f"/{server.token}/"
     code, text = get(server, place)
     assert code == 200 and 'href="a%20run"' in text and 'href="grid/lr-0.1"' in text
+    assert "lost" not in text  # a sweep has no state of its own
     assert [get(server, place + name)[0] for name in ("a%20run", "grid/lr-0.1")] == [200, 200]
     with pytest.raises(RefusedError, match="choose another with --port"):
         dashboard.main(["--port", str(server.server_address[1])])
