@@ -60,6 +60,7 @@ COMMANDS = {
     "train": Command("rollcall.train.main", "train a model, in this process or under torchrun"),
     **LAUNCH,
     **TRAIN,
+    "bench": Command("rollcall.bench.__main__", "measure, and print tables: speed-up, overhead, …"),
     "completion": Command(
         "rollcall.cli.completion", "print shell completion for bash, zsh or fish"
     ),

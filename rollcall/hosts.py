@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 FIRST_PORT, PORTS = 20000, 10000
@@ -42,6 +42,39 @@ def expand(nodelist: str) -> list[str]:
         choices[1::2] = [list(_numbers(piece, nodelist)) for piece in pieces[1::2]]
         names.extend("".join(choice) for choice in itertools.product(*choices))
     return names
+
+
+def of_job(env: Mapping[str, str]) -> list[str]:
+    """Return the hosts of this Slurm job, group by group if it has several; Slurm numbers them so.
+
+    Raises:
+        KeyError, ValueError: a variable is missing or is no node list.
+    """
+    groups = range(int(env.get("SLURM_HET_SIZE", 0)))
+    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in groups]
+    return [host for name in names or ["SLURM_JOB_NODELIST"] for host in expand(env[name])]
+
+
+def of_step(env: Mapping[str, str]) -> list[str]:
+    """Return the hosts of this Slurm step in the order of their numbers; raise as `of_job`."""
+    names = expand(env["SLURM_STEP_NODELIST"])  # sorted, also if a group comes before another
+    return sorted(names, key=of_job(env).index) if "SLURM_HET_SIZE" in env else names
+
+
+def ranks_of_nodes(text: str, nodes: int) -> tuple[int, ...]:
+    """Return how many ranks each node has, from `4` (all the same) or `1,2,2` (node by node).
+
+    Raises:
+        ValueError: the text is neither, or has another number of nodes.
+    """
+    counts = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if 0 in counts:
+        raise ValueError(
+            f"expected a number of ranks such as 4, or of each node: 1,2,2; not {text}"
+        )
+    if len(counts) not in (1, nodes):
+        raise ValueError(f"{text} has numbers for {len(counts)} nodes, and the run has {nodes}")
+    return counts if len(counts) == nodes else counts * nodes
 
 
 def route(peer: str) -> Route:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rollcall.train.checkpoint import write
+from rollcall.train.checkpoint.engine import Engine, restore
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -29,6 +30,20 @@ def state(seed: int) -> dict[str, Any]:
         },
         "optim": {"lr": 0.1 * seed, "betas": (0.9, 0.999), "foreach": None, "fused": False},
     }
+
+
+def save(engine: Engine, step: int, saved: dict[str, Any], **facts: Any) -> None:
+    """Save a state and wait until it is published; OSError if that fails."""
+    engine.begin(step, saved, **facts)
+    result = engine.drain()
+    if result and result.problem:
+        raise OSError(result.problem)
+
+
+def restored(engine: Engine, fresh: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    """Return the newest intact step, and the fresh state filled from it; None if nothing is."""
+    found = restore([engine], lambda: fresh)
+    return found and (found.step, found.state)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import random_kills_of_trainings
 import torch
 import torch.distributed as dist
+from checkpoints import restored, save
 from ranks import FORKSERVER, TIMEOUT, free_port
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -126,7 +127,7 @@ def _work(rank: int, port: int, place: Path) -> None:
 
     checkpoints = SharedEngine(place, world, keep=KEEP)
     checkpoints.clean()
-    first, state = checkpoints.restore(start) or (0, start())
+    first, state = restored(checkpoints, start()) or (0, start())
     checkpoints.retire()
     sharded = state["model"]["sharded"].to_local()
     for step in range(first, STEPS):
@@ -141,7 +142,7 @@ def _work(rank: int, port: int, place: Path) -> None:
             checkpoints.begin(step + 1, state)
     checkpoints.drain()
     if checkpoints.newest() != STEPS:
-        checkpoints.save(STEPS, state)
+        save(checkpoints, STEPS, state)
     world.leave()
 
 

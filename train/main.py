@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 the request was refused, 75 stopped in order (start it aga
 anything else failed.
 """
 
+import gc
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -54,7 +55,16 @@ def main(words: Sequence[str]) -> int:
 def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") -> int:
     from rollcall.train.training import train
 
-    return EXIT_CODES[train(recipe, config, world, signals)]
+    # The collection before the first step leaves out what was imported, as in forked ranks, whose
+    # parent has frozen it.
+    is_forked = bool(gc.get_freeze_count())
+    if not is_forked:
+        gc.freeze()
+    try:
+        return EXIT_CODES[train(recipe, config, world, signals)]
+    finally:
+        if not is_forked:
+            gc.unfreeze()
 
 
 def on_all_ranks(device: str, work: "Callable[[World, StopSignals], int]") -> int:

@@ -62,7 +62,8 @@ def _plan(config: Config, ranks: int, node_size: int) -> str:
         example = next(training_batches(source, order, range(2), range(order.steps)))
         strategy.place(model, example)
         rows = len(strategy.rows(batch))
-        cuts = math.ceil(rows / (config.data.micro_batch or rows))
+        size = config.data.micro_batch
+        cuts = math.ceil(rows / (size if isinstance(size, int) else rows))
         epochs = order.total / source.train_size
         return (
             f"{order.steps:,} steps of {batch:,} samples, {epochs:.3g} epochs of "

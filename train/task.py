@@ -60,10 +60,9 @@ class Task:
         """Raise ConfigError if the data differs from other ranks', or from earlier attempts'."""
         self.identity = identity.check(self._run, self._source, resumes)
 
-    def example(self) -> Batch:
-        """Return a batch of two samples: a model with BatchNorm does not train on one."""
-        steps = range(self.order.steps)
-        return next(training_batches(self._source, self.order, range(2), steps))
+    def example(self, rows: int = 2) -> Batch:
+        """Return a batch, of two samples because a model with BatchNorm does not train on one."""
+        return next(training_batches(self._source, self.order, range(rows), range(1)))
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yield this rank's rows of every batch, from the update `first` (from 0) to the last."""

@@ -1,10 +1,13 @@
 """One run on this rank: build its parts, train, and write how it ended."""
 
+import gc
 import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+
+import torch
 
 from rollcall.config import Config, ConfigError, arguments
 from rollcall.deadline import Deadline
@@ -34,7 +37,8 @@ from rollcall.train.models import huggingface
 from rollcall.train.numerics import losses, optim, precision
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.strategy import Strategy
-from rollcall.train.recovery import memory
+from rollcall.train.recovery import memory, micro_batch
+from rollcall.train.recovery.micro_batch import Search
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
 from rollcall.train.update import Update
@@ -45,9 +49,14 @@ def train(recipe: str, config: Config, world: World, signals: StopSignals) -> St
     """Train to the end or to a stop, in a world that this process has joined."""
     started = time.perf_counter()
     run = memory.with_proposal(_named(recipe, config, world))
+    if is_searched := run.config.data.micro_batch == "auto":
+        run = _with_fastest(run, signals)
     parts = _build(run, signals)  # a run that is refused leaves nothing behind
     before = _Before.read(run)
     _open(run)
+    size = parts.trainer.update.micro_batch
+    if is_searched and size and world.is_main:  # a resumed run keeps it, to stay exact
+        memory.propose(run.run_dir, size, is_fastest=True)
     parts.spread.record()
     if parts.started_from:
         run.record("initialized", report=parts.started_from)
@@ -82,6 +91,36 @@ def train(recipe: str, config: Config, world: World, signals: StopSignals) -> St
     if world.is_main:
         _conclude(run, parts, state, weights, time.perf_counter() - started)
     return state
+
+
+def try_micro_batches(run: Run, signals: StopSignals, limit: float | None = None) -> Search:
+    """Build the parts of a run and try micro-batches; the parts are thrown away."""
+    parts = _build(memory.with_micro_batch(run, None), signals)
+    rows = len(parts.strategy.rows(run.config.data.global_batch))
+    batch = parts.trainer.task.example(rows).to(run.world.device)
+    update = parts.trainer.update
+    update.state()  # the state of the optimizer needs memory too
+    return micro_batch.search(run.world, update.try_gradient, batch, limit)
+
+
+def _with_fastest(run: Run, signals: StopSignals) -> Run:
+    """Return the run with the fastest micro-batch that fits.
+
+    Raises:
+        ConfigError: not even one sample fits.
+    """
+    found = try_micro_batches(run, signals)
+    gc.collect()  # the parts of the trials
+    if run.world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    if found.fastest is None:
+        raise ConfigError(
+            "data.micro_batch=auto: not even one sample fits into memory; choose a smaller model, "
+            "model.activation_checkpointing=blocks, or parallel.strategy=zero3"
+        )
+    size = found.fastest.size
+    run.say(f"rollcall: data.micro_batch={size}, the fastest of those that fit")
+    return memory.with_micro_batch(run, size)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ An update whose gradient is not finite changes nothing. The norm of the gradient
 every rank and is tested on the device, so no rank waits for another or for its GPU.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -57,6 +58,7 @@ class Update:
         self._objective = objective
         self._schedule = optim.Schedule(config)
         self._ratios = optim.ratios(config.optim, optimizer)
+        self._weights = list(strategy.model.parameters())
         self._buffers = _Buffers(strategy.model)
         self._ema = Ema(strategy.model, config.optim.ema) if config.optim.ema else None
         factor = config.faults.spike_factor
@@ -74,7 +76,8 @@ class Update:
         self._numbers: tuple[torch.Tensor, torch.Tensor, float | torch.Tensor]
         self._flags: tuple[bool, bool, bool]
         self.step = 0  # updates done, including the newest one
-        self.micro_batch = config.data.micro_batch  # samples computed at once; None for all
+        size = config.data.micro_batch
+        self.micro_batch = None if size == "auto" else size  # samples at once; None for all
         self.recovery = Recovery(run, order, strategy, objective)
 
     @doing("computing gradients")
@@ -129,7 +132,8 @@ class Update:
             self._ema.update(skipped)
         if scaler:
             scaler.update(skipped)
-        self._optimizer.zero_grad()
+        for weight in self._weights:  # `Optimizer.zero_grad` takes longer than a small model
+            weight.grad = None
         self.step, self._batch, self.skipped = step + 1, batch, skipped
         # `report` may follow the next gradient.
         self._flags = self._exhausted, self._unused, self._uncounted
@@ -206,6 +210,13 @@ class Update:
         size = self.micro_batch = math.ceil((self.micro_batch or rows) / 2)
         text = f"step {self.step} ran out of memory; repeating it with {size} samples at once"
         self._run.tell("out_of_memory", text, step=self.step, micro_batch=size)
+
+    def try_gradient(self, batch: Batch) -> bool:
+        """Compute a gradient that is not used; return whether this rank had enough memory."""
+        self.gradient(batch, 0)
+        fits = not self._exhausted
+        self.drop()
+        return fits
 
     def drop(self) -> None:
         """Undo what `gradient` did; `apply` will compute the gradient again."""
@@ -322,7 +333,8 @@ class Update:
             torch.cuda.empty_cache()
         if not self._strategy.finish_with_nan():
             half = max(1, (self.micro_batch or rows) // 2)
-            memory.propose(self._run.run_dir, half)
+            with contextlib.suppress(FileNotFoundError):  # `micro_batch.search` has no directory
+                memory.propose(self._run.run_dir, half)
             world = self._run.world
             raise MemoryError(
                 f"rank {world.rank} on {world.host} ran out of memory: {problem}. Start the same "
@@ -333,8 +345,9 @@ class Update:
 
     def _optimize(self, skipped: torch.Tensor) -> None:
         own: Any = local_optimizer(self._optimizer)
-        if all(group.get("fused") for group in own.param_groups):
-            own.found_inf = skipped.float()  # fused kernels read this on the device
+        fused = all(group.get("fused") for group in own.param_groups)
+        if fused and skipped.is_cuda and not self._config.parallel.cpu_offload:
+            own.found_inf = skipped.float()  # the kernels read this on the device
             self._optimizer.step()
             own.found_inf = None
         elif not skipped:  # this waits for the GPU

@@ -17,8 +17,8 @@ ANSWER = 5.0
 class NoSpareError(Exception):
     """Too few hosts are left: those in `dead` do not answer."""
 
-    def __init__(self, dead: Sequence[str]) -> None:
-        super().__init__(f"cannot reach {', '.join(dead)}: it has too few nodes left")
+    def __init__(self, dead: Sequence[str], why: str = "it has too few nodes left") -> None:
+        super().__init__(f"cannot reach {', '.join(dead)}: {why}")
         self.dead = tuple(dead)
 
 
@@ -28,13 +28,13 @@ class Hosts:
     def __init__(
         self, env: Mapping[str, str], nodes: int | None, span: tuple[int, int] | None
     ) -> None:
-        self.all = hosts.expand(env["SLURM_JOB_NODELIST"])
+        self.all = hosts.of_job(env)
         self.dead: set[str] = set()  # they do not answer
         self.most = len(self.all) if nodes is None else nodes
         least, self.wanted = span or (self.most, self.most)
         self.fewest = span[0] if span else None  # of all hosts; a step may use self.least
         self.least = min(least, self.most)
-        self.job = env["SLURM_JOB_ID"]
+        self.job, self._has_groups = env["SLURM_JOB_ID"], "SLURM_HET_SIZE" in env
 
     @property
     def may_change(self) -> bool:
@@ -52,6 +52,8 @@ class Hosts:
         Suspects are asked whether they are alive. Bad hosts are used only as a last resort. Without
         enough hosts, NoSpareError is raised.
         """
+        if self._has_groups:
+            raise NoSpareError(suspects, "groups of nodes start again together")
         self.dead |= _silent(self.job, [host for host in suspects if host not in self.dead])
         alive = [host for host in self.all if host not in self.dead]
         if len(alive) < self.least:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         raise NoRunError(f"--node {options.node}: run {run.name} has nodes 0 to {last}")
     if not job.is_local:
         terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-        command = [*slurm.step(job.id, [attempt.hosts[options.node]]), *terminal, *command]
+        command = [*slurm.on_groups(job.id, [attempt.hosts[options.node]]), *terminal, *command]
     try:
         os.execvp(command[0], command)
     except OSError as error:

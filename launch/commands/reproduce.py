@@ -24,6 +24,7 @@ from rollcall.launch.submission.submission import (
     modules_copy,
 )
 from rollcall.records.job import JobRecord
+from rollcall.records.job import Submission as SubmissionRecord
 from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import word
@@ -39,9 +40,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--wait", action="store_true", help="show the output until the run ends")
     options = parser.parse_args(argv)
     old = find.find(options.run, options.root)
-    submission = _plan(old, _new_run(old, options.name), argv)
+    run = _new_run(old, options.name)
+    submission = _plan(old, run, _submit_words(old, run, options.local))
     local = options.local or not slurm.is_available()
     return carry_out(replace(submission, wait=options.wait), local, options.dry_run)
+
+
+def _submit_words(old: RunDir, run: RunDir, local: bool) -> list[str]:
+    """Return the words after `rollcall submit` that continue the new run, for `requeue`."""
+    newest = SubmissionRecord.newest(old.path)
+    words = (newest and newest.argv) or []
+    end = words.index("--") if "--" in words else len(words)
+    own = [word for word in words[:end] if word not in ("--local", "--wait")]
+    return [*own, *["--local"] * local, f"--name={run.name}", *words[end:]]
 
 
 def _new_run(old: RunDir, name: str | None) -> RunDir:
@@ -120,5 +131,9 @@ def _job(old: RunDir, run: RunDir, recorded: dict[str, Any]) -> tuple[Job, tuple
         "output": f"{str(run.job).replace('%', '%%')}/{Path(recorded['output']).name}",
         "batch": (*batch_command(run), *filter(_is_teardown, fields["batch"])),
         "allocation": None,
+        "groups": tuple(
+            Job(**{name: moved(value) for name, value in group.items()})
+            for group in recorded.get("groups", ())
+        ),
     }
     return Job(**fields), recipes

@@ -7,12 +7,13 @@ answers a signal even while the rank waits in native code. Ranks with the same s
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollcall.installation import ROOT
 from rollcall.launch.commands.stacks_on_node import dump
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import SubmittedJob
+from rollcall.launch.runs.log_times import nodes_of_ranks
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import AttemptRecord
@@ -31,11 +32,13 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, list[int]] = {}
     for rank, stack in sorted(answers.items()):
         found.setdefault(_without_launcher(stack), []).append(rank)
+    nodes = nodes_of_ranks(run.attempt_logs(attempt.number))
+    places = {rank: attempt.hosts[node] for rank, node in nodes.items()}
     missing = sorted(set(range(attempt.ranks)) - set(answers))
     if missing:
         found["no answer: still starting, already ended, or hanging in the kernel"] = missing
     for text, ranks in found.items():
-        print(f"{_names(ranks, attempt)}:")
+        print(f"{_names(ranks, places)}:")
         print("".join(f"  {line}\n" for line in text.splitlines()))
     return 1 if missing else 0
 
@@ -58,7 +61,7 @@ def _ask(run: RunDir, job: SubmittedJob, attempt: AttemptRecord) -> dict[int, st
         for node in range(len(attempt.hosts)):
             stacks |= dump(logs, node)
         return stacks
-    command = [*slurm.step(job.id, attempt.hosts), f"--chdir={ROOT}"]
+    command = [*slurm.on_groups(job.id, attempt.hosts), f"--chdir={ROOT}"]
     command += [sys.executable, "-m", "rollcall.launch.commands.stacks_on_node", str(logs)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0 and not answer.stdout:
@@ -69,8 +72,7 @@ def _ask(run: RunDir, job: SubmittedJob, attempt: AttemptRecord) -> dict[int, st
     return stacks
 
 
-def _names(ranks: Sequence[int], attempt: AttemptRecord) -> str:
-    per_node = attempt.ranks // len(attempt.hosts)
-    names = dict.fromkeys(attempt.hosts[rank // per_node] for rank in ranks)
+def _names(ranks: Sequence[int], places: Mapping[int, str]) -> str:
+    names = dict.fromkeys(places.get(rank, "no node yet") for rank in ranks)
     label = "rank" if len(ranks) == 1 else "ranks"
     return f"{label} {', '.join(map(str, ranks))} on {', '.join(names)}"

@@ -40,19 +40,12 @@ ORDINARY = {"started", "resumed", "first_step", "checkpointed", "evaluated", "fi
 
 @dataclass
 class Recovery:
-    """How a run recovered, in seconds since the fault; None for what did not happen.
+    """How a run recovered, in seconds since the fault; None for what did not happen."""
 
-    Attributes:
-        noticed: when the run's files first showed the fault.
-        free: when the run's nodes were free again.
-        again: when the run made its first step after the fault.
-        lost: steps that had to be repeated.
-    """
-
-    noticed: float | None = None
-    free: float | None = None
-    again: float | None = None
-    lost: int | None = None
+    noticed: float | None = None  # when the run's files first showed the fault
+    free: float | None = None  # when the run's nodes were free again
+    again: float | None = None  # when the run made its first step after the fault
+    lost: int | None = None  # steps that had to be repeated
 
 
 def main(argv: Sequence[str]) -> int:
@@ -135,10 +128,9 @@ def _watch(run: RunDir, fault: Fault, found: Recovery, events: int, starts: int)
         now = time.monotonic() - start
         new = run.read_events()[events:]
         names = [line["event"] for line in new]
-        if found.noticed is None and (
-            set(names) - ORDINARY or len(AttemptEvent.read(run.path)) > starts
-        ):
-            found.noticed = now
+        if found.noticed is None:
+            shows = set(names) - ORDINARY or len(AttemptEvent.read(run.path)) > starts
+            found.noticed = now if shows else None
         if "resumed" not in names:
             newest = LoggedStep.newest(run.path)
             step = newest.step if newest else 0

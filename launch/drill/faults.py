@@ -32,21 +32,13 @@ class Target(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault that is ready to be injected.
+    """A fault that is ready to be injected."""
 
-    Attributes:
-        plan: a sentence that says what it will do.
-        inject: injects the fault.
-        is_free: whether the run's nodes are free again; None if the run keeps them.
-        undo: called when they are.
-        is_endured: whether the run should continue without a restart.
-    """
-
-    plan: str
+    plan: str  # a sentence that says what it will do
     inject: Callable[[], object]
-    is_free: Callable[[], bool] | None = None
-    undo: Callable[[], object] | None = None
-    is_endured: bool = False
+    is_free: Callable[[], bool] | None = None  # the run's nodes, again; None if it keeps them
+    undo: Callable[[], object] | None = None  # called when they are
+    is_endured: bool = False  # whether the run should continue without a restart
 
 
 def preempt(target: Target) -> Fault:
@@ -172,7 +164,7 @@ def _on_nodes(target: Target, what: str, number: int) -> None:
     module = "rollcall.launch.drill.on_node"
     command = [sys.executable, "-m", module, what, str(logs), str(number)]
     if not target.job.is_local:
-        command = [*slurm.step(target.job.id, target.attempt.hosts), *command]
+        command = [*slurm.on_groups(target.job.id, target.attempt.hosts), *command]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if "injected" not in done.stdout:
         raise SlurmError(f"{what} {number} could not be injected: {done.stderr.strip()}")

@@ -60,7 +60,7 @@ def _supervisor(rank: int) -> int | None:
 
 def _slow_down() -> None:
     """Limit this host's network to 1 Mbit/s for a while."""
-    head = hosts.expand(os.environ["SLURM_STEP_NODELIST"])[0]
+    head = hosts.of_step(os.environ)[0]
     place = ["dev", hosts.route(head).interface, "root"]
     limit = ["tbf", "rate", "1mbit", "burst", "32k", "latency", "50ms"]
     subprocess.run(["tc", "qdisc", "add", *place, *limit], check=True)

@@ -1,18 +1,37 @@
-"""The variables of each framework beyond torchrun's: one file and one line for each."""
+"""The variables of each framework beyond torchrun's: an entry for each, or a file."""
 
 import ast
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rollcall.installation import USER_PROGRAM
-from rollcall.launch.frameworks import deepspeed, jax, mpi, tensorflow, torch
-from rollcall.launch.frameworks.framework import Framework
+from rollcall.launch.frameworks import jax, mpi
+from rollcall.launch.frameworks.framework import Framework, Place
 
+
+def _of_deepspeed(place: Place) -> dict[str, int]:
+    """Return what DeepSpeed's own launcher sets in addition to torchrun's variables."""
+    return {
+        "CROSS_RANK": place.node,
+        "CROSS_SIZE": place.nodes,
+        "LOCAL_SIZE": place.local_world_size,
+    }
+
+
+def _of_tensorflow(place: Place) -> dict[str, str]:
+    """Return TF_CONFIG, by which MultiWorkerMirroredStrategy finds the other workers."""
+    cluster = {"worker": list(place.addresses())}
+    task = {"type": "worker", "index": place.rank}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+TORCH = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "transformers"})
 TABLE: dict[str, Framework] = {
-    "torch": torch.FRAMEWORK,
-    "deepspeed": deepspeed.FRAMEWORK,
+    "torch": Framework(TORCH, lambda _: {}, meets_at_master=True),
+    "deepspeed": Framework(frozenset({"deepspeed"}), _of_deepspeed, meets_at_master=True),
     "jax": jax.FRAMEWORK,
-    "tensorflow": tensorflow.FRAMEWORK,
+    "tensorflow": Framework(frozenset({"tensorflow", "keras"}), _of_tensorflow),
     "mpi": mpi.FRAMEWORK,
 }
 """Every framework by the name that `--framework` has for it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, Self
 
 
@@ -23,13 +24,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place among all ranks.
-
-    Attributes:
-        store: connects to a store that all ranks share.
-        addresses: exchanges with all other ranks, which must call it too, one `host:port` per rank
-            that other hosts can dial; the port is free at that moment.
-    """
+    """A rank's place among all ranks."""
 
     rank: int
     local_rank: int
@@ -37,7 +32,11 @@ class Place:
     local_world_size: int
     node: int
     nodes: int
-    store: Callable[[], Store]
+    # Nodes in a row with equal numbers of ranks: the first, how many, and the ranks.
+    blocks: Sequence[tuple[int, int, int]]
+    store: Callable[[], Store]  # connects to a store that all ranks share
+    # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at that
+    # moment; all ranks must call it.
     addresses: Callable[[], Sequence[str]]
 
     @classmethod
@@ -46,31 +45,26 @@ class Place:
         env: Mapping[str, str],
         store: Callable[[], Store],
         addresses: Callable[[], Sequence[str]],
+        ranks: Sequence[int] = (),
     ) -> Self:
-        """Read a place from torchrun's variables."""
-        return cls(
-            rank=int(env["RANK"]),
-            local_rank=int(env["LOCAL_RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
-            node=int(env["GROUP_RANK"]),
-            nodes=int(env["GROUP_WORLD_SIZE"]),
-            store=store,
-            addresses=addresses,
-        )
+        """Read a place from torchrun's variables; without `ranks`, all nodes have the same."""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        rank, local, size, local_size, node = (int(env[name]) for name in names)
+        nodes = int(env["GROUP_WORLD_SIZE"])
+        blocks = _blocks(ranks or [local_size] * nodes)
+        return cls(rank, local, size, local_size, node, nodes, blocks, store, addresses)
+
+
+def _blocks(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    groups = [[*group] for _, group in groupby(enumerate(ranks), key=lambda node: node[1])]
+    return [(group[0][0], len(group), group[0][1]) for group in groups]
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework whose scripts rollcall starts.
+    """A framework whose scripts rollcall starts."""
 
-    Attributes:
-        imports: top-level packages whose import shows that a script uses it.
-        variables: returns what a rank's environment has in addition to torchrun's variables.
-        meets_at_master: whether its ranks meet at MASTER_ADDR and MASTER_PORT, so that it is known
-            whether they did.
-    """
-
-    imports: frozenset[str]
-    variables: Callable[[Place], dict[str, str]]
+    imports: frozenset[str]  # top-level packages whose import shows that a script uses it
+    variables: Callable[[Place], Mapping[str, object]]  # of a rank, in addition to torchrun's
+    # Whether ranks meet at MASTER_ADDR and MASTER_PORT, so that it is known whether they did.
     meets_at_master: bool = False

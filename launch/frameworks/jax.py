@@ -12,11 +12,11 @@ from rollcall import hosts
 from rollcall.launch.frameworks.framework import Framework, Place
 
 
-def _variables(place: Place) -> dict[str, str]:
+def _variables(place: Place) -> dict[str, object]:
     coordinator = place.addresses()[0]
     if place.local_rank == 0 and place.nodes > 1 and not coordinator.startswith(("127.", "[::1]")):
         _check_own_name()
-    values = {
+    return {
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_NUM_PROCESSES": place.world_size,
         "JAX_PROCESS_ID": place.rank,
@@ -26,7 +26,6 @@ def _variables(place: Place) -> dict[str, str]:
         "OMPI_COMM_WORLD_LOCAL_RANK": place.local_rank,
         "OMPI_COMM_WORLD_LOCAL_SIZE": place.local_world_size,
     }
-    return {name: str(value) for name, value in values.items()}
 
 
 def _check_own_name() -> None:

@@ -52,7 +52,8 @@ class _Server:
     def _get(self, key: str) -> str:
         value = ""
         if key == "PMI_process_mapping":
-            value = f"(vector,(0,{self._place.nodes},{self._place.local_world_size}))"
+            blocks = (f"({first},{nodes},{ranks})" for first, nodes, ranks in self._place.blocks)
+            value = f"(vector,{','.join(blocks)})"
         elif self._store.check([key]):
             value = self._store.get(key).decode()
         found = "rc=0 msg=success" if value else "rc=-1 msg=key_not_found"
@@ -71,7 +72,7 @@ def _serve(place: Place, connection: socket.socket) -> None:
                 return
 
 
-def _variables(place: Place) -> dict[str, str]:
+def _variables(place: Place) -> dict[str, int]:
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         try:
@@ -82,9 +83,13 @@ def _variables(place: Place) -> dict[str, str]:
             os._exit(0)
     ours.close()
     os.set_inheritable(theirs.fileno(), True)
-    values = {"PMI_FD": theirs.detach(), "PMI_RANK": place.rank, "PMI_SIZE": place.world_size}
-    values |= {"MPI_LOCALRANKID": place.local_rank, "MPI_LOCALNRANKS": place.local_world_size}
-    return {name: str(value) for name, value in values.items()}
+    return {
+        "PMI_FD": theirs.detach(),
+        "PMI_RANK": place.rank,
+        "PMI_SIZE": place.world_size,
+        "MPI_LOCALRANKID": place.local_rank,
+        "MPI_LOCALNRANKS": place.local_world_size,
+    }
 
 
 FRAMEWORK = Framework(frozenset({"mpi4py", "horovod"}), _variables)

@@ -6,6 +6,7 @@ Exit code: 0 without findings, 1 with findings, 2 if a file cannot be read.
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from inspect import isfunction
 from pathlib import Path
 
 from rollcall.launch.lint import directives, launches
@@ -13,31 +14,13 @@ from rollcall.launch.lint.script import Finding, Script
 
 Rule = Callable[[Script], Iterator[Finding]]
 
-RULES: tuple[Rule, ...] = (
-    directives.syntax_error,
-    directives.commented_directive,
-    directives.late_directive,
-    directives.unknown_option,
-    directives.short_time,
-    directives.output_directory,
-    directives.requeue_truncates,
-    launches.rank_in_batch_shell,
-    launches.wrapper_without_exec,
-    launches.signal_to_nobody,
-    launches.signal_kills_torchrun,
-    launches.fixed_node_count,
-    launches.fixed_port,
-    launches.fixed_rendezvous_id,
-    launches.pipe_hides_failure,
-    launches.tasks_mismatch,
-    launches.torchrun_without_srun,
-    launches.srun_without_cpus,
-    launches.missing_node_count,
-    launches.local_address,
-    launches.visible_devices,
-    launches.shared_port,
-    launches.hidden_exit_code,
-)
+RULES: list[Rule] = [
+    rule
+    for module in (directives, launches)
+    for rule in vars(module).values()
+    if isfunction(rule) and rule.__module__ == module.__name__ and rule.__name__[0] != "_"
+]
+"""The public functions of these modules."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from rollcall.launch.lint.script import Directive, Finding, Launch, Script
 from rollcall.launch.lint.shell import Command, expanded
 from rollcall.launch.scheduler import cluster, gpus
-from rollcall.launch.scheduler.sbatch_options import SHORT
 
 TRAINERS = ("torchrun", "accelerate", "deepspeed")
 TORCHRUN_FLAGS = ("--standalone", "--module", "--no-python", "--no_python", "--run-path")
@@ -244,8 +243,7 @@ def srun_without_cpus(script: Script) -> Iterator[Finding]:
     for launch in script.launches():
         if launch.step is None or not _starts_training(script, launch):
             continue
-        unknown = any(word.startswith("$") for word in launch.step)
-        if not unknown and "cpus-per-task" not in _step_options(launch):
+        if launch.step.keys().isdisjoint({"$", "cpus-per-task"}):
             reason = "srun of Slurm 22.05 to 23.02 does not take --cpus-per-task from sbatch: the "
             reason += "task gets one CPU"
             fix = 'write srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
@@ -326,21 +324,20 @@ def hidden_exit_code(script: Script) -> Iterator[Finding]:
     launches = [launch for launch in script.launches() if launch.program[0] not in _CLOSES]
     if any(_sees_exit_codes(launch) for launch in launches):
         return
-    trainings = [each for each in launches if _starts_training(script, each) and _runs(each)]
+    trainings = [
+        each for each in launches if _starts_training(script, each) and _runs(each.program)
+    ]
     if not trainings or trainings[-1].replaces_shell:
         return
     last = trainings[-1]
     later = launches[launches.index(last) + 1 :]
+    tells = all(_TELLS.fullmatch(each.program[0]) for each in later)
     if last.end == "&":
         waits = [each for each in later if each.program[0] == "wait"]
         if waits and len(waits[-1].program) == 1 and waits[-1] == later[-1]:
             reason = "wait without a process id returns 0: a failed training is COMPLETED"
             yield Finding(waits[-1].line, reason, "write wait for each process id: wait $!")
-    elif (
-        last.end in ("\n", ";")
-        and later
-        and all(_TELLS.fullmatch(each.program[0]) for each in later)
-    ):
+    elif later and tells and last.end in ("\n", ";"):
         reason = f"the exit code of the job is that of {later[-1].program[0]} (line "
         reason += f"{later[-1].line}): a failed training is COMPLETED"
         yield Finding(last.line, reason, "write set -e at the top of the script")
@@ -365,15 +362,15 @@ def _sees_exit_codes(launch: Launch) -> bool:
     return sets or launch.program[0] in ("exit", "return", "trap", "function", "case")
 
 
-def _runs(launch: Launch) -> bool:
+def _runs(program: Sequence[str]) -> bool:
     """Whether a command certainly runs its program, not only names it."""
-    return launch.program[0] not in ("echo", "printf", "which", "type", "pip", "cat", "[", "[[")
+    return program[0] not in ("echo", "printf", "which", "type", "pip", "cat", "[", "[[")
 
 
 def _nodes(script: Script, launch: Launch) -> int:
     """Return the fewest nodes that a launch runs on; 0 if only the job knows."""
-    step = _step_options(launch)
-    if any(name.startswith("$") for name in step):
+    step = launch.step or {}
+    if "$" in step:
         return 0
     found = re.match(r"\d+", step.get("nodes") or script.value("nodes"))
     return int(found[0]) if found else 0
@@ -389,9 +386,7 @@ def _programs(script: Script, names: Sequence[str]) -> Iterator[tuple[Launch, li
     for launch in script.launches():
         inner = script.inner(launch) or []
         for program in (launch.program, *(each.program for each in script.launches(inner))):
-            for index, word in enumerate(
-                program if _runs(Launch(0, "", False, None, program)) else ()
-            ):
+            for index, word in enumerate(program if _runs(program) else ()):
                 if word in names or Path(word).name in names:
                     yield launch, list(program[index + 1 :])
                     break
@@ -423,20 +418,10 @@ def _starts_training(script: Script, launch: Launch) -> bool:
     return any(_trains(each.program) for each in inner)
 
 
-def _step_options(launch: Launch) -> dict[str, str]:
-    options = {}
-    for word in launch.step or ():
-        name, _, value = word.lstrip("-").partition("=")
-        if not word.startswith("--"):
-            name, value = SHORT.get(name[:1], name[:1]), value or name[1:]
-        options[name] = value
-    return options
-
-
 def _tasks_per_node(script: Script, launch: Launch) -> int | None:
     """Return how many tasks of a step run on each node; None if only the job knows."""
-    step = _step_options(launch)
-    if any(name.startswith("$") for name in step):
+    step = launch.step or {}
+    if "$" in step:
         return None
     per_node = step.get("ntasks-per-node")
     if per_node is None and "ntasks" not in step:

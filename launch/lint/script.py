@@ -40,39 +40,25 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts a program, possibly as a Slurm step.
-
-    Attributes:
-        end: the operator after it.
-        replaces_shell: whether it is started by exec.
-        step: the options of srun; None without srun.
-        program: the program's words, with known variables expanded.
-    """
+    """A command that starts a program, possibly as a Slurm step."""
 
     line: int
-    end: str
-    replaces_shell: bool
-    step: tuple[str, ...] | None
-    program: tuple[str, ...]
+    end: str  # the operator after it
+    replaces_shell: bool  # whether it is started by exec
+    step: dict[str, str] | None  # srun's options, `$` for variables; None without srun
+    program: tuple[str, ...]  # its words, with known variables expanded
 
 
 class Script:
-    """A script's directives and commands.
-
-    Attributes:
-        directives: the directives that sbatch reads.
-        late: lines of directives after the first command.
-        disabled: lines of comments that look like directives.
-        commands: empty if this is not a shell script, or if it is `unbalanced`.
-    """
+    """A script's directives and commands."""
 
     def __init__(self, path: Path, text: str) -> None:
         text = _without_placeholders(text)
         self.path, self.text, self.lines = path, text, text.splitlines()
-        self.directives: list[Directive] = []
-        self.late: list[int] = []
-        self.disabled: list[int] = []
-        self.commands: list[Command] = []
+        self.directives: list[Directive] = []  # that sbatch reads
+        self.late: list[int] = []  # lines of directives after the first command
+        self.disabled: list[int] = []  # lines of comments that look like directives
+        self.commands: list[Command] = []  # none if it is no shell script, or `unbalanced`
         self.unbalanced: UnbalancedError | None = None
         shebang = self.lines[0] if text.startswith("#!") else "#!/bin/sh"
         self.is_shell = re.search(r"\b(ba|da|k|z)?sh\b", shebang) is not None
@@ -123,7 +109,7 @@ class Script:
             if {("launch", "batch"), ("rollcall", "batch")} & set(pairwise(words)):
                 # It starts the given step and forwards signals, as srun would.
                 words = words[words.index("batch") + 1 :]
-            step: tuple[str, ...] | None = None
+            step: dict[str, str] | None = None
             if words and Path(words[0]).name == "srun":
                 step, words = _split_srun(words[1:])
             if words:
@@ -208,13 +194,16 @@ def _directives(line: str, number: int) -> Iterator[Directive]:
         yield Directive(number, name, value)
 
 
-def _split_srun(words: list[str]) -> tuple[tuple[str, ...], list[str]]:
-    options: list[str] = []
+def _split_srun(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of srun under their long names, and the program."""
+    options: dict[str, str] = {}
     while words and (words[0].startswith("-") or (words[0].startswith("$") and len(words) > 1)):
         word = words.pop(0)
-        options.append(word)
-        short = re.fullmatch(r"-\w", word)
-        needs_value = (word.startswith("--") and "=" not in word) or short
+        needs_value = re.fullmatch(r"-\w|--[^=]*", word)
         if needs_value and word.lstrip("-") not in FLAGS | SRUN_FLAGS and words:
-            options[-1] += f"={words.pop(0)}"
-    return tuple(options), words
+            word += f"={words.pop(0)}"
+        name, _, value = word.lstrip("-").partition("=")
+        if not word.startswith("--"):
+            name, value = SHORT.get(name[:1], name[:1]), value or name[1:]
+        options["$" if name.startswith("$") else name] = value
+    return options, words

@@ -93,10 +93,8 @@ def commands(text: str, line: int = 1) -> Iterator[Command]:
 
 def plain(raw: str, quoted: bool = False) -> str:
     """Return the text of a word without its quotes; `$(a command)` in it loses its spaces."""
-    result, position = "", 0
-    while position < len(raw):
-        end = _end_of_piece(raw, position, quoted)
-        piece = raw[position:end]
+    result = ""
+    for piece in _pieces(raw, quoted):
         if piece[0] == "'" and not quoted:
             result += piece[1:-1]
         elif piece[0] == '"' and not quoted:
@@ -105,23 +103,19 @@ def plain(raw: str, quoted: bool = False) -> str:
             result += piece[1:].strip("\n")
         else:
             result += "".join(piece.split()) if piece.startswith("$(") else piece
-        position = end
     return result
 
 
 def expanded(raw: str, quoted: bool = False) -> str:
     """Return the parts of a word in which this shell, not a later one, expands variables."""
-    result, position = "", 0
-    while position < len(raw):
-        end = _end_of_piece(raw, position, quoted)
-        piece = raw[position:end]
+    result = ""
+    for piece in _pieces(raw, quoted):
         if piece[0] == '"' and not quoted:
             result += expanded(piece[1:-1], quoted=True)
         elif piece.startswith("$("):
             result += f"$({_expanded_commands(piece[2:-1])})"
         elif piece[0] != "\\" and (piece[0] != "'" or quoted):
             result += piece
-        position = end
     return result
 
 
@@ -137,12 +131,16 @@ def _expanded_commands(text: str) -> str:
     return " ".join([*words, *(command.filled_in for command in found)])
 
 
-def _end_of_piece(raw: str, position: int, quoted: bool) -> int:
-    """Return the position after the next piece of a word, one character if it is not balanced."""
-    try:
-        return _skip(raw, position, 1, quoted)
-    except UnbalancedError:
-        return position + 1
+def _pieces(raw: str, quoted: bool) -> Iterator[str]:
+    """Yield the pieces of a word; what is not balanced comes as single characters."""
+    position = 0
+    while position < len(raw):
+        try:
+            end = _skip(raw, position, 1, quoted)
+        except UnbalancedError:
+            end = position + 1
+        yield raw[position:end]
+        position = end
 
 
 def _document(text: str, position: int, delimiter: str) -> tuple[str, int]:

@@ -101,11 +101,16 @@ class NodeAttempt:
     """This node's part of one attempt."""
 
     def __init__(
-        self, run: RunDir, node: Node, ranks: int, rendezvous: Rendezvous, monitor: NodeMonitor
+        self,
+        run: RunDir,
+        node: Node,
+        ranks: Sequence[int],
+        rendezvous: Rendezvous,
+        monitor: NodeMonitor,
     ) -> None:
         self.run, self.node, self.ranks = run, node, ranks
         self.rendezvous, self.monitor = rendezvous, monitor
-        self.log = run.log(rendezvous.attempt, node.number, node.number * ranks)
+        self.log = run.log(rendezvous.attempt, node.number, sum(ranks[: node.number]))
         self.comes_back = False  # whether a request to stop means that the run is started again
         self.is_victim = False  # whether the ranks were ended because another node failed
 
@@ -114,7 +119,7 @@ class NodeAttempt:
     ) -> list[str]:
         """Return the agent's command line."""
         words = [f"--nnodes={self.node.count}", f"--node-rank={self.node.number}"]
-        words += [f"--nproc-per-node={self.ranks}"]
+        words += [f"--nproc-per-node={','.join(map(str, self.ranks))}"]
         words += [f"--master-addr={self.rendezvous.address}"]
         words += [f"--master-port={self.rendezvous.port}"]
         words += [f"--run-id={key}", f"--log-dir={self.log.parent}"]
@@ -133,7 +138,7 @@ class NodeAttempt:
             # "=" means exactly this one; NCCL avoids lo itself and needs no address on one node
             **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface != "lo" else {}),
             **os.environ,
-            "ROLLCALL_WORLD_SIZE": str(self.node.count * self.ranks),
+            "ROLLCALL_WORLD_SIZE": str(sum(self.ranks)),
         }
         if modules:
             searched = [*modules, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -93,7 +93,7 @@ def _slurm(env: Mapping[str, str]) -> Node:
     try:
         number, count = int(env["SLURM_NODEID"]), int(env["SLURM_STEP_NUM_NODES"])
         tasks = int(env["SLURM_STEP_NUM_TASKS"])
-        names = hosts.expand(env["SLURM_STEP_NODELIST"])
+        names = hosts.of_step(env)
         job = job_of(env)
     except (KeyError, ValueError) as error:
         raise NodeError(f"this Slurm step's variables are incomplete: {error}") from None

@@ -5,6 +5,7 @@ message from the network: only the run's owner can write these files.
 """
 
 import socket
+from collections.abc import Sequence
 
 from rollcall import hosts
 from rollcall.launch.node.identity import Node
@@ -49,7 +50,7 @@ class Meeting:
         """Identifies this round; the same on all nodes."""
         return f"{self.node.key}.{self.round}" if self.round else self.node.key
 
-    def publish(self, ranks: int) -> tuple[Rendezvous, socket.socket]:
+    def publish(self, ranks: Sequence[int]) -> tuple[Rendezvous, socket.socket]:
         """As the head: publish an attempt number and a port, held by the socket until it is used.
 
         Raises:
@@ -59,7 +60,7 @@ class Meeting:
         holder = _reserve(address, hosts.port(self.key))
         port = holder.getsockname()[1]
         attempt = new_attempt(self.run.path, self.run.next_attempt())
-        rendezvous = Rendezvous(attempt, self.node.host, address, port, ranks)
+        rendezvous = Rendezvous(attempt, self.node.host, address, port, ranks[0])
         rendezvous.write(self.run.path, key=self.key)
         return rendezvous, holder
 
@@ -67,7 +68,7 @@ class Meeting:
         """As the head: publish that no further round follows."""
         NoMoreRounds(reason).write(self.run.path, key=self.key)
 
-    def read(self, ranks: int) -> Rendezvous | NoMoreRounds | None:
+    def read(self, ranks: Sequence[int]) -> Rendezvous | NoMoreRounds | None:
         """As another node: return what the head has published, None if there is nothing yet.
 
         Raises:
@@ -77,11 +78,11 @@ class Meeting:
         if found is None:
             is_due = self._look_for_end.is_due()
             return NoMoreRounds.read(self.run.path, key=self.key) if is_due else None
-        if found.ranks_per_node != ranks:
+        if found.ranks_per_node != ranks[0]:
             raise RendezvousError(
-                f"this node would run {ranks} ranks, but node 0 ({found.host}) runs "
-                f"{found.ranks_per_node}: give all nodes the same number of GPUs, or set "
-                "--nproc-per-node"
+                f"this node would run {ranks[self.node.number]} ranks, but node 0 ({found.host}) "
+                f"runs {found.ranks_per_node}: give all nodes the same number of GPUs, or set "
+                "--nproc-per-node, for each node if they differ: 4,8,8"
             )
         return found
 

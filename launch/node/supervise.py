@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from rollcall.hosts import HostError
+from rollcall.hosts import HostError, ranks_of_nodes
 from rollcall.launch import frameworks
 from rollcall.launch.node import heartbeat, identity, processes, takeover
 from rollcall.launch.node.attempt import NodeAttempt, NodeMonitor
@@ -50,13 +50,13 @@ class Supervisor:
         self,
         work: Work,
         node: Node,
-        ranks: int,
+        ranks: Sequence[int],
         start_method: str,
         framework: str,
         max_restarts: int | None,
     ) -> None:
         self.work, self.run = work, work.run
-        self.node, self.ranks, self.start_method = node, ranks, start_method
+        self.node, self.ranks, self.start_method = node, ranks, start_method  # ranks of each node
         self.framework = framework
         self.max_restarts = max_restarts  # None for as long as they make progress
         self.meeting = Meeting(self.run, node)
@@ -131,8 +131,7 @@ class Supervisor:
         part.write(self.run.path)
         if self.node.is_head:
             event = self._event(number, "started")
-            ranks = node.count * self.ranks
-            replace(event, hosts=list(node.hosts), ranks=ranks).append(self.run.path)
+            replace(event, hosts=list(node.hosts), ranks=sum(self.ranks)).append(self.run.path)
         words = attempt.words(
             self.meeting.key, self.start_method, self.framework, self.work.program
         )
@@ -258,6 +257,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         node = identity.find(os.environ)
         work = resolve.work_of_supervisor(options, os.environ, node.job)
+        ranks = ranks_of_nodes(options.nproc_per_node or str(node.default_ranks), node.count)
     except (NodeError, ValueError) as error:
         return _fail(str(error))
     run = work.run
@@ -270,7 +270,6 @@ def main(argv: Sequence[str]) -> int:
         work = replace(work, program=(*work.program, *place))
     elif max_restarts is None:
         max_restarts = 0  # only its author knows whether restarting it makes progress
-    ranks = options.nproc_per_node or node.default_ranks
     try:
         run.create()
         framework = options.framework or frameworks.guess(work.program)

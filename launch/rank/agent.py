@@ -30,6 +30,9 @@ MAX_BYTES = 1 << 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks that the command line asks for and wait for them; return the exit code."""
     options = parser().parse_args(argv)
+    options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
+    options.nproc_per_node = options.ranks[options.node_rank]
+    options.first_rank = sum(options.ranks[: options.node_rank])
     if options.start_method == "none":
         sys.exit(run_rank(options))
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog=name, allow_abbrev=False)
     result.add_argument("--nnodes", type=int, default=1)
     result.add_argument("--node-rank", type=int, default=0)
-    result.add_argument("--nproc-per-node", type=int, default=1)
+    result.add_argument("--nproc-per-node", default="1", help="ranks, or 1,2,2 node by node")
     result.add_argument("--master-addr", default="127.0.0.1", help="address of node 0")
     result.add_argument("--master-port", type=int, required=True)
     result.add_argument("--port-fd", type=int, help="a bound socket that reserves the port")

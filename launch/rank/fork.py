@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,15 +28,16 @@ from rollcall.launch.rank.process import (
     run_rank,
 )
 from rollcall.process import die_with_parent
-from rollcall.timer import RunningClock
+from rollcall.records.attempt import NodeState
+from rollcall.timer import Every, RunningClock
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 """Whether this Python has torch. Without it, ranks get no store; their program needs none."""
 if HAS_TORCH:
     from rollcall.launch.rank import store
 
-LEAVE_TIMEOUT = 300.0
-"""Seconds that node 0, which hosts the store, waits for the other nodes' ranks to end."""
+LEAVE_LOOK = 10.0
+"""Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 LAST_WORDS = 2.0
 """Seconds that ranks have to end by themselves after another rank of the node has failed."""
 
@@ -46,6 +48,8 @@ def preload(options: argparse.Namespace) -> None:
     words = training_words(program)
     if words is not None:
         _import_training(words)
+        for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            one.atexit = False  # what torch's modules undo at exit, no rank needs: it takes 60 ms
     # Otherwise the collector writes to every page that ranks share, which copies it. Done before
     # the first attempt, so that a restart has only its own few objects to collect.
     gc.collect()
@@ -88,20 +92,31 @@ def start(options: argparse.Namespace) -> None:
 
 def _leave(meeting: Store | None, options: argparse.Namespace) -> None:
     """Keep node 0 until the other nodes have ended: it hosts the store, and says how all ended."""
-    end, folder = time.monotonic() + LEAVE_TIMEOUT, Path(options.log_dir).parent / "exchange"
+    folder, look = Path(options.log_dir).parent, Every(LEAVE_LOOK, at_once=False)
     with contextlib.suppress(RuntimeError, OSError):  # node 0 has ended already; a full disk
         if meeting is None:
-            meeting = surroundings.Files(folder, f"node-{options.node_rank}")
+            meeting = surroundings.Files(folder / "exchange", f"node-{options.node_rank}")
         left = meeting.add("left", 1)
-        while options.node_rank == 0 and left < options.nnodes and time.monotonic() < end:
+        while options.node_rank == 0 and left < options.nnodes:
+            if look.is_due() and _others_have_ended(folder):
+                return  # they were asked to stop, and do not come here
             time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
             left = meeting.add("left", 0)
 
 
+def _others_have_ended(folder: Path) -> bool:
+    """Whether all other nodes have written that their parts of this attempt ended in order.
+
+    If one has failed or is lost, the supervisor of node 0 notices that and ends this process.
+    """
+    number = int(folder.name.rpartition("-")[2])
+    parts = NodeState.read_all(folder.parents[1], attempt=number).values()
+    return all(part.node == 0 or part.state in ("finished", "stopped") for part in parts)
+
+
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
     """The variables that torchrun sets for a rank."""
-    rank = options.node_rank * options.nproc_per_node + local_rank
-    world_size = options.nnodes * options.nproc_per_node
+    rank, world_size = options.first_rank + local_rank, sum(options.ranks)
     values = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
@@ -144,13 +159,12 @@ def _fork(options: argparse.Namespace, local_rank: int, gate: int, opener: int) 
 def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
     """Wait for the ranks; after a failure only for LAST_WORDS seconds, then kill the others."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
-    first_rank = options.node_rank * options.nproc_per_node
     deadline, clock = None, RunningClock()
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WNOHANG if deadline else 0)
         if pid:
             codes[pid] = code = os.waitstatus_to_exitcode(status)
-            rank = first_rank + pids.index(pid)
+            rank = options.first_rank + pids.index(pid)
             record_end(options, rank, code)
             if code not in (0, os.EX_TEMPFAIL):
                 deadline = deadline or clock.read() + LAST_WORDS
@@ -167,4 +181,4 @@ def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
         # Ranks that lose a peer fail too, at once and loudly. A rank that a signal killed did not
         # fail because of a peer, so it comes first; a rank that was asked to stop comes last.
         first = min(failed, key=lambda pid: (codes[pid] > 0, codes[pid] == os.EX_TEMPFAIL))
-        raise RankError.of_rank(first_rank + pids.index(first), codes[first], options)
+        raise RankError.of_rank(options.first_rank + pids.index(first), codes[first], options)

@@ -56,19 +56,11 @@ def run_rank(options: argparse.Namespace) -> int:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("TORCHELASTIC_ERROR_FILE", None)  # the supervisor reads the rank's log instead
-    expected = str(options.nnodes * options.nproc_per_node)
-    if os.environ["WORLD_SIZE"] != expected:
-        print(
-            f"rank {rank}: expected a world of {expected} ranks, but found "
-            f"{os.environ['WORLD_SIZE']}: the nodes were started with different numbers of ranks",
-            file=sys.stderr,
-        )
-        code, error = 2, ""
-    else:
-        stacks = os.memfd_create(STACK_FILE.format(rank))  # a rank may hang on a disk
-        faulthandler.register(STACK_SIGNAL, stacks)
-        surroundings.prepare(os.environ, options.framework, path.parents[1] / "exchange")
-        code, error = _run_program(options)
+    stacks = os.memfd_create(STACK_FILE.format(rank))  # a rank may hang on a disk
+    faulthandler.register(STACK_SIGNAL, stacks)
+    exchange = path.parents[1] / "exchange"
+    surroundings.prepare(os.environ, options.framework, exchange, options.ranks)
+    code, error = _run_program(options)
     if code not in (0, os.EX_TEMPFAIL):
         record_failure(options, f"rank-{rank}", code, error, int(rank))
     if options.start_method == "none":  # torchrun does not say how ranks ended without a failure

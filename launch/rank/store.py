@@ -34,8 +34,7 @@ def check_cuda(program: str) -> None:
 def meet(options: argparse.Namespace) -> Store:
     """Host the store on node 0, connect to it on the others, and wait until all nodes have met.
 
-    Raises:
-        RankError: they do not meet, or they have other numbers of ranks than expected.
+    The supervisors have compared their numbers of ranks; RankError is raised if they do not meet.
     """
     place = f"{options.master_addr}:{options.master_port}"
     is_host = options.node_rank == 0
@@ -55,26 +54,18 @@ def meet(options: argparse.Namespace) -> Store:
         )
         problem = f"not all of the {options.nnodes} nodes met at {place}"
         store = PrefixStore(f"rollcall/{options.run_id}", server)
-        store.add("ranks", options.nproc_per_node)
         if store.add("nodes", 1) == options.nnodes:  # this is the last one
-            store.set("world size", str(store.add("ranks", 0)))
-        found = int(store.get("world size"))
+            store.set("all have met", "")
+        store.get("all have met")
     except (DistError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise RankError(f"{problem}: {reason}", 1) from None
-    expected = options.nnodes * options.nproc_per_node
-    if found != expected:
-        raise RankError(
-            f"expected a world of {expected} ranks, but the nodes have {found}: they were started "
-            "with different numbers of ranks",
-            2,
-        )
     return store
 
 
 def record_if_alone(store: Store, keys: int, options: argparse.Namespace) -> None:
     """Record that no rank has used the store, which a process group does, since it had `keys`."""
-    ranks = options.nnodes * options.nproc_per_node
+    ranks = sum(options.ranks)
     may_know = options.node_rank == 0 and TABLE[options.framework].meets_at_master
     with contextlib.suppress(OSError):  # a full disk
         if may_know and ranks > 1 and store.num_keys() - store.check(["left"]) <= keys:

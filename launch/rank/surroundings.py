@@ -22,24 +22,29 @@ EXCHANGE = timedelta(minutes=10)
 """How long a rank waits for the addresses of all others."""
 
 
-def prepare(env: MutableMapping[str, str], framework: str, folder: Path) -> None:
+def prepare(
+    env: MutableMapping[str, str], framework: str, folder: Path, ranks: Sequence[int] = ()
+) -> None:
     """Change a rank's environment, which has torchrun's variables, in place.
 
     Args:
         folder: where ranks without torch exchange what others need; all of them see it.
+        ranks: how many ranks each node has; empty if all have the same number.
     """
-    place = Place.of(env, lambda: _store(env, folder), lambda: _addresses(env, folder))
+    place = Place.of(env, lambda: _store(env, folder), lambda: _addresses(env, folder), ranks)
     for name, value in list(env.items()):
         if name.startswith(OF_SUPERVISOR) or OWN.get(name) == value:
             del env[name]
     if "SLURM_STEP_ID" in env:
         env.update(_slurm(env, place))
-    env.update(TABLE[framework].variables(place))
+    variables = TABLE[framework].variables(place)
+    env.update({name: str(value) for name, value in variables.items()})
 
 
 def _slurm(env: Mapping[str, str], place: Place) -> dict[str, str]:
     """Return Slurm's variables as srun would set them if it had started each rank as a task."""
-    per_node = str(place.local_world_size) + (f"(x{place.nodes})" if place.nodes > 1 else "")
+    counts = (f"{each}(x{nodes})" if nodes > 1 else str(each) for _, nodes, each in place.blocks)
+    per_node = ",".join(counts)
     values: dict[str, object] = {
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), place.world_size),
         **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), per_node),

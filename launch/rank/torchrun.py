@@ -19,18 +19,15 @@ def start(options: argparse.Namespace) -> None:
     logging.disable(logging.CRITICAL)  # torch reports a failure in 40 lines, rollcall in one
     if options.port_fd is not None:
         os.close(options.port_fd)  # torchrun binds the port itself
-    both = [
-        f"--nnodes={options.nnodes}",
-        f"--nproc-per-node={options.nproc_per_node}",
-        f"--master-port={options.master_port}",
-    ]
+    both = [f"--nnodes={options.nnodes}", f"--master-port={options.master_port}"]
     words = [
-        *both,
+        *(*both, f"--nproc-per-node={options.nproc_per_node}"),
         f"--node-rank={options.node_rank}",
         f"--master-addr={options.master_addr}",
         *("--rdzv-backend=static", f"--rdzv-id={options.run_id}"),
         *(f"--rdzv-conf=timeout={JOIN_TIMEOUT}", "--signals-to-handle=SIGQUIT"),
         *("-m", "rollcall.launch.rank.agent", "--start-method=none", *both),
+        f"--nproc-per-node={','.join(map(str, options.ranks))}",
         *(f"--run-id={options.run_id}", f"--log-dir={options.log_dir}"),
         f"--framework={options.framework}",
         *(["-m"] if options.module else []),

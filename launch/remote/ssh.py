@@ -8,6 +8,7 @@ repository does not change: neither its index, nor its branches, nor its objects
 import argparse
 import hashlib
 import os
+import secrets
 import shlex
 import socket
 import subprocess
@@ -49,14 +50,17 @@ def main(argv: Sequence[str]) -> int:
         why = f"--link {link}: it is not there, because git ignores it here; copy it there once: "
         text = f"{why}rsync -a {link} {own.host}:{folder}/"
         line += _or_say(f"[ -e {shlex.quote(link)} ]", text)
-    line += f"exec {command} {shlex.join([*words, *argv[end:]])}"
+    # ssh ends with 255 if it fails; a command that does so itself leaves a file.
+    mark = f'"$HOME"/{PLACE}/ended-{secrets.token_hex(8)}'
+    line += f"{command} {shlex.join([*words, *argv[end:]])}; "
+    line += f"code=$?; [ $code != {FAILED} ] || touch {mark}; exit $code"
     terminal = ["-t"] if sys.stdout.isatty() else []
     try:
         if words[:1] == ["submit"] or words[:2] == ["sweep", "submit"]:
             _bring(checkout, own.host, place)
         # A login shell: without it, modules and rollcall may not be on PATH.
         done = _ssh(*terminal, own.host, f"bash -lc {shlex.quote(line)}")
-        if done.returncode == FAILED:
+        if done.returncode == FAILED and _ssh(own.host, f"rm {mark}").returncode != 0:
             raise RefusedError("ssh has failed, as it says above")
     except RefusedError as error:
         raise RefusedError(f"--host {own.host}: {error}") from None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from rollcall.launch.runs import find
+from rollcall.launch.runs.log_times import nodes_of_ranks
 from rollcall.records.attempt import (
     AGENT,
     AttemptRecord,
@@ -34,11 +35,15 @@ class Evidence:
     last_lines: dict[int, str] = field(default_factory=dict)  # end of the log, by failed rank
     hang: str = ""  # what the training's watchdog found
     slurm: str = ""  # how Slurm ended the job, in words
+    places: dict[int, int] = field(default_factory=dict)  # node, by rank that has a log
 
     def host_of(self, rank: int) -> tuple[int, str]:
         """Return the number and the host of the node that a rank was on."""
         hosts = self.attempt.hosts
-        node = min(rank // max(1, self.attempt.ranks // len(hosts)), len(hosts) - 1)
+        equal = rank // max(
+            1, self.attempt.ranks // len(hosts)
+        )  # if all nodes have the same number
+        node = min(self.places.get(rank, equal), len(hosts) - 1)
         return node, hosts[node]
 
 
@@ -65,6 +70,7 @@ def gather(run: RunDir, attempt: AttemptRecord, slurm: str = "") -> Evidence:
         },
         _hang(run, attempt),
         slurm,
+        nodes_of_ranks(run.attempt_logs(attempt.number)),
     )
 
 

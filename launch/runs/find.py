@@ -125,9 +125,9 @@ def cancelled(run: RunDir) -> set[str]:
     return {job for record in Cancellation.read(run.path) for job in record.jobs}
 
 
-def alone(run: RunDir) -> RanksAlone | None:
-    """Return what is known of the newest attempt if its ranks never met."""
-    newest = newest_attempt(run)
+def alone(run: RunDir, newest: AttemptRecord | None = None) -> RanksAlone | None:
+    """Return what is known of the newest attempt, which may be given, if its ranks never met."""
+    newest = newest or newest_attempt(run)
     return RanksAlone.read(run.attempt_logs(newest.number) / "node-0") if newest else None
 
 

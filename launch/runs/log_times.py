@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from rollcall.records.attempt import LogSizes
+from rollcall.records.files import listed
 from rollcall.timer import Every
 
 EVERY = 1.0
@@ -89,6 +90,12 @@ def parts(folder: Path, paths: list[Path]) -> Iterator[LogPart]:
 def is_log(path: Path) -> bool:
     """Whether this is the name of a rank's log, below a node's directory."""
     return bool(re.fullmatch(r"node-[0-9]+/rank-[0-9]+\.log", f"{path.parent.name}/{path.name}"))
+
+
+def nodes_of_ranks(logs: Path) -> dict[int, int]:
+    """Return the node of each rank that has a log in the folder of an attempt."""
+    found = listed(logs, "node-*/rank-*.log")
+    return {rank_of(path): int(path.parent.name.removeprefix("node-")) for path in found}
 
 
 def rank_of(path: Path) -> int:

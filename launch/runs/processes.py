@@ -1,14 +1,16 @@
 """The processes on this machine that started a run's local jobs, from one look at /proc."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rollcall.launch.runs.find import SubmittedJob
 from rollcall.process import stat
 from rollcall.run_dir import RunDir
+
+T = TypeVar("T")
 
 
 class Agent(NamedTuple):
@@ -28,13 +30,14 @@ class Processes:
         If the job's own process was killed, these are its supervisors, or the processes of its
         tasks if it is an array.
         """
-        if self._controllers.get(int(job.id) if job.id.isdecimal() else 0) == run.job.resolve():
+        known = self._controllers.get(int(job.id) if job.id.isdecimal() else 0)
+        if known is not None and known == run.job.resolve():
             return [int(job.id)]
         place = run.path.resolve()
-        if of_tasks := [pid for pid, path in self._controllers.items() if place in path.parents]:
+        if of_tasks := self._controllers_below.get(place):
             return of_tasks
         # A supervisor without a controller is the parent of an agent that writes the run's logs.
-        ours = {one.pid: one.parent for one in self._agents if place in one.logs.parents}
+        ours = {one.pid: one.parent for one in self._agents_below.get(place, ())}
         return sorted(set(ours.values()) - set(ours))
 
     @cached_property
@@ -50,8 +53,12 @@ class Processes:
         return {name: _words_of(name) for name in names if name.isdecimal()}
 
     @cached_property
-    def _agents(self) -> list[Agent]:
-        return list(self._find_agents())
+    def _controllers_below(self) -> dict[Path, list[int]]:
+        return _below((path, pid) for pid, path in self._controllers.items())
+
+    @cached_property
+    def _agents_below(self) -> dict[Path, list[Agent]]:
+        return _below((one.logs, one) for one in self._find_agents())
 
     def _find_agents(self) -> Iterator[Agent]:
         for pid, words in self._words.items():
@@ -59,6 +66,15 @@ class Processes:
                 parent = int(fields[1])
                 if parent > 1:
                     yield Agent(int(pid), parent, logs)
+
+
+def _below(found: Iterable[tuple[Path, T]]) -> dict[Path, list[T]]:
+    """Return what lies below each directory: a table, since there may be thousands of runs."""
+    table: dict[Path, list[T]] = {}
+    for path, one in found:
+        for above in path.parents:
+            table.setdefault(above, []).append(one)
+    return table
 
 
 def log_directory(words: Sequence[str]) -> Path | None:

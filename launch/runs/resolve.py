@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "script of your own)"
     )
     add = result.add_argument
-    add("--nproc-per-node", type=int, help=ranks)
+    add("--nproc-per-node", help=f"{ranks}; 4,8,8 for different nodes")
     add("--start-method", choices=("fork", "torchrun"), default="fork")
     framework = "what the program computes with (default: by its imports)"
     add("--framework", choices=list(frameworks.TABLE), help=framework)

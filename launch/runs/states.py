@@ -152,7 +152,7 @@ def _of_newest(
     if job.is_local and newest and newest.hosts[0] != socket.gethostname():
         condition = replace(condition, state="unknown", note="it was started on another machine")
     elif newest and newest.state == "finished" and newest.job == job.id:
-        return _ended(run, condition, newest.state)
+        return _ended(run, condition, newest)
     elif job.is_local and processes.of(run, job):
         return replace(condition, state="running", note="")
     if newest is None or newest.state is None:
@@ -161,16 +161,16 @@ def _of_newest(
     verdict = run.read_verdict()
     if newest.job != job.id and (verdict is None or verdict.state != "done"):
         return condition
-    return _ended(run, condition, newest.state)
+    return _ended(run, condition, newest)
 
 
-def _ended(run: RunDir, condition: Condition, state: str) -> Condition:
+def _ended(run: RunDir, condition: Condition, newest: AttemptRecord) -> Condition:
     """Return the condition of a run whose head has written its end."""
-    if state == "finished":
-        return replace(condition, state="done", note=str(find.alone(run) or ""))
+    if newest.state == "finished":
+        return replace(condition, state="done", note=str(find.alone(run, newest) or ""))
     verdict = run.read_verdict()
     reason = verdict.reason if verdict else ""
-    if state == "stopped":
+    if newest.state == "stopped":
         return replace(condition, state=verdict.state if verdict else "stopped", note=reason)
     return replace(condition, state="failed", note=f"rollcall why {find.typed(run)}")
 

@@ -154,7 +154,8 @@ def without(job_id: str, bad: Sequence[str], nodes: int) -> list[str]:
 
     Return nothing if too few other hosts of their kind are left: the job would wait forever.
     """
-    fields = slurm.ask("squeue", "-h", "-j", job_id, "-o", "%P|%n|%x|%v").strip().split("|")
+    asked_for = slurm.ask("squeue", "-h", "-j", job_id, "-o", "%P|%n|%x|%v")
+    fields = asked_for.strip().partition("\n")[0].split("|")  # of the first group of a job
     if len(fields) != 4:
         raise SlurmError(f"squeue does not know job {job_id}")
     partition, asked, excluded, reservation = fields

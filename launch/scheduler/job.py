@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollcall.launch.scheduler.slurm import seconds
 from rollcall.refusal import RefusedError
@@ -39,6 +39,8 @@ class Job:
     plugins: tuple[str, ...] = ()  # options of the site's plugins, with dashes
     allocation: str | None = None  # the allocation that the user holds and the run uses
     python: tuple[str, ...] = ()  # how `command` begins if it does not use rollcall's own Python
+    # Of a heterogeneous job, what each group of hosts asks for; `nodes` counts all hosts.
+    groups: tuple["Job", ...] = ()
 
 
 def render(job: Job) -> str:
@@ -49,16 +51,23 @@ def render(job: Job) -> str:
     """
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{option}" for option in options(job)]
+    for group in job.groups[1:]:
+        lines += ["#SBATCH hetjob", *(f"#SBATCH --{option}" for option in _resources(group))]
     # srun of 22.05 to 23.02 does not take --cpus-per-task from sbatch. The supervisors end their
     # nodes: srun would kill a node that is still saving when another one has finished.
-    srun = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=0 --wait=0"
+    common = "--kill-on-bad-exit=0 --wait=0"
     if job.spares or job.min_nodes:
         count = '"$SLURM_JOB_NUM_NODES"' if job.min_nodes else job.nodes
-        srun += f" --nodes={count} --ntasks={count} --no-kill"
-    srun = " ".join([srun, *map(shlex.quote, job.srun)])
+        common += f" --nodes={count} --ntasks={count} --no-kill"
+    common = " ".join([common, *map(shlex.quote, job.srun)])
+    command = shlex.join(job.command)
+    step = [f"srun --cpus-per-task={job.cpus_per_task} {common}", command]
+    for number, group in enumerate(job.groups):
+        own = f"--cpus-per-task={group.cpus_per_task} --het-group={number} {common}"
+        step[2 * number :] = [f": {own}" if number else f"srun {own}", command]
     lines += ["", f"cd {shlex.quote(job.directory)} || exit", *job.setup]
     batch = (*job.batch, *([f"--nodes={job.min_nodes}-{job.nodes}"] if job.min_nodes else []))
-    words = [*([shlex.join(batch)] if job.batch else []), srun, shlex.join(job.command)]
+    words = [*([shlex.join(batch)] if job.batch else []), *step]
     lines += ["exec " + " \\\n    ".join(words)]
     return "\n".join(lines) + "\n"
 
@@ -101,6 +110,23 @@ def options(job: Job) -> Iterator[str]:
         RefusedError: as `render`.
     """
     yield f"job-name={_quote(job.name)}"
+    yield from _resources(replace(job, nodes=job.groups[0].nodes) if job.groups else job)
+    yield f"output={_quote(job.output)}"
+    yield "open-mode=append"
+    if not {"requeue", "no-requeue"} & job.options.keys():
+        yield "requeue"
+    if "mail-user" in job.options and "mail-type" not in job.options:
+        yield "mail-type=END,FAIL"  # by default, Slurm sends no mail
+    if "signal" not in job.options:
+        # B: for the batch shell, which `rollcall batch` has replaced: it passes the signal through
+        # srun to the supervisors. Without B:, Slurm signals the ranks too on some clusters, and on
+        # others only the supervisors.
+        lead = STOP_LEAD if job.time is None else min(STOP_LEAD, seconds(job.time) / 4)
+        yield f"signal=B:USR2@{lead:.0f}"
+
+
+def _resources(job: Job) -> Iterator[str]:
+    """Yield the options that each group of hosts has."""
     yield f"nodes={f'{job.min_nodes}-' if job.min_nodes else ''}{job.nodes + job.spares}"
     if job.spares or job.min_nodes:
         yield "no-kill"  # otherwise the job would end when its first host fails
@@ -117,18 +143,6 @@ def options(job: Job) -> Iterator[str]:
     for word in job.plugins:
         option, equals, text = word.removeprefix("--").partition("=")
         yield f"{option}={_quote(text)}" if equals else option
-    yield f"output={_quote(job.output)}"
-    yield "open-mode=append"
-    if not {"requeue", "no-requeue"} & job.options.keys():
-        yield "requeue"
-    if "mail-user" in job.options and "mail-type" not in job.options:
-        yield "mail-type=END,FAIL"  # by default, Slurm sends no mail
-    if "signal" not in job.options:
-        # B: for the batch shell, which `rollcall batch` has replaced: it passes the signal through
-        # srun to the supervisors. Without B:, Slurm signals the ranks too on some clusters, and on
-        # others only the supervisors.
-        lead = STOP_LEAD if job.time is None else min(STOP_LEAD, seconds(job.time) / 4)
-        yield f"signal=B:USR2@{lead:.0f}"
 
 
 def _quote(value: str) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rollcall.hosts import expand
 from rollcall.refusal import RefusedError
 
 UNLIMITED = float("inf")
@@ -62,7 +63,7 @@ def seconds(text: str) -> float:
 def times(job_id: str) -> tuple[str, float]:
     """Return the time limit of a running job, as Slurm writes it, and the seconds it has used."""
     answer = ask("squeue", "-h", "-j", job_id, "-o", "%l %M").split()
-    if len(answer) != 2:
+    if len(answer) < 2:
         raise SlurmError(f"job {job_id} is no longer running")
     return answer[0], seconds(answer[1])
 
@@ -151,13 +152,20 @@ def ask_status(job_id: str) -> subprocess.Popen[bytes]:
 
 
 def read_status(answer: str) -> JobStatus:
-    """Parse what squeue says about one job; raise ValueError if it says nothing."""
-    state, reason, end, preempted = answer.strip().split("|")
-    try:
-        when = time.mktime(time.strptime(end, TIMESTAMP))
-    except ValueError:
-        when = UNLIMITED  # N/A
-    return JobStatus(state, reason, when, preempted not in ("N/A", "Unknown", "None", ""))
+    """Parse what squeue says about one job; raise ValueError if it says nothing.
+
+    A job of several groups has a line for each: what happens to one happens to all.
+    """
+    found = []
+    for line in answer.strip().splitlines():
+        state, reason, end, preempted = line.strip().split("|")
+        try:
+            when = time.mktime(time.strptime(end, TIMESTAMP))
+        except ValueError:
+            when = UNLIMITED  # N/A
+        is_preempted = preempted not in ("N/A", "Unknown", "None", "")
+        found.append(JobStatus(state, reason, when, is_preempted))
+    return max(found, key=lambda it: (it.state != "RUNNING", it.is_preempted))
 
 
 def script_signal(job_id: str) -> int:
@@ -217,6 +225,17 @@ def step(job_id: str, hosts: Sequence[str]) -> list[str]:
     # Without --overlap, it would wait until the job ends.
     place = [f"--jobid={job_id}", "--overlap", f"--nodelist={','.join(hosts)}"]
     return ["srun", *place, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--cpus-per-task=1"]
+
+
+def on_groups(job_id: str, hosts: Sequence[str]) -> list[str]:
+    """Return the same on one or all hosts of a running job, which may have groups of hosts."""
+    listed = re.findall(r"\+(\d+) (.+)", ask("squeue", "-h", "-j", job_id, "-o", "%i %N"))
+    groups = [group for group, nodes in listed if {*expand(nodes)} & {*hosts}]
+    if not groups:
+        return step(job_id, hosts)
+    place = [f"--jobid={job_id}", "--overlap", f"--het-group={','.join(groups)}"]
+    place += [f"--nodelist={hosts[0]}", "--nodes=1"] if len(hosts) == 1 else []
+    return ["srun", *place, "--ntasks-per-node=1", "--cpus-per-task=1"]
 
 
 def in_background(

@@ -28,6 +28,8 @@ examples:
   rollcall submit --local --nodes 2 --wait       two simulated nodes on this machine
   rollcall submit --nodes 2-8 mnist              2 to 8 nodes, whichever are free or survive
   rollcall submit --nodes 2 --name mine          submit it again to continue where it stopped
+  rollcall submit --gpus-per-node 4 : --nodes 2 --gpus-per-node 8 -- script.py
+                                                 groups of nodes: one with 4 GPUs, two with 8
 """
 ALTERNATIVES = {
     "ntasks ntasks-per-node tasks-per-node": (
@@ -44,6 +46,8 @@ ALTERNATIVES = {name: text for names, text in ALTERNATIVES.items() for name in n
 """sbatch options that conflict with how rollcall runs jobs, and what to use instead."""
 
 
+OF_GROUP = ("nodes", "nproc_per_node", "gpus_per_node", "cpus_per_task", "mem", "partition")
+"""Own options that each group of nodes may have; sbatch's are passed on for each."""
 DISTRIBUTIONS = r"block|cyclic|plane|arbitrary|\*"
 """How a value of sbatch's -m begins; Python's -m has the name of a module."""
 
@@ -57,6 +61,7 @@ class CommandLine(NamedTuple):
         program: the words after `--`; empty for the built-in training.
         given: the names of all options, with dashes.
         origins: where each option comes from, by its name without dashes.
+        groups: of a heterogeneous job, what each group of nodes asks for, this one's first.
     """
 
     own: argparse.Namespace
@@ -64,6 +69,7 @@ class CommandLine(NamedTuple):
     program: tuple[str, ...]
     given: tuple[str, ...]
     origins: Mapping[str, str] = MappingProxyType({})
+    groups: "tuple[CommandLine, ...]" = ()
 
 
 def read(argv: Sequence[str]) -> CommandLine:
@@ -74,6 +80,8 @@ def read(argv: Sequence[str]) -> CommandLine:
         SystemExit: --help was given.
     """
     end = argv.index("--") if "--" in argv else len(argv)
+    if ":" in argv[:end]:
+        return _read_groups(argv[:end], argv[end:])
     parser = _parser()
     _refuse_forgotten_dashes(argv[:end], parser)
     rest, passed = _pass_on(argv[:end], parser)
@@ -89,6 +97,24 @@ def read(argv: Sequence[str]) -> CommandLine:
     # A value cannot begin with two dashes: argparse would have refused it.
     given = [word.partition("=")[0] for word in rest if word.startswith("--")]
     return CommandLine(own, passed, program, (*given, *(f"--{name}" for name in passed)))
+
+
+def _read_groups(argv: Sequence[str], program: Sequence[str]) -> CommandLine:
+    """Parse the options of groups of nodes, which `:` separates as in sbatch's own command line."""
+    ends = [place for place, word in enumerate(argv) if word == ":"]
+    base, parts = argv[: ends[0]], pairwise([*ends, len(argv)])
+    further = [read([*base, *argv[start + 1 : end], *program]) for start, end in parts]
+    first, *_ = groups = [read([*base, *program]), *further]
+    for line in groups:
+        for name, value in vars(line.own).items():
+            if name not in OF_GROUP and value != getattr(first.own, name):
+                what = "recipe, key=value" if name == "words" else f"--{name.replace('_', '-')}"
+                raise RefusedError(f"{what}: for all nodes alike; write it before the first `:`")
+        if line.own.nodes[0] < line.own.nodes[1]:
+            raise RefusedError("--nodes MIN-MAX: groups of nodes have fixed numbers of nodes")
+    if first.own.in_allocation or first.own.spares or "array" in first.passed:
+        raise RefusedError("`:`: --in-allocation, --spares and --array take one group of nodes")
+    return first._replace(groups=tuple(groups))
 
 
 def _refuse_forgotten_dashes(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
@@ -210,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     restarts = "how often failed ranks restart (default: training until it makes no progress, your "
     add("--max-restarts", type=_whole, metavar="N", help=f"{restarts}own script never)")
     ranks = f"ranks on each node (default: one per GPU, or {RANKS_WITHOUT_GPU} without GPUs)"
-    add("--nproc-per-node", type=_positive, metavar="K", help=ranks)
+    add("--nproc-per-node", metavar="K", help=f"{ranks}; 4,8,8 for different nodes")
     gpu = "GPUs on each node, also as TYPE:G (default: none)"
     add("--gpus-per-node", type=_checked(gpus.of_option), metavar="G", help=gpu)
     cpus = "CPUs on each node, for all its ranks (default: the share of a node that goes with its "

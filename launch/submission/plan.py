@@ -5,6 +5,7 @@ import re
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rollcall.config import Config, ConfigError, parse, plugin
@@ -37,6 +38,8 @@ from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 from rollcall.text import word
 
+OF_FIRST = ("cpus-per-gpu", "dependency")
+"""sbatch options that are not repeated for each group of nodes."""
 JOB_SCRIPTS = (".sbatch", ".slurm", ".sh")
 
 
@@ -72,6 +75,9 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     _explain_time(own.time)
     cpus, cpus_from = resources.cpus_per_node(line, own.local)
     job = user.placed(_job(line, run, code, program, setup, cpus), run)
+    if line.groups:
+        groups = tuple(_group(group, job) for group in line.groups)
+        job = replace(job, nodes=sum(group.nodes for group in groups), groups=groups)
     return Submission(
         argv=tuple(argv),
         run=run,
@@ -173,7 +179,7 @@ def _is_here(pattern: str) -> bool:
 
 def _check_every_size(config: Config, line: CommandLine) -> None:
     least, most = line.own.nodes
-    ranks = resources.ranks_per_node(line)
+    ranks = max(resources.ranks_of_nodes(line))
     for nodes in range(least, most + 1) if least < most else ():
         try:
             config.parallel.degrees(nodes * ranks, ranks)
@@ -204,7 +210,7 @@ def _job(
         nodes=most,
         min_nodes=least if least < most else None,
         spares=own.spares,
-        command=(*_supervisor(own, run), "--", *program),
+        command=(*_supervisor(line, run), "--", *program),
         directory=str(launcher_copy(run) if code else run.code),
         output=str(slurm_output(Path(str(run.job).replace("%", "%%")), job_id)),
         cpus_per_task=cpus,
@@ -222,8 +228,28 @@ def _job(
     )
 
 
-def _supervisor(own: Namespace, run: RunDir) -> list[str]:
+def _group(line: CommandLine, job: Job) -> Job:
+    """Return what a group of nodes asks for."""
+    own = line.own
+    cpus, _ = resources.cpus_per_node(line, own.local)
+    return replace(
+        job,
+        nodes=own.nodes[1],
+        command=(),
+        cpus_per_task=cpus,
+        gpus_per_node=own.gpus_per_node,
+        mem=own.mem,
+        partition=own.partition,
+        options={name: text for name, text in line.passed.items() if name not in OF_FIRST},
+    )
+
+
+def _supervisor(line: CommandLine, run: RunDir) -> list[str]:
+    own = line.own
     words = [*command("supervise"), "--run-dir", str(run.path)]
+    ranks = resources.ranks_of_nodes(line)
+    if line.groups:
+        own = Namespace(**vars(own) | {"nproc_per_node": ",".join(map(str, ranks))})
     for option in ("nproc-per-node", "start-method", "framework", "max-restarts"):
         if (value := getattr(own, option.replace("-", "_"))) is not None:
             words += [f"--{option}", str(value)]

@@ -74,6 +74,17 @@ def check(job: Job, script: str) -> str:
             the valid values.
     """
     known = cluster.partitions()
+    chosen, *_ = [_check_limits(group, known) for group in job.groups or (job,)]
+    _check_array(job.options.get("array"))
+    accepted, message = cluster.test_only(script)
+    if accepted:
+        start = re.search(r"to start at (\S+) .*processors on (?:nodes )?(\S+)", message)
+        return f"expected to start at {start[1]} on {start[2]}" if start else message
+    raise SlurmError(_refusal(job, message, chosen))
+
+
+def _check_limits(job: Job, known: dict[str, Partition]) -> list[Partition]:
+    """Return the partitions in which a job may run; raise SlurmError if none allows so much."""
     chosen = _chosen(job.partition, known)
     nodes = f"{job.nodes} --spares {job.spares}" if job.spares else job.nodes
     of_gpus = "gpus-per-node" if job.gpus_per_node else "gres"
@@ -94,12 +105,7 @@ def check(job: Job, script: str) -> str:
             hint = f"; partition {min(enough, key=most).name} allows it" if enough else ""
             limit = LIMITS[option].format(best, most(best))
             raise SlurmError(f"--{option} {text}: {limit}{hint}")
-    _check_array(job.options.get("array"))
-    accepted, message = cluster.test_only(script)
-    if accepted:
-        start = re.search(r"to start at (\S+) .*on nodes (\S+)", message)
-        return f"expected to start at {start[1]} on {start[2]}" if start else message
-    raise SlurmError(_refusal(job, message, chosen))
+    return chosen
 
 
 def _chosen(names: str | None, known: dict[str, Partition]) -> list[Partition]:

@@ -4,10 +4,29 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 
+from rollcall import hosts
 from rollcall.launch.scheduler import cluster, gpus, slurm
 from rollcall.launch.scheduler.job import RANKS_WITHOUT_GPU
 from rollcall.launch.submission.options import CommandLine
 from rollcall.refusal import RefusedError
+
+
+def ranks_of_nodes(line: CommandLine) -> tuple[int, ...]:
+    """Return how many ranks each node starts, of all groups.
+
+    Raises:
+        RefusedError: `--nproc-per-node` is wrong.
+    """
+    found: list[int] = []
+    for group in line.groups or (line,):
+        text, nodes = group.own.nproc_per_node, group.own.nodes
+        try:
+            if text and "," in text and (nodes[0] < nodes[1] or group.own.spares):
+                raise ValueError("nodes that come and go have equal numbers of ranks")
+            found += hosts.ranks_of_nodes(text or str(_count(group) or RANKS_WITHOUT_GPU), nodes[1])
+        except ValueError as error:
+            raise RefusedError(f"--nproc-per-node: {error}") from None
+    return tuple(found)
 
 
 def spread(line: CommandLine) -> CommandLine:
@@ -16,6 +35,7 @@ def spread(line: CommandLine) -> CommandLine:
     Raises:
         RefusedError: the GPUs cannot be the same on all nodes, or are given twice.
     """
+    groups = tuple(map(spread, line.groups))  # the line itself is the first of them, without more
     own, passed, origins = line.own, dict(line.passed), dict(line.origins)
     found = {"gpus-per-node": own.gpus_per_node} if own.gpus_per_node else {}
     for name in ("gpus", "gpus-per-task"):  # there is one task per node
@@ -28,12 +48,7 @@ def spread(line: CommandLine) -> CommandLine:
     if text and gpus.per_node(None, passed):
         raise RefusedError("--gres and another option both ask for GPUs: give only one of them")
     given = Namespace(**{**vars(own), "gpus_per_node": text})
-    return line._replace(own=given, passed=passed, origins=origins)
-
-
-def ranks_per_node(line: CommandLine) -> int:
-    """Return how many ranks each node starts."""
-    return int(line.own.nproc_per_node or _count(line) or RANKS_WITHOUT_GPU)
+    return line._replace(own=given, passed=passed, origins=origins, groups=groups)
 
 
 def cpus_per_node(line: CommandLine, local: bool) -> tuple[int, str]:
@@ -52,7 +67,7 @@ def cpus_per_node(line: CommandLine, local: bool) -> tuple[int, str]:
         share = cluster.share_of_cpus(asked, own.partition)
         if share is not None:
             return share, "the CPUs of a node that go with these GPUs"
-    return ranks_per_node(line), "one per rank"
+    return max(ranks_of_nodes(line._replace(groups=()))), "one per rank"
 
 
 def in_allocation(line: CommandLine, env: Mapping[str, str]) -> CommandLine:

@@ -164,13 +164,16 @@ def _on_this_machine(submission: Submission) -> int:
             "modules, environment and setup lines of the --cluster profile and --teardown apply to "
             "Slurm jobs only; this run starts without them"
         )
-    gpus_of_node = sum(gpus.per_node(job.gpus_per_node, job.options).values())
-    needed, visible = gpus_of_node * job.nodes, len(visible_gpus(os.environ))
+    groups = job.groups or (job,)
+    needed = sum(
+        it.nodes * sum(gpus.per_node(it.gpus_per_node, it.options).values()) for it in groups
+    )
+    visible = len(visible_gpus(os.environ))
     minutes = slurm.seconds(job.time) / 60 if job.time else None
     if needed > visible:
         raise RefusedError(
-            f"--gpus-per-node {gpus_of_node}: on this machine, {_nodes(job)} would need {needed} "
-            f"GPUs, and {visible} are visible"
+            f"--gpus-per-node: on this machine, {_nodes(job)} would need {needed} GPUs, and "
+            f"{visible} are visible"
         )
     _prepare_environment(job)
     with _prepared(submission):

@@ -25,13 +25,9 @@ MAX_NAME = 80
 
 @dataclass(frozen=True)
 class Cell:
-    """One choice of values, written as in the file.
+    """One choice of values, written as in the file."""
 
-    Attributes:
-        name: the name of the cell's run; it depends only on the values, not on the other cells.
-    """
-
-    name: str
+    name: str  # of the cell's run; it depends only on the values, not on the other cells
     values: dict[str, str]
 
     def words(self, is_training: bool) -> list[str]:

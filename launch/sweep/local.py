@@ -84,10 +84,7 @@ class Array:
     """The tasks of an array: which wait, and which run in which share of the machine."""
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        tasks: Sequence[int],
-        shares: Sequence[Share],
+        self, options: argparse.Namespace, tasks: Sequence[int], shares: Sequence[Share]
     ) -> None:
         self._options = options
         self._waiting = list(tasks)

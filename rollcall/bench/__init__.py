@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m rollcall.bench NAME` prints a table."""
+"""Benchmarks: `rollcall bench NAME` prints tables."""

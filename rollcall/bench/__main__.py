@@ -1,25 +1,48 @@
-"""`python -m rollcall.bench NAME …`: run one benchmark and print a table."""
+"""`rollcall bench NAME …`: run one benchmark and print its tables, with what they depend on."""
 
 import importlib
 import signal
 import sys
+from collections.abc import Sequence
 
+from rollcall.bench import turns
 from rollcall.bench.turns import BenchError
 from rollcall.process import leave
+from rollcall.text import did_you_mean, table
 
-NAMES = ("startup", "step", "restart", "data", "growth", "metadata", "checkpoint", "memory")
+NAMES = {
+    "speedup": "how much faster more ranks are, and why not more",
+    "overhead": "a step beside a bare loop and other frameworks",
+    "batch": "the largest micro-batch that fits, and the fastest",
+    "startup": "from the command to the first step",
+    "restart": "from a killed rank to the next first step",
+    "checkpoint": "saves and loads beside torch's ways",
+    "data": "samples per second beside DataLoader",
+    "growth": "commands and steps with more and more runs and ranks",
+}
+SHORT = {"step": "overhead", "start": "startup", "save": "checkpoint", "load": "checkpoint"}
+"""Other names of some."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the benchmark that the first word names; return its exit code."""
-    if not argv or argv[0] not in NAMES:
-        print(f"Usage: python -m rollcall.bench {'|'.join(NAMES)} [--help] ...", file=sys.stderr)
+    usage = "\n  ".join(["Usage: rollcall bench NAME [--help] ...", *table([*NAMES.items()])])
+    if argv and argv[0] in ("-h", "--help"):
+        print(usage)
+        return 0
+    name = SHORT.get(argv[0], argv[0]) if argv else ""
+    if name not in NAMES:
+        hint = did_you_mean(name, [*NAMES, *SHORT])
+        wrong = f"unknown benchmark '{name}'{hint}" if argv else "expected the name of a benchmark"
+        print(f"rollcall bench: error: {wrong}\n{usage}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # it ends what it has started
+    if {"-h", "--help"}.isdisjoint(argv):
+        turns.begin(argv)
     try:
-        code: int = importlib.import_module(f"rollcall.bench.{argv[0]}").main(argv[1:])
+        code: int = importlib.import_module(f"rollcall.bench.{name}").main(argv[1:])
     except BenchError as error:
-        print(f"rollcall: error: {error}", file=sys.stderr)
+        print(f"rollcall bench: error: {error}", file=sys.stderr)
         return 2
     return code
 

@@ -1,4 +1,4 @@
-"""`python -m rollcall.bench checkpoint`: what a save and a load cost, beside torch's ways.
+"""`rollcall bench checkpoint`: what a save and a load cost, beside torch's ways.
 
 The ways to save take turns, and each save is timed twice: first without training beside it (how
 long is the training thread held up, and when is everything on disk?), then with steps beside it.
@@ -126,7 +126,8 @@ def _rate(training: Training, times: Iterable[object]) -> float:
 def loads(world: World, directory: Path, state: State) -> dict[str, Callable[[], object]]:
     """Save the state in each format, and return ways to load it; torch.load checks no digests."""
     engine = SharedEngine(directory / "load", world)
-    engine.save(1, state)
+    engine.begin(1, state)
+    engine.drain()
     torch.save(state, directory / "load.pt")
     dcp.save(state, checkpoint_id=directory / "load.dcp")
     return {
@@ -168,17 +169,19 @@ def main(argv: Sequence[str]) -> int:
 
         saves = {way: partial(timed, way) for way in ways}
         turns.take_turns(saves, 1)  # the first of each way is slower
-        found = turns.medians(turns.take_turns(saves, options.repeats))
+        found = turns.take_turns(saves, options.repeats)
         reading = loads(world, directory, training.state)
         loading = {way: partial(_seconds, load) for way, load in reading.items()}
         turns.take_turns(loading, 1)  # now the files are in the page cache
-        read = turns.medians(turns.take_turns(loading, options.repeats))
+        read = turns.take_turns(loading, options.repeats)
     world.leave()
     rows = [("", "stall", "relative to torch.save", "on disk after", "step rate during the save")]
-    for way, own in found.items():
-        ratio = f"{own['stall'] / found['torch.save']['stall']:.2f}"
-        beside = f"{own['rate']:.2f}" if own["rate"] else "none"
-        rows.append((way, turns.seconds(own["stall"]), ratio, turns.seconds(own["whole"]), beside))
+    for way, each in found.items():
+        own = {key: turns.column(each, key) for key in each[0]}
+        by = turns.ratios(own["stall"], turns.column(found["torch.save"], "stall"))
+        beside = turns.cell(own["rate"]) if any(own["rate"]) else "none"
+        times = [turns.cell(own[key], turns.seconds) for key in ("stall", "whole")]
+        rows.append((way, times[0], turns.cell(by), times[1], beside))
     size = f"{sum(each.nbytes for each in training.tensors) / 1e6:.0f} MB on {world.device.type}"
     turns.show(f"{size}, medians of {options.repeats} saves", rows)
     print()

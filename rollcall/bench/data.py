@@ -1,4 +1,4 @@
-"""`python -m rollcall.bench data`: samples per second from rollcall's loading and from DataLoader.
+"""`rollcall bench data`: samples per second from rollcall's loading and from DataLoader.
 
 Images are JPEG files of 256 by 256 pixels, resized to 224; tokens are windows of 1,024 from a file.
 Both ways read the same data in random order, and take turns.
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     words.add_argument("--workers", type=int, nargs="*", default=[0, 2], metavar="N")
     options = words.parse_args(argv)
     torch.set_num_threads(1)  # as in each worker
-    rows = [("", "workers", "rollcall", "DataLoader", "ratio")]
+    rows: list[Sequence[str]] = [("", "workers", "rollcall", "DataLoader", "ratio")]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         _make(place)
@@ -64,10 +64,10 @@ def main(argv: Sequence[str]) -> int:
             data = Data(num_workers=workers, global_batch=BATCH, image_size=224, seq_len=1024)
             batches = {name: partial(way, kind, place, data) for name, way in WAYS.items()}
             ways = {name: partial(_measure, make, kind) for name, make in batches.items()}
-            found = turns.medians(turns.take_turns(ways, options.repeats)).values()
-            own, plain = (figures["samples/s"] for figures in found)
-            figures = f"{own:,.0f}/s", f"{plain:,.0f}/s", f"{own / plain:.2f}"
-            rows.append((kind, str(workers), *figures))
+            found = turns.take_turns(ways, options.repeats).values()
+            own, plain = (turns.column(each, "samples/s") for each in found)
+            rates = [turns.cell(each, "{:,.0f}/s".format) for each in (own, plain)]
+            rows.append((kind, str(workers), *rates, turns.cell(turns.ratios(own, plain))))
     turns.show(f"samples per second, medians of {options.repeats} runs, in turns", rows)
     return 0
 

@@ -1,4 +1,4 @@
-"""`python -m rollcall.bench growth`: measure commands and steps with more and more runs and ranks.
+"""`rollcall bench growth`: measure commands and steps with more and more runs and ranks.
 
 For N = 10, 100 and 1,000, it creates N runs of Slurm, half of them live, N runs of this machine, of
 which half have no recorded end, one run on N nodes with four ranks each, and a checkout with 20 N
@@ -9,6 +9,7 @@ The exit code is 1 if a time grows faster than N.
 """
 
 import socket
+import statistics
 import subprocess
 import tempfile
 import time
@@ -85,15 +86,16 @@ def _measure(title: str, ways: Mapping[tuple[str, int], Way], repeats: int) -> b
     """Print medians; return whether no CPU time grows faster than N."""
     order = sorted(ways)
     named = {f"{name}, N = {size:,}": ways[name, size] for name, size in order}
-    found = turns.medians(turns.take_turns(named, repeats))
-    is_linear, first = True, dict[str, tuple[float, int]]()
-    rows = [("", "CPU", "clock", "CPU, as a multiple")]
+    found = turns.take_turns(named, repeats)
+    is_linear, first = True, dict[str, tuple[list[float], int]]()
+    rows: list[Sequence[str]] = [("", "CPU", "clock", "CPU, as a multiple")]
     for (name, size), (label, figures) in zip(order, found.items(), strict=True):
-        cpu, least = first.setdefault(name, (figures["CPU"], size))
-        multiple = figures["CPU"] / cpu
-        is_linear &= multiple <= size / least
-        times = turns.seconds(figures["CPU"]), turns.seconds(figures["clock"])
-        rows.append((label, *times, f"{multiple:.1f}"))
+        cpu = turns.column(figures, "CPU")
+        base, least = first.setdefault(name, (cpu, size))
+        multiples = turns.ratios(cpu, base)
+        is_linear &= statistics.median(multiples) <= size / least
+        times = [turns.cell(turns.column(figures, key), turns.seconds) for key in ("CPU", "clock")]
+        rows.append((label, *times, turns.cell(multiples, "{:.1f}".format)))
     turns.show(title, rows)
     return is_linear
 

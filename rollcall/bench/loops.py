@@ -1,4 +1,4 @@
-"""The same training as loops of several kinds, each timed by its model: `bench step` starts them.
+"""The same training as loops of several kinds, each timed by its model.
 
 Every loop trains on scikit-learn's digits with the same model, global batch, loss and AdamW. The
 model notes wall and CPU time when it has been called often enough, so nothing else is measured
@@ -9,9 +9,12 @@ import functools
 import itertools
 import json
 import os
+import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from rollcall.bench import turns
 from rollcall.config.schema import Data, Model
 from rollcall.train.data.sets.digits import digits
 from rollcall.train.data.source import BatchDataset, Source
@@ -31,10 +35,29 @@ from rollcall.train.models.mlp import mlp
 
 BATCH = 64
 """Samples of a step, over all ranks."""
+SAMPLES = 1438
+"""Samples to train on."""
 RATE = 1e-3
 WARM_UP = 100
 """Steps before the clock starts."""
-MODELS: dict[str, Callable[[Model, Source], nn.Module]] = {"mlp": mlp, "cnn": cnn}
+
+
+def transformer(config: Model, source: Source) -> nn.Module:
+    """Return two blocks that see the rows of an image as tokens."""
+    _, height, width = source.shape
+    size = config.hidden_size
+    block = partial(nn.TransformerEncoderLayer, size, 4, 2 * size, dropout=0.0, batch_first=True)
+    layers = [nn.Unflatten(1, (height, width)), nn.Linear(width, size), block(), block()]
+    return nn.Sequential(
+        nn.Flatten(), *layers, nn.Flatten(), nn.Linear(height * size, source.classes)
+    )
+
+
+MODELS: dict[str, Callable[[Model, Source], nn.Module]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "transformer": transformer,
+}
 PIECES = {
     "update": ("set_seed", "Update._optimize"),
     "data.order": ("Order.plan",),
@@ -50,26 +73,41 @@ PIECES = {
 
 
 class Settings(NamedTuple):
-    """What `bench step` asks for."""
+    """The settings of a loop."""
 
     model: str
-    steps: int
-    pieces: bool
-    folder: Path  # gets the result of each rank
+    steps: int  # that are timed
+    pieces: bool = False
+    batch: int = BATCH  # samples of a step, over all ranks
+    strategy: str = "ddp"
+    threads: int = 1  # of each rank
+    device: str = "cpu"
+    warm_up: int = WARM_UP
+    folder: Path = Path()  # gets the result of each rank
 
 
 given: list[Settings] = []
 """Of this process, which is a rank."""
 
 
+def measure(name: str, settings: Settings, ranks: int, _: int = 0) -> turns.Figures:
+    """Return the figures of one of LOOPS, per step, as means over its ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        turns.on_ranks(partial(run, name, settings._replace(folder=place)), place, ranks)
+        found = [json.loads(file.read_text()) for file in place.glob("rank-*")]
+    return {key: statistics.fmean(each[key] for each in found) for key in found[0]}
+
+
 def run(name: str, settings: Settings) -> None:
     """Be a rank of one of LOOPS."""
     given.append(settings)
+    torch.set_num_threads(settings.threads)
     LOOPS[name][0]()
 
 
 def _steps() -> int:
-    return WARM_UP + given[0].steps
+    return given[0].warm_up + given[0].steps
 
 
 def timed_model(config: Model, source: Source) -> nn.Module:
@@ -83,17 +121,23 @@ def timed_model(config: Model, source: Source) -> nn.Module:
         if not module.training or not torch.is_grad_enabled():
             return
         number = next(passes)
+        if settings.device == "cuda" and number in (settings.warm_up, _steps()):
+            torch.cuda.synchronize()
         now = time.perf_counter(), time.process_time()
-        if number == WARM_UP:
+        if number == settings.warm_up:
             begun[:] = now
             pieces.clear()
         elif number == _steps():
             found = {"wall": now[0] - begun[0], "CPU of a rank": now[1] - begun[1]} | pieces
-            result = {name: taken / settings.steps for name, taken in found.items()}
-            (settings.folder / f"rank-{os.environ['RANK']}").write_text(json.dumps(result))
+            write({name: taken / settings.steps for name, taken in found.items()})
 
     model.register_forward_pre_hook(note)
     return model
+
+
+def write(figures: turns.Figures) -> None:
+    """Write what this rank has measured."""
+    (given[0].folder / f"rank-{os.environ['RANK']}").write_text(json.dumps(figures))
 
 
 def _watch_pieces() -> dict[str, float]:
@@ -123,30 +167,99 @@ def rollcall() -> None:
     """Train with rollcall, everything on that is on by default."""
     from rollcall.train.main import main
 
-    words = ["data.name=digits", f"data.global_batch={BATCH}", f"train.steps={_steps() + 1}"]
+    [settings] = given
+    words = ["data.name=digits", f"data.global_batch={settings.batch}"]
+    words += [f"train.steps={_steps() + 1}", f"parallel.strategy={settings.strategy}"]
     words += ["model.name=rollcall.bench.loops:timed_model", "model.hidden_size=64"]
-    words += ["optim.name=adamw", f"optim.lr={RATE}", "checkpoint.every=null", "device=cpu"]
-    code = main([*words, f"run.root={given[0].folder / 'runs'}"])
+    words += ["optim.name=adamw", f"optim.lr={RATE}", f"device={settings.device}"]
+    words += ["checkpoint.every=null", "train.evaluate_every=null"]  # nor do the others
+    code = main([*words, f"run.root={settings.folder / 'runs'}"])
     if code:
         raise SystemExit(code)
 
 
 def bare() -> None:
     """Train with a loop of ten lines; several ranks use DistributedDataParallel."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1 and not dist.is_initialized():
-        World.join("cpu")
+        World.join(given[0].device)
+    _train(DistributedDataParallel if ranks > 1 else nn.Identity)
+
+
+def alone() -> None:
+    """Train with the bare loop on this rank's share of each batch, beside the other ranks."""
+    _train(nn.Identity)
+
+
+def data_parallel() -> None:
+    """Train with the bare loop in one process and nn.DataParallel, on all GPUs."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped = nn.DataParallel(model)
+        # Each GPU has a copy of the model; the clock must see a step once.
+        wrapped._forward_pre_hooks.update(model._forward_pre_hooks)
+        model._forward_pre_hooks.clear()
+        return wrapped
+
+    _train(wrap)
+
+
+def _train(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    rank, ranks, batch = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given[0].batch
     model, (inputs, targets), optimizer = _parts()
-    if ranks > 1:
-        model = DistributedDataParallel(model)
+    if wrap is not nn.Identity:
+        model = wrap(model)
     order = torch.randperm(len(inputs))
     for step in range(_steps()):
-        start = step * BATCH % (len(inputs) // BATCH * BATCH)
-        chosen = order[start : start + BATCH].chunk(ranks)[rank]
+        start = step * batch % (len(inputs) // batch * batch)
+        chosen = order[start : start + batch].chunk(ranks)[rank]
         loss = cross_entropy(model(inputs[chosen]), targets[chosen])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
+
+
+def collectives() -> None:
+    """Do the communication of a strategy's step with nothing beside it: one large message each."""
+    [settings] = given
+    world = World.join(settings.device)
+    count = sum(weight.numel() for weight in _parts()[0].parameters())
+    whole = torch.zeros(-(-count // world.world_size) * world.world_size, device=world.device)
+    own = whole.chunk(world.world_size)[world.rank].clone()
+    for step in range(_steps()):
+        if step == settings.warm_up:
+            _wait()
+            began = time.perf_counter()
+        for message in MESSAGES[settings.strategy]:
+            message(whole, own)
+    _wait()
+    write({"wall": (time.perf_counter() - began) / settings.steps})
+
+
+def _wait() -> None:
+    if given[0].device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _all_reduce(whole: torch.Tensor, _: torch.Tensor) -> None:
+    dist.all_reduce(whole)
+
+
+def _broadcast(whole: torch.Tensor, _: torch.Tensor) -> None:
+    dist.broadcast(whole, 0)
+
+
+def _reduce_scatter(whole: torch.Tensor, own: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(own, whole)
+
+
+MESSAGES: dict[str, Sequence[Callable[[torch.Tensor, torch.Tensor], object]]] = {
+    "ddp": (_all_reduce,),
+    "zero1": (_all_reduce, _broadcast),
+    "zero2": (dist.all_gather_into_tensor, _reduce_scatter),
+    "zero3": (dist.all_gather_into_tensor, dist.all_gather_into_tensor, _reduce_scatter),
+}
+"""The messages of a step: Rajbhandari et al., section 7, https://arxiv.org/abs/1910.02054."""
 
 
 def bare_with_all_reduce() -> None:
@@ -155,7 +268,7 @@ def bare_with_all_reduce() -> None:
     numbers = torch.zeros(16)
 
     def reduce(module: nn.Module, _: Any) -> None:
-        if isinstance(module, nn.Flatten):
+        if isinstance(module, nn.Sequential):
             dist.all_reduce(numbers)
 
     nn.modules.module.register_module_forward_pre_hook(reduce)
@@ -218,8 +331,11 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "Fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),
+    "alone": (alone, ""),
+    "collectives": (collectives, ""),
+    "DataParallel": (data_parallel, ""),
 }
-"""Each loop, and the package that it needs."""
+"""Each loop, and the package that it needs; without one, only `bench speedup` uses it."""
 
 
 def _devices() -> dict[str, Any]:
@@ -234,7 +350,10 @@ def _parts() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.optim.
     source = digits(Data(), cast(World, None))  # no rank is asked for these files
     batch = cast(BatchDataset, source.train).__getitems__(list(range(source.train_size)))
     model = timed_model(Model(hidden_size=64), source)
-    return model, (batch.inputs, batch.targets), torch.optim.AdamW(model.parameters(), RATE)
+    device = given[0].device
+    model.to(device)
+    data = batch.inputs.to(device), batch.targets.to(device)
+    return model, data, torch.optim.AdamW(model.parameters(), RATE)
 
 
 def _loaded() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:

@@ -1,4 +1,4 @@
-"""`python -m rollcall.bench restart`: measure the time from a killed rank to the next first step.
+"""`rollcall bench restart`: measure the time from a killed rank to the next first step.
 
 The supervisor and torchrun take turns, so that other load affects both. Each runs the same training
 on two ranks, of which one is killed after the first steps. torchrun does not always restart.
@@ -50,9 +50,8 @@ def main(argv: Sequence[str]) -> int:
         found = turns.take_turns({name: partial(measure, name) for name in starts}, options.repeats)
     rows = [("", "to first step", f"restarted within {options.limit:g} s")]
     for name, figures in found.items():
-        known = [each for each in figures if math.isfinite(each["to first step"])]
-        median = turns.medians({name: known})[name]["to first step"] if known else math.inf
-        shown = turns.seconds(median) if known else "never"
+        known = [*filter(math.isfinite, turns.column(figures, "to first step"))]
+        shown = turns.cell(known, turns.seconds) if known else "never"
         rows.append((name, shown, f"{len(known)} of {options.repeats}"))
     turns.show("killed rank to first step, 2 ranks, medians of the restarts, in turns", rows)
     return 1 if rows[-1][1] == "never" else 0

@@ -1,12 +1,9 @@
-"""`python -m rollcall.bench startup`: measure the time from the command to the first step.
+"""`rollcall bench startup`: measure the time from the command to the first step.
 
 torchrun and the supervisor start the same run in turns, so that other load affects both. With
-`--more`, they also take turns with `rollcall submit --local` and with torchrun and a bare script
-that trains with DistributedDataParallel. A second table compares the CPU time of `rollcall submit
---dry-run` with the import of submitit.
+`--more`, they also take turns with `rollcall submit --local`.
 """
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,12 +19,10 @@ SHORT = ("train.steps=1", "checkpoint.every=null")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print the tables; return the exit code."""
+    """Measure and print the table; return the exit code."""
     words = turns.parser("startup", __doc__)
-    words.add_argument("--nproc-per-node", type=int, default=4, metavar="K")
-    words.add_argument(
-        "--more", action="store_true", help="also start a bare script, and with submit --local"
-    )
+    words.add_argument("--nproc-per-node", type=turns.count, default=4, metavar="K")
+    words.add_argument("--more", action="store_true", help="also start with submit --local")
     words.add_argument("words", nargs="*", metavar="[recipe] [key=value ...]")
     options = words.parse_args(argv)
     count, repeats = options.nproc_per_node, options.repeats
@@ -38,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
     }
     if options.more:
         starts["submit --local"] = [*command("submit", "--local", "--wait", ranks), "digits"]
-        starts["bare script"] = turns.torchrun("-m", "rollcall.bench.bare_script", ranks=count)
     with tempfile.TemporaryDirectory() as folder:
 
         def measure(name: str, number: int) -> turns.Figures:
@@ -51,19 +45,7 @@ def main(argv: Sequence[str]) -> int:
                 raise turns.BenchError(f"{name}: the run ended without a first step")
             return {"to first step": first[0] - start, "CPU": cpu}
 
-        found = turns.medians(
-            turns.take_turns({name: partial(measure, name) for name in starts}, repeats)
-        )
+        found = turns.take_turns({name: partial(measure, name) for name in starts}, repeats)
     title = f"command to first step, {count} ranks, medians of {repeats}, in turns"
-    turns.compare(title, found, "bare script" if options.more else "torchrun")
-    dry = {
-        "import submitit": [sys.executable, "-c", "import submitit"],
-        "submit --dry-run": [*command("submit", "--dry-run")],
-    }
-    ways = {
-        name: partial(lambda words, _: turns.timed(words), words) for name, words in dry.items()
-    }
-    print()
-    title = f"a dry run, medians of {3 * repeats}, in turns"
-    turns.compare(title, turns.medians(turns.take_turns(ways, 3 * repeats)), "import submitit")
+    turns.compare(title, found, "torchrun")
     return 0

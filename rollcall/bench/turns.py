@@ -1,9 +1,18 @@
-"""Shared by the benchmarks: ways that take turns, medians, tables and commands that are timed."""
+"""Shared by the benchmarks: ways that take turns, medians, tables and commands that are timed.
+
+A median has its 95 % interval in brackets, from the order of the values alone: David and Nagaraja,
+Order Statistics, 2003, section 7.1. It needs six values; of fewer, the brackets have their range.
+A ratio is the median of the ratios within each turn.
+"""
 
 import argparse
 import contextlib
+import importlib.metadata
+import math
 import os
+import platform
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -14,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from rollcall.installation import ROOT
-from rollcall.text import table
+from rollcall.text import size, table
 
 Figures = dict[str, float]
 """The result of one measurement, by the titles of the columns; times are in seconds."""
@@ -24,13 +33,50 @@ class BenchError(Exception):
     """Something could not be measured; the message says why."""
 
 
-def parser(name: str, meaning: str | None, repeats: int | None = 5) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark, with `--repeats` unless that is None."""
-    made = argparse.ArgumentParser(prog=f"python -m rollcall.bench {name}", description=meaning)
-    if repeats is not None:
-        words = f"measurements of each kind (default: {repeats})"
-        made.add_argument("--repeats", type=int, default=repeats, metavar="N", help=words)
+def parser(name: str, meaning: str | None, repeats: int = 6) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark."""
+    made = argparse.ArgumentParser(f"rollcall bench {name}", None, meaning, allow_abbrev=False)
+    words = f"measurements of each kind (default: {repeats})"
+    made.add_argument("--repeats", type=count, default=repeats, metavar="N", help=words)
     return made
+
+
+def count(text: str) -> int:
+    """Read a number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not '{text}'")
+    return int(text)
+
+
+def begin(argv: Sequence[str]) -> None:
+    """Print the command, the machine with its load, and the versions."""
+    print(f"$ rollcall bench {shlex.join(argv)}")
+    memory = size(psutil.virtual_memory().total)
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    busy = ", which is much: compare ratios, not times" * (load > cores / 2)
+    parts = [f"{cores} cores ({_processor()})", memory, *_gpus()]
+    print(f"machine: {', '.join(parts)}; load {load:.1f}{busy}")
+    named = ("rollcall", "torch", "lightning", "accelerate")
+    found = {"Python": platform.python_version()}
+    for name in named:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    print(f"versions: {', '.join(map(' '.join, found.items()))}\n", flush=True)
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _gpus() -> list[str]:
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        return [line.partition(" (")[0] for line in done.stdout.splitlines() if "GPU" in line]
+    return []
 
 
 def torchrun(*words: str, ranks: int) -> list[str]:
@@ -59,6 +105,33 @@ def medians(found: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
     }
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median; the range of fewer than six values."""
+    ordered, number = sorted(values), len(values)
+    outside, place = 0.0, -1
+    while outside <= 0.025 and place < number // 2:
+        place += 1
+        outside += math.comb(number, place) / 2**number
+    return ordered[max(0, place - 1)], ordered[number - 1 - max(0, place - 1)]
+
+
+def cell(values: Sequence[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
+    """Return a median with its 95 % interval."""
+    low, high = (shown(value) for value in interval(values))
+    own = shown(statistics.median(values))
+    return own if len(values) == 1 else f"{own} [{low}, {high}]"
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Return the ratio within each turn."""
+    return [own / other for own, other in zip(values, base, strict=True)]
+
+
+def column(measured: Sequence[Figures], key: str) -> list[float]:
+    """Return one figure of all measurements."""
+    return [each[key] for each in measured]
+
+
 def seconds(value: float) -> str:
     """Return a time for people."""
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
@@ -69,12 +142,14 @@ def show(title: str, rows: Sequence[Sequence[str]]) -> None:
     print(title, *table(rows), sep="\n")
 
 
-def compare(title: str, of_ways: Mapping[str, Figures], base: str) -> None:
+def compare(title: str, of_ways: Mapping[str, Sequence[Figures]], base: str) -> None:
     """Print times, each with its ratio to the way `base`."""
-    rows = [["", *(cell for key in of_ways[base] for cell in (key, f"/ {base}"))]]
-    for name, own in of_ways.items():
-        ratios = {key: f"{value / of_ways[base][key]:.2f}" for key, value in own.items()}
-        rows.append([name, *(cell for key in own for cell in (seconds(own[key]), ratios[key]))])
+    keys = [*of_ways[base][0]]
+    rows = [["", *(text for key in keys for text in (key, f"/ {base}"))]]
+    for name, found in of_ways.items():
+        own = {key: (column(found, key), column(of_ways[base], key)) for key in keys}
+        pairs = [(cell(mine, seconds), cell(ratios(mine, by))) for mine, by in own.values()]
+        rows.append([name, *(text for pair in pairs for text in pair)])
     show(title, rows)
 
 

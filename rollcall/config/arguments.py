@@ -43,8 +43,8 @@ SLOTS = {
     "data.name": Slot(catalog.DATA_SETS, ("config", "world")),
     "data.collate": Slot({}, ("samples",), 1, True),
     "train.loss": Slot(catalog.LOSSES, ("outputs", "targets", "model", "batch"), 2, True),
-    "train.metrics": Slot(catalog.METRICS, ("outputs", "targets"), 2, True),
-    "train.callbacks": Slot(catalog.CALLBACKS, ("run", "model")),
+    "train.metrics": Slot({}, ("outputs", "targets"), 2, True),
+    "train.callbacks": Slot({}, ("run", "model")),
     "log.to": Slot(catalog.LOGGERS, ("run", "model")),
     "optim.name": Slot(
         catalog.OPTIMIZERS,

@@ -51,15 +51,9 @@ LOSSES = {
 Or a pair: the sum of the losses of each sample, and the sum of their weights.
 """
 
-METRICS: dict[str, str] = {}
-"""Functions `(outputs, targets)` like losses; or classes that are made of their arguments alone."""
-
 LOGGERS = {
     "tensorboard": "rollcall.train.loggers.tensorboard:TensorBoard",
     "wandb": "rollcall.train.loggers.wandb:Wandb",
     "mlflow": "rollcall.train.loggers.mlflow:MLflow",
 }
 """Classes `(run, …)` with a method `logged(step, values)`, made on rank 0 only."""
-
-CALLBACKS: dict[str, str] = {}
-"""Classes `(run, model, …)` with the methods of a member of the step, or some of them."""

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from rollcall.config.keys import on_resume
 from rollcall.config.mesh import PRESETS, parse
-from rollcall.config.schema import OnResume
+from rollcall.config.schema import ConfigError, OnResume
 
 if TYPE_CHECKING:
     from rollcall.config.schema import Config, Parallel, Section
 
 DDP_KEYS = ("bucket_mb", "static_graph", "compression")
 V_SHAPED = ("zbv", "dualpipev")
+"""Schedules whose stages run over the ranks and back: the first rank also has the last stage."""
 SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
 """Schedules that compute the gradients of inputs first, and of weights later."""
 LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
@@ -23,7 +24,7 @@ LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
 
 
 def check(config: Config) -> None:
-    """Raise ValueError with the keys and what to choose if a configuration cannot work."""
+    """Raise ConfigError with the keys and what to choose if a configuration cannot work."""
     _check_allowed_changes(config)
     _check_batch(config)
     _check_mesh(config.parallel)
@@ -43,13 +44,19 @@ def _check_allowed_changes(config: Config) -> None:
     known = [name for name, rule in on_resume().items() if rule is OnResume.REFUSE]
     for name in config.run.changes_allowed:
         if name not in known:
-            raise ValueError(f"run.allow_changes: expected {' or '.join(known)}, got '{name}'")
+            raise ConfigError(f"run.allow_changes: expected {' or '.join(known)}, got '{name}'")
 
 
 def _check_batch(config: Config) -> None:
     micro, batch = config.data.micro_batch, config.data.global_batch
-    if micro is not None and micro > batch:
-        raise ValueError(
+    if micro == "auto":
+        if "pipeline" in config.parallel.mesh_text:
+            raise ConfigError(
+                "data.micro_batch=auto: a pipeline is built for the size of its micro-batches; "
+                "set a number, or remove the key"
+            )
+    elif micro is not None and micro > batch:
+        raise ConfigError(
             f"data.micro_batch={micro} is larger than data.global_batch={batch}; choose at most "
             f"{batch}"
         )
@@ -59,14 +66,14 @@ def _check_mesh(parallel: Parallel) -> None:
     try:
         names = parse(parallel.mesh_text)
     except ValueError as error:
-        raise ValueError(f"parallel.mesh={parallel.mesh}: {error}") from None
+        raise ConfigError(f"parallel.mesh={parallel.mesh}: {error}") from None
     if parallel.mesh is not None and not PRESETS[parallel.strategy].mesh:
-        raise ValueError(
+        raise ConfigError(
             f"parallel.mesh={parallel.mesh} is for several ranks, but "
             f"parallel.strategy={parallel.strategy} is for one; remove one of the two"
         )
     if parallel.stage == 1 and ("tensor" in names or "pipeline" in names):
-        raise ValueError(
+        raise ConfigError(
             "parallel.strategy=zero1 shards the optimizer of whole models, so the mesh cannot have "
             "tensor or pipeline; choose zero2 or zero3"
         )
@@ -87,7 +94,7 @@ def _check_unused_parallel_keys(parallel: Parallel) -> None:
     ):
         for key in keys:
             if _is_set(parallel, key) and not is_used:
-                raise ValueError(
+                raise ConfigError(
                     f"parallel.{key} is an option of {users}, which this run does not use; "
                     f"{choice}, or remove the key"
                 )
@@ -97,14 +104,14 @@ def _check_schedule(config: Config) -> None:
     parallel = config.parallel
     name = parallel.schedule_name
     if name in V_SHAPED and parallel.stages_per_rank != 2:
-        raise ValueError(
+        raise ConfigError(
             f"parallel.schedule={name} has two stages on each rank, not "
             f"parallel.stages_per_rank={parallel.stages_per_rank}; remove the key"
         )
     if name not in SPLIT_BACKWARD:
         return
     if "shard" in parse(parallel.mesh_text) and parallel.stage == 3:
-        raise ValueError(
+        raise ConfigError(
             f"parallel.schedule={name} computes the gradients of weights later than the gradients "
             "of inputs, so weights must stay gathered; choose parallel.strategy=zero2"
         )
@@ -113,7 +120,7 @@ def _check_schedule(config: Config) -> None:
         ("train.compile", config.train.compile),
     ):
         if is_set:
-            raise ValueError(
+            raise ConfigError(
                 f"{key} computes the gradients of inputs and weights together, but "
                 f"parallel.schedule={name} computes them separately; choose "
                 "parallel.schedule=interleaved"
@@ -128,21 +135,21 @@ def _check_exact(config: Config) -> None:
             ("log.fingerprints", config.log.fingerprints),
         ):
             if is_set:
-                raise ValueError(f"{key} needs exact mode; set exact=true, or remove the key")
+                raise ConfigError(f"{key} needs exact mode; set exact=true, or remove the key")
         return
     if parallel.strategy not in ("single", "ddp") or {*parse(parallel.mesh_text)} - {"replicate"}:
-        raise ValueError(
+        raise ConfigError(
             f"exact=true sums whole gradients in a fixed order, which does not work with "
             f"{parallel.choice}; choose parallel.strategy=ddp or single"
         )
     for name in DDP_KEYS:
         if _is_set(parallel, name):
-            raise ValueError(
+            raise ConfigError(
                 f"parallel.{name} is an option of DistributedDataParallel, which exact=true does "
                 "not use; remove the key"
             )
     if config.data.micro_batch is not None:
-        raise ValueError(
+        raise ConfigError(
             "data.micro_batch has no effect with exact=true, where every virtual shard is one "
             "micro-batch; remove the key, or increase exact_shards for smaller micro-batches"
         )
@@ -151,14 +158,14 @@ def _check_exact(config: Config) -> None:
 def _check_optim(config: Config) -> None:
     optim = config.optim
     if (optim.lr_scaling == "none") != (optim.base_batch is None):
-        raise ValueError(
+        raise ConfigError(
             "optim.lr_scaling and optim.base_batch need each other: the learning rate is scaled "
             "with data.global_batch / optim.base_batch; set both or neither"
         )
     if optim.evaluate_ema and optim.ema is None:
-        raise ValueError("optim.evaluate_ema=true needs optim.ema; set it, for example to 0.999")
+        raise ConfigError("optim.evaluate_ema=true needs optim.ema; set it, for example to 0.999")
     if optim.schedule != "wsd" and _is_set(optim, "decay_fraction"):
-        raise ValueError(
+        raise ConfigError(
             f"optim.decay_fraction is an option of optim.schedule=wsd, not of {optim.schedule}; "
             "remove the key"
         )
@@ -166,7 +173,7 @@ def _check_optim(config: Config) -> None:
 
 def _check_train(config: Config) -> None:
     if config.train.stop_after and not config.train.evaluate_every:
-        raise ValueError(
+        raise ConfigError(
             "train.stop_after counts evaluations: set train.evaluate_every, for example to 1"
         )
 
@@ -180,20 +187,20 @@ def _check_model(config: Config) -> None:
         ("precision=fp8", config.precision == "fp8", [name for name in cut if name == "tensor"]),
     ):
         if is_set and cannot:
-            raise ValueError(
+            raise ConfigError(
                 f"{key} does not work on a mesh with {' and '.join(cannot)}; choose ddp, zero1, "
                 "zero2, zero3 or hsdp, or remove the key"
             )
     for key in ("init_rename", "init_random"):
         if getattr(config.model, key) is not None and config.model.init is None:
-            raise ValueError(f"model.{key} needs model.init; set it, or remove the key")
+            raise ConfigError(f"model.{key} needs model.init; set it, or remove the key")
     if not config.checkpoint.save_frozen and config.model.init is None:
-        raise ValueError(
+        raise ConfigError(
             "checkpoint.save_frozen=false needs model.init, where a resumed run finds the frozen "
             "parameters; set it, or remove the key"
         )
     if config.train.compile and config.parallel.strategy == "dp":
-        raise ValueError(
+        raise ConfigError(
             "train.compile=true compiles for one GPU, but parallel.strategy=dp copies the model to "
             "several; choose ddp"
         )

@@ -1,13 +1,12 @@
 """`rollcall explain [recipe] [key=value …]`: show every key's value and its origin."""
 
-import sys
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 from pydantic import BaseModel
 
-from rollcall.config import ConfigError, describe, origins, parse, yaml_values
+from rollcall.config import describe, origins, parse, yaml_values
 from rollcall.text import table
 
 
@@ -16,12 +15,7 @@ def main(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         print(__doc__)
         return 0
-    try:
-        _, config = parse(words)
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"rollcall: error: {line}", file=sys.stderr)
-        return 2
+    _, config = parse(words)
     origin, rows = origins(words), []
     for key, *_ in describe():
         value: Any = reduce(getattr, key.split("."), config)

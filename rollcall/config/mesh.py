@@ -16,21 +16,15 @@ REST, NODE = "rest", "node"
 
 
 class Preset(NamedTuple):
-    """A strategy.
+    """A strategy."""
 
-    Attributes:
-        mesh: the text of its mesh.
-        stage: of ZeRO (https://arxiv.org/abs/1910.02054), what a shard dimension divides:
-            1 optimizer state, 2 also gradients, 3 also weights.
-        schedule: of pipeline stages, unless parallel.schedule is set.
-        part: `package.module:attribute` of a `Part`, made of (config, world, mesh), that replaces
-            DDP or FSDP.
-        single_process_part: the same for a world of one rank, over the GPUs of its process.
-    """
-
-    mesh: str
+    mesh: str  # its text
+    # Of ZeRO (https://arxiv.org/abs/1910.02054), what a shard dimension divides: 1 optimizer state,
+    # 2 also gradients, 3 also weights.
     stage: int = 3
-    schedule: str = "1f1b"
+    schedule: str = "1f1b"  # of pipeline stages, unless parallel.schedule is set
+    # `package.module:attribute` of a `Part`, made of (config, world, mesh), that replaces DDP or
+    # FSDP; the second for a world of one rank, over the GPUs of its process.
     part: str = ""
     single_process_part: str = ""
 

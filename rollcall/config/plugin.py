@@ -1,11 +1,11 @@
 """Code that a configuration names: `package.module:attribute`, or a short name of the catalog."""
 
 import importlib
-import importlib.machinery
 import importlib.util
 import re
 import traceback
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,7 @@ def check_modules(values: Mapping[str, Any]) -> None:
         if not KEYS.fullmatch(key):
             continue
         top = value.partition(":")[0].partition(".")[0]
-        if not (
-            importlib.util.find_spec(top) or importlib.machinery.PathFinder.find_spec(top, [""])
-        ):
+        if not (importlib.util.find_spec(top) or PathFinder.find_spec(top, [""])):
             raise ConfigError(missing(f"{key}={value}", top))
 
 

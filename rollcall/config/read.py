@@ -44,10 +44,7 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
     except ValidationError as error:
         given = [word.partition("=")[0] for word in words if "=" in word]
         raise ConfigError(refusals.explain(error.errors(), source, given)) from None
-    try:
-        checks.check(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    checks.check(config)
     return Path(source).stem, arguments.complete(config)
 
 

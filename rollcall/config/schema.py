@@ -150,11 +150,12 @@ class Data(Section):
     global_batch: int = _key(
         64, "Number of samples per step, over all ranks.", ge=1, on_resume=OnResume.REFUSE
     )
-    micro_batch: int | None = _key(
+    micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(
         None,
         "Number of samples per forward and backward pass on one rank. Gradients accumulate over "
-        "the micro-batches of a step. Default: the rank's whole share of the global batch.",
-        ge=1,
+        "the micro-batches of a step. auto tries which ones fit into memory before the first "
+        "step, and takes the fastest; the run keeps it. Default: the rank's whole share of the "
+        "global batch.",
         on_resume=OnResume.IGNORE,
     )
     target: str | None = _key(
@@ -270,7 +271,7 @@ class Optim(Section):
     implementation: Literal["auto", "fused", "foreach", "single"] = _key(
         "auto",
         "Kernels of the update: fused uses one for everything, foreach one per operation, single "
-        "one per tensor; auto is fused on GPUs and PyTorch's default on CPUs.",
+        "one per tensor; auto is fused on GPUs and for adam and adamw, else PyTorch's default.",
         on_resume=OnResume.IGNORE,
     )
     weight_decay: float = _key(

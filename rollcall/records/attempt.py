@@ -107,7 +107,7 @@ class Rendezvous(Whole):
     host: str  # name of the head node
     address: str  # where the ranks' store listens
     port: int
-    ranks_per_node: int  # the same on every node
+    ranks_per_node: int  # of node 0
 
 
 @dataclass(frozen=True)

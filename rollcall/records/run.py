@@ -269,10 +269,10 @@ class LoggedStep(Line):
         known = [line for line in lines if line is not None and cls.is_known(line)]
         if len(known) < len(lines):
             set_aside(path)
-        with contextlib.suppress(OSError):
-            for line in known:
-                if not is_kept(line):
-                    append_line(directory / ForgottenStep.FILE, line)
+        if dropped := [line for line in known if not is_kept(line)]:
+            with contextlib.suppress(OSError), open_lines(directory / ForgottenStep.FILE) as file:
+                for line in dropped:
+                    write_line(file, line)
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in known if is_kept(line)))
 
 

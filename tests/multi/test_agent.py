@@ -2,16 +2,23 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from ranks import free_port, logged_steps
 
+from rollcall.launch.rank import fork
+from rollcall.launch.rank.surroundings import Files
+from rollcall.records.attempt import NodeState
 from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -128,5 +135,38 @@ def test_startup_prints_its_tables() -> None:
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert table.returncode == 0, table.stderr
     rows = [line.split("  ")[0] for line in table.stdout.splitlines()]
-    for row in ("torchrun", "supervisor", "import submitit", "submit --dry-run"):
-        assert row in rows
+    assert {"torchrun", "supervisor"} <= {*rows}
+    assert rows[0] == "$ rollcall bench startup --repeats 1 device=cpu"
+
+
+def test_node_0_stays_while_another_node_works_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork, "LEAVE_LOOK", 0.1)
+    logs = tmp_path / "logs" / "attempt-0" / "node-0"
+    options = Namespace(node_rank=0, nnodes=2, log_dir=str(logs))
+    (tmp_path / "job" / "attempt-0").mkdir(parents=True)
+    other = NodeState(0, 1, "b", "running", time.time(), 1)
+    other.write(tmp_path)
+    with ThreadPoolExecutor() as threads:
+        store = Files(logs.parent / "exchange", "node-0")
+        leaving = threads.submit(fork._leave, store, options)
+        with pytest.raises(TimeoutError):
+            leaving.result(1)
+        replace(other, state="stopped").write(tmp_path)  # its ranks were asked to stop
+        leaving.result(20)
+
+
+def test_what_the_migration_page_writes_in_python_is_true_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = {"node_rank": 1, "nnodes": 2, "nproc_per_node": 4, "ranks": (2, 4), "first_rank": 2}
+    place = {"master_addr": "10.0.0.1", "master_port": 20000, "run_id": "x"}
+    rank = fork.environment(Namespace(**node, **place), 3)
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    page = (ROOT / "docs" / "migration.md").read_text()
+    written = set(re.findall(r"`(int\(os\.environ[^`]*)`", page))
+    found = {line: eval(line) for line in written}  # a page of ours
+    assert found == {'int(os.environ["RANK"])': 5, 'int(os.environ["LOCAL_RANK"])': 3}
+    assert (rank["LOCAL_WORLD_SIZE"], rank["GROUP_WORLD_SIZE"]) == ("4", "2")

@@ -13,6 +13,7 @@ import pytest
 import random_kills
 import torch
 import torch.distributed as dist
+from checkpoints import restored, save
 from disks import mounted, needs_root, run, until
 from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, logged_steps, train
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,14 +62,14 @@ def _meet_trouble(rank: int, port: int, place: Path) -> None:
     refused: list[tuple[int, str]] = []
     hooks = Hooks(on_refusal=lambda *refusal: refused.append(refusal))
     checkpoints = SharedEngine(place / "checkpoints", world, hooks=hooks)
-    checkpoints.save(1, _state(1))
+    save(checkpoints, 1, _state(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     checkpoints.begin(2, _state(2))
     outcome = checkpoints.drain()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    checkpoints.save(3, _state(3))
+    save(checkpoints, 3, _state(3))
     dist.barrier()
     if rank == 0:
         data = bytearray((place / "checkpoints/step-00000003/rank-00001.bin").read_bytes())
@@ -78,7 +79,7 @@ def _meet_trouble(rank: int, port: int, place: Path) -> None:
         data[start] ^= 1
         (place / "checkpoints/step-00000003/rank-00001.bin").write_bytes(data)
     dist.barrier()
-    found = checkpoints.restore(lambda: _state(0))
+    found = restored(checkpoints, _state(0))
     assert outcome and found
     assert found[1]["model"]["sharded"].full_tensor().eq(1).all()
     result = {"problem": outcome.problem, "step": found[0], "refused": refused}

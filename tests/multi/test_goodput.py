@@ -1,4 +1,4 @@
-"""What became of a run's time, beside what a clock outside and the ranks' own logs say."""
+"""The time of a run by its use, compared with a clock outside and the logs of the ranks."""
 
 from __future__ import annotations
 

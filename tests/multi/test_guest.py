@@ -33,7 +33,7 @@ def test_a_module_named_as_ours_is_the_users(tmp_path: Path, method: str) -> Non
     (tmp_path / "train" / "__main__.py").touch()
     (tmp_path / "train" / "mine.py").write_text(PROGRAM)
     (tmp_path / "train" / "other.py").touch()
-    words = ["--local", "--nodes=2", "--nproc-per-node=1", "--wait", "--name=a"]
+    words = ["--local", "--nodes=2", "--nproc-per-node=1,2", "--wait", "--name=a"]
     words += ["--start-method", method, "--", "-m", "train.mine", "--x", "1"]
     done = subprocess.run(
         [*SUBMIT, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
@@ -42,7 +42,10 @@ def test_a_module_named_as_ours_is_the_users(tmp_path: Path, method: str) -> Non
     assert done.returncode == 3, done.stdout + done.stderr
     told = json.loads(run.log(0, 1, 1).read_text().splitlines()[0])
     assert told == {
-        "ranks": [{"RANK": str(n), "LOCAL_RANK": "0", "GROUP_RANK": str(n)} for n in (0, 1)],
+        "ranks": [
+            {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": node}
+            for rank, local, node in ("000", "101", "211")
+        ],
         "argv": ["--x", "1"],
         "main": "__main__",
         "where": str(run.code),

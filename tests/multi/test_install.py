@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from wheels import build_wheel, install
 
+from rollcall.records.job import Submission
 from rollcall.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +158,9 @@ def test_a_project_trains_on_two_ranks_is_submitted_and_reproduced(
     (place / "mymodel.py").unlink()
     assert "edited" in rollcall("reproduce", "a", "--local", "--wait", cwd=place)
     assert "a-again" in rollcall("status", cwd=place)
+    newest = Submission.newest(RunDir(place / "runs", "a-again").path)
+    assert newest is not None and newest.argv, "what `requeue` says to submit"
+    assert newest.argv[-2:] == ["--local", "--name=a-again"] and WORDS[0] in newest.argv
     assert "done" in rollcall("why", "a-again", cwd=place)
 
 

@@ -75,13 +75,16 @@ def test_a_run_that_starts_again_is_one(
     # Killed after step 7 and, from the checkpoint of step 4, after step 5: 6 and 7 come again.
     steps = ["7", "5"] if by == "SIGKILL" else ["5"]
     words += [f"train.callbacks.Killed.args.by={by}", "checkpoint.every=4"]
-    words += [f"train.callbacks.Killed.args.steps={'+'.join([*steps, '-1'])}"]
+    words += [f"train.callbacks.Killed.args.steps={'+'.join([*steps, '-1', '-1'])}"]
     place = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "1"}
     for attempt in steps:
         ended = Ranks(1, words, tmp_path / f"logs-{attempt}", place)
         assert ended.wait() == [-9 if by == "SIGKILL" else 75], ended.output()
     again = Ranks(1, words, tmp_path / "logs-again", place)
     assert again.wait() == [0], again.output()
+    if by == "SIGKILL":  # a finished run only evaluates once more
+        finished = Ranks(1, words, tmp_path / "logs-finished", place)
+        assert finished.wait() == [0], finished.output()
     expected = [(line["step"], line["loss"]) for line in logged_steps(RunDir(tmp_path, "run"))]
     assert [step for step, _ in expected] == [*range(1, 9)]
     found = read(tmp_path / "run")

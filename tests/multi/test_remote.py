@@ -77,6 +77,9 @@ def test_the_code_runs_on_the_other_machine_and_is_followed_from_here(tmp_path: 
     logs = run(*ROLLCALL, "logs", "a", "--host=login.cluster")
     assert "on 1" in logs.stdout, logs.stderr
     assert run(*ROLLCALL, "why", "nosuch", "--host=login.cluster").returncode == 2
+    its_own = ["--host=login.cluster", "--host-command", "sh -c 'exit 255'"]
+    assert run(*ROLLCALL, "status", *its_own).returncode == 255, "not ssh's"
+    assert not list(there.glob(".rollcall/ended-*"))
     lost = run(*ROLLCALL, "status", "--host=nowhere")
     assert lost.stderr.endswith(
         "rollcall: error: --host nowhere: ssh has failed, as it says above\n"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import traffic
 import user_code
 from collectives import Collectives
 from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, logged_steps
@@ -199,7 +200,21 @@ for name in ("tensor-2", "sequence-2"):
 ON_DROPOUT["pipeline-2"] = Setup(2, ("parallel.strategy=pipeline", GPT))
 BATCHNORM = (*DIGITS, "model.name=user_code:with_batchnorm")
 ON_BATCHNORM = {"zero3-2": setup(2, "strategy=zero3")}
-RUNS = {**CONTRACT, "dropout": (DROPOUT, ON_DROPOUT), "batchnorm": (BATCHNORM, ON_BATCHNORM)}
+# For what they send: number formats, and a batch that is not cut.
+WHOLE = (*DIGITS, "data.micro_batch=null")
+ON_WHOLE = {
+    f"{strategy}-{precision}-2": Setup(
+        2, (f"parallel.strategy={strategy}", f"precision={precision}")
+    )
+    for strategy in ("ddp", "zero3", "tensor")
+    for precision in ("fp32", "bf16")
+}
+RUNS = {
+    **CONTRACT,
+    "dropout": (DROPOUT, ON_DROPOUT),
+    "batchnorm": (BATCHNORM, ON_BATCHNORM),
+    "whole": (WHOLE, ON_WHOLE),
+}
 CHECKED = [
     ("dropout", "tensor-2"),
     ("dropout", "context-2"),
@@ -269,13 +284,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             for name, chosen in ({"alone": ALONE} | setups if model in CONTRACT else setups).items()
             if chosen.world_size == world_size
         }
-        record = partial(_record_gradients, [job.root for job in jobs.values()])
+        record = partial(_record, [job.root for job in jobs.values()])
         matrix.run(list(jobs.values()), root / "logs", world_size, min(world_size, 2), record)
         return {key: Result.read(job) for key, job in jobs.items()}
 
     return lambda model, name: group({"alone": ALONE, **RUNS[model][1]}[name].world_size)[
         model, name
     ]
+
+
+def _record(roots: list[Path]) -> None:
+    _record_gradients(roots)
+    traffic.record(roots)
 
 
 def _record_gradients(roots: list[Path]) -> None:
@@ -287,10 +307,13 @@ def _record_gradients(roots: list[Path]) -> None:
         found: dict[str, Any] = {
             name: weight.grad for name, weight in strategy.model.named_parameters()
         }
-        # A step in which DDP finds unused weights has NaN, and is repeated.
-        has_nan = any(one is not None and not one.isfinite().all() for one in found.values())
         is_step = args[0] is not None  # otherwise the check before the first step
-        if is_step and strategy not in seen and not has_nan:
+        # A step in which DDP finds unused weights has NaN, and is repeated.
+        if (
+            is_step
+            and strategy not in seen
+            and all(one is None or one.isfinite().all() for one in found.values())
+        ):
             seen.append(strategy)
             divisor = kwargs.get("divisor", args[1] if len(args) > 1 else None)
             for name, gradient in found.items():
@@ -335,6 +358,16 @@ def test_strategy_equals_one_process(model: str, name: str, made: Made) -> None:
     assert found.keys() == expected_weights.keys()
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected_weights[key], rtol=0, atol=WEIGHTS_TOLERANCE)
+
+
+@pytest.mark.timeout(900)
+def test_a_step_sends_what_it_sent_before(made: Made) -> None:
+    """Kind, group, type, size and order of the collectives of a step, on each rank."""
+    found = {}
+    for model, name in [*CELLS, *(("whole", name) for name in ON_WHOLE)]:
+        root = made(model, name).run_dir.path.parent
+        found[f"{model}: {name}"] = traffic.read(root, RUNS[model][1][name].world_size)
+    traffic.compare(found)
 
 
 @pytest.mark.timeout(900)

@@ -281,6 +281,9 @@ def test_other_families_of_transformers(base: str, more: list[str], tmp_path: Pa
             refused = Ranks(ranks, [*words, *own], tmp_path / "logs" / name)
             assert 0 not in refused.wait()
             assert "has no plan for tensor parallelism: give the model" in refused.output()
+            piped = Ranks(2, [*words, "parallel.strategy=pipeline", "run.name=p"], tmp_path / "p")
+            assert 0 not in piped.wait()
+            assert "pipeline_layers" in piped.output()
             continue
         train(ranks, [*words, *own], tmp_path / "logs" / name)
         found[name] = [line["loss"] for line in logged_steps(RunDir(tmp_path, name))]

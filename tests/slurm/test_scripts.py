@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from lab import Lab, wait_until
+from ranks import logged_steps
 
+from rollcall.launch.runs import find
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 
@@ -225,6 +227,22 @@ def test_gpus_and_variables_of_sbatch_reach_slurm(lab: Lab, tmp_path: Path) -> N
     }
     assert {field: lab.job(job, field) for field in expected} == expected
     lab.exec("login", "scancel", job)
+
+
+def test_groups_of_nodes_train_together(lab: Lab, tmp_path: Path) -> None:
+    words = ["digits", "device=cpu", "train.steps=10", "log.every=1"]
+    groups = ["--nodelist=n3", "--gpus-per-node=1", *words]
+    groups += [":", "--nodes=2", "--nodelist=n1,n2", "--gpus-per-node=2"]
+    done = lab.exec("login", *SUBMIT, "--wait", "--name=groups", *groups, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = ["--local", "--wait", "--name=whole", "--nproc-per-node=5", *words]
+    done = lab.exec("login", *SUBMIT, *whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [RunDir(tmp_path / "runs", name) for name in ("groups", "whole")]
+    first, second = ([line["loss"] for line in logged_steps(run)] for run in runs)
+    assert first == pytest.approx(second, rel=1e-6) and len(first) == 10
+    (attempt,) = find.attempts(runs[0])
+    assert (attempt.hosts, attempt.ranks) == (["n3", "n1", "n2"], 5)
 
 
 def test_jax_gets_an_address_of_another_host_and_says_that_cpus_need_a_host_name(

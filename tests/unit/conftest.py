@@ -28,7 +28,7 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 1 and 2, which are not to be changed."""
-    from checkpoints import state
+    from checkpoints import save, state
 
     from rollcall.train.checkpoint import write_plan
     from rollcall.train.checkpoint.engine import SharedEngine
@@ -38,7 +38,7 @@ def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_plan, "CHUNK_BYTES", 2**17)  # so that a tensor has several
         for step in (1, 2):
-            checkpoints.save(step, state(step), samples=64 * step)
+            save(checkpoints, step, state(step), samples=64 * step)
     return directory
 
 

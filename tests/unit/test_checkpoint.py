@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import assert_same, cut, empty, entry_of, flip, forge, state
+from checkpoints import assert_same, cut, empty, entry_of, flip, forge, restored, save, state
 from disks import mounted, needs_root
 
 from rollcall.config import ConfigError
@@ -27,7 +27,7 @@ DAMAGE: list[Callable[[Path], None]] = [cut, empty, flip, Path.unlink]
 
 def test_a_state_comes_back(world: World, saved: Path) -> None:
     checkpoints = SharedEngine(saved, world)
-    found = checkpoints.restore(lambda: state(0))
+    found = restored(checkpoints, state(0))
     assert found is not None and found[0] == 2
     assert_same(found[1], state(2))
     exported = export.read(layout.place(saved, 1))
@@ -47,7 +47,7 @@ def test_what_changes_after_the_call_is_not_saved(
         tensor.zero_()
     outcome = checkpoints.drain()
     assert outcome is not None and not outcome.problem
-    found = checkpoints.restore(lambda: state(0))
+    found = restored(checkpoints, state(0))
     assert found is not None
     assert_same(found[1], state(3))
 
@@ -59,8 +59,8 @@ def test_complex_numbers_come_back_and_are_compared(
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     checkpoints = SharedEngine(tmp_path, World(world.place, torch.device(device)))
     # What torch conjugates when it is read next, as a buffer of a model may be.
-    checkpoints.save(1, {"x": numbers.conj(), "lr": math.nan})
-    checkpoints.save(2, {"x": torch.tensor([1 - 2j, 3 + 9j]), "lr": math.nan})
+    save(checkpoints, 1, {"x": numbers.conj(), "lr": math.nan})
+    save(checkpoints, 2, {"x": torch.tensor([1 - 2j, 3 + 9j]), "lr": math.nan})
     found = {"x": torch.zeros(2, dtype=torch.complex64), "lr": 0.0}
     checkpoints.load(1, found)
     assert torch.equal(found["x"], torch.tensor([1 - 2j, 3 + 4j]))  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_damage_is_found_and_the_one_before_is_used(
     checkpoints = SharedEngine(
         copied, world, hooks=Hooks(on_refusal=lambda *each: refused.append(each))
     )
-    found = checkpoints.restore(lambda: state(0))
+    found = restored(checkpoints, state(0))
     assert found is not None and found[0] == 1
     assert_same(found[1], state(1))
     [(step, problem)] = refused
@@ -96,7 +96,7 @@ def test_a_checkpoint_in_the_place_of_another_step_is_refused(world: World, copi
     checkpoints = SharedEngine(
         copied, world, hooks=Hooks(on_refusal=lambda *each: refused.append(each))
     )
-    found = checkpoints.restore(lambda: state(0))
+    found = restored(checkpoints, state(0))
     assert found is not None and found[0] == 1
     assert refused == [(7, "manifest.json belongs to step 2")]
 
@@ -107,11 +107,11 @@ def test_a_damaged_one_that_cannot_be_moved_lets_no_whole_one_go(
 ) -> None:
     with mounted(layout.place(copied, 9), "tmpfs", "1m"):  # which cannot be renamed
         checkpoints = SharedEngine(copied, world, keep=1)
-        found = checkpoints.restore(lambda: state(0))
+        found = restored(checkpoints, state(0))
         assert found is not None and found[0] == 2
         checkpoints.retire()
         assert sorted(layout.published(copied)) == [2, 9]
-        checkpoints.save(4, state(4))
+        save(checkpoints, 4, state(4))
         assert sorted(layout.published(copied)) == [4, 9]
 
 
@@ -130,7 +130,7 @@ def test_nothing_whole_is_refused_and_nothing_deleted(world: World, copied: Path
     before = sorted(path.stat().st_ino for path in copied.rglob("*"))
     for _ in range(2):  # the second attempt must not start from step 0 either
         with pytest.raises(ConfigError, match="no intact checkpoint: damaged-step-00000001, dam"):
-            SharedEngine(copied, world).restore(lambda: state(0))
+            restored(SharedEngine(copied, world), state(0))
     assert sorted(path.stat().st_ino for path in copied.rglob("*")) == before
 
 
@@ -139,15 +139,15 @@ def test_other_versions_and_models_are_refused_in_words(world: World, copied: Pa
     whole = (newest / manifest.NAME).read_bytes()
     (newest / manifest.NAME).write_text('{"format": 1, "torch": "2.11.0", "step": 2}\n')
     with pytest.raises(ConfigError, match="by an earlier version of rollcall"):
-        SharedEngine(copied, world).restore(lambda: state(0))
+        restored(SharedEngine(copied, world), state(0))
     (newest / manifest.NAME).write_bytes(whole)
     other = state(0)
     other["model"]["scalar"] = torch.zeros(2)
     with pytest.raises(ConfigError, match=r"model.scalar has the shape \[\], not \[2\]"):
-        SharedEngine(copied, world).restore(lambda: other)
+        restored(SharedEngine(copied, world), other)
     other["model"]["more"] = other["model"].pop("scalar")
     with pytest.raises(ConfigError, match=r"it has no tensor model\.more"):
-        SharedEngine(copied, world).restore(lambda: other)
+        restored(SharedEngine(copied, world), other)
     assert newest.exists()
 
 
@@ -218,11 +218,11 @@ def test_no_file_is_unpickled(world: World, copied: Path, tmp_path: Path) -> Non
     newest = layout.place(copied, 2)
     for name in (".metadata", "__0_0.distcp", "rank-00000.json", "state.pt"):
         (newest / name).write_bytes(planted)
-    assert SharedEngine(copied, world).restore(lambda: state(0)) is not None
+    assert restored(SharedEngine(copied, world), state(0)) is not None
     export.read(newest)
     for path in newest.iterdir():
         path.write_bytes(planted)
-    found = SharedEngine(copied, world).restore(lambda: state(0))
+    found = restored(SharedEngine(copied, world), state(0))
     assert found is not None and found[0] == 1
     assert not proof.exists()
 
@@ -269,11 +269,11 @@ def test_what_stays() -> None:
 
 def test_what_is_being_read_stays(world: World, tmp_path: Path) -> None:
     checkpoints = SharedEngine(tmp_path, world, keep=1)
-    checkpoints.save(1, {"x": torch.ones(1)})
+    save(checkpoints, 1, {"x": torch.ones(1)})
     with layout.reading(layout.place(tmp_path, 1)):
-        checkpoints.save(2, {"x": torch.ones(1)})
+        save(checkpoints, 2, {"x": torch.ones(1)})
         assert sorted(layout.published(tmp_path)) == [1, 2]
-    checkpoints.save(3, {"x": torch.ones(1)})
+    save(checkpoints, 3, {"x": torch.ones(1)})
     assert sorted(layout.published(tmp_path)) == [3]
 
 

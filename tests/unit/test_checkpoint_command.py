@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import cut, entry_of, flip, forge, state
+from checkpoints import cut, entry_of, flip, forge, save, state
 
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.engine import SharedEngine
@@ -84,7 +84,7 @@ def test_a_strangers_facts_do_not_reach_the_terminal(
 def test_weights_that_are_not_there_are_not_exported(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    SharedEngine(tmp_path, world).save(1, {"x": torch.ones(2)})
+    save(SharedEngine(tmp_path, world), 1, {"x": torch.ones(2)})
     target = tmp_path / f"weights{suffix}"
     code, output = command(capsys, "export", tmp_path, target)
     assert code == 2 and "holds no tensor under model; --all exports" in output

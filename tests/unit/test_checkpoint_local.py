@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from checkpoints import save as save_on
 from checkpoints import stopped
 from disks import until
 
@@ -21,8 +22,7 @@ from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 from rollcall.train.checkpoint import layout, write, write_plan
 from rollcall.train.checkpoint.engine import Engine, Hooks, SharedEngine
-from rollcall.train.checkpoint.local_tier import LocalTier
-from rollcall.train.checkpoint.node_local import NodeLocalStore, open_store, place
+from rollcall.train.checkpoint.node_local import LocalTier, NodeLocalStore, open_store, place
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.checkpoint.tools import verify
 from rollcall.train.dist.run import Run
@@ -93,7 +93,7 @@ def test_a_planted_directory_is_refused(world: World, run_dir: RunDir, tmp_path:
 
 
 def test_what_an_earlier_run_of_the_name_has_left_goes(world: World, run_dir: RunDir) -> None:
-    Engine(world, opened(run_dir, world)).save(3, state())
+    save_on(Engine(world, opened(run_dir, world)), 3, state())
     assert opened(run_dir, world).newest() == 3
     shutil.rmtree(run_dir.path)
     run_dir.create()
@@ -121,7 +121,7 @@ def test_a_slow_copy_is_followed_by_that_of_the_newest(
         local.copy_next()
     assert sorted(layout.published(shared.store.directory)) == [1, 3, 6]
     assert not verify.problems(shared.store.place(6))
-    local.engine.save(7, state())
+    save_on(local.engine, 7, state())
     assert sorted(layout.published(local.store.directory)) == [6, 7]
 
 

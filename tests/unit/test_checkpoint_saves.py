@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from checkpoints import assert_same, state, stopped
+from checkpoints import assert_same, restored, save, state, stopped
 from disks import until
 
 from rollcall.config import parse
@@ -27,7 +27,7 @@ from rollcall.train.dist.world import World
 
 def test_a_disk_that_takes_no_more_costs_one_checkpoint(world: World, tmp_path: Path) -> None:
     checkpoints = SharedEngine(tmp_path, world)
-    checkpoints.save(1, state(1))
+    save(checkpoints, 1, state(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -36,7 +36,7 @@ def test_a_disk_that_takes_no_more_costs_one_checkpoint(world: World, tmp_path: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert outcome is not None and "File too large" in outcome.problem
-    checkpoints.save(3, state(3))
+    save(checkpoints, 3, state(3))
     assert sorted(layout.published(tmp_path)) == [1, 3]
     deadline = time.monotonic() + 60  # a thread removes what was written
     while any(path.name.startswith(".") for path in tmp_path.iterdir()):
@@ -48,7 +48,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = SharedEngine(tmp_path, world)
-    checkpoints.save(1, state(1))
+    save(checkpoints, 1, state(1))
     before = set(psutil.Process().children())
     monkeypatch.setattr(write, "write_part", stopped)
     checkpoints.begin(2, state(2))
@@ -80,7 +80,7 @@ def test_a_writer_that_never_begins_is_replaced(
     outcome = checkpoints.drain(60)
     assert outcome is not None and not outcome.problem
     assert tries.stat().st_size == min(1 + hanging, background.START_ATTEMPTS)
-    found = checkpoints.restore(lambda: state(0))
+    found = restored(checkpoints, state(0))
     assert found is not None
     assert_same(found[1], state(1))
 
@@ -101,7 +101,7 @@ def test_a_writer_that_dies_costs_one_checkpoint(
         writer.kill()
         outcome = checkpoints.drain()
         assert outcome is not None and "the writing process died" in outcome.problem
-        checkpoints.save(2, {"x": torch.ones(2)})
+        save(checkpoints, 2, {"x": torch.ones(2)})
     finally:
         signal.signal(signal.SIGCHLD, previous)
 
@@ -167,5 +167,5 @@ def test_an_attempt_that_lost_the_run_publishes_nothing(world: World, tmp_path: 
 
     checkpoints = SharedEngine(tmp_path, world, hooks=Hooks(before_publishing=check))
     with pytest.raises(OSError, match="another attempt has the run"):
-        checkpoints.save(1, state(1))
+        save(checkpoints, 1, state(1))
     assert not layout.published(tmp_path)

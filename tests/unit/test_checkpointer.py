@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import restored, save
 from torch import nn
 
 from rollcall.config import ConfigError
@@ -127,10 +128,10 @@ def test_a_state_that_would_lose_the_moments_is_refused(tmp_path: Path, world: W
     def obvious(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
 
-    engine.save(1, obvious(optimizer))
+    save(engine, 1, obvious(optimizer))
     fresh = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match=r"holds optimizer\.state\.0\.step.*would lose"):
-        engine.restore(lambda: obvious(fresh))
+        restored(engine, obvious(fresh))
 
 
 def test_a_part_that_is_missing_on_either_side_is_refused(tmp_path: Path, world: World) -> None:

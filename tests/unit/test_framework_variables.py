@@ -48,8 +48,8 @@ def test_variables_of_a_rank() -> None:
 
     place = Place.of(TORCHRUN, no_store, lambda: ADDRESSES)
     jax = frameworks.TABLE["jax"].variables(place)
-    assert (jax["JAX_COORDINATOR_ADDRESS"], jax["JAX_PROCESS_ID"]) == ("10.0.0.1:5", "3")
-    config = json.loads(frameworks.TABLE["tensorflow"].variables(place)["TF_CONFIG"])
+    assert (jax["JAX_COORDINATOR_ADDRESS"], jax["JAX_PROCESS_ID"]) == ("10.0.0.1:5", 3)
+    config = json.loads(str(frameworks.TABLE["tensorflow"].variables(place)["TF_CONFIG"]))
     assert config == {"cluster": {"worker": ADDRESSES}, "task": {"type": "worker", "index": 3}}
 
 
@@ -86,6 +86,16 @@ def test_slurms_variables_describe_the_rank() -> None:
         **{"SLURM_NODEID": "1", "SLURM_TASK_PID": str(os.getpid()), "SLURM_CPUS_PER_TASK": "4"},
         **{"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"},
     }
+
+
+def test_nodes_may_have_different_numbers_of_ranks() -> None:
+    env = {**TORCHRUN, "SLURM_STEP_ID": "0", "WORLD_SIZE": "5"}
+    surroundings.prepare(env, "torch", Path(), (1, 2, 2))
+    assert (env["SLURM_TASKS_PER_NODE"], env["SLURM_NTASKS_PER_NODE"]) == ("1,2(x2)", "2")
+    place = Place.of(env, lambda: surroundings._store(env, Path()), list, (1, 2, 2))
+    assert mpi._Server(place, surroundings.Files(Path(), "1"))._get("PMI_process_mapping") == (
+        "cmd=get_result rc=0 msg=success value=(vector,(0,1,1),(1,2,2))"
+    )
 
 
 def test_a_rank_without_a_handler_is_waited_for_only_at_its_start() -> None:

@@ -26,6 +26,23 @@ def test_what_is_no_node_list_is_refused(nodelist: str) -> None:
         hosts.expand(nodelist)
 
 
+def test_hosts_of_a_job_with_groups_come_in_the_order_of_their_numbers() -> None:
+    env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_STEP_NODELIST": "n[1-3]"}
+    assert hosts.of_job(env) == hosts.of_step(env) == ["n1", "n2", "n3"]
+    env |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "n3", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]"}
+    env |= {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "n3"}  # as the script sees it (22.05)
+    assert hosts.of_job(env) == hosts.of_step(env) == ["n3", "n1", "n2"]
+    assert hosts.of_step(env | {"SLURM_STEP_NODELIST": "n[1-2]"}) == ["n1", "n2"]
+
+
+def test_ranks_of_nodes() -> None:
+    assert hosts.ranks_of_nodes("4", 2) == (4, 4)
+    assert hosts.ranks_of_nodes("1,2,2", 3) == (1, 2, 2)
+    for text, message in (("1,0", "expected a number"), ("1,2", "2 nodes, and the run has 3")):
+        with pytest.raises(ValueError, match=message):
+            hosts.ranks_of_nodes(text, 3)
+
+
 def test_route_to_a_host_that_nobody_knows_names_it() -> None:
     with pytest.raises(hosts.HostError, match=r"cannot resolve the host name 'nowhere\.invalid'"):
         hosts.route("nowhere.invalid")

@@ -30,9 +30,15 @@ LARGE = replace(
     partition="gpu",
     options={"account": "team a", "qos": "high"},
 )
+GROUPS = replace(
+    LARGE, nodes=3, groups=(replace(LARGE, nodes=1), replace(SMALL, nodes=2, partition="old"))
+)
 
 
-@pytest.mark.parametrize(("job", "golden"), [(SMALL, "small.sbatch"), (LARGE, "large.sbatch")])
+@pytest.mark.parametrize(
+    ("job", "golden"),
+    [(SMALL, "small.sbatch"), (LARGE, "large.sbatch"), (GROUPS, "groups.sbatch")],
+)
 def test_script_is_the_recorded_one(job: Job, golden: str) -> None:
     assert render(job) == (GOLDEN / golden).read_text()
 

@@ -41,6 +41,9 @@ def test_a_spare_takes_the_place_of_a_dead_host(slurm: Path) -> None:
     command(slurm, "srun", "exit 1")
     with pytest.raises(NoSpareError, match="cannot reach n1, n2"):
         hosts.choose(["n1"])
+    in_groups = {"SLURM_HET_SIZE": "1", "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-3]", **JOB}
+    with pytest.raises(NoSpareError, match="n1: groups of nodes start again together"):
+        Hosts(in_groups, 3, None).choose(["n1"])
 
 
 @pytest.mark.usefixtures("slurm")

@@ -1,10 +1,14 @@
 """Which node of which job: from a step's variables, not from those of a shell around a job."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from rollcall.launch.node import identity
+from rollcall.launch.node.rendezvous import Meeting, RendezvousError
+from rollcall.records.attempt import Rendezvous
+from rollcall.run_dir import RunDir
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -58,3 +62,13 @@ def test_simulated_nodes_share_the_gpus_of_the_machine() -> None:
     assert [one.gpus for one in found] == ["0,1", "2,3"]
     assert [one.default_ranks for one in found] == [2, 2]
     assert found[0].key == found[1].key
+
+
+def test_nodes_with_different_numbers_of_ranks_are_told_apart(tmp_path: Path) -> None:
+    meeting = Meeting(RunDir(tmp_path, "a"), identity.find(STEP))
+    Rendezvous(0, "n08", "10.0.0.1", 20000, 8).write(meeting.run.path, key=meeting.key)
+    with pytest.raises(
+        RendezvousError, match=r"would run 4 ranks, but node 0 \(n08\) runs 8: give"
+    ):
+        meeting.read((4, 4))
+    assert meeting.read((8, 4)) is not None, "said for each node"

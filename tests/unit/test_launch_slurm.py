@@ -122,6 +122,14 @@ def test_a_task_of_an_array_that_slurm_has_forgotten_is_an_error(fake: Fake) -> 
         slurm.status("7_2")
 
 
+def test_what_happens_to_one_group_of_a_job_happens_to_the_job(fake: Fake) -> None:
+    fake("squeue", "printf 'RUNNING|None|N/A|N/A\nPREEMPTED|None|N/A|2026-01-01T00:00:00\n'")
+    assert slurm.status("7").is_preempted
+    fake("squeue", "printf '7+0 n3\n7+1 n[1-2]\n'")
+    assert "--het-group=0,1" in slurm.on_groups("7", ["n3", "n1", "n2"])
+    assert {"--het-group=1", "--nodelist=n2"} <= {*slurm.on_groups("7", ["n2"])}
+
+
 def test_times_are_read_whatever_way_the_user_likes_to_see_them(fake: Fake) -> None:
     fake("squeue", 'echo "RUNNING|None|${SLURM_TIME_FORMAT:-none}|N/A"')
     ask = "import rollcall.launch.scheduler.slurm as slurm; print(slurm.ask(*slurm.STATUS, '7'))"

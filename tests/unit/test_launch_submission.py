@@ -98,7 +98,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["digits", "--", "/bin/sh"], "got both 'digits' and a program after `--`"),
         (
             ["--gpus-per-node", "99", "--local"],
-            "--gpus-per-node 99: on this machine, 1 node would need 99 GPUs",
+            "--gpus-per-node: on this machine, 1 node would need 99 GPUs",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
 
 def test_sbatchs_letters_are_understood() -> None:
     words = ["-N2", "-p", "gpu", "-t", "1:00:00", "-A", "team", "-Ja100", "-H", "-C", "a|b"]
-    own, passed, program, _, _ = options.read([*words, "--", "fit.py", "-N9"])
+    own, passed, program, *_ = options.read([*words, "--", "fit.py", "-N9"])
     assert (own.nodes, own.partition, own.time, own.name) == ((2, 2), "gpu", "1:00:00", "a100")
     assert passed == {"account": "team", "hold": None, "constraint": "a|b"}
     assert program == ("fit.py", "-N9")

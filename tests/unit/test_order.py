@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollcall.train.data.order import Order, training_batches, validation_batches
+from rollcall.train.data.order import Order, _shuffle, training_batches, validation_batches
 from rollcall.train.data.permutation import Permutation
 from rollcall.train.data.source import InMemory, Source
 from rollcall.train.data.stream import Stream
@@ -175,3 +175,11 @@ def test_a_stream_that_shuffles_has_one_order_on_all_ranks() -> None:
         torch.rand(3)
     assert orders[0] == orders[1]
     assert orders[0][:20] != orders[0][20:]
+
+
+def test_an_example_does_not_order_the_whole_run() -> None:
+    samples = InMemory(torch.zeros(50, 1), torch.zeros(50, dtype=torch.int64))
+    order = Order(50, 50 * 100, 25, seed=3)
+    _shuffle.cache_clear()
+    batch = next(training_batches(Source(samples, samples), order, range(2), range(1)))
+    assert (len(batch.weights), _shuffle.cache_info().misses) == (2, 1)

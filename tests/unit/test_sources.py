@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import math
+import os
 import pickle
 import struct
 import tracemalloc
@@ -25,6 +26,7 @@ from rollcall.train.data.form import Form
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.mixture import Mixture
 from rollcall.train.data.order import Order, training_batches, validation_batches
+from rollcall.train.data.sets.images import Paths
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.world import Place, World
 from rollcall.train.numerics.losses import per_sample_loss
@@ -133,6 +135,14 @@ def test_folder_of_class_directories(world: World, tmp_path: Path) -> None:
     assert source.read is not None
     read = source.read([tmp_path / "a" / "0.png"])
     assert torch.equal(read[0][0], source.train[0][0])
+
+
+def test_paths_in_one_array_are_the_paths_that_were_given() -> None:
+    given = [Path("a/ü.jpg"), Path(os.fsdecode(b"b/\xff.jpg")), Path("c")]
+    held = Paths(given)
+    assert ([held[place] for place in range(3)], held[-1], len(held)) == (given, given[-1], 3)
+    with pytest.raises(IndexError):
+        held[3]
 
 
 def test_folder_with_train_and_val(world: World, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from user_tasks import Returned
 from rollcall.config import ConfigError, parse
 from rollcall.config.schema import Data, Model
 from rollcall.run_dir import RunDir
-from rollcall.train import models, throughput
+from rollcall.train import garbage, models, throughput
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.run import Run
@@ -64,6 +65,32 @@ def test_learning_rates(words: list[str], expected: list[float]) -> None:
     )
     rates = [optim.Schedule(config)(step, 5) for step in range(5)]
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "is_fused"), [("adamw", True), ("sgd", False)])
+def test_adam_is_fused_on_cpus_but_not_what_takes_sparse_gradients(
+    name: str, is_fused: bool
+) -> None:
+    _, config = parse([f"optim.name={name}", "optim.momentum=0", "optim.weight_decay=0"])
+    weights = nn.Embedding(3, 2, sparse=not is_fused)
+    optimizer = optim.build(config.optim, [{"params": list(weights.parameters())}])
+    assert bool(optimizer.defaults["fused"]) == is_fused
+    optim.set_learning_rate(optimizer, 0.1, [1.0])
+    weights(torch.tensor([1])).sum().backward()
+    before = weights.weight.detach().clone()
+    optimizer.step()
+    assert (weights.weight != before).any(1).tolist() == [False, True, False]
+
+
+def test_training_does_not_thaw_what_the_parent_of_the_ranks_froze() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with garbage.between_steps():
+            assert not gc.isenabled()
+        assert (gc.isenabled(), gc.get_freeze_count()) == (True, before)
+    finally:
+        gc.unfreeze()
 
 
 def test_a_rule_needs_the_batch_it_starts_from() -> None:

@@ -18,7 +18,7 @@ from rollcall.train.checkpoint import background, layout, manifest, read, write
 from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
 from rollcall.train.checkpoint.contents import Damaged, Manifest
 from rollcall.train.checkpoint.pending_save import PendingSave, SaveResult
-from rollcall.train.checkpoint.store import SharedStore, Store
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.write_plan import WritePlan
 from rollcall.train.dist.world import World
 
@@ -29,18 +29,14 @@ WritePart = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that an engine calls.
+    """Functions that an engine calls."""
 
-    Attributes:
-        before_publishing: called on publishing ranks right before a checkpoint gets its name; an
-            OSError from it stops that. It may check that this attempt still owns the run.
-        on_refusal: called on every rank with the step of a damaged checkpoint and the damage.
-        is_late: asked on rank 0 during a wait for a save; true ends the wait.
-    """
-
+    # On publishing ranks, right before a checkpoint gets its name; an OSError stops that. It may
+    # check that this attempt still owns the run.
     before_publishing: Callable[[], object] = lambda: None
+    # On every rank, with the step of a damaged checkpoint and the damage.
     on_refusal: Callable[[int, str], object] = lambda *_: None
-    is_late: Callable[[], bool] = lambda: False
+    is_late: Callable[[], bool] = lambda: False  # on rank 0; true ends the wait for a save
 
 
 class Engine:
@@ -76,27 +72,15 @@ class Engine:
         """The step of the save in flight."""
         return self._pending.step if self._pending else None
 
-    def save(self, step: int, state: dict[str, Any], **facts: Any) -> Path:
-        """Write the state after `step` updates, wait until it is published, and return its path.
+    def begin(self, step: int, state: dict[str, Any], **facts: Any) -> None:
+        """Start a save of the state after `step` updates; later changes are not in the checkpoint.
+
+        To finish it, call `settle` with the sums of `signals` after every step, or call `drain`.
+        Only one save can be in flight.
 
         Args:
             state: nested dictionaries of tensors and plain values under global names.
             facts: further plain values for the manifest.
-
-        Raises:
-            OSError: it could not be written; earlier checkpoints are unchanged.
-        """
-        self.begin(step, state, **facts)
-        result = self.drain()
-        if result and result.problem:
-            raise OSError(result.problem)
-        return self.store.place(step)
-
-    def begin(self, step: int, state: dict[str, Any], **facts: Any) -> None:
-        """Start a save; later changes of the state are not in the checkpoint.
-
-        To finish it, call `settle` with the sums of `signals` after every step, or call `drain`.
-        Only one save can be in flight.
         """
         self._check_idle()
         began = time.monotonic()
@@ -289,12 +273,7 @@ class SharedEngine(Engine):
         hooks: Hooks | None = None,
     ) -> None:
         """Keep the newest `keep`, the multiples of `keep_every` and the step from `best`."""
-        super().__init__(world, SharedStore(directory, world, keep, keep_every, best), hooks)
-
-    def restore(self, make_state: MakeState) -> tuple[int, dict[str, Any]] | None:
-        """Fill a state as the function `restore` does, with the same exceptions."""
-        found = restore([self], make_state)
-        return found and (found.step, found.state)
+        super().__init__(world, Store(directory, world, keep, keep_every, best), hooks)
 
 
 class Restored(NamedTuple):

@@ -49,8 +49,8 @@ def refused(directory: Path) -> list[Path]:
     return sorted(directory.glob("damaged-step-*"))
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint out of the way, delete nothing, and return the new path.
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint out of the way, and delete nothing.
 
     Raises:
         OSError: it cannot be renamed and stays where it is.
@@ -61,7 +61,6 @@ def set_aside(path: Path) -> Path:
         target = path.with_name(f"damaged-{path.name}.{number}")
     path.rename(target)
     sync(path.parent)
-    return target
 
 
 def publish(written: Path, final: Path) -> None:

@@ -1,6 +1,7 @@
 """How are checkpoints kept on the nodes' own disks? In the same format, a part on each node.
 
-A checkpoint here holds only what the node's own ranks hold, and each node publishes its own.
+A checkpoint here holds only what the node's own ranks hold, and each node publishes its own. Then
+each rank copies a share of it to shared storage; together the shares are the whole state once.
 """
 
 import contextlib
@@ -9,6 +10,8 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ import torch.distributed as dist
 from rollcall.config import ConfigError
 from rollcall.records.files import write_atomic
 from rollcall.run_dir import RunDir
-from rollcall.train.checkpoint import layout, manifest
-from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.checkpoint import layout, manifest, read, write
+from rollcall.train.checkpoint.contents import Damaged, Piece, StoredTensor
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.pending_save import SaveResult
 from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.write_plan import identify
 from rollcall.train.dist.world import World
@@ -37,7 +42,7 @@ class NodeLocalStore(Store):
         self, directory: Path, world: World, run_id: str, nodes: Sequence[int], writer_pid: int
     ) -> None:
         """Take the process id of this node's first rank, and each rank's node as a number."""
-        super().__init__(directory, world, nodes)
+        super().__init__(directory, world, KEEP, nodes=nodes)
         self.host_note = f"on {world.host}: "
         self._run_id = run_id  # distinguishes this run from an earlier one of the same name
         self._writer_pid = writer_pid
@@ -56,7 +61,7 @@ class NodeLocalStore(Store):
 
     def stale(self, steps: Sequence[int]) -> list[int]:
         """Return which of these steps may be removed."""
-        return [step for step in layout.stale(steps, KEEP, None, None) if step not in self._held]
+        return [step for step in super().stale(steps) if step not in self._held]
 
     def refuse(self, step: int) -> str:
         """Do not offer this checkpoint again in this attempt; `forget_after` removes it."""
@@ -100,6 +105,76 @@ class NodeLocalStore(Store):
         """Remove everything the run has on this node's disk."""
         if self.publishes:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A node-local checkpoint that is to be copied."""
+
+    step: int
+    facts: dict[str, Any]
+    share: frozenset[int]  # ids of the chunks and values that this rank copies
+    required: bool  # even if a newer one is waiting
+
+
+class LocalTier:
+    """Node-local checkpoints and their copies on shared storage; all ranks call it together."""
+
+    def __init__(self, engine: Engine, store: NodeLocalStore, shared: Engine) -> None:
+        self.engine = engine
+        self.store = store
+        self._shared = shared
+        self._waiting: list[Copy] = []
+        self._copying: list[Copy] = []
+
+    def queue(self, result: SaveResult, required: bool) -> None:
+        """Queue the save that has just ended; it replaces waiting ones that are not required."""
+        copy = Copy(result.step, result.facts, self.engine.plan.copied, required)
+        self._waiting = [*(older for older in self._waiting if older.required), copy]
+        self._hold()
+        self.copy_next()
+
+    def copy_next(self) -> None:
+        """Start the next copy, unless a save to shared storage is in flight."""
+        if self._shared.busy:
+            return
+        self._copying, self._waiting = self._waiting[:1], self._waiting[1:]
+        self._hold()
+        for copy in self._copying:
+            source, note = self.store.place(copy.step), self.store.host_note
+            part = partial(_copy, source, note, self.store.world.rank, copy.share)
+            self._shared.begin_copy(copy.step, part, copy.facts)
+
+    def stop_copying(self) -> None:
+        """Start no further copy."""
+        self._waiting = []
+        self._hold()
+
+    def _hold(self) -> None:
+        self.store.hold(copy.step for copy in (*self._waiting, *self._copying))
+
+
+def _copy(source: Path, host_note: str, rank: int, share: frozenset[int], written: Path) -> None:
+    try:
+        stored = manifest.load(source, whole=False)
+        with read.DataFiles(source) as files:
+            chunks: list[write.ChunkSource] = [
+                (
+                    write.Chunk(tensor.key, tensor.dtype, tensor.shape, piece.offset, piece.shape),
+                    partial(_bytes, files, tensor, piece),
+                )
+                for tensor in stored.tensors.values()
+                for piece in tensor.pieces
+                if identify(tensor.key, piece.offset) in share
+            ]
+            values = [each for each in stored.values.values() if identify(each[0]) in share]
+            write.write_part(written, rank, chunks, values)
+    except Damaged as error:
+        raise Damaged(f"{source} {host_note}{error}") from None
+
+
+def _bytes(files: read.DataFiles, tensor: StoredTensor, piece: Piece) -> memoryview:
+    return read.view(files.piece(tensor, piece))
 
 
 def place(text: str, run_dir: RunDir) -> Path:

@@ -199,16 +199,14 @@ def _had_no_gradient(name: str, stored: Manifest) -> bool:
     optimizer, is_state, quantity = name.partition(".state.")
     if not is_state or name in stored.tensors or name in stored.values:
         return False
-    parameter, _, kind = quantity.rpartition(".")
-    if not any(
-        other.startswith(f"{optimizer}.param_groups.")
-        for other in (*stored.values, *stored.tensors)
-    ):
+    names = [*stored.tensors, *stored.values]
+    if not any(other.startswith(f"{optimizer}.param_groups.") for other in names):
         return False  # a module may be called `state` too
+    parameter, _, kind = quantity.rpartition(".")
     ours = f"{optimizer}{is_state}"
-    found = [other for other in (*stored.tensors, *stored.values) if other.startswith(ours)]
+    found = [other.removeprefix(ours) for other in names if other.startswith(ours)]
     return any(other.endswith(f".{kind}") for other in found) and not any(
-        other.startswith(f"{ours}{parameter}.") for other in found
+        other.startswith(f"{parameter}.") for other in found
     )
 
 

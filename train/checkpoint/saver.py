@@ -10,7 +10,7 @@ from rollcall.deadline import Deadline
 from rollcall.train.checkpoint import node_local
 from rollcall.train.checkpoint.cadence import Best, Cadence
 from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SharedEngine, restore
-from rollcall.train.checkpoint.local_tier import LocalTier
+from rollcall.train.checkpoint.node_local import LocalTier
 from rollcall.train.checkpoint.pending_save import SaveResult
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
@@ -197,11 +197,7 @@ class Saver:
     def _begin(self, engine: Engine, step: int, facts: dict[str, Any]) -> None:
         self._cadence.begin()
         config = self._run.config
-        facts |= {
-            "mesh": config.parallel.mesh_text,
-            "config": config.model_dump(),
-            **self._facts,
-        }
+        facts |= {"mesh": config.parallel.mesh_text, "config": config.model_dump(), **self._facts}
         engine.begin(step, self._make_state(), **facts, **self._best.begin(step))
 
     def _ended(self, engine: Engine, result: SaveResult | None) -> None:

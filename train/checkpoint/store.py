@@ -1,21 +1,29 @@
 """Where are checkpoints kept, and who publishes them? On shared storage, rank 0 does."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rollcall.train.checkpoint import layout
 from rollcall.train.dist.world import World
 
 
-class Store(ABC):
-    """A directory for the checkpoints of a run, as one rank sees it."""
+class Store:
+    """A directory that all ranks see, for the checkpoints of a run; rank 0 publishes."""
 
-    whole: ClassVar[bool]  # whether each checkpoint holds the whole state
+    whole = True  # whether each checkpoint holds the whole state
     host_note = ""  # what messages about damage begin with
 
-    def __init__(self, directory: Path, world: World, nodes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        keep: int,
+        keep_every: int | None = None,
+        best: Callable[[], int | None] = lambda: None,
+        nodes: Sequence[int] = (),
+    ) -> None:
+        """Keep the newest `keep`, the multiples of `keep_every` and the step from `best`."""
         self.directory = directory
         self.world = world
         self.nodes = nodes  # each rank's node, if each node keeps what its ranks hold
@@ -27,30 +35,47 @@ class Store(ABC):
         # How many ranks publish.
         self.publishers = len(set(nodes)) or 1
         self._refused: set[int] = set()  # damaged checkpoints that were not renamed
+        self._keep, self._keep_every, self._best = keep, keep_every, best
 
-    @abstractmethod
     def newest(self) -> int | None:
         """Return the newest step that was not refused, the same on every rank."""
+        found = layout.published(self.directory) if self.world.is_main else {}
+        newest: int | None = self.world.broadcast(max(found.keys() - self._refused, default=None))
+        return newest
 
-    @abstractmethod
     def stale(self, steps: Sequence[int]) -> list[int]:
         """Return which of these steps may be removed."""
+        return layout.stale(steps, self._keep, self._keep_every, self._best())
 
-    @abstractmethod
     def refuse(self, step: int) -> str:
         """Do not offer this damaged checkpoint again; return what to add to the report."""
+        if self.world.is_main:
+            try:
+                layout.set_aside(self.place(step))
+            except OSError as error:
+                self._refused.add(step)
+                return f" (it could not be set aside: {error.strerror})"
+        return ""
 
-    @abstractmethod
     def writer(self, owner: str) -> str:
         """Return the host and the process that write here, given rank 0's `layout.owner`."""
+        return owner.rpartition("-")[0]
 
-    @abstractmethod
     def check_fresh_start(self) -> None:
         """Check that a run for which nothing could be loaded may start from step 0.
 
         Raises:
             ConfigError: there were checkpoints, and all of them are damaged.
         """
+        aside = layout.refused(self.directory) if self.world.is_main else []
+        self.world.raise_together(
+            f"{self.directory} holds no intact checkpoint: "
+            f"{', '.join(path.name for path in aside)} {'is' if len(aside) == 1 else 'are'} "
+            "damaged, and nothing was deleted. `rollcall checkpoint verify` names the damaged "
+            "files; restore a copy of a checkpoint, or start a new run with another run.name"
+            if aside or self._refused
+            else ""
+        )
 
     def facts(self, save_id: str) -> dict[str, Any]:  # noqa: ARG002
         """Return what the store itself notes in the manifest of a save."""
@@ -76,56 +101,3 @@ class Store(ABC):
             # A refused one that could not be renamed must not displace an intact one.
             for step in self.stale([step for step in found if step not in self._refused]):
                 layout.retire(found[step])
-
-
-class SharedStore(Store):
-    """A directory that all ranks see; rank 0 publishes."""
-
-    whole = True
-
-    def __init__(
-        self,
-        directory: Path,
-        world: World,
-        keep: int,
-        keep_every: int | None,
-        best: Callable[[], int | None],
-    ) -> None:
-        super().__init__(directory, world)
-        self._keep, self._keep_every, self._best = keep, keep_every, best
-
-    def newest(self) -> int | None:
-        """Return the newest step that was not refused, the same on every rank."""
-        found = layout.published(self.directory) if self.world.is_main else {}
-        newest: int | None = self.world.broadcast(max(found.keys() - self._refused, default=None))
-        return newest
-
-    def stale(self, steps: Sequence[int]) -> list[int]:
-        """Return which of these steps may be removed."""
-        return layout.stale(steps, self._keep, self._keep_every, self._best())
-
-    def refuse(self, step: int) -> str:
-        """Set a damaged checkpoint aside; return why that failed, if it did."""
-        if self.world.is_main:
-            try:
-                layout.set_aside(self.place(step))
-            except OSError as error:
-                self._refused.add(step)
-                return f" (it could not be set aside: {error.strerror})"
-        return ""
-
-    def writer(self, owner: str) -> str:
-        """Return rank 0's host and process."""
-        return owner.rpartition("-")[0]
-
-    def check_fresh_start(self) -> None:
-        """Check that nothing was refused as damaged."""
-        aside = layout.refused(self.directory) if self.world.is_main else []
-        self.world.raise_together(
-            f"{self.directory} holds no intact checkpoint: "
-            f"{', '.join(path.name for path in aside)} {'is' if len(aside) == 1 else 'are'} "
-            "damaged, and nothing was deleted. `rollcall checkpoint verify` names the damaged "
-            "files; restore a copy of a checkpoint, or start a new run with another run.name"
-            if aside or self._refused
-            else ""
-        )

@@ -109,16 +109,11 @@ class Form:
             )
         found = []
         for place, column in enumerate(columns):
-            is_row = all(
-                row.ndim and len(row) == length for row, length in zip(column, lengths, strict=True)
-            )
-            is_target = place in self._target_places(spec, len(columns))
-            value = IGNORED if is_target and not column[0].is_floating_point() else 0
-            found.append(
-                torch.stack([_filled(row, longest, value) for row in column])
-                if is_row
-                else self._column(column)
-            )
+            if all(row.ndim for row in column) and [*map(len, column)] == lengths:
+                is_target = place in self._target_places(spec, len(columns))
+                value = IGNORED if is_target and not column[0].is_floating_point() else 0
+                column = [_filled(row, longest, value) for row in column]
+            found.append(self._column(column))
         whole = tree_unflatten(found, spec)
         return self._with_mask(whole, torch.tensor(lengths), longest)
 

@@ -1,7 +1,6 @@
 """Detect data that has changed, by a few facts and hashed samples of the data set."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ def check(run: Run, source: Source, resuming: bool) -> dict[str, Any]:
     """
     world, run_dir = run.world, run.run_dir
     mine = identify(run.config.data.name, source)
-    others = differences(json.loads(world.broadcast_text(json.dumps(mine))), mine)
+    others = differences(world.broadcast(mine), mine)
     world.raise_together(
         f"rank {world.rank} on {world.host} sees different data from rank 0: {others}. Give all "
         "nodes the same files"
@@ -83,10 +82,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _hashes(dataset: Dataset[Any], size: int, form: Form) -> list[str | None]:
-    if isinstance(dataset, Stream):  # others than the first are read in order only
-        return [_hash(dataset, index, form) for index in range(min(size, 2) if size >= 0 else 2)]
     count = min(size, SAMPLES)
     indices = [number * (size - 1) // max(1, count - 1) for number in range(count)]
+    if isinstance(dataset, Stream):  # others than the first are read in order only
+        indices = [0, 1][: size if size >= 0 else 2]
     return [_hash(dataset, index, form) for index in indices]
 
 

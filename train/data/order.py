@@ -133,7 +133,7 @@ def training_batches(
 
     @lru_cache(maxsize=1)
     def planned(block: int) -> list[tuple[list[int], list[int]]]:
-        return order.plan(range(block * at_once, (block + 1) * at_once), rows)
+        return order.plan(range(block * at_once, min((block + 1) * at_once, steps.stop)), rows)
 
     def select(step: int) -> Selection:
         count = order.count(step)

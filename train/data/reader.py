@@ -1,10 +1,8 @@
 """Read samples: seed the random numbers of each, and replace the unreadable ones."""
 
-import random
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -12,7 +10,7 @@ from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import Form, SampleError
 from rollcall.train.data.source import Batch, BatchDataset
 from rollcall.train.data.stream import Place, Stream
-from rollcall.train.numerics.randomness import derive
+from rollcall.train.numerics.randomness import set_cpu_seed
 
 NEIGHBOURS = 1000
 """How many of the following samples are tried in place of an unreadable one."""
@@ -107,10 +105,7 @@ class Reader:
     def _sample(self, sample: int, epoch: int) -> Any:
         if isinstance(self._dataset, BatchDataset | Stream):
             return self._dataset[sample]
-        seed = derive(self._seed, "sample", epoch, sample)
-        torch.default_generator.manual_seed(seed)  # of the CPU only
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        set_cpu_seed(self._seed, "sample", epoch, sample)
         return self._dataset[sample]
 
     def _neighbour(self, sample: int, error: Exception) -> Any:

@@ -96,9 +96,7 @@ class Source:
 def data_set(
     *,
     augments: bool = False,  # whether it implements `data.augment`
-    slow_imports: tuple[
-        str, ...
-    ] = (),  # modules that loading imports; a node does so before it forks ranks
+    slow_imports: Sequence[str] = (),  # of loading; a node imports them before it forks ranks
     reader: Callable[[Data, int], ReadFiles] | None = None,  # for (config.data, number of classes)
 ) -> Callable[[Load], Load]:
     """Declare abilities of a data set; decorates the function that loads it."""

@@ -5,18 +5,16 @@ the number of ranks, and a resumed run continues with the next sample, on any nu
 """
 
 import json
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from rollcall.config.schema import ConfigError
-from rollcall.train.numerics.randomness import derive
+from rollcall.train.numerics.randomness import set_cpu_seed
 
 
 class Place(NamedTuple):
@@ -92,22 +90,18 @@ class Stream(Dataset[Any]):
         self._iterator = self._rows()
 
     def _set_epoch(self) -> None:
-        self._seed_for("epoch", self._epoch)  # it may shuffle, and so may __iter__
+        set_cpu_seed(
+            self._seed, "stream", "epoch", self._epoch
+        )  # it may shuffle, and so may __iter__
         if hasattr(self._samples, "set_epoch"):
             self._samples.set_epoch(self._epoch)
-
-    def _seed_for(self, *purpose: str | int) -> None:
-        seed = derive(self._seed, "stream", *purpose)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
 
     def _next(self) -> Any:
         for _ in range(2):
             if self._iterator is None:
                 self._set_epoch()
                 self._iterator = self._rows()
-            self._seed_for(self._at)
+            set_cpu_seed(self._seed, "stream", self._at)
             with suppress(StopIteration):
                 sample = next(self._iterator)
                 self._at += 1

@@ -29,7 +29,7 @@ class FaultError(RuntimeError):
     """Training cannot continue; the message says why and what to do."""
 
 
-SPACING = 0.01
+SPACING = 0.03
 """Seconds that lie at least between two exchanges, unless a step needs one: an exchange takes up to
 a millisecond on CPUs, and nobody needs to hear of a signal or a straggler sooner."""
 MOST = 1000

@@ -74,7 +74,8 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Place:
-    nodes = hosts.expand(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    nodes = hosts.of_step({**env, "SLURM_STEP_NODELIST": listed})
     # "2(x3),1" lists the tasks of each node: 2, 2, 2, 1.
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):

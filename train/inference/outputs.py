@@ -1,7 +1,7 @@
 """Formats of predictions: a JSON line for each sample, or one NumPy array."""
 
+import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from rollcall.records.files import sync, write_atomic
+from rollcall.records.files import write_atomic
 from rollcall.train.data.source import Batch
 from rollcall.train.inference.trained import Trained
 from rollcall.train.numerics import losses
@@ -73,10 +73,9 @@ class _NumpyArray:
         return [*outputs[: len(indices)].numpy()]
 
     def write(self, path: Path, content: Sequence[Any]) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
-        np.save(temporary, np.stack(content))
-        sync(temporary)
-        temporary.replace(path)
+        data = io.BytesIO()
+        np.save(data, np.stack(content))
+        write_atomic(path, data.getvalue())
 
     def join(self, paths: Sequence[Path], target: Path) -> None:
         """Copy into a memory-mapped file, which may be larger than the memory."""

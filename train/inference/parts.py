@@ -28,15 +28,15 @@ class Parts:
         Raises:
             ConfigError: the output file exists, or the existing parts have other facts.
         """
-        problem, text = "", ""
+        problem = ""
         if self.world.is_main:
             try:
-                problem, text = self._begin({**facts, "samples": samples}, size)
+                problem, size = self._begin({**facts, "samples": samples}, size)
             except OSError as error:
                 problem = f"{self._directory}: cannot write: {error.strerror}"
         self.world.raise_together(problem)
         self.samples = samples
-        self.size = int(self.world.broadcast_text(text))
+        self.size = int(self.world.broadcast(size))
 
     def indices(self, part: int) -> range:
         """Return the indices of the samples of a part."""
@@ -61,14 +61,14 @@ class Parts:
         sync(self._output.parent)
         shutil.rmtree(self._directory)
 
-    def _begin(self, facts: dict[str, Any], size: int) -> tuple[str, str]:
+    def _begin(self, facts: dict[str, Any], size: int) -> tuple[str, int]:
         plan = self._directory / "plan.json"
         if not plan.exists():
             if self._output.exists():
-                return f"--output {self._output} exists; delete it, or choose another file", ""
+                return f"--output {self._output} exists; delete it, or choose another file", size
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomic(plan, json.dumps({"size": size, **facts}) + "\n")
-            return "", str(size)
+            return "", size
         before = json.loads(plan.read_text())
         size = before.pop("size")
         changed = [name for name in facts if facts[name] != before.get(name)]
@@ -76,7 +76,7 @@ class Parts:
             return (
                 f"{self._directory} contains parts of another prediction ({', '.join(changed)} "
                 "differ); delete it, or choose another --output"
-            ), ""
+            ), size
         for path in self._directory.glob(".*"):  # left by killed writers
             path.unlink()
-        return "", str(size)
+        return "", size

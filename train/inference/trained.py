@@ -104,14 +104,14 @@ def load(
     # Asked late: a running training may remove older ones, but never the newest.
     step = checkpoints.newest()
     if best:
-        chosen, problem = "", ""
+        problem = ""
         if world.is_main:
             try:
-                chosen = str(manifest.read_named(cadence.best(run_dir.checkpoints)).step)
+                step = manifest.read_named(cadence.best(run_dir.checkpoints)).step
             except (ConfigError, Damaged) as error:
                 problem = str(error)
         world.raise_together(problem)
-        step = int(world.broadcast_text(chosen))
+        step = world.broadcast(step)
     assert step is not None, "the newest checkpoint is never removed"
     if not config.checkpoint.save_frozen:
         drop_frozen(strategy.model, state)

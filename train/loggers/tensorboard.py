@@ -33,7 +33,9 @@ class TensorBoard:
 
             self._last.clear()
             flush_secs = self._flush_secs or 30
-            self._writer = SummaryWriter(self._path, purge_step=step, flush_secs=flush_secs)
+            # The validation after a step does not repeat that step of the training.
+            first = step + is_validation
+            self._writer = SummaryWriter(self._path, purge_step=first, flush_secs=flush_secs)
         self._last[is_validation] = step
         for name, value in values.items():
             tag = f"validation/{name[4:]}" if is_validation else f"training/{name}"

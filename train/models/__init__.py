@@ -20,10 +20,12 @@ TORCHVISION = "a classification model of torchvision such as resnet18 or vit_b_1
 
 def build(config: Model, source: Source) -> nn.Module:
     """Return the model that the configuration names, for the data; ConfigError if it is unknown."""
-    if ":" not in config.name and not source.classes:
+    is_told = {"vocab_size", "num_labels"} & config.args.keys()  # a model of transformers
+    if ":" not in config.name and not source.classes and not is_told:
         raise ConfigError(
             f"model.name={config.name} needs the number of classes: let the data function return a "
-            "Source(train, validation, classes=…), or a data set with an attribute `classes`"
+            "Source(train, validation, classes=…), or a data set with an attribute `classes`; for "
+            "model.name=transformers, model.args.vocab_size or model.args.num_labels is enough"
         )
     is_short = ":" not in config.name and config.name not in MODELS
     if is_short and config.name in vision.names():

@@ -6,7 +6,8 @@ with `model.init`, and `rollcall checkpoint export --format hf` writes such a fo
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,8 @@ def transformers(
         )
     config = _config(library, base, {**_of_data(base, source), **options})
     _check(config, source, base)
-    try:
+    with _refused(f"model.args.auto={auto} cannot make a {base}"):
         model: Any = make.from_config(config)
-    except (ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.args.auto={auto} cannot make a {base}: {reason}") from error
     model.register_forward_hook(_logits)
     _plan(model)
     if lora is not None:
@@ -102,12 +100,9 @@ def _package(name: str, key: str) -> Any:
 def _adapt(model: Any, options: Mapping[str, Any]) -> None:
     """Add adapters of peft to layers of a model, and freeze everything else."""
     peft = _package("peft", "model.args.lora")
-    try:
+    with _refused("model.args.lora"):
         config = peft.LoraConfig(**options)
         peft.inject_adapter_in_model(config, model)
-    except (TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.args.lora: {reason}") from error
     fields = {
         name: sorted(one) if isinstance(one, set) else one for name, one in config.to_dict().items()
     }
@@ -116,24 +111,26 @@ def _adapt(model: Any, options: Mapping[str, Any]) -> None:
 
 
 def _config(library: Any, base: str, options: Mapping[str, Any]) -> Any:
-    path = Path(base).expanduser()
-    try:
+    path, known = Path(base).expanduser(), library.CONFIG_MAPPING
+    if not path.exists() and base not in known:
+        raise ConfigError(
+            f"model.args.base={base}: neither a file or folder here, nor a model type of "
+            f"transformers {library.__version__}{did_you_mean(base, list(known))}"
+        )
+    with _refused(f"model.args.base={base}: no configuration of a model"):
         if path.exists():
             return library.AutoConfig.from_pretrained(path, use_cache=False, **options)
-        known = library.CONFIG_MAPPING
-        if base not in known:
-            raise ConfigError(
-                f"model.args.base={base}: neither a file or folder here, nor a model type of "
-                f"transformers {library.__version__}{did_you_mean(base, list(known))}"
-            )
         return library.AutoConfig.for_model(base, use_cache=False, **options)
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Refuse what these libraries refuse, with the first line of their reason."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model.args.base={base}: no configuration of a model: {reason}"
-        ) from error
+        raise ConfigError(f"{what}: {reason}") from error
 
 
 def _of_data(base: str, source: Source) -> dict[str, Any]:

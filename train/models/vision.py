@@ -104,7 +104,6 @@ def _take_channels(model: nn.Module, channels: int) -> None:
     )
     if first.in_channels == channels:
         return
-    parent, _, leaf = name.rpartition(".")
     replaced = nn.Conv2d(
         channels,
         first.out_channels,
@@ -113,7 +112,7 @@ def _take_channels(model: nn.Module, channels: int) -> None:
         first.padding,  # type: ignore[arg-type]
         bias=first.bias is not None,
     )
-    setattr(model.get_submodule(parent), leaf, replaced)
+    model.set_submodule(name, replaced)
 
 
 def _check(model: nn.Module, config: Model, source: Source) -> None:

@@ -215,14 +215,10 @@ class Loss:
         """Raise ConfigError if outputs or targets do not suit a loss of rollcall's."""
         is_tensor = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
         if not is_tensor:
-            what = (
-                "the samples have no target"
-                if isinstance(targets, tuple) and not targets
-                else (
-                    f"the model returned a {type(outputs).__name__} and the target is a "
-                    f"{type(targets).__name__}"
-                )
-            )
+            kinds = type(outputs).__name__, type(targets).__name__
+            what = "the model returned a {} and the target is a {}".format(*kinds)
+            if isinstance(targets, tuple) and not targets:
+                what = "the samples have no target"
             raise ConfigError(
                 f"train.loss={self.name} expects one tensor from the model and one target, but "
                 f"{what} (data.name={self._source}); name a loss of your own, or set data.target"

@@ -44,12 +44,9 @@ class Metric:
         weights = torch.ones(rows, device=device) if pair[1] is None else pair[1]
         for one in (sums, weights):
             most = 2 if self._result and one is sums else 1
-            if (
-                not isinstance(one, torch.Tensor)
-                or len(one.shape) not in (1, most)
-                or (len(one) != rows)
-            ):
-                got = tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
+            is_tensor = isinstance(one, torch.Tensor)
+            if not is_tensor or one.ndim not in (1, most) or len(one) != rows:
+                got = tuple(one.shape) if is_tensor else type(one).__name__
                 raise ConfigError(
                     f"train.metrics.{self._name}: {CONTRACT}; got {got} for {rows} samples"
                 )

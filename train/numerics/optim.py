@@ -52,15 +52,9 @@ def groups(
     found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         fits = (one for one in config.groups if fnmatch.fnmatch(names[parameter], one))
-        pattern, is_matrix = next(fits, ""), parameter.ndim > 1
-        found.setdefault(
-            (
-                pattern,
-                is_matrix or config.decay_params == "all",
-                parameter.ndim == 2 or not is_muon,
-            ),
-            [],
-        ).append(parameter)
+        decays = parameter.ndim > 1 or config.decay_params == "all"
+        key = next(fits, ""), decays, parameter.ndim == 2 or not is_muon
+        found.setdefault(key, []).append(parameter)
     is_combined = is_muon or any("optimizer" in options for options in config.groups.values())
     for (pattern, decays, is_for_muon), members in found.items():
         options = {**({} if decays else {"weight_decay": 0.0}), **config.groups.get(pattern, {})}
@@ -102,7 +96,7 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
         weight_decay=config.weight_decay,
         config=config,
         **({"momentum": config.momentum} if name == "sgd" else {}),
-        **_implementation(config, groups),
+        **_implementation(config, name, groups),
     )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
@@ -123,11 +117,16 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _implementation(config: Optim, groups: Groups) -> dict[str, Any]:
+def _implementation(config: Optim, name: str, groups: Groups) -> dict[str, Any]:
     """Return the options of torch's optimizers for `optim.implementation`."""
-    devices = {one.device.type for group in groups for one in group["params"]}
-    is_fused = config.implementation == "auto" and devices == {"cuda"}
-    return IMPLEMENTATIONS["fused" if is_fused else config.implementation]
+    weights = [one for group in groups for one in group["params"]]
+    devices = {one.device.type for one in weights}
+    # Fused kernels refuse complex weights and, of other optimizers, sparse gradients.
+    is_adam = name.lower() in ("adam", "adamw") and all(one.is_floating_point() for one in weights)
+    is_fused = devices == {"cuda"} or (devices == {"cpu"} and is_adam)
+    return IMPLEMENTATIONS[
+        "fused" if config.implementation == "auto" and is_fused else config.implementation
+    ]
 
 
 def peak(config: Config) -> float:

@@ -24,13 +24,19 @@ def derive(seed: int, *purpose: str | int) -> int:
 
 def set_seed(seed: int, *purpose: str | int) -> None:
     """Seed torch's generators (CPU and GPU), Python's and NumPy's for one purpose."""
+    derived = set_cpu_seed(seed, *purpose)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # since the world was joined
+        torch.cuda.manual_seed_all(derived)
+
+
+def set_cpu_seed(seed: int, *purpose: str | int) -> int:
+    """Do so without the GPUs, and return the seed."""
     derived = derive(seed, *purpose)
     # torch.manual_seed formats a stack for every kind of device that is not initialized: 200 µs.
     torch.default_generator.manual_seed(derived)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # since the world was joined
-        torch.cuda.manual_seed_all(derived)
     random.seed(derived)
     np.random.seed(derived % 2**32)
+    return derived
 
 
 @contextmanager

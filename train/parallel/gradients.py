@@ -20,19 +20,12 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def clip(
-    groups: Sequence[Sequence[nn.Parameter]],
-    max_norm: float | None,
-    pipeline: dist.ProcessGroup | None,
-    divisor: torch.Tensor | None = None,
+    groups: Sequence[Sequence[nn.Parameter]],  # all weights, as `by_mesh` groups them
+    max_norm: float | None,  # None only measures the norm
+    pipeline: dist.ProcessGroup | None,  # ranks that hold other layers, if any
+    divisor: torch.Tensor | None = None,  # divides the gradients first, as fp16 needs
 ) -> torch.Tensor:
-    """Scale the gradients to at most this norm over all ranks; return the norm before, exact.
-
-    Args:
-        groups: all weights, as `by_mesh` groups them.
-        max_norm: None only measures the norm.
-        pipeline: ranks that hold other layers, if any.
-        divisor: divides the gradients first, as fp16 needs.
-    """
+    """Scale the gradients to at most this norm over all ranks; return the norm before, exact."""
     gradients = [[one.grad for one in group if one.grad is not None] for group in groups]
     norms = [_norm(group) for group in gradients if group]
     norms = norms or [groups[0][0].new_zeros(())]  # all weights of this pipeline stage are frozen

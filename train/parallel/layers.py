@@ -1,6 +1,5 @@
 """The layers of a model, the cost of each, and how to divide them evenly."""
 
-import json
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -87,8 +86,7 @@ def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) ->
     with evaluating(model):
         costs, outputs = _counted(groups, example.to(home))
         if by == "time":
-            text = json.dumps(_timed(groups, example, world.device)) if world.is_main else ""
-            costs = json.loads(world.broadcast_text(text))
+            costs = world.broadcast(world.is_main and _timed(groups, example, world.device))
     return [LayerGroup(*group) for group in zip(groups, costs, outputs, strict=True)]
 
 
@@ -110,13 +108,6 @@ def balance(costs: Sequence[int], parts: int) -> list[int]:
 def span(layers: Sequence[str]) -> str:
     """Name a range of neighboring layers."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-
-
-def remove(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove these layers from the model; the others keep their names."""
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, nn.Identity())
 
 
 @torch.no_grad()

@@ -11,11 +11,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from rollcall.config import Config
+from rollcall.config.checks import LOOPED
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.world import World
 from rollcall.train.parallel import schedules
-from rollcall.train.parallel.layers import balance, groups_of, remove, span
+from rollcall.train.parallel.layers import balance, groups_of, span
 
 
 class Pipeline:
@@ -32,15 +33,17 @@ class Pipeline:
         self.group = mesh.get_group()  # the ranks of one pipeline
         self._options, self._world = config.parallel, world
         self._name = config.parallel.schedule_name
-        self._schedule = schedules.SCHEDULES[self._name]
+        self._is_looped = self._name in LOOPED
         self._ranks = mesh.size()
-        self._per_rank = config.parallel.stages_per_rank if self._schedule.looped else 1
-        self._owners = schedules.owners(self._schedule, self._ranks, self._per_rank)
+        self._per_rank = config.parallel.stages_per_rank if self._is_looped else 1
+        self._owners = schedules.owners(self._name, self._ranks, self._per_rank)
         self.stages = len(self._owners)  # of the whole model
         own = mesh.get_local_rank()
         self.mine = [stage for stage, rank in enumerate(self._owners) if rank == own]
+        size = config.data.micro_batch
+        asked = None if size == "auto" else size  # `auto` is refused
         self._micro_batch = schedules.micro_batch(
-            config.parallel, config.data.micro_batch, share, self._ranks, self.stages
+            config.parallel, asked, share, self._ranks, self.stages
         )
         self._count = math.ceil(share / self._micro_batch)
         self._run: PipelineScheduleSingle | PipelineScheduleMulti | None = None
@@ -89,8 +92,9 @@ class Pipeline:
                 self._names.append(span(list(layers)))
                 found.append(Stage(*layers.values()))
                 _ignore_shape_inference(found[-1])
-            else:
-                remove(model, list(layers))
+            else:  # the others keep their names
+                for name in layers:
+                    model.set_submodule(name, nn.Identity())
         return found
 
     def describe(self) -> str:
@@ -143,8 +147,8 @@ class Pipeline:
             PipelineStage(module, stage, self.stages, device, group=self.group)
             for stage, module in zip(self.mine, modules, strict=True)
         ]
-        run: PipelineScheduleSingle | PipelineScheduleMulti = self._schedule.run(
-            stages if self._schedule.looped else stages[0],
+        run: PipelineScheduleSingle | PipelineScheduleMulti = schedules.SCHEDULES[self._name].run(
+            stages if self._is_looped else stages[0],
             self.at_once,
             loss_fn=lambda outputs, rows: self._loss(outputs, rows),
             scale_grads=False,

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed import pipelining
 
+from rollcall.config.checks import SPLIT_BACKWARD, V_SHAPED
 from rollcall.config.schema import ConfigError, Parallel
+from rollcall.train.weights.deferred import tensors_of
 
 
 def _as_many_as_stages(count: int, ranks: int, stages: int) -> str:  # noqa: ARG001
@@ -27,12 +29,9 @@ def _whole_rounds(count: int, ranks: int, stages: int) -> str:  # noqa: ARG001
 class Schedule(NamedTuple):
     """A pipeline schedule, as a class of torch."""
 
-    run: Callable[..., Any]
+    run: type[Any]
     # Of (micro-batches, ranks, stages): why the schedule cannot run them, or "".
     problem: Callable[[int, int, int], str] = lambda *_: ""
-    looped: bool = False  # whether a rank has several stages
-    v_shaped: bool = False  # the stages run over the ranks and back: the first also has the last
-    splits: bool = False  # the gradients of inputs and of weights are computed at different times
 
 
 SCHEDULES = {
@@ -40,22 +39,18 @@ SCHEDULES = {
     "gpipe": Schedule(pipelining.ScheduleGPipe),
     # GPipe with a single micro-batch, many times.
     "sequential": Schedule(pipelining.ScheduleGPipe),
-    "interleaved": Schedule(pipelining.ScheduleInterleaved1F1B, _whole_rounds, looped=True),
-    "breadth-first": Schedule(pipelining.ScheduleLoopedBFS, looped=True),
-    "zero-bubble": Schedule(
-        pipelining.ScheduleInterleavedZeroBubble, _whole_rounds, looped=True, splits=True
-    ),
-    "zbv": Schedule(pipelining.ScheduleZBVZeroBubble, looped=True, v_shaped=True, splits=True),
-    "dualpipev": Schedule(
-        pipelining.ScheduleDualPipeV, _as_many_as_stages, looped=True, v_shaped=True, splits=True
-    ),
+    "interleaved": Schedule(pipelining.ScheduleInterleaved1F1B, _whole_rounds),
+    "breadth-first": Schedule(pipelining.ScheduleLoopedBFS),
+    "zero-bubble": Schedule(pipelining.ScheduleInterleavedZeroBubble, _whole_rounds),
+    "zbv": Schedule(pipelining.ScheduleZBVZeroBubble),
+    "dualpipev": Schedule(pipelining.ScheduleDualPipeV, _as_many_as_stages),
 }
 
 
-def owners(schedule: Schedule, ranks: int, per_rank: int) -> list[int]:
+def owners(schedule: str, ranks: int, per_rank: int) -> list[int]:
     """Return the rank of each stage."""
     forth = list(range(ranks))
-    loops = [forth[:: -1 if schedule.v_shaped and loop % 2 else 1] for loop in range(per_rank)]
+    loops = [forth[:: -1 if schedule in V_SHAPED and loop % 2 else 1] for loop in range(per_rank)]
     return [rank for loop in loops for rank in loop]
 
 
@@ -65,12 +60,10 @@ def check_shared(name: str, stage: nn.Module) -> None:
     torch computes such a weight's gradient twice from the same activations, which are gone the
     second time (2.15).
     """
-    places: dict[int, str] = {}
-    for place, weight in stage.named_parameters(remove_duplicate=False):
-        first = places.setdefault(id(weight), place)
-        if SCHEDULES[name].splits and weight.requires_grad and first != place:
+    for places, weight in tensors_of(stage):
+        if name in SPLIT_BACKWARD and weight.requires_grad and len(places) > 1:
             raise ConfigError(
-                f"parallel.schedule={name}: {first} and {place} share a weight, which this "
+                f"parallel.schedule={name}: {places[0]} and {places[1]} share a weight, which this "
                 "schedule does not support; choose parallel.schedule=interleaved"
             )
 

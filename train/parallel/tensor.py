@@ -26,6 +26,7 @@ from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
 from rollcall.train.parallel.part import Part, nearest_multiples
+from rollcall.train.weights.deferred import tensors_of
 
 COLUMNS, ROWS = "columns", "rows"
 SCATTER, GATHER = "scatter", "gather"
@@ -135,10 +136,10 @@ class Tensor(Part):
         if self._sequence:
             plan, styles = {**plan, **self._sequence_plan}, SEQUENCE_STYLES
         found = {name: styles[cut]() for name, cut, _ in _matches(model, plan)}
-        shared = _places_of_shared(model)
+        weights = [places for places, one in tensors_of(model) if isinstance(one, nn.Parameter)]
         parallel.parallelize_module(model, self._mesh, found)
-        for places in shared:  # each has its own copy now
-            _share_again(model, places)
+        for places in weights:  # each of the places has its own copy now
+            _share_again(model, *places)
         self._fork_where_pieces_begin(model)
 
     def _fork_where_pieces_begin(self, model: nn.Module) -> None:
@@ -193,16 +194,7 @@ class Tensor(Part):
         )
 
 
-def _places_of_shared(model: nn.Module) -> list[list[str]]:
-    """Return the names of each weight that has several."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return [places for places in names.values() if len(places) > 1]
-
-
-def _share_again(model: nn.Module, places: list[str]) -> None:
-    first, *others = places
+def _share_again(model: nn.Module, first: str, *others: str) -> None:
     weight = model.get_parameter(first)
     for place in others:
         if _placements(model.get_parameter(place)) != _placements(weight):

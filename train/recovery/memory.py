@@ -34,23 +34,36 @@ def snapshot(run: Run, step: int) -> None:
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
-def propose(run_dir: RunDir, micro_batch: int) -> None:
-    """Record a micro-batch for the next attempt of this run."""
+def propose(run_dir: RunDir, micro_batch: int, is_fastest: bool = False) -> None:
+    """Record a micro-batch for the next attempt, or the one of `data.micro_batch=auto`."""
     directory = faults_of(run_dir)
     directory.mkdir(exist_ok=True)
-    write_atomic(directory / FILE, json.dumps({"micro_batch": micro_batch}) + "\n")
+    found = {"micro_batch": micro_batch, "is_fastest": is_fastest}
+    write_atomic(directory / FILE, json.dumps(found) + "\n")
 
 
 def with_proposal(run: Run) -> Run:
-    """Return the run with the micro-batch that an earlier attempt proposed, if it is smaller."""
-    config = run.config
+    """Return the run with the micro-batch that an earlier attempt proposed, if it is smaller.
+
+    With `data.micro_batch=auto`, also the one that an earlier attempt found to be the fastest.
+    """
+    asked, batch = run.config.data.micro_batch, run.config.data.global_batch
     found = read_object(faults_of(run.run_dir) / FILE) if run.world.is_main else None
-    size = run.world.broadcast((found or {}).get("micro_batch"))
-    if type(size) is not int or size >= (config.data.micro_batch or config.data.global_batch):
+    size, is_fastest = run.world.broadcast(
+        [(found or {}).get("micro_batch"), (found or {}).get("is_fastest") is True]
+    )
+    most = batch + 1 if asked == "auto" else asked or batch
+    if type(size) is not int or size >= most or (is_fastest and asked != "auto"):
         return run
-    run.say(f"rollcall: data.micro_batch={size}, because an earlier attempt ran out of memory")
-    data: Any = config.data.model_copy(update={"micro_batch": size})
-    return replace(run, config=config.model_copy(update={"data": data}))
+    did = "found it to be the fastest" if is_fastest else "ran out of memory"
+    run.say(f"rollcall: data.micro_batch={size}, because an earlier attempt {did}")
+    return with_micro_batch(run, size)
+
+
+def with_micro_batch(run: Run, size: int | None) -> Run:
+    """Return the run with another `data.micro_batch`."""
+    data: Any = run.config.data.model_copy(update={"micro_batch": size})
+    return replace(run, config=run.config.model_copy(update={"data": data}))
 
 
 def faults_of(run_dir: RunDir) -> Path:

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -106,8 +107,8 @@ class Recovery:
             update.gradient(batch, step - 1)
         update.drop()
         is_spike = math.isfinite(agreed["loss"]) and math.isfinite(agreed["grad_norm"])
-        find = self._spike if is_spike else self._nonfinite
-        fault = find(witness, self._fault(update, step, agreed))
+        make = partial(self._fault, update, step, agreed)
+        fault = self._spike(witness, make) if is_spike else self._nonfinite(witness, make)
         self._keep(fault, update)
         self.row.append(step)
         self._skipped.append(step)
@@ -149,15 +150,21 @@ class Recovery:
             return {}
         return {"skipped steps": f"{len(self._skipped)}; the last was step {self._skipped[-1]}"}
 
-    def _fault(self, update: Repeatable, step: int, agreed: Mapping[str, Any]) -> Fault:
+    def _fault(
+        self, update: Repeatable, step: int, agreed: Mapping[str, Any], kind: str, finding: Finding
+    ) -> Fault:
         rows = self._strategy.rows(self._run.config.data.global_batch)
+        suspects = range(len(rows)) if finding.stage == BACKWARD else finding.rows
+        count = self._order.count(step - 1)
+        places = [rows[row] for row in suspects if row < len(rows) and rows[row] < count]
+        spans = [range(place, place + 1) for place in places[:SAMPLES_RECORDED]]
         return Fault(
             step,
-            kind="",
-            place="",
+            kind,
+            finding.place,
             rank=self._world.rank,
             world_size=self._world.world_size,
-            samples=[],
+            samples=[self._order.samples(step - 1, span)[0][0] for span in spans],
             loss=str(agreed["loss"] / agreed["count"]),
             grad_norm=str(agreed["grad_norm"]),
             micro_batch=update.micro_batch or len(rows),
@@ -165,30 +172,22 @@ class Recovery:
             stream=self._strategy.stream,
         )
 
-    def _nonfinite(self, witness: Witness, fault: Fault) -> Fault:
+    def _nonfinite(self, witness: Witness, make: Callable[[str, Finding], Fault]) -> Fault:
         finding, rank, size = witness.finding(), self._world.rank, self._world.world_size
         # If two ranks saw it in the same part of a step, the one that computes that part first.
         turn = size - 1 - rank if finding.stage == BACKWARD else rank
-        kind = "a gradient" if math.isfinite(float(fault.loss)) else "a loss"
-        fault = self._with_cause(fault, f"{kind} that is not finite", finding)
+        fault = make("a gradient that is not finite", finding)
+        if not math.isfinite(float(fault.loss)):
+            fault = replace(fault, kind="a loss that is not finite")
         first = self._first(finding.stage * size + turn, fault)
         # Only the last stage of a pipeline sees losses and can name the samples.
         named = self._first(0 if fault.samples else 1, fault)
         return replace(first, samples=first.samples or named.samples)
 
-    def _spike(self, witness: Witness, fault: Fault) -> Fault:
+    def _spike(self, witness: Witness, make: Callable[[str, Finding], Fault]) -> Fault:
         largest, rows = witness.largest(SAMPLES_SHOWN)
         finding = Finding(NOWHERE, "the samples with the largest losses", rows)
-        return self._first(-largest, self._with_cause(fault, "a loss spike", finding))
-
-    def _with_cause(self, fault: Fault, kind: str, finding: Finding) -> Fault:
-        step, rows = fault.step - 1, range(*fault.rows)
-        suspects = range(len(rows)) if finding.stage == BACKWARD else finding.rows
-        count = self._order.count(step)
-        places = [rows[row] for row in suspects if row < len(rows) and rows[row] < count]
-        spans = [range(place, place + 1) for place in places[:SAMPLES_RECORDED]]
-        samples = [self._order.samples(step, span)[0][0] for span in spans]
-        return replace(fault, kind=kind, place=finding.place, samples=samples)
+        return self._first(-largest, make("a loss spike", finding))
 
     def _first(self, turn: float, fault: Fault) -> Fault:
         """Return the fault of the rank with the smallest turn, on every rank."""

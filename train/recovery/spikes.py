@@ -16,15 +16,12 @@ class Spikes:
         self._mean = torch.full((), torch.nan, device=device)
 
     def found(
-        self, loss: torch.Tensor, count: float | torch.Tensor, skipped: torch.Tensor
+        self,
+        loss: torch.Tensor,  # the sum of this rank's weighted losses
+        count: float | torch.Tensor,  # weight of the samples of the step over all ranks
+        skipped: torch.Tensor,  # for another reason: the step must not enter the mean
     ) -> torch.Tensor:
-        """Return whether this step is a spike, on the device; every rank calls it together.
-
-        Args:
-            loss: the sum of this rank's weighted losses.
-            count: weight of the samples of the step over all ranks.
-            skipped: whether the step is skipped for another reason and must not enter the mean.
-        """
+        """Return whether this step is a spike, on the device; every rank calls it together."""
         total = loss.clone()
         dist.all_reduce(total)
         mean = total / count

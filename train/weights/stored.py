@@ -131,39 +131,38 @@ class _Reader(dcp.FileSystemReader):
         return found
 
 
+ALLOWED: dict[str, set[str]] = {
+    "torch": {
+        name
+        for name, one in vars(torch).items()
+        if isinstance(one, torch.dtype | torch.layout | torch.memory_format)
+    }
+    | {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+    "collections": {"OrderedDict"},
+    "builtins": {"set"},
+    "_codecs": {"encode"},
+    "torch.distributed.checkpoint.filesystem": {
+        "_StorageInfo",
+        "_StoragePrefix",
+        "StorageMeta",
+    },
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+"""What the metadata of a DCP is made of, by module."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes the records of DCP and nothing else."""
 
-    ALLOWED = frozenset(
-        {
-            ("torch", name)
-            for name in (*vars(torch), "Size")
-            if isinstance(getattr(torch, name), torch.dtype | torch.layout | torch.memory_format)
-        }
-        | {("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout")}
-        | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-        | {("collections", "OrderedDict"), ("builtins", "set"), ("_codecs", "encode")}
-        | {
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        }
-        | {
-            ("torch.distributed.checkpoint.filesystem", name)
-            for name in ("_StorageInfo", "_StoragePrefix", "StorageMeta")
-        }
-    )
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.ALLOWED:
+        if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a DCP")
         return super().find_class(module, name)
 
@@ -192,9 +191,9 @@ def open_(text: str, model_name: str) -> Stored:
         if path.is_dir():
             raise ConfigError(f"model.init={text}: this folder holds no weights; expected {KNOWN}")
         return _torchvision(text, model_name)
+    except ConfigError:
+        raise
     except (OSError, RuntimeError, Damaged, ValueError, KeyError, pickle.UnpicklingError) as error:
-        if isinstance(error, ConfigError):
-            raise
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.init={text}: the weights cannot be read: {reason}") from error
 

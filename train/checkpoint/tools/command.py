@@ -27,11 +27,10 @@ def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
     arguments = _parser().parse_args(words)
     try:
-        code: int = arguments.command(arguments)
+        return int(arguments.command(arguments))
     except (ConfigError, Damaged, OSError) as error:
         print(f"rollcall: error: {_plain(str(error))}", file=sys.stderr)
         return 2
-    return code
 
 
 def _list(arguments: argparse.Namespace) -> int:

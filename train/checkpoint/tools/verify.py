@@ -30,32 +30,23 @@ def problems(directory: Path) -> list[str]:
 
 
 def _problem(directory: Path, stored: Manifest, file: str) -> str:
+    if problem := manifest.size_problem(directory, stored, file):
+        return problem
     try:
-        return manifest.size_problem(directory, stored, file) or _difference(
-            directory, stored, file
-        )
+        with open(manifest.open_regular(directory / file), "rb") as data:  # noqa: PTH123
+            names = [
+                tensor.name
+                for tensor in stored.tensors.values()
+                if any(
+                    _crc32(data.fileno(), piece.start, tensor.size(piece)) != piece.crc32
+                    for piece in tensor.pieces
+                    if piece.file == file
+                )
+            ]
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
-
-
-def _difference(directory: Path, stored: Manifest, file: str) -> str:
-    descriptor = manifest.open_regular(directory / file)
-    try:
-        names = [
-            tensor.name
-            for tensor in stored.tensors.values()
-            if any(
-                _crc32(descriptor, piece.start, tensor.size(piece)) != piece.crc32
-                for piece in tensor.pieces
-                if piece.file == file
-            )
-        ]
-    finally:
-        os.close(descriptor)
-    if not names:
-        return ""
     verb = "differs" if len(names) == 1 else "differ"
-    return f"{file} is not what was written: {listed(names)} {verb}"
+    return f"{file} is not what was written: {listed(names)} {verb}" if names else ""
 
 
 def _crc32(descriptor: int, start: int, size: int) -> int:

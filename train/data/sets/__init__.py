@@ -11,7 +11,7 @@ from rollcall.config.catalog import DATA_SETS
 from rollcall.config.plugin import load_attribute
 from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data.reader import Reader, Selection
-from rollcall.train.data.source import Batch, BatchDataset, InMemory, ReadFiles, Source
+from rollcall.train.data.source import InMemory, ReadFiles, Source
 from rollcall.train.data.stream import Stream, adapted
 from rollcall.train.dist.world import World
 
@@ -62,13 +62,18 @@ def _source(made: Any, config: Data, seed: int) -> Source:
     count = found.validation_size
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
-    further = {name: adapted(one, config.name, seed) for name, one in found.further.items()}
+    names = tuple(found.names or getattr(found.train, "classes", None) or ())
     known = replace(
-        found, train=train, validation=validation, validation_size=count, further=further, form=form
+        found,
+        train=train,
+        validation=validation,
+        validation_size=count,
+        further={name: adapted(one, config.name, seed) for name, one in found.further.items()},
+        form=form,
+        names=names,
+        classes=found.classes or len(names),
     )
-    names = tuple(known.names or getattr(found.train, "classes", None) or ())
-    known = replace(known, names=names, classes=known.classes or len(names))
-    return replace(known, shape=known.shape or _shape(known, config.name))
+    return replace(known, shape=found.shape or _shape(known, config.name))
 
 
 def _shape(source: Source, name: str) -> tuple[int, ...]:
@@ -87,35 +92,17 @@ def without_samples(config: Data, facts: Mapping[str, Any]) -> Source | None:
     """Return a source without samples that can read files, if possible; `facts` is its identity."""
     shape, classes, names = tuple(facts["shape"]), facts["classes"], tuple(facts["names"])
     read = _reader(config, classes)
-    zeros = _Zeros(shape)
-    return read and Source(zeros, zeros, len(zeros), len(zeros), shape, classes, names, read)
-
-
-def _function(name: str) -> Any:
-    return load_attribute(name, "data.name", DATA_SETS)
+    # A strategy learns the shapes from two samples; those of one dimension are tokens.
+    is_tokens = len(shape) == 1
+    inputs = torch.zeros(2, *shape, dtype=torch.int64 if is_tokens else torch.float32)
+    zeros = InMemory(inputs, torch.zeros(2, *(shape if is_tokens else ()), dtype=torch.int64))
+    return read and Source(zeros, zeros, 2, 2, shape, classes, names, read)
 
 
 def _declared(name: str, attribute: str) -> Any:
-    return getattr(_function(name), attribute, None)
+    return getattr(load_attribute(name, "data.name", DATA_SETS), attribute, None)
 
 
 def _reader(config: Data, classes: int) -> ReadFiles | None:
     reader = _declared(config.name, "reader")
     return reader(config, classes) if reader else None
-
-
-class _Zeros(BatchDataset):
-    """Two samples of zeros, from which a strategy learns the shapes."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        size, weights = (len(indices), *self._shape), torch.ones(len(indices))
-        if len(self._shape) == 1:
-            zeros = torch.zeros(size, dtype=torch.int64)
-            return Batch(zeros, zeros, weights)
-        return Batch(torch.zeros(size), torch.zeros(len(indices), dtype=torch.int64), weights)

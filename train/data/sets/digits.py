@@ -28,8 +28,6 @@ def digits(_config: Data, _world: World) -> Source:
     return Source(
         train=InMemory(inputs[~held_out], targets[~held_out]),
         validation=InMemory(inputs[held_out], targets[held_out]),
-        train_size=int((~held_out).sum()),
-        validation_size=int(held_out.sum()),
         shape=FORMAT.shape,
         classes=10,
     )

@@ -2,8 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollcall.config.schema import ConfigError, Data
-from rollcall.train.data.sets.images import SUFFIXES, ImageFiles, ImageFormat, image_reader
+from rollcall.train.data.sets.images import (
+    SUFFIXES,
+    ImageFiles,
+    ImageFormat,
+    Paths,
+    image_reader,
+)
 from rollcall.train.data.source import Source, data_set
 from rollcall.train.dist.world import World
 
@@ -46,11 +55,8 @@ def folder(config: Data, _world: World) -> Source:
     return Source(
         ImageFiles(*_columns(train), form, config.augment),
         ImageFiles(*_columns(validation), form),
-        len(train),
-        len(validation),
-        form.shape,
-        len(names),
-        tuple(names),
+        shape=form.shape,
+        names=tuple(names),
     )
 
 
@@ -79,5 +85,5 @@ def _images(root: Path, names: list[str]) -> list[tuple[Path, int]]:
     return found
 
 
-def _columns(images: list[tuple[Path, int]]) -> tuple[list[Path], list[int]]:
-    return [path for path, _ in images], [number for _, number in images]
+def _columns(images: list[tuple[Path, int]]) -> tuple[Paths, NDArray[np.int64]]:
+    return Paths(path for path, _ in images), np.array([number for _, number in images])

@@ -1,13 +1,15 @@
 """Images: as bytes in memory, or as files that are decoded when they are needed."""
 
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -75,6 +77,23 @@ class ShiftedImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self._format.normalize(image), self._targets[index]
 
 
+class Paths:
+    """Paths in one array, which workers share; they would copy a list whose members they count."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        names = [os.fsencode(path) for path in paths]
+        self._bytes = np.frombuffer(b"".join(names), dtype=np.uint8)
+        self._ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> Path:
+        place = range(len(self))[index]
+        start = self._ends[place - 1] if place else 0
+        return Path(os.fsdecode(self._bytes[start : self._ends[place]].tobytes()))
+
+
 @dataclass
 class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
     """Image files, decoded one by one and resized to one format.
@@ -83,8 +102,8 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
     al., https://arxiv.org/abs/1409.4842), any other the largest centered square.
     """
 
-    _paths: Sequence[Path]
-    _targets: Sequence[int]
+    _paths: Sequence[Path] | Paths
+    _targets: Sequence[int] | NDArray[np.int64]
     _format: ImageFormat
     _augment: bool = False
 
@@ -100,7 +119,7 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
         if self._augment and random.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = torch.from_numpy(np.array(image)).view(edge, edge, -1).permute(2, 0, 1)
-        return self._format.normalize(pixels), self._targets[index]
+        return self._format.normalize(pixels), int(self._targets[index])
 
     def where(self, index: int) -> str:
         """Return the file of a sample."""

@@ -20,8 +20,6 @@ def synthetic_images(config: Data, _world: World) -> Source:
     return Source(
         train=Noise(config.num_samples, shape, classes, first=0),
         validation=Noise(held_out, shape, classes, first=config.num_samples),
-        train_size=config.num_samples,
-        validation_size=held_out,
         shape=shape,
         classes=classes,
     )
@@ -38,7 +36,7 @@ def synthetic_tokens(config: Data, _world: World) -> Source:
         Windows(stream, config.seq_len, classes, count, lambda indices: indices * PRIME % places)
         for count in (config.num_samples, held_out)
     )
-    return Source(train, validation, len(train), len(validation), (config.seq_len,), classes)
+    return Source(train, validation, shape=(config.seq_len,), classes=classes)
 
 
 class Noise(BatchDataset):

@@ -2,6 +2,7 @@
 
 import sysconfig
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,17 +39,13 @@ def text(config: Data, _world: World) -> Source:
             f"data.seq_len={seq_len}; reduce it, or add files to data.path"
         )
     held_out = count // HELD_OUT
-    validation = Windows(
-        corpus, seq_len, BYTES, held_out, lambda indices: ((indices + 1) * HELD_OUT - 1) * seq_len
+    windows = partial(Windows, corpus, seq_len, BYTES)
+    return Source(
+        windows(count - held_out, lambda index: (index + index // (HELD_OUT - 1)) * seq_len),
+        windows(held_out, lambda index: ((index + 1) * HELD_OUT - 1) * seq_len),
+        shape=(seq_len,),
+        classes=BYTES,
     )
-    train = Windows(
-        corpus,
-        seq_len,
-        BYTES,
-        count - held_out,
-        lambda indices: (indices + indices // (HELD_OUT - 1)) * seq_len,
-    )
-    return Source(train, validation, len(train), len(validation), (seq_len,), BYTES)
 
 
 def join(paths: Sequence[Path]) -> NDArray[np.uint8]:

@@ -40,7 +40,7 @@ def tokens(config: Data, world: World) -> Source:
         consecutive_windows(split, seq_len, classes, str(path))
         for split, path in zip(splits, paths, strict=True)
     )
-    return Source(train, validation, len(train), len(validation), (seq_len,), classes)
+    return Source(train, validation, shape=(seq_len,), classes=classes)
 
 
 def mapped(path: Path) -> NDArray[np.uint16]:

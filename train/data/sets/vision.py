@@ -50,11 +50,8 @@ def _source(title: str, config: Data, world: World) -> Source:
     return Source(
         images(*_tensors(train), image_format),
         ImagesInMemory(*_tensors(validation), image_format),
-        len(train),
-        len(validation),
-        image_format.shape,
-        len(train.classes),
-        tuple(train.classes),
+        shape=image_format.shape,
+        names=tuple(train.classes),
     )
 
 

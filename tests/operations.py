@@ -1,4 +1,4 @@
-"""`python -m rollcall.bench metadata`: count the operations that load a shared file system.
+"""Count the operations that load a shared file system: `PYTHONPATH=. python tests/operations.py`.
 
 Two supervisors run on this machine, as on two nodes, under strace. First one waits for the head.
 Then both run a script that only sleeps. The table shows, for each node and second, the operations
@@ -6,10 +6,12 @@ on files in the run directory that a file server sees: open, close, stat, list, 
 so on. Reading and writing open files is not counted. The exit code is 1 above the goals.
 """
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -40,7 +42,7 @@ class Operation(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Count and print the table; return the exit code."""
-    parser = turns.parser("metadata", __doc__, repeats=None)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase", metavar="S")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="K")
     parser.add_argument("--paths", action="store_true", help="also show which files they are on")
@@ -128,3 +130,7 @@ def _read(folder: Path, number: int) -> list[Operation]:
                 at, call, path = match.groups()
                 found.append(Operation(float(at), call, path.removeprefix(f"{folder / 'run'}/")))
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,16 @@
-"""`python -m rollcall.bench memory`: the host memory that a rank needs to start, save and resume.
+"""The host memory that a rank needs to start, save and resume.
+
+`PYTHONPATH=. python tests/host_memory.py` prints a table.
 
 Several ranks on this machine build a model, save it, and load it again; nothing is trained. Each
 row is the largest peak of a rank, above what it needed before the model; of the export, above what
 it needed before the export.
 """
 
+import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +40,7 @@ MODEL += ["model.num_kv_heads=16", "data.global_batch=64", "data.seq_len=16"]
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print the table; return the exit code."""
-    parser = turns.parser("memory", __doc__, repeats=None)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nproc-per-node", type=int, default=8, metavar="K", help="ranks")
     parser.add_argument("words", nargs="*", help=f"recipe and keys (default: {' '.join(MODEL)})")
     options = parser.parse_intermixed_args(argv)
@@ -47,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         # Not forked: a fork maps the pages of libraries only when it uses them.
         os.environ |= {"BENCH_RESULT": name, "OMP_NUM_THREADS": "1"}
-        program = "-m", "rollcall.bench", "memory", *words
+        program = __file__, *words
         turns.timed(turns.torchrun(*program, ranks=options.nproc_per_node))
         found = [json.loads(file.read_text()) for file in Path(name).glob("rank-*.json")]
     rows = [("on a rank, at most", "bytes")]
@@ -108,3 +112,7 @@ def _rank(words: list[str], folder: Path) -> None:
 def _resident(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
