@@ -32,7 +32,10 @@ LAUNCH = {
         "rollcall.launch.submission.command", "start a run on Slurm or on this machine"
     ),
     "status": Command("rollcall.launch.commands.status", "show the state of runs in one table"),
-    "watch": Command("rollcall.launch.commands.watch", "show that table, live"),
+    "watch": Command("rollcall.launch.commands.watch", "show a run, or that table, live"),
+    "report": Command("rollcall.launch.report.command", "write a report of runs as one HTML file"),
+    "compare": Command("rollcall.launch.report.compare", "show what differs between runs"),
+    "dashboard": Command("rollcall.launch.report.dashboard", "serve live reports on this machine"),
     "logs": Command("rollcall.launch.commands.logs", "show the output of ranks"),
     "goodput": Command("rollcall.launch.commands.goodput", "show what became of a run's time"),
     "why": Command("rollcall.launch.commands.why", "explain why a run failed"),

@@ -48,6 +48,7 @@ COMMANDS = [
     ["status", "sweep"],
     ["why", "it"],
     ["why", "local"],
+    ["compare", "it", "local"],
     ["logs", "it"],
     ["logs", "it", "--merge"],
     ["logs", "local", "--node", "0"],

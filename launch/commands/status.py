@@ -10,7 +10,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollcall.launch.runs import find, states
@@ -24,8 +25,11 @@ NARROW = 110
 NOTE = 20
 """Characters that a note in the table needs at least."""
 LEFT_OUT = ("samples/s", "attempts", "nodes", "")
-COLOURS = {"running": "32", "pending": "33", "failed": "31", "lost": "31"}
-"""Codes of a terminal's colours: green, yellow, red."""
+COLOURS = {
+    **{"running": "32", "done": "36", "pending": "33", "requeue": "33"},
+    **{"failed": "31", "lost": "31", "stopped": "2", "unknown": "35"},
+}
+"""Codes of a terminal's colours: green, cyan, yellow, red, dim, magenta."""
 HOME, CLEAR = "\x1b[H", "\x1b[J"
 """Move a terminal's cursor to its first line; erase what follows the cursor."""
 
@@ -74,11 +78,25 @@ def _table(found: Sequence[RunDir], root: str, width: int | None) -> list[str]:
     conditions, complaint = states.look(found)
     base = f"{Path(root).absolute()}{os.sep}"
     rows = [["run", *_cells(Condition(""), Progress())]]
+    sweeps = {run.path for run in found} & {run.path.parent for run in found}
+    cells: dict[Path, list[list[str]]] = {path: [] for path in sweeps}
+    heads: dict[Path, list[str]] = {}
     for run, condition in zip(found, conditions, strict=True):
         if not (condition.is_live or condition.attempts) and find.is_sweep(run):
-            continue  # its cells say everything
+            condition = Condition("")  # its cells say everything
         name = str(run.path).removeprefix(base) if str(run.path).startswith(base) else run.name
-        rows.append([name, *_cells(condition, states.progress(run)).values()])
+        row = [name, *_cells(condition, states.progress(run)).values()]
+        if run.path in sweeps:
+            heads[run.path] = row
+        else:
+            cells.get(run.path.parent, rows).append(row)
+    for path, head in heads.items():
+        states_of = Counter(row[1] for row in cells[path])
+        counts = ", ".join(f"{count} {state}" for state, count in states_of.items())
+        size = len(cells[path])
+        texts = (f"{size} run{'s' * (size > 1)}: {counts}", head[-1])
+        head[-1] = "; ".join(filter(None, texts))
+        rows += [head, *cells[path]]
     return [*_lines(rows, width), *([complaint] if complaint else [])]
 
 
@@ -112,8 +130,9 @@ def _cells(condition: Condition, progress: Progress) -> dict[str, str]:
         "state": condition.state,
         "step": _steps(progress),
         "loss": "" if progress.loss is None else f"{progress.loss:.4f}",
+        "validation": _validation(progress.validation),
         "samples/s": "" if progress.rate is None else f"{progress.rate:,.0f}",
-        "left": _clock(progress.left) if is_moving and progress.left is not None else "",
+        "left": clock(progress.left) if is_moving and progress.left is not None else "",
         "attempts": str(condition.attempts or ""),
         "nodes": str(condition.nodes or ""),
         "job": condition.job.id if condition.job else "",
@@ -129,7 +148,15 @@ def _steps(progress: Progress) -> str:
     return f"{progress.step}/{progress.total} {progress.step / progress.total:4.0%}"
 
 
-def _clock(seconds: float) -> str:
+def _validation(figures: Mapping[str, float]) -> str:
+    """Return the figure by which people compare runs: the accuracy, or else the loss."""
+    if "accuracy" in figures:
+        return f"{figures['accuracy']:.2%}"
+    return f"{figures['loss']:.4f}" if "loss" in figures else ""
+
+
+def clock(seconds: float) -> str:
+    """Return a number of seconds as H:MM:SS."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"run {run.name}, {condition.state}: cause unknown" + _in_brackets(complaint))
     else:
         print(_block(run, newest, cause))
-    for text in _damage(run):
+    for text in damage(run):
         print(f"  note: {text}")
     return 1 if cause is None else 0
 
@@ -67,7 +67,7 @@ def _block(run: RunDir, attempt: AttemptRecord | None, cause: RootCause) -> str:
     return "\n".join(rows)
 
 
-def _damage(run: RunDir) -> Iterator[str]:
+def damage(run: RunDir) -> Iterator[str]:
     """Say what the readers of the run's records have left out."""
     for kind in CHECKED:
         yield from kind.unreadable(run.path)

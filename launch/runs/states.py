@@ -4,7 +4,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rollcall.launch.runs import find, reasons
 from rollcall.launch.runs.find import NoRunError, SubmittedJob
@@ -51,6 +51,9 @@ class Progress:
     total: int | None = None  # to do in all
     loss: float | None = None  # of the newest logged step
     rate: float | None = None  # samples per second
+    validation: Mapping[str, float] = field(
+        default_factory=dict
+    )  # figures of the newest evaluation
     left: float | None = None  # seconds until the last step, at the speed of the last logged steps
 
 
@@ -249,13 +252,13 @@ def lost_batch(run: RunDir, job: SubmittedJob) -> str:
 
 def progress(run: RunDir) -> Progress:
     """Return how far a run is, from the end of its metrics."""
-    started, total = start_and_steps(run.path)
+    started, total, figures = start_and_steps(run.path)
     span = LoggedStep.span(run.path, since=started)
     if span is None:
-        return Progress(total=total)
+        return Progress(total=total, validation=figures)
     first, last = span
     left = None
     if total and last.step > first.step:
         seconds = (last.time - first.time) / (last.step - first.step)
         left = seconds * (total - last.step)
-    return Progress(last.step, total, last.loss, last.samples_per_second, left)
+    return Progress(last.step, total, last.loss, last.samples_per_second, figures, left)

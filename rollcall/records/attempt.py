@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
-from rollcall.records.files import is_there, listed
+from rollcall.records.files import changed, is_there, listed
 from rollcall.records.run import Line, Whole
 
 AGENT, SUPERVISOR = "agent", "supervisor"
@@ -167,6 +167,12 @@ class Heartbeat:
     def of_batch(cls, directory: Path, start: str, number: int) -> Self:
         """The heartbeat of a batch process; `number` as in `BatchRecord`."""
         return cls(directory / "job" / "heartbeats" / f"{start}.batch-{number}")
+
+    @staticmethod
+    def newest(directory: Path) -> float:
+        """Return when any heartbeat of a run was written last, in seconds since 1970; 0 if none."""
+        found = listed(directory, "job/heartbeats/*") + listed(directory, "job/heartbeats/*/*")
+        return max(map(changed, found), default=0.0)
 
     def write(self, count: bytes) -> None:
         """Write the count. Nothing is raised, because a full disk must not end a run."""

@@ -111,6 +111,13 @@ class Cell(Record):
         cells = read_value(path)
         return cls.parse(cells[index]) if isinstance(cells, list) and index < len(cells) else None
 
+    @classmethod
+    def all_of(cls, path: Path) -> list[Self]:
+        """Read all cells of a list; those that cannot be read are left out."""
+        cells = read_value(path)
+        found = map(cls.parse, cells if isinstance(cells, list) else [])
+        return [cell for cell in found if cell is not None]
+
     @staticmethod
     def are_in(directory: Path) -> bool:
         """Whether this is the directory of a sweep."""

@@ -236,6 +236,12 @@ class LoggedStep(Line):
         return next(recent, last), last
 
     @classmethod
+    def last(cls, directory: Path) -> list[Self]:
+        """Return the steps of the last lines, without reading the whole file."""
+        found = (cls.parse(as_object(line)) for line in tail(directory / cls.FILE))
+        return [line for line in found if line is not None]
+
+    @classmethod
     def forget_after(cls, directory: Path, step: int) -> None:
         """Move the lines of steps that a resumed run repeats, validations included.
 
@@ -299,15 +305,23 @@ def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in lines if not names or line["event"] in names]
 
 
-def start_and_steps(directory: Path) -> tuple[float, int | None]:
-    """Return when the newest attempt started (0 if none has), and how many steps it must do."""
-    started, steps = 0.0, None
+def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float]]:
+    """Return what `status` shows of the events.
+
+    Returns:
+        When the newest attempt started (0 if none has), how many steps it must do, and the figures
+        of the newest evaluation, by name.
+    """
+    started, steps, evaluated = 0.0, None, dict[str, Any]()
     # Most events are neither, and need not be parsed.
-    for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"')):
+    for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"', b'"evaluated"')):
         if is_event(line):
             started = line["time"] if line["event"] == "started" else started
             steps = line["steps"] if isinstance(line.get("steps"), int) else steps
-    return started, steps
+            evaluated = line if line["event"] == "evaluated" else evaluated
+    found = evaluated.items()
+    figures = {name: value for name, value in found if isinstance(value, float) and name != "time"}
+    return started, steps, figures
 
 
 def is_event(line: dict[str, Any]) -> bool:

@@ -211,11 +211,22 @@ def test_the_table_shows_progress(
     begin = time.time()
     for step in (10, 20):
         LoggedStep(step, 0.5, 1234.5, begin + step).append(run.path)
+    run.record("evaluated", step=20, loss=0.25, accuracy=0.875)
     assert status.main(["--root", str(tmp_path)]) == 0
     heading, row = capsys.readouterr().out.splitlines()
-    names = ["run", "state", "step", "loss", "samples/s", "left", "attempts", "nodes", "job"]
+    names = ["run", "state", "step", "loss", "validation", "samples/s", "left", "attempts"]
+    names += ["nodes", "job"]
     assert heading.split() == names
-    assert row.split()[1:] == ["running", "20/100", "20%", "0.5000", "1,234", "0:01:20", *"127"]
+    assert row.split()[1:] == [
+        "running",
+        "20/100",
+        "20%",
+        "0.5000",
+        "87.50%",
+        "1,234",
+        "0:01:20",
+        *"127",
+    ]
 
 
 @pytest.mark.parametrize(("columns", "is_narrow"), [(80, True), (150, False)])
@@ -317,10 +328,10 @@ def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(
     (sweep.job / Cell.file_name("1", 0)).write_text("[]")
     make(sweep.path, "8", ended="finished")
     fake("squeue", "echo '7_0|8|COMPLETED|None|N/A|1\n7_1|7|PENDING|Priority|N/A|1'")
-    for names in (["it", "it/it"], ["it/it"]):
+    for head in ("pending", "1 run: 1 done"):
         assert status.main(["--root", str(tmp_path)]) == 0
         rows = capsys.readouterr().out.splitlines()[1:]
-        assert sorted(row.split()[0] for row in rows) == names
+        assert [row.split()[0] for row in rows] == ["it", "it/it"] and head in rows[0]
         fake("squeue", "")
     assert cli.main(["why", "it", "--root", str(tmp_path)]) == 2
     assert why.main(["it/it", "--root", str(tmp_path)]) == 0

@@ -1,0 +1,335 @@
+"""Charts as SVG by matplotlib, in colours that the page chooses for light and dark."""
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from rollcall.launch.report.curves import Curve, Timing
+from rollcall.launch.report.story import Mark, figure
+from rollcall.records.phases import Phases
+from rollcall.refusal import RefusedError
+from rollcall.text import listed
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ModuleNotFoundError as error:
+    text = "a report needs the package 'matplotlib': pip install 'rollcall-train[report]'"
+    raise RefusedError(text) from error
+
+COLOURS = ("ink", "muted", "line", "bad", "warn", *(f"c{number}" for number in range(8)))
+"""Variables of the page's style sheet."""
+MARKED = "#0a0b{:02x}"
+"""A placeholder for a colour until the SVG is written, by its place in COLOURS."""
+PHASES = ("c4", "c5", "c0", "c1", "c2", "muted")
+"""Colours of the phases of a step, in the order of `Phases.PHASES`."""
+LINES = {"restart": ("c3", "--"), "signal": ("warn", ":"), "fault": ("bad", "-")}
+"""Colour and dashes of the marks that are lines; checkpoints are ticks at the bottom."""
+NARROW, WIDE = (400, 225), (860, 270)
+"""Sizes of a chart, in the units of its text of 11 points: for a column, and for the page."""
+MARGINS = (46, 12, 10, 36)
+"""Space for text at the left, the right, the top and the bottom."""
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 11,
+    "axes.linewidth": 0.8,
+}
+MANY = 8
+"""More curves than this share one colour; only the best one stands out."""
+MOST_MARKS, MOST_VALUES = 300, 12
+"""Marks in a chart, and curves whose values the script shows."""
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of the page."""
+
+    title: str
+    text: str  # what it shows, in words
+    pictures: list[str]  # SVG: one, or a wide and a narrow one
+    data: dict[str, Any]  # for the script that shows values
+    legend: list[tuple[str, str]] = field(default_factory=list)  # colour and name
+
+
+def colour(name: str) -> str:
+    """Return the placeholder for a colour of the page until the SVG is written."""
+    return MARKED.format(COLOURS.index(name))
+
+
+def curves(
+    title: str,
+    named: Sequence[tuple[str, str, Curve]],
+    marks: Sequence[Mark] = (),
+    is_wide: bool = False,
+    may_be_log: bool = False,
+) -> Chart:
+    """Draw curves over steps; `named` has a name, a colour and the points of each.
+
+    Args:
+        is_wide: whether it is drawn for the width of the page too, with all marks.
+        may_be_log: whether the axis is logarithmic if the values need it.
+    """
+    low = min(curve.low.min() for *_, curve in named)
+    is_log = may_be_log and low > 0 and max(curve.high.max() for *_, curve in named) / low > 50
+    first = float(min(curve.x[0] for *_, curve in named))
+    last = float(max(curve.x[-1] for *_, curve in named))
+    shown = _apart(marks, first, last)
+
+    def paint(axes: Any) -> None:
+        for _, name, curve in reversed(named):
+            shade = colour(name)
+            if curve.is_band:
+                axes.fill_between(curve.x, curve.low, curve.high, color=shade, alpha=0.22, lw=0)
+            dot = "o" if len(curve.x) < 40 else ""
+            axes.plot(curve.x, curve.y, color=shade, lw=1.6, marker=dot, ms=3)
+        if is_log:
+            axes.set_yscale("log")
+        for mark in shown:
+            if mark.kind in LINES:
+                shade, dashes = LINES[mark.kind]
+                axes.axvline(mark.step, color=colour(shade), ls=dashes, lw=1)
+            elif mark.kind == "checkpoint":
+                axes.axvline(mark.step, ymax=0.04, color=colour("muted"), lw=1)
+        axes.set_xlim(first, max(last, first + 1))
+        axes.set_xlabel("step")
+
+    words = "; ".join(describe(name, curve) for name, _, curve in named)
+    if len(named) > 2:
+        last_values = [curve.ends[1][1] for *_, curve in named]
+        ends = [f"{name} {figure(end)}" for (name, *_), end in zip(named, last_values, strict=True)]
+        words = f"Last values: {listed(ends)}"
+        if len(named) > MANY:
+            words = f"Last values: {figure(min(last_values))} to {figure(max(last_values))}"
+    if any(curve.is_band for *_, curve in named):
+        words += ". The band shows the extremes of neighbouring steps"
+    words += ". Logarithmic axis." if is_log else "."
+    legend = [(shade, name) for name, shade, _ in named] if len(named) > 1 else []
+    if len(named) > MANY:
+        legend = [*(each for each in legend if each[0] == "c1"), ("muted", "other runs")]
+    if is_wide:
+        kinds = {mark.kind for mark in marks}
+        legend += [(LINES[kind][0], kind) for kind in LINES if kind in kinds]
+        legend += [("muted", "checkpoint (ticks)")] * ("checkpoint" in kinds)
+    series = []
+    for name, _, curve in named[:MOST_VALUES]:
+        keys = ("x", "y", "low", "high") if curve.is_band else ("x", "y")
+        series.append({"n": name, **{key: _short(getattr(curve, key)) for key in keys}})
+    data = {"series": series, "marks": [[m.step, m.text] for m in shown] if is_wide else []}
+    return _drawn(title, words, paint, data, legend, is_wide)
+
+
+def describe(name: str, curve: Curve) -> str:
+    """Say in words what a curve shows."""
+    (start, from_), (end, to) = curve.ends
+    words = f"{name}: {figure(from_)} at step {start:,.0f}"
+    if start == end:
+        return words
+    low, high = figure(curve.low.min()), figure(curve.high.max())
+    return f"{words}, {figure(to)} at step {end:,.0f}; lowest {low}, highest {high}"
+
+
+def heat_map(found: Timing) -> Chart:
+    """Draw the time of a step by rank and step, as far as a rank does not wait for others."""
+    values = found.own * 1e3
+    low, high = (float(np.nanpercentile(values, each)) for each in (0, 99.5))
+    high = max(high, 1.5 * low, 1e-9)  # or noise would look like a difference
+    row, column = divmod(int(np.nanargmax(values)), values.shape[1])
+    start, end = found.steps[0], max(found.steps[-1], found.steps[0] + 1)
+
+    def paint(axes: Any) -> None:
+        shown, box = np.clip(values, low, high), (start, end, found.ranks - 0.5, -0.5)
+        how = {"aspect": "auto", "interpolation": "none", "cmap": "cividis"}
+        axes.imshow(shown, extent=box, vmin=low, vmax=high, **how)
+        axes.grid(visible=False)
+        axes.set_xlabel("step")
+        axes.set_ylabel("rank")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+
+    ranks = [row * found.group, min((row + 1) * found.group, found.ranks) - 1]
+    where = f"rank {ranks[0]}" + f" to {ranks[1]}" * (ranks[1] > ranks[0])
+    words = (
+        f"Milliseconds of a step of each of {found.ranks:,} ranks, without communication, in which "
+        f"ranks wait for each other: {figure(low)} (dark) to {figure(high)} ms or more (bright). "
+        f"The slowest is {where} at step {found.steps[column]:,.0f}, "
+        f"{figure(values[row, column])} ms."
+    )
+    if found.group > 1:
+        words += f" A row shows the slowest of {found.group} ranks."
+    if found.every > 1:
+        words += f" One of {found.every} measurements was read, because the file is large."
+    data = {"grid": [*map(_short, values)], "steps": _short(found.steps)}
+    data |= {"group": found.group, "ranks": found.ranks}
+    height = min(WIDE[1], 70 + 26 * len(values))
+    return _drawn("Step time by rank", words, paint, data, [], True, height)
+
+
+def phases(found: Timing) -> list[Chart]:
+    """Draw the time of a step by phase: over the steps, and of each rank."""
+    names, total = Phases.PHASES, found.by_rank.mean(1)
+    shares = zip(names, total / max(total.sum(), 1e-12), strict=True)
+    words = f"Mean of all ranks: {', '.join(f'{name} {part:.0%}' for name, part in shares)}."
+
+    def over_time(axes: Any) -> None:
+        axes.stackplot(found.steps, found.over_time * 1e3, colors=[*map(colour, PHASES)], lw=0)
+        axes.set_xlim(found.steps[0], max(found.steps[-1], found.steps[0] + 1))
+        axes.set_xlabel("step")
+
+    def by_rank(axes: Any) -> None:
+        bottom = np.zeros(found.by_rank.shape[1])
+        for shade, times in zip(PHASES, found.by_rank * 1e3, strict=True):
+            _bars(axes, found, times, shade, bottom)
+            bottom = bottom + times
+
+    steps, ranks = (_short(each) for each in (found.steps, found.first_ranks))
+    over, of = (_series(names, each * 1e3) for each in (found.over_time, found.by_rank))
+    legend = list(zip(PHASES, names, strict=True))
+    first, second = "Milliseconds of a step by phase", "Milliseconds of a step by rank and phase"
+    return [
+        _drawn(first, words, over_time, {"series": over, "x": steps}, legend),
+        _drawn(second, words, by_rank, {"series": of, "x": ranks, "of": "rank"}, legend),
+    ]
+
+
+def memory(found: Timing) -> Chart:
+    """Draw the greatest number of bytes that each rank has used."""
+    names, values = list(found.memory), [each / 1e9 for each in found.memory.values()]
+
+    def paint(axes: Any) -> None:
+        _bars(axes, found, values[0], "c0")
+        for shade, dot, more in zip(("c1", "c2"), ("_", "."), values[1:], strict=False):
+            axes.plot(found.first_ranks, more, dot, color=colour(shade), ms=9, mew=2)
+
+    words = "; ".join(
+        f"{name}: {figure(each.min())} to {figure(each.max())} GB, most on rank "
+        f"{int(each.argmax()) * found.group}"
+        for name, each in zip(names, values, strict=True)
+    )
+    data = {"series": _series(names, values), "x": _short(found.first_ranks), "of": "rank"}
+    legend = list(zip(("c0", "c1", "c2"), names, strict=False))
+    return _drawn("Memory by rank, GB", f"{words}.", paint, data, legend)
+
+
+def parallel(titles: Sequence[str], rows: Sequence[Sequence[str]], best: int, words: str) -> Chart:
+    """Draw a sweep as parallel coordinates: an axis for each column, a line for each run."""
+    heights = [_heights(column) for column in zip(*rows, strict=True)]
+
+    def paint(axes: Any) -> None:
+        for place, column in enumerate(heights):
+            axes.axvline(place, color=colour("line"), lw=1)
+            last = -1.0
+            for height, row in sorted(zip(column, rows, strict=True), key=lambda pair: pair[0]):
+                if height - last > 0.09:  # far enough from the text below
+                    last = height
+                    how = {"size": 9, "color": colour("ink"), "textcoords": "offset points"}
+                    axes.annotate(row[place][:14], (place, height), xytext=(4, 2), **how)
+        for number in sorted(range(len(rows)), key=lambda each: each == best):
+            shade, width, alpha = ("c1", 2.6, 1.0) if number == best else ("c0", 1.0, 0.55)
+            line = [column[number] for column in heights]
+            axes.plot(line, color=colour(shade), lw=width, alpha=alpha)
+        axes.set_xticks(range(len(titles)), [title.rpartition(".")[2] for title in titles])
+        axes.set(yticks=[], xlim=(-0.1, len(titles) - 0.55), ylim=(-0.08, 1.12))
+        axes.grid(visible=False)
+
+    legend = [("c1", "best"), ("c0", "other runs")]
+    return _drawn("Parameters and results", words, paint, {}, legend, True)
+
+
+def _heights(values: Sequence[str]) -> list[float]:
+    """Return places between 0 and 1: of numbers by their size, of words by their order."""
+    try:
+        numbers = [float(value.replace(",", "")) for value in values]
+        if min(numbers) > 0 and max(numbers) / min(numbers) > 20:
+            numbers = [math.log(number) for number in numbers]
+    except ValueError:
+        order = sorted(set(values))
+        numbers = [float(order.index(value)) for value in values]
+    low, high = min(numbers), max(numbers)
+    return [(number - low) / (high - low) if high > low else 0.5 for number in numbers]
+
+
+def _bars(axes: Any, found: Timing, values: Any, shade: str, bottom: Any = 0) -> None:
+    width = found.group * (0.8 if len(values) <= 32 else 1.0)
+    axes.bar(found.first_ranks, values, width, bottom=bottom, color=colour(shade), lw=0)
+    axes.set_xlabel("rank")
+
+
+def _series(names: Sequence[str], values: Any) -> list[dict[str, Any]]:
+    return [{"n": name, "y": _short(each)} for name, each in zip(names, values, strict=True)]
+
+
+def _apart(marks: Sequence[Mark], first: float, last: float) -> list[Mark]:
+    """Return the marks that can be told apart, one of each kind in a small range of steps."""
+    unit = max(last - first, 1) / MOST_MARKS
+    inside = [mark for mark in marks if first <= mark.step <= last]
+    return list({(mark.kind, int(mark.step / unit)): mark for mark in inside}.values())
+
+
+def _short(values: Any) -> list[float | None]:
+    """Return six significant digits of each number, for the page."""
+    return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
+
+
+def _drawn(
+    title: str,
+    words: str,
+    paint: Callable[[Any], None],
+    data: dict[str, Any],
+    legend: list[tuple[str, str]],
+    is_wide: bool = False,
+    most: int = 1000,  # height
+) -> Chart:
+    sizes = (WIDE, NARROW) if is_wide else (NARROW,)
+    pictures = [_svg(title, width, min(height, most), paint) for width, height in sizes]
+    return Chart(title, words, pictures, data, legend)
+
+
+def _svg(title: str, width: int, height: int, paint: Callable[[Any], None]) -> str:
+    """Draw one picture; return its SVG, with colours of the page and no ids but its own."""
+    left, right, top, bottom = MARGINS
+    with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": f"{next(_numbers)}"}):
+        drawn = Figure(figsize=(width / 72, height / 72), dpi=72)
+        inner = (1 - (left + right) / width, 1 - (top + bottom) / height)
+        axes = drawn.add_axes((left / width, bottom / height, *inner))
+        axes.grid(visible=True, color=colour("line"), lw=0.6)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.xaxis.set_major_formatter(_tick)
+        axes.yaxis.set_major_formatter(_tick)
+        paint(axes)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(colour("line"))
+        axes.tick_params(labelcolor=colour("muted"), length=0, which="both")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.label.set(color=colour("muted"), size=10)
+        if axes.get_yscale() == "log":
+            axes.yaxis.set_major_formatter(_tick)
+            axes.yaxis.set_minor_formatter(lambda *_: "")
+        low, high = axes.get_xlim()
+        written = io.StringIO()
+        drawn.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
+    svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>", "", written.getvalue(), flags=re.S)
+    svg = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", svg)  # other pictures have the same ones
+    svg = re.sub(r"#0a0b([0-9a-f]{2})", lambda match: f"var(--{COLOURS[int(match[1], 16)]})", svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    places = f"{left} {top} {width - right} {height - bottom} {low:.10g} {high:.10g}"
+    start = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" '
+    start += f'data-box="{places}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return start + re.sub(r"\n\s*", "\n", svg.partition(">")[2])
+
+
+def _tick(value: float, _: float | None) -> str:
+    """Return a number at an axis, as short as it can be."""
+    for size, most, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
+        if abs(value) >= most:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"

@@ -1,0 +1,136 @@
+"""Reduce curves and the times of ranks to what a chart can show, without losing extremes."""
+
+import os
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcall.launch.report.story import LAST_STEP
+from rollcall.records.files import parse_lines
+from rollcall.records.phases import Phases
+from rollcall.run_dir import RunDir
+
+Array = NDArray[np.float64]
+COLUMNS = 300
+"""A curve with more than twice this number of points gets this number."""
+CELLS = (128, 120)
+"""Most rows and columns of a heat map; each shows a group of ranks and steps."""
+MOST_BYTES = 40_000_000
+"""How much of phases.jsonl is read; of a larger file every second, third, ... line is."""
+MEMORY = {"memory": "peak in use", "reserved": "reserved by PyTorch", "host": "process on the host"}
+"""The fields of `Phases` with bytes of each rank, and what they are called."""
+
+
+class Curve(NamedTuple):
+    """A curve; `low` and `high` are the extremes of the steps of a point."""
+
+    x: Array
+    y: Array
+    low: Array
+    high: Array
+    ends: tuple[tuple[float, float], tuple[float, float]]  # its first point and its last one
+
+    @property
+    def is_band(self) -> bool:
+        """Whether a point covers several steps."""
+        return bool((self.low < self.high).any())
+
+
+def thin(points: Sequence[tuple[int, float]], columns: int = COLUMNS) -> Curve:
+    """Return at most 2 `columns` points, each the mean of a group of neighbours."""
+    x, y = np.array(points, dtype=float).reshape(-1, 2).T
+    ends = (points[0], points[-1])
+    if len(x) <= 2 * columns:
+        return Curve(x, y, y, y, ends)
+    edges = np.linspace(0, len(x), columns + 1).astype(int)
+    starts, sizes = edges[:-1], np.diff(edges)
+    mean = np.add.reduceat(y / sizes.max(), starts) / sizes * sizes.max()
+    low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    return Curve(x[starts + sizes // 2], mean, low, high, ends)
+
+
+class Timing(NamedTuple):
+    """Where the time of steps went, by groups of ranks (rows) and of steps (columns)."""
+
+    ranks: int
+    group: int  # ranks in a row
+    first_ranks: Array  # (rows,) the first rank of each row
+    steps: Array  # (columns,) the newest step of each column
+    own: Array  # (rows, columns) seconds of a step without communication: the slowest rank's
+    over_time: Array  # (phases, columns) seconds, mean over the ranks
+    by_rank: Array  # (phases, rows) seconds, mean over the steps
+    memory: dict[str, Array]  # peak bytes, by name: (rows,)
+    every: int  # of how many lines one was read
+
+
+def timing(run: RunDir) -> Timing | None:
+    """Read where the time of a run's steps went; None if nothing says so."""
+    lines, every = _lines(run)
+    if not lines:
+        return None
+    names = Phases.PHASES
+    ranks = max(len(line.phases[name]) for line in lines for name in names)
+    times = np.stack([_table(lines, [line.phases[n] for line in lines], ranks) for n in names])
+    own = times.sum(0) - times[names.index("communication")]
+    columns, rows = _edges(len(lines), CELLS[1]), _edges(ranks, CELLS[0])
+    weights = np.array([float(line.steps) for line in lines])[:, None]
+    known = (~np.isnan(times) * weights).sum(1)
+    of_rank = np.nansum(times * weights, 1) / np.maximum(known, 1)  # (phases, ranks)
+    kinds = {title: [getattr(line, name) or [] for line in lines] for name, title in MEMORY.items()}
+    memory = {title: _table(lines, kind, ranks) for title, kind in kinds.items() if any(kind)}
+    return Timing(
+        ranks,
+        int(rows[1]),
+        rows[:-1].astype(float),
+        np.array([lines[end - 1].step for end in columns[1:]], dtype=float),
+        np.fmax.reduceat(np.fmax.reduceat(own.T, rows[:-1]), columns[:-1], axis=1),
+        np.stack([_mean(np.nanmean(each, 1), columns) for each in times]),
+        np.stack([_mean(each, rows) for each in of_rank]),
+        {title: np.maximum.reduceat(_peak(each), rows[:-1]) for title, each in memory.items()},
+        every,
+    )
+
+
+def _lines(run: RunDir) -> tuple[list[Phases], int]:
+    """Return the lines with all phases, in the order of steps, and of how many one was read."""
+    try:
+        with (run.path / Phases.FILE).open("rb") as file:
+            every = 1 + os.fstat(file.fileno()).st_size // MOST_BYTES
+            found = [Phases.parse(line) for line in parse_lines(islice(file, 0, None, every))]
+    except OSError:
+        return [], 1
+    known = [
+        line
+        for line in found
+        if line is not None
+        and all(0 <= number < LAST_STEP for number in (line.step, line.steps - 1))
+        and all(line.phases.get(name) for name in Phases.PHASES)
+    ]
+    return sorted(known, key=lambda line: line.step), every
+
+
+def _table(lines: Sequence[Phases], values: Sequence[Sequence[float]], ranks: int) -> Array:
+    """Return the values of each line and rank; NaN for ranks that a line does not have."""
+    found = np.full((len(lines), ranks), np.nan)
+    for place, each in enumerate(values):
+        found[place, : len(each)] = np.clip(each, 0, 1e15)[:ranks]
+    return found
+
+
+def _edges(count: int, most: int) -> NDArray[np.int64]:
+    """Return where groups of equal size, a power of two, begin, and the end: at most `most`."""
+    size = 1
+    while size * most < count:
+        size *= 2
+    return np.array([*range(0, count, size), count])
+
+
+def _mean(values: Array, edges: NDArray[np.int64]) -> Any:
+    return np.add.reduceat(values, edges[:-1]) / np.diff(edges)
+
+
+def _peak(values: Array) -> Any:
+    return np.fmax.reduce(np.nan_to_num(values), axis=0)

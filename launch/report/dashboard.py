@@ -1,0 +1,136 @@
+"""`rollcall dashboard`: serve live reports of all runs to a browser on this machine.
+
+The address that it prints has a random token, and without it nothing is shown; other machines
+cannot connect. To look from your laptop, forward the port: ssh -L PORT:127.0.0.1:PORT HOST.
+"""
+
+import argparse
+import hmac
+import secrets
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import quote, unquote
+
+from rollcall.launch.report import command
+from rollcall.launch.runs import find, states
+from rollcall.records.files import changed
+from rollcall.records.phases import Phases
+from rollcall.refusal import RefusedError
+from rollcall.run_dir import RunDir
+
+HOST = "127.0.0.1"
+REFRESH = 30
+"""Seconds after which a browser loads a page again."""
+HEADERS = {
+    **{"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Refresh": str(REFRESH)},
+    **{"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"},
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until Ctrl-C; return the exit code."""
+    parser = argparse.ArgumentParser(prog="rollcall dashboard", description=__doc__)
+    parser.add_argument("--root", default="runs", help="directory of the runs (default: runs)")
+    parser.add_argument("--port", type=int, default=0, help="port (default: any that is free)")
+    options = parser.parse_args(argv)
+    try:
+        server = Server(options.port, options.root)
+    except (OSError, OverflowError) as error:
+        reason = str(error).rstrip(".")
+        text = f"cannot listen on port {options.port}: {reason}; choose another with --port"
+        raise RefusedError(text) from None
+    print(
+        f"{server.address}\nopen this address in a browser on this machine; Ctrl-C ends", flush=True
+    )
+    with server:
+        server.serve_forever()
+    return 0
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the list of runs, and the report of each; at most one report is made at a time."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, root: str) -> None:
+        super().__init__((HOST, port), _Handler)
+        self.root = root
+        self.token = secrets.token_urlsafe(24)
+        self._lock = threading.Lock()
+        self._made: dict[str, tuple[object, str]] = {}
+
+    @property
+    def address(self) -> str:
+        """The URL of the list of runs."""
+        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
+
+    def runs(self) -> dict[str, RunDir]:
+        """Return all runs by the name that their address has."""
+        found = find.find_all(self.root)
+        paths = {run.path for run in found}
+        is_cell = [run.path.parent in paths for run in found]
+        names = [
+            f"{run.path.parent.name}/" * cell + run.name
+            for run, cell in zip(found, is_cell, strict=True)
+        ]
+        return dict(zip(names, found, strict=True))
+
+    def page(self, name: str) -> str:
+        """Return the report of a run, or the list of runs without a name; KeyError without the run.
+
+        A report is made again only if the files or the state of the run have changed.
+        """
+        from rollcall.launch.report.page import listing  # imports matplotlib
+
+        runs = self.runs()
+        found = [runs[name]] if name else list(runs.values())
+        sweeps, conditions = {run.path.parent for run in found}, states.look(found)[0]
+        pairs = zip(found, conditions, strict=True)
+        known = ["sweep" if run.path in sweeps else each.state for run, each in pairs]
+        if not name:
+            rows = zip(map(quote, runs), runs, known, map(states.progress, found), strict=True)
+            return listing(reversed([*rows]))
+        (run,) = found
+        files = (run.metrics, run.events, run.verdict, run.job, run.path / Phases.FILE)
+        key = (*map(changed, files), *known)
+        with self._lock:
+            if name not in self._made or self._made[name][0] != key:
+                self._made[name] = (key, command.build([str(run.path)], self.root)[0])
+            return self._made[name][1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "rollcall", ""
+
+    def do_GET(self) -> None:
+        _, token, *rest = self.path.partition("?")[0].split("/")
+        port = self.server.server_address[1]
+        is_here = self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
+        if not is_here or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return self._answer(403, "open the address that rollcall dashboard has printed")
+        try:
+            return self._answer(200, self.server.page(unquote("/".join(rest))), "html")
+        except KeyError:
+            return self._answer(404, "no run has this name")
+        except RefusedError as error:
+            return self._answer(500, str(error))
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            return self._answer(500, "the report could not be made; the terminal says why")
+
+    def _answer(self, code: int, text: str, kind: str = "plain") -> None:
+        body = text.encode(errors="replace")
+        self.send_response(code)
+        own = {"Content-Type": f"text/{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for header in (HEADERS | own).items():
+            self.send_header(*header)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing: the addresses have the token."""

@@ -1,0 +1,331 @@
+"""Everything that a report says about one run, read from its directory."""
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcall.config import ConfigError, describe, origins, yaml_values
+from rollcall.config.read import is_file
+from rollcall.installation import training_words
+from rollcall.launch.commands.why import LINES, damage
+from rollcall.launch.runs import find, root_cause, states
+from rollcall.launch.runs.find import NoRunError
+from rollcall.launch.runs.goodput import Goodput, goodput
+from rollcall.launch.runs.root_cause import RootCause
+from rollcall.launch.runs.states import Condition, Progress
+from rollcall.records.attempt import AttemptRecord
+from rollcall.records.code import CodeRecord
+from rollcall.records.files import listed as paths_in
+from rollcall.records.files import tail
+from rollcall.records.job import Cell, JobRecord, Restart, Submission
+from rollcall.records.run import LoggedStep, Validation
+from rollcall.run_dir import RunDir
+from rollcall.text import dotted, listed
+
+FAULTS = (
+    *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
+    *("save_failed", "save_delayed", "refused"),
+)
+KINDS = {
+    **{"resumed": "restart", "checkpointed": "checkpoint", "evaluated": "evaluation"},
+    **{"signalled": "signal", **dict.fromkeys(FAULTS, "fault")},
+}
+"""The kind of mark that an event becomes, by its name."""
+NOT_CURVES = ("epoch", "slowest_rank", "unreadable", "step", "time")
+"""Numbers of a logged step that get no curve."""
+TITLES = {
+    **{"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Gradient norm"},
+    "samples_per_second": "Throughput, samples/s",
+    "data_wait": "Share of time spent waiting for data",
+}
+"""Names of curves in words; of others, the name in the file without underscores."""
+LAST_STEP = 10**12
+"""Greater steps are damage."""
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step."""
+
+    step: int
+    kind: str  # one of the values of KINDS
+    text: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed."""
+
+    title: str
+    cause: RootCause
+    lines: list[str]  # the end of the log, if there is one
+
+
+@dataclass(frozen=True)
+class Story:
+    """The content of a report about one run."""
+
+    run: RunDir
+    name: str
+    sweep: str  # the name of the sweep that it is a cell of; empty if it is none
+    condition: Condition
+    progress: Progress
+    curves: dict[str, Points]  # by name, as in metrics.jsonl, in the order of steps
+    marks: list[Mark]
+    cell: dict[str, str]  # the values that its sweep chose, by key; empty without a sweep
+    settings: dict[str, tuple[str, str]]  # value and origin of each key; empty for other programs
+    facts: dict[str, str]  # code, environment and machines
+    attempts: list[list[str]]  # a table of them, with a first row of titles; empty without any
+    failures: list[Failure]
+    notes: list[str]  # what is missing or could not be read
+    goodput: Goodput | None
+    started: float | None  # seconds since 1970
+
+    @property
+    def result(self) -> dict[str, float]:
+        """The last value of each curve."""
+        return {key: points[-1][1] for key, points in self.curves.items() if points}
+
+
+def chosen(words: Sequence[str], root: str) -> list[RunDir]:
+    """Return the runs of these names, a sweep's cells in its place; raise NoRunError without."""
+    found = []
+    for word in words:
+        run, *cells = find.with_cells(find.find(word, root).path)
+        if find.is_sweep(run) and not cells:
+            raise NoRunError(f"the sweep {run.name} has no runs yet; see rollcall status {word}")
+        found += cells or [run]
+    return list({run.path: run for run in found}.values())
+
+
+def tell(found: Sequence[RunDir]) -> list[Story]:
+    """Read these runs. Whatever their files hold, nothing is raised."""
+    conditions, complaint = states.look(found)
+    parents = {run.path.parent for run in found}
+    sweeps = {path: _cells(path) for path in parents if find.is_sweep(_run_of(path))}
+    stories = []
+    for run, condition in zip(found, conditions, strict=True):
+        cells = sweeps.get(run.path.parent)
+        sweep = "" if cells is None else run.path.parent.name
+        name = f"{sweep}/{run.name}" if sweep and len(parents) > 1 else run.name
+        notes = [complaint] if complaint else []
+        stories.append(_tell(run, name, sweep, (cells or {}).get(run.name, {}), condition, notes))
+    return stories
+
+
+def _tell(
+    run: RunDir, name: str, sweep: str, cell: dict[str, str], condition: Condition, notes: list[str]
+) -> Story:
+    curves, attempts, events = _curves(run), find.attempts(run), run.read_events()
+    if not any(curves.values()):
+        notes.append(
+            "This run has no metrics.jsonl with lines of steps, so it has no curves. "
+            "docs/report.md shows how a program of yours writes them."
+        )
+    times = [*(attempt.started for attempt in attempts), *(event["time"] for event in events[:1])]
+    return Story(
+        run=run,
+        name=name,
+        sweep=sweep,
+        condition=condition,
+        progress=states.progress(run),
+        curves=curves,
+        marks=list(_marks(events)),
+        cell=cell,
+        settings=_settings(run),
+        facts=_facts(run, events, attempts),
+        attempts=_table(run, attempts),
+        failures=list(_failures(run, condition, attempts)),
+        notes=[*notes, *damage(run)],
+        goodput=goodput(run),
+        started=min(times, default=None),
+    )
+
+
+def _run_of(path: Path) -> RunDir:
+    return RunDir(path.parent, path.name)
+
+
+def _curves(run: RunDir) -> dict[str, Points]:
+    """Return every number that was logged, by name; of a step that was repeated, the newest."""
+    found: dict[str, dict[int, float]] = {"loss": {}}
+    lines: list[LoggedStep | Validation] = [*LoggedStep.read(run.path)]
+    for line in [*lines, *Validation.read(run.path)]:
+        if not 0 <= line.step < LAST_STEP:
+            continue
+        for key, value in line.as_dict().items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and key not in NOT_CURVES and abs(value) < math.inf:
+                found.setdefault(key, {})[line.step] = min(max(value, -1e300), 1e300)
+    return {
+        key: sorted(points.items())
+        for key, points in found.items()
+        if key == "loss" or any(points.values())
+    }
+
+
+def _marks(events: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
+    for event in events:
+        step, name = event.get("step"), event["event"]
+        if name in KINDS and isinstance(step, int) and 0 <= step < LAST_STEP:
+            reason = event.get("reason") or event.get("state") or ""
+            text = f"{name.replace('_', ' ')} at step {step:,}"
+            yield Mark(step, KINDS[name], f"{text}: {reason}" if reason else text)
+
+
+def _settings(run: RunDir) -> dict[str, tuple[str, str]]:
+    values = _configuration(run)
+    job = JobRecord.read(run.path)
+    command = job.more.get("command") if job is not None else None
+    origin: dict[str, str] = {}
+    if isinstance(command, list) and "--" in command:
+        words = training_words([str(word) for word in command[command.index("--") + 1 :]]) or ()
+        folder = next((each.directory for each in Submission.read(run.path)[-1:]), None) or "."
+        try:
+            origin = origins([str(Path(folder, each)) if is_file(each) else each for each in words])
+        except (ConfigError, OSError):
+            origin = {}  # the recipe is gone
+    default = {name: _plain(value) for name, _, value, *_ in describe()}
+    found = {}
+    for key, value in values.items():
+        guess = "default" if value == default.get(key) else "recipe or command line"
+        found[key] = (value, origin.get(key, guess))
+    return found
+
+
+def _configuration(run: RunDir) -> dict[str, str]:
+    """Return the configuration of a training; empty for other programs."""
+    try:
+        values = yaml_values.load(run.config.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        values = None
+    found: dict[str, str] = {}
+    for key, value in dotted(values if isinstance(values, dict) else {}).items():
+        parts = dotted({key: value}) if isinstance(value, dict) and value else {key: value}
+        found |= {name: _plain(each) for name, each in parts.items()}
+    return found
+
+
+def _cells(path: Path) -> dict[str, dict[str, str]]:
+    """Return the values that a sweep chose, by key, for each of its runs."""
+    found = {}
+    for cell in (
+        cell for file in paths_in(path / "job", "cells-*.json") for cell in Cell.all_of(file)
+    ):
+        words = [word.removeprefix("--") for word in cell.words]
+        pairs = [word.partition("=")[::2] for word in words]
+        if cell.words[:1] != words[:1]:  # of a script: --key value
+            pairs = list(zip(words[::2], words[1::2], strict=False))
+        found[cell.name] = dict(pairs)
+    return found
+
+
+def _plain(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return str(value)
+
+
+def _facts(
+    run: RunDir, events: Sequence[Mapping[str, Any]], attempts: Sequence[AttemptRecord]
+) -> dict[str, str]:
+    """Return what is known of the code, the environment and the machines."""
+    found: dict[str, str] = {}
+    source = CodeRecord.read(run.job / "source.json")
+    if source is not None:
+        commit = source.commit[:12] if source.commit else "not a git checkout"
+        found["code"] = f"{commit}{', with changes' * source.modified}"
+        found["files of the code"] = f"{len(source.files)}, from {source.root}"
+    for submission in Submission.read(run.path)[-1:]:
+        found |= {"command": " ".join(submission.argv or []), **(submission.versions or {})}
+    for event in events:
+        if event["event"] == "started" and "world_size" in event:
+            found["ranks"] = str(event["world_size"])
+    for attempt in attempts[-1:]:
+        found["ranks"] = str(attempt.ranks)
+        found["nodes"] = f"{len(attempt.hosts)}: {listed(sorted(set(attempt.hosts)))}"
+    return found
+
+
+def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
+    """Return a table of the attempts, with what differs from the one before in the last column."""
+    versions = {each.job: each.versions or {} for each in Submission.read(run.path)}
+    restarts, before = Restart.read(run.path), dict[str, str]()
+    rows = [["attempt", "job", "started", "ranks", "nodes", "ended", "changes"]]
+    for number, attempt in enumerate(attempts):
+        hosts, ranks = listed(list(dict.fromkeys(attempt.hosts))), str(attempt.ranks)
+        now = {"nodes": hosts, "ranks": ranks, **versions.get(attempt.job, {})}
+        since = attempts[number - 1].started if number else attempt.started
+        causes = [each.cause for each in restarts if since < each.time <= attempt.started + 1]
+        changes = [f"restart: {cause}" for cause in causes[-1:]]
+        changes += [
+            f"{name} {before[name]} → {now[name]}"
+            for name in now.keys() & before.keys()
+            if before[name] != now[name]
+        ]
+        ended, when = attempt.state or "no written end", clock(attempt.started)
+        changed = "; ".join(sorted(changes))
+        rows.append([str(attempt.number), attempt.job, when, ranks, hosts, ended, changed])
+        before = now
+    return rows if attempts else []
+
+
+def _failures(
+    run: RunDir, condition: Condition, attempts: Sequence[AttemptRecord]
+) -> Iterator[Failure]:
+    """Yield the cause of each attempt that failed, the newest first, as `rollcall why` says it."""
+    plain = Condition(condition.state)  # without its job: Slurm knows only the newest attempt
+    newest = attempts[-1] if attempts else None
+    for attempt in reversed(attempts):
+        is_over = attempt is not newest or not condition.is_live
+        if attempt.state not in ("finished", "stopped") and is_over:
+            asked = condition if attempt is newest else plain
+            cause = root_cause.find_cause(run, asked, attempt)
+            yield _failure(f"Attempt {attempt.number}", cause)
+    if not attempts and condition.state in ("failed", "lost"):
+        yield _failure("The run", root_cause.find_cause(run, condition, None))
+
+
+def _failure(title: str, cause: RootCause | None) -> Failure:
+    known = cause or RootCause("the cause is unknown")
+    return Failure(title, known, tail(known.log)[-LINES:] if known.log else [])
+
+
+def clock(seconds: float) -> str:
+    """Return a time for people; empty if it cannot be one."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def duration(seconds: float) -> str:
+    """Return a number of seconds for people, in two units: 3 h 12 min."""
+    if not 60 <= seconds < 1e12:
+        return f"{seconds:.3g} s"
+    for unit, size, smaller, part in _UNITS:
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return ""
+
+
+_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+
+
+def title_of(key: str) -> str:
+    """Return the name of a curve in words."""
+    plain = re.sub(r"^val_", "validation ", key).replace("_", " ")
+    return TITLES.get(key, plain[:1].upper() + plain[1:])
+
+
+def figure(value: float) -> str:
+    """Return a number for people: four significant digits."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
