@@ -16,14 +16,16 @@ Terms = Counter[str]
 """Seconds or bytes by name."""
 MOVING = 0.8
 """Fraction of the memory's bandwidth that streaming kernels reach."""
-PASSES = 1.6
+PASSES = 1.5
 """Bytes that eager kernels move for each byte that the operations need. Fitted."""
 SCORES = 70
 """Bytes moved for each attention score, forward and backward, without fused attention. Fitted."""
 LINKS_INSIDE = 0.75
 """Fraction of the links inside a node that collectives reach. Fitted."""
-LINKS_BETWEEN = 0.45
+LINKS_BETWEEN = 0.5
 """Fraction of the links between nodes that collectives reach. Fitted."""
+SLOWED = 0.5
+"""Time by which a collective slows the computation beside it, as a share of its own. Fitted."""
 HOP_INSIDE = 1e-5
 """Seconds of one step of a ring inside a node, with the kernel's start."""
 BACKWARD = 2.5
@@ -174,7 +176,7 @@ def _gather(slot: Terms, model: Model, layout: Layout, layers: int, machine: Mac
     if layout.data * layout.context > group:  # replicas of the shards add up their gradients
         replicas = layout.data * layout.context // group
         exchange += 2 * layers * ring(size / group, replicas, 1, machine) / layout.micro_batches
-    slot["data collectives"] = max(0.0, exchange - slot.total())
+    slot["data collectives"] = max(SLOWED * exchange, exchange - slot.total())
 
 
 def _exchange(
