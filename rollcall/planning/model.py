@@ -91,6 +91,7 @@ class Model:
     length: int = 1
     divides: int = 1
     tied: bool = False  # the last part uses the weights of the first
+    exact_flops: float = 0.0  # of forward and backward pass per sample, if they were counted
 
     @property
     def weights(self) -> int:
@@ -100,7 +101,21 @@ class Model:
     def flops(self) -> float:
         """Of forward and backward pass per sample, without recomputation."""
         forward = [self.first.flops(), self.layer.flops() * self.layers, self.last.flops()]
-        return 3 * sum(forward)
+        return self.exact_flops or 3 * sum(forward)
+
+    def values(self) -> dict[str, Any]:
+        """Return the model as JSON can store it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> "Model":
+        """Return the model that `values` stored."""
+        for name in ("first", "layer", "last"):
+            part = dict(values[name])
+            part["products"] = tuple(Product(*product) for product in part["products"])
+            part["attention"] = part["attention"] and Attention(*part["attention"])
+            values = {**values, name: Part(**part)}
+        return cls(**values)
 
 
 def transformer(

@@ -93,6 +93,13 @@ def work(part: Part, layout: Layout, machine: Machine, forwards: int = 1) -> Ter
         one = ring(size, tensor, min(tensor, machine.node), machine)
         again = 1.5 if forwards > 1 else 1
         terms["tensor collectives"] = 2 * again * part.messages * one
+    if part.attention and context > 1:  # queries, keys, values and outputs change their cut
+        _, heads, width, kv_heads = part.attention[:4]
+        values = part.attention.length * width * 2 * (heads + kv_heads)
+        size = HALF * values * layout.micro / tensor / context
+        local = max(1, min(context, machine.node // tensor))
+        one = ring(size, context, local, machine)
+        terms["context collectives"] = (forwards + 1) * one
     return terms
 
 
