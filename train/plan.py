@@ -21,7 +21,7 @@ from rollcall.planning.machine import Machine, Machines
 from rollcall.planning.model import Model, named, shapes
 from rollcall.refusal import RefusedError, refuse
 from rollcall.run_dir import named as run_named
-from rollcall.text import did_you_mean
+from rollcall.text import did_you_mean, size
 
 TOKENS = 4 * 2**20
 """Tokens of a step for a known shape without `--batch`; Llama 3 began with as many."""
@@ -86,9 +86,7 @@ def _check(options: argparse.Namespace) -> None:
 def _ranks(options: argparse.Namespace) -> str:
     node_size = options.node_size or options.ranks
     if options.ranks % node_size:
-        raise RefusedError(
-            f"--ranks {options.ranks} is not a multiple of --node-size {node_size}"
-        )
+        raise RefusedError(f"--ranks {options.ranks} is not a multiple of --node-size {node_size}")
     recipe, config = parse(options.words)
     from rollcall.train import plan_ranks  # late: it imports torch
 
@@ -114,7 +112,9 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         batch = options.batch or max(1, TOKENS // model.length)
     else:
         config = _config(options.words, first)
-        precision = options.precision or (config.precision if config.precision != "fp32" else "bf16")
+        precision = options.precision or (
+            config.precision if config.precision != "fp32" else "bf16"
+        )
         batch = options.batch or config.data.global_batch
         model = _describe(config)
     machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)
@@ -198,19 +198,19 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precisi
     usable = machine.chip.memory * memory.USABLE
     return (
         f"{model.name} does not fit on {gpus} {machine.chip.name}: the leanest layout needs "
-        f"{report.size(need)} of the {report.size(usable)} that a GPU has for it; use more GPUs "
+        f"{size(need)} of the {size(usable)} that a GPU has for it; use more GPUs "
         "or a chip with more memory"
     )
 
 
-def _beside_measured(
-    directory: Path, options: argparse.Namespace, machines: Machines
-) -> str:
+def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:
     """Compare a run's step with its plan, term by term; return the factor between them."""
     from rollcall.records.files import read_lines
 
     config = parse([str(directory / "config.yaml")])[1]
-    steps = [line for line in read_lines(directory / "metrics.jsonl") if "samples_per_second" in line]
+    steps = [
+        line for line in read_lines(directory / "metrics.jsonl") if "samples_per_second" in line
+    ]
     rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :]]
     if not rates or not statistics.median(rates):
         raise RefusedError(f"{directory}: no step has been logged, so there is nothing to compare")

@@ -3,6 +3,18 @@
 import dataclasses
 
 
+class Terms(dict[str, float]):
+    """Seconds or bytes by name, which add up."""
+
+    def total(self) -> float:
+        """Return the sum."""
+        return sum(self.values())
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a term."""
+        self[name] = self.get(name, 0.0) + value
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The degrees of the mesh multiply to the ranks, the outermost dimension first.

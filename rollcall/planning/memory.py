@@ -1,9 +1,9 @@
 """The memory of one rank, in bytes, as terms that add up."""
 
-from rollcall.planning.layout import Layout
+from rollcall.planning.layout import Layout, Terms
 from rollcall.planning.machine import Machine
 from rollcall.planning.model import HALF, Model, Part
-from rollcall.planning.step_time import Terms, cuts, held
+from rollcall.planning.step_time import cuts, held
 
 KEPT = 1.4
 """Bytes that activations take for each byte counted: copies of eager kernels, and the gaps that the

@@ -5,11 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rollcall.planning.model import Model
 from rollcall.planning.machine import Machine
+from rollcall.planning.model import Model
 from rollcall.planning.run_cost import RunCost
 from rollcall.planning.search import Choice
-from rollcall.planning.step_time import Terms
 from rollcall.text import size, table
 
 
@@ -45,7 +44,7 @@ def choices(found: Sequence[Choice], model: Model, machine: Machine) -> list[str
         rate, used = speed(choice, model, machine)
         layout = choice.layout
         mesh = choice.words()[0].partition("=")[2]
-        others = (choice.seconds - Terms({"matrix products": math.inf})).most_common(1)
+        others = {**choice.seconds, "matrix products": 0.0}
         rows.append(
             [
                 str(number),
@@ -56,7 +55,7 @@ def choices(found: Sequence[Choice], model: Model, machine: Machine) -> list[str
                 f"{rate * model.length / layout.ranks:,.0f}",
                 f"{used:.0%}",
                 size(choice.bytes.total()),
-                f"products, {others[0][0]}" if others else "products",
+                f"products, {max(others, key=others.__getitem__)}",
             ]
         )
     return table(rows)

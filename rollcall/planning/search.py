@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from rollcall.config.mesh import show
 from rollcall.planning import memory, step_time
-from rollcall.planning.layout import Layout
+from rollcall.planning.layout import Layout, Terms
 from rollcall.planning.machine import Machine, Machines
 from rollcall.planning.model import Model
-from rollcall.planning.step_time import Terms
 from rollcall.refusal import RefusedError
 
 LONG = 8192

@@ -1,19 +1,16 @@
 """The time of a training step, in seconds, as terms that add up.
 
-A kernel's time is the roofline's, https://doi.org/10.1145/1498765.1498785, with its two times added:
-products at a fraction of the chip's peak, and their operands through the memory. That makes narrow
-products slow without a curve. Collectives are rings of NCCL: bandwidth and a latency for each step.
+A kernel's time is that of a roofline, https://doi.org/10.1145/1498765.1498785, with its two times
+added: products at a fraction of the chip's peak, and their operands through the memory. That makes narrow
+products slow without a curve. Collectives are rings of NCCL: a bandwidth, and a latency for each step.
 """
 
 import math
-from collections import Counter
 
-from rollcall.planning.layout import Layout
+from rollcall.planning.layout import Layout, Terms
 from rollcall.planning.machine import Machine
 from rollcall.planning.model import HALF, Model, Part, attention_flops
 
-Terms = Counter[str]
-"""Seconds or bytes by name."""
 MOVING = 0.8
 """Fraction of the memory's bandwidth that streaming kernels reach."""
 PASSES = 1.5
@@ -146,8 +143,9 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
         most = max(most, held(model, layout, layers, stage)) if ends not in found else most
         if ends not in found:
             slot = Terms({name: seconds * layers for name, seconds in layer.items()})
-            slot.update(first if ends[1] else {})
-            slot.update(last if ends[2] else {})
+            for part in [first] * ends[1] + [last] * ends[2]:
+                for name, seconds in part.items():
+                    slot.add(name, seconds)
             if layout.zero == 3:
                 _gather(slot, model, layout, layers, machine)
             launched = layers + (ends[1] + ends[2]) / 2
@@ -186,9 +184,7 @@ def _gather(slot: Terms, model: Model, layout: Layout, layers: int, machine: Mac
     slot["data collectives"] = max(SLOWED * exchange, exchange - slot.total())
 
 
-def _exchange(
-    weights: float, group: int, local: int, layout: Layout, machine: Machine
-) -> float:
+def _exchange(weights: float, group: int, local: int, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
     size = weights * layout.gradient
     back = size if not layout.zero else weights * HALF

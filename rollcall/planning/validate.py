@@ -133,9 +133,7 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     needed = memory.of(model, layout, machine)
     predicted = step_time.of(model, layout, machine).total()
     fits = memory.fits(needed, machine)
-    return Row(
-        cells, machine, layout, model, seconds, held, ran, predicted, needed.total(), fits
-    )
+    return Row(cells, machine, layout, model, seconds, held, ran, predicted, needed.total(), fits)
 
 
 def contradicted(rows: Sequence[Row]) -> set[int]:
@@ -205,7 +203,7 @@ def _errors(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _regrets(rows: Sequence[Row]) -> list[float]:
-    """For each cell with a choice: how much slower per sample the chosen layout is than the best."""
+    """Return how much slower the chosen layout is than the best, for each cell with a choice."""
     cells = defaultdict(list)
     for row in rows:
         cells[row.cell].append(row)
