@@ -1,5 +1,6 @@
 """Describe a model of the user's for the planner: one forward pass on the meta device."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config import Config, ConfigError
-from rollcall.planning.model import Model, Part, Product, transformer
+from rollcall.planning.model import Model, Part, Product, attention_flops, transformer
 from rollcall.planning.step_time import PASSES
 from rollcall.records.files import write_atomic
 from rollcall.train import models
@@ -66,7 +67,7 @@ def describe(config: Config) -> Model:
 
 def _gpt(config: Config, source: Source) -> Model:
     made = config.model
-    return transformer(
+    model = transformer(
         "gpt",
         layers=made.num_layers,
         hidden=made.hidden_size,
@@ -78,6 +79,9 @@ def _gpt(config: Config, source: Source) -> Model:
         gated=False,
         tied=False,
     )
+    # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
+    masked = model.layers * attention_flops(model.layer.attention) if model.layer.attention else 0
+    return dataclasses.replace(model, exact_flops=model.flops() + (3.5 * 2 - 3) * masked)
 
 
 def _empty(config: Config, source: Source) -> nn.Module:

@@ -52,7 +52,7 @@ def budget(text: str) -> float:
             f"--budget {text}: expected a number of tokens or samples such as 15T or 300e9"
         )
     units = {"": 0, "k": 3, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
-    return number * 10 ** units[match[2]]
+    return float(number * 10 ** units[match[2]])
 
 
 def rate(word: str) -> float:

@@ -1,8 +1,8 @@
 """The time of a training step, in seconds, as terms that add up.
 
 A kernel's time is that of a roofline, https://doi.org/10.1145/1498765.1498785, with its two times
-added: products at a fraction of the chip's peak, and their operands through the memory. That makes narrow
-products slow without a curve. Collectives are rings of NCCL: a bandwidth, and a latency for each step.
+added: products at a fraction of the chip's peak, and their operands through the memory. That makes
+narrow products slow without a curve. Collectives are rings: a bandwidth, and a latency a step.
 """
 
 import math

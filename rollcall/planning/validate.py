@@ -147,7 +147,7 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
         for places in groups.values():
             times = [s for place in places if (s := rows[place].seconds)]
             both = len({rows[place].ran for place in places}) > 1 and groups is equal
-            zeros = {rows[place].cells["zero"] for place in places} <= {"0", "1", ""}
+            zeros = groups is equal or {rows[p].cells["zero"] for p in places} <= {"0", "1", ""}
             if both or (zeros and times and max(times) > most * min(times)):
                 found |= set(places)
     for place, row in enumerate(rows):
