@@ -120,11 +120,13 @@ class Machines:
             )
         key = f"{found.name} {precision} {software}"
         factor = float(self._known["factors"].get(key, 1.0))
-        return Machine(found, self.software(software, fabric), node or found.node, factor)
+        links = found.node if found.node > 8 else node or found.node  # racks share NVLink
+        return Machine(found, self.software(software, fabric), links, factor)
 
     def _name(self, kind: str, word: str) -> str:
         known = self._known[kind]
-        matching = [name for name in known if name.lower().startswith(word.lower())]
+        family = word.lower().partition("-")[0]  # as in H200-141GB and H100-SXM5
+        matching = [name for name in known if name.lower().startswith(family)] if family else []
         exact = [name for name in matching if name.lower() == word.lower()]
         if not matching:
             hint = did_you_mean(word.upper(), known)

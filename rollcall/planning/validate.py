@@ -24,7 +24,8 @@ TWINS = 1.25
 """The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
 STALLED = 0.02
 """A run below this fraction of the chip's peak waited for something that no layout explains."""
-NUMBERS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpus", "mbs", "gbs")
+NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
+OTHERS = ("kv_heads", "gated", "tied", "zero", "step_time_s", "mem_gb", "status")
 SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
 DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
 
@@ -74,7 +75,7 @@ def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
     for path in files:
         with path.open(newline="") as file:
             for number, cells in enumerate(csv.DictReader(file), 2):
-                if missing := {*SHAPE, *DEGREES, *NUMBERS, "status"} - cells.keys():
+                if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
                     raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
                 if cells.get("arch", "dense") not in ("", "dense"):
                     left_out.append(f"{path.name}: {cells['arch']} models are not planned")
@@ -90,35 +91,23 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     def whole(name: str, default: int = 1) -> int:
         return int(float(cells[name])) if cells.get(name) else default
 
-    empty = [name for name in NUMBERS if not cells[name]]
-    if empty:
+    if empty := [name for name in NUMBERS if not cells[name]]:
         raise ValueError(f"no {', '.join(empty)}")
-    precision = cells["precision"] or "bf16"
-    machine = machines.machine(
-        cells["gpu"], cells["software"], precision, whole("gpus_per_node", 0) or None
-    )
-    model = transformer(
-        cells["model"],
-        layers=whole("layers"),
-        hidden=whole("hidden"),
-        heads=whole("heads"),
-        kv_heads=whole("kv_heads"),
-        ffn=whole("ffn"),
-        vocab=whole("vocab"),
-        length=whole("seq"),
-        gated=bool(whole("gated", 0)),
-        tied=bool(whole("tied", 0)),
-    )
-    sequence = bool(whole("sp")) if cells["sp"] else machine.software.sequence
+    precision = "fp8" if "fp8" in cells["precision"] else cells["precision"] or "bf16"
+    node = whole("gpus_per_node", 0) or None
+    machine = machines.machine(cells["gpu"], cells["software"], precision, node)
+    shape = {name: whole(name) for name in ("layers", "hidden", "heads", "ffn", "vocab")}
+    shape |= {"kv_heads": whole("kv_heads", shape["heads"]), "length": whole("seq")}
+    gated, tied = (bool(whole(name, 0)) for name in ("gated", "tied"))
+    model = transformer(cells["model"], **shape, gated=gated, tied=tied)
+    names = {"tensor": "tp", "stages": "pp", "context": "cp", "chunks": "vp", "micro": "mbs"}
+    degrees = {name: whole(column) for name, column in names.items()}
+    spread = degrees["tensor"] * degrees["stages"] * degrees["context"]
     layout = Layout(
-        data=whole("dp"),
-        tensor=whole("tp"),
-        stages=whole("pp"),
-        context=whole("cp"),
-        chunks=whole("vp"),
+        **degrees,
+        data=whole("gpus") // spread,
         zero=whole("zero", 0),
-        sequence=sequence,
-        micro=whole("mbs"),
+        sequence=bool(whole("sp")) if cells["sp"] else machine.software.sequence,
         batch=whole("gbs"),
         recompute=cells["recompute"] or "none",
         precision=precision,

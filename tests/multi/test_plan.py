@@ -130,7 +130,7 @@ def _count(rank: int, port: int, file: Path) -> None:
     world.leave()
 
 
-def _step(config: Config, world: World, degrees: dict[str, int]) -> list[Any]:
+def _step(config: Config, world: World, degrees: Any) -> list[Any]:
     """What two micro-batches of two rows count, and what the planner says of them."""
     source = sets.load(config.data, world)
     batch = next(validation_batches(source, 2, 0, 1))

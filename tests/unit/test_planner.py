@@ -116,14 +116,22 @@ def test_wrong_words_get_one_sentence(
 
 def _table(folder: Path) -> None:
     """Rows that the planner itself would measure, two equal ones that differ, and a crash."""
-    layout = Layout(data=8, zero=3, micro=1, batch=64)
+    layout = Layout(data=8, zero=3, micro=1, batch=64, recompute="full")
     seconds = step_time.of(LLAMA, layout, H100).total()
     shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
     row = dict.fromkeys((*validate.SHAPE, *validate.DEGREES, *validate.NUMBERS, "mem_gb"), "")
     row |= {key: str(value) for key, value in shape.items()}
     row |= {"table": "own", "model": "llama", "vocab": "128256", "gated": "1", "tied": "0"}
     row |= {"seq": "8192", "gpu": "H100-80GB", "gpus": "8", "gpus_per_node": "8", "dp": "8"}
-    row |= {"precision": "bf16", "zero": "3", "sp": "1", "mbs": "1", "gbs": "64", "software": "own"}
+    row |= {
+        "precision": "bf16",
+        "zero": "3",
+        "sp": "1",
+        "recompute": "full",
+        "mbs": "1",
+        "gbs": "64",
+        "software": "own",
+    }
     rows = [
         {**row, "step_time_s": str(seconds * 1.1), "status": "ok"},
         {**row, "mbs": "2", "step_time_s": "10", "status": "ok"},
