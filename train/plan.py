@@ -19,6 +19,7 @@ from rollcall.planning import memory, report, run_cost, search, step_time, valid
 from rollcall.planning.layout import Layout
 from rollcall.planning.machine import Machine, Machines
 from rollcall.planning.model import Model, named, shapes
+from rollcall.records.run import LoggedStep, read_events
 from rollcall.refusal import RefusedError, refuse
 from rollcall.run_dir import named as run_named
 from rollcall.text import did_you_mean, size
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--machines", metavar="FILE", help="chips, fabrics, software and factors of your own")
     add("--validate", metavar="FOLDER", help="compare with the tables of a folder")
     add("--json", action="store_true", help="print JSON")
-    add("--ranks", type=int, metavar="N", help="show what each of so many ranks would hold")
+    add("--ranks", type=int, metavar="N", help="show what each of N ranks would hold")
     add("words", nargs="*", metavar="[shape or recipe or run] [key=value ...]")
     return parser
 
@@ -205,21 +206,17 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precisi
 
 def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:
     """Compare a run's step with its plan, term by term; return the factor between them."""
-    from rollcall.records.files import read_lines
-
     config = parse([str(directory / "config.yaml")])[1]
-    steps = [
-        line for line in read_lines(directory / "metrics.jsonl") if "samples_per_second" in line
-    ]
-    rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :]]
-    if not rates or not statistics.median(rates):
+    steps = LoggedStep.read(directory)
+    late = steps[len(steps) // 2 :]
+    if not late:
         raise RefusedError(f"{directory}: no step has been logged, so there is nothing to compare")
-    measured = config.data.global_batch / statistics.median(rates)
-    waits = statistics.median(line.get("data_wait", 0.0) for line in steps[len(steps) // 2 :])
-    ranks = options.gpus or options.nodes or _world(directory)
-    machine = machines.machine(
-        options.gpu, "default", config.precision, options.node_size, options.fabric
-    )
+    measured = config.data.global_batch / statistics.median(one.samples_per_second for one in late)
+    waits = statistics.median(one.data_wait for one in late)
+    sizes = [line["world_size"] for line in read_events(directory) if "world_size" in line]
+    ranks = options.gpus or (int(sizes[-1]) if sizes else 1)
+    precision, node = config.precision, options.node_size
+    machine = machines.machine(options.gpu, "default", precision, node, options.fabric)
     degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
     shard = degrees.get("shard", 1)
     layout = Layout(
@@ -231,7 +228,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
         shard=shard if degrees.get("replicate", 1) > 1 else 0,
         batch=config.data.global_batch,
         sequence=config.parallel.sequence_parallel,
-        precision=config.precision,
+        precision=precision,
         recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
     )
     share = -(-layout.batch // layout.data)
@@ -239,7 +236,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     model = _describe(config)
     seconds = step_time.of(model, layout, machine)
     factor = measured / seconds.total() * machine.factor
-    key = f"{machine.chip.name} {config.precision} default"
+    key = f"{machine.chip.name} {precision} default"
     if options.json:
         values = {"measured": measured, "predicted": seconds.total(), "terms": dict(seconds)}
         return json.dumps({**values, "factor": {key: round(factor, 3)}}, indent=2)
@@ -255,10 +252,3 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
             f'`factors: {{"{key}": {factor:.3f}}}` to a file and name it with --machines.',
         ]
     )
-
-
-def _world(directory: Path) -> int:
-    from rollcall.records.run import read_events
-
-    sizes = [line["world_size"] for line in read_events(directory) if "world_size" in line]
-    return int(sizes[-1]) if sizes else 1

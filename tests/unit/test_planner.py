@@ -15,6 +15,7 @@ from rollcall.planning import memory, run_cost, search, step_time, validate
 from rollcall.planning.layout import Layout
 from rollcall.planning.machine import Machines
 from rollcall.planning.model import named
+from rollcall.records.run import LoggedStep
 from rollcall.train import plan
 
 LLAMA = named("llama-3-8b")
@@ -112,6 +113,24 @@ def test_wrong_words_get_one_sentence(
     assert plan.main(words) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A factor of the user's file makes the plan equal to the measurement."""
+    config = "data: {name: synthetic_tokens, seq_len: 64, num_classes: 32, global_batch: 8}"
+    (tmp_path / "config.yaml").write_text(f"{config}\nmodel: {{name: gpt}}\n")
+    words = [str(tmp_path), "--gpu", "a100", "--json"]
+    assert plan.main(words) == 2
+    assert "no step has been logged" in capsys.readouterr().err
+    for step in range(1, 9):
+        LoggedStep(step, 1.0, 4.0, float(step)).append(tmp_path)
+    assert plan.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"] == 2.0 > found["predicted"]
+    own = tmp_path / "own.yaml"
+    own.write_text(json.dumps({"factors": found["factor"]}))
+    assert plan.main([*words, "--machines", str(own)]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"] == pytest.approx(2.0, rel=1e-3)
 
 
 def _table(folder: Path) -> None:
