@@ -25,7 +25,7 @@ from rollcall.run_dir import named as run_named
 from rollcall.text import did_you_mean, size
 
 TOKENS = 4 * 2**20
-"""Tokens of a step for a known shape without `--batch`; Llama 3 began with as many."""
+"""Tokens of a step for a known shape without `--batch`; Llama 3 began with 4M."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a run would do on any number of ranks: `rollcall plan --ranks 512 …`.
+"""Spread a model over imaginary ranks: `rollcall plan --ranks 512 …`.
 
 This process is rank 0 of an imaginary world. It builds and spreads the model as in the run, but
 torch's fake process group replaces the other ranks, and nothing is computed, written or sent.

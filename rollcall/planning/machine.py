@@ -30,7 +30,7 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Software:
-    """What depends on the program, in seconds.
+    """The numbers of a program, in seconds.
 
     Attributes:
         host: in which a process starts the kernels of one layer, forward and backward.
@@ -41,7 +41,7 @@ class Software:
         sequence: whether tensor ranks divide the activations between the cut layers.
         overlap: whether gradients travel during the backward pass also if ZeRO divides them.
         balanced: whether the head counts as layers when stages are cut.
-        fills: whether a pipeline needs as many micro-batches as it has further stages.
+        fills: whether a pipeline needs a micro-batch for each stage but one.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Machines:
             raise RefusedError(f"--machines: chip '{name}' is incomplete: {error}") from None
 
     def software(self, word: str, fabric: str | None = None) -> Software:
-        """Return a program's numbers; those of `default` if the program is not known."""
+        """Return a program's numbers, or the default's if the program is not known."""
         name = word if word in self._known["software"] else "default"
         values = self._values("software", name, Software)
         place = fabric or self._known["software"][name].get("fabric", "infiniband")

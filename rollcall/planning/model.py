@@ -39,7 +39,7 @@ class Attention(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A layer, or what comes before or after all layers; bytes are those of 16-bit values.
+    """A layer, or what comes before or after all layers; values have 16 bits.
 
     Attributes:
         weights: values, of which tensor ranks divide `cut_weights`.
@@ -76,7 +76,7 @@ def attention_flops(attention: Attention) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What comes before the layers, equal layers, and what comes after them.
+    """Equal layers, with the parts before and after them.
 
     Attributes:
         length: tokens per sample; 1 for models without sequences.
@@ -133,7 +133,7 @@ def transformer(
 ) -> Model:
     """Return a decoder-only transformer.
 
-    The activations are those that Korthikanti et al., https://arxiv.org/abs/2205.05198, count,
+    It keeps the activations that Korthikanti et al., https://arxiv.org/abs/2205.05198, count,
     without the scores, which a fused attention recomputes, and without dropout.
     """
     width = hidden // heads

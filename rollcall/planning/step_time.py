@@ -1,6 +1,6 @@
 """The time of a training step, in seconds, as terms that add up.
 
-A kernel's time is that of a roofline, https://doi.org/10.1145/1498765.1498785, with its two times
+A kernel takes the time of a roofline, https://doi.org/10.1145/1498765.1498785, with its two times
 added: products at a fraction of the chip's peak, and their operands through the memory. That makes
 narrow products slow without a curve. Collectives are rings: a bandwidth, and a latency a step.
 """
@@ -22,7 +22,7 @@ LINKS_INSIDE = 0.75
 LINKS_BETWEEN = 0.5
 """Fraction of the links between nodes that collectives reach. Fitted."""
 SLOWED = 0.5
-"""Time by which a collective slows the computation beside it, as a share of its own. Fitted."""
+"""Time by which a collective slows the computation beside it, as a share of the collective. Fitted."""
 HOP_INSIDE = 1e-5
 """Seconds of one step of a ring inside a node, with the kernel's start."""
 BACKWARD = 2.5
@@ -38,7 +38,7 @@ MIXED = 4
 def ring(size: float, ranks: int, local: int, machine: Machine) -> float:
     """Seconds of an all-gather or reduce-scatter of `size` bytes; an all-reduce is both.
 
-    `local` of the ranks share a node, and so many of its links.
+    `local` of the ranks share a node; each brings one link to other nodes.
     """
     if ranks == 1:
         return 0.0
@@ -66,7 +66,7 @@ def work(part: Part, layout: Layout, machine: Machine, forwards: int = 1) -> Ter
         n = columns / (tensor if cut == "columns" else 1)
         flops += 2 * m * k * n
         moved += HALF * (m * k + k * n + m * n)
-        if is_fp8:  # operands are read in 16 bits and written in 8, as they are and transposed
+        if is_fp8:  # operands are read in 16 bits and written in 8, twice
             moved += 2 * HALF * (m * k + k * n)
     terms = Terms()
     terms["matrix products"] = passes * (flops / (peak * chip.product) + moved / moving)
