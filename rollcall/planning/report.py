@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from rollcall.planning.machine import Machine
 from rollcall.planning.model import Model
@@ -98,20 +97,12 @@ def run(cost: RunCost, gpus: int, price: float | None) -> list[str]:
 
 def as_json(found: Sequence[Choice], model: Model, machine: Machine, cost: RunCost | None) -> str:
     """Return the plan as JSON: seconds, bytes and words of each layout."""
-    plans: list[dict[str, Any]] = []
+    plans = []
     for choice in found:
         rate, used = speed(choice, model, machine)
-        plans.append(
-            {
-                "words": choice.words(),
-                "seconds": choice.time,
-                "terms": dict(choice.seconds),
-                "bytes": choice.bytes.total(),
-                "memory": dict(choice.bytes),
-                "samples_per_second": rate,
-                "fraction_of_peak": used,
-            }
-        )
+        sums = {"seconds": choice.time, "bytes": choice.bytes.total(), "samples_per_second": rate}
+        terms = {"terms": choice.seconds, "memory": choice.bytes, "fraction_of_peak": used}
+        plans.append({"words": choice.words(), **sums, **terms})
     whole = cost and {**cost._asdict(), "seconds": cost.whole}
-    weights = {"parameters": model.weights, "flops_per_sample": model.flops()}
-    return json.dumps({"model": model.name, **weights, "layouts": plans, "run": whole}, indent=2)
+    facts = {"parameters": model.weights, "flops_per_sample": model.flops()}
+    return json.dumps({"model": model.name, **facts, "layouts": plans, "run": whole}, indent=2)

@@ -87,6 +87,9 @@ def layouts(
             continue
         for stages in _powers(min(model.layers, gpus // tensor)):
             for context in _powers(8 if model.length >= LONG and model.divides > 1 else 1):
+                heads = model.layer.attention.heads if model.layer.attention else context
+                if heads % (tensor * context):
+                    continue
                 data, rest = divmod(gpus, tensor * stages * context)
                 if rest or not data or batch < data:
                     continue

@@ -22,7 +22,7 @@ LINKS_INSIDE = 0.75
 LINKS_BETWEEN = 0.5
 """Fraction of the links between nodes that collectives reach. Fitted."""
 SLOWED = 0.5
-"""Time by which a collective slows the computation beside it, as a share of the collective. Fitted."""
+"""Time by which a collective slows the computation beside it, relative to it. Fitted."""
 HOP_INSIDE = 1e-5
 """Seconds of one step of a ring inside a node, with the kernel's start."""
 BACKWARD = 2.5
