@@ -174,7 +174,7 @@ def _show(
     if fewest:
         words = fewest.words()
         lines.append(
-            f"The smallest that fits: {fewest.layout.ranks} GPUs with {words[0]}, recompute "
+            f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {words[0]}, recompute "
             f"{fewest.layout.recompute}."
         )
     changes = search.levers(model, best, machine, machines, precision)
