@@ -115,8 +115,12 @@ def traced(model: nn.Module, example: Batch, name: str) -> Model:
             f"model.name={name} cannot be planned: it does not run on torch's meta device: {reason}"
         ) from None
     parts = [tracer.part(place, len(layers), rows) for place in ("first", "layer", "last")]
+    first, layer, last = parts
+    mean = layer.weights * max(1, len(layers))  # of unequal layers, rounded
+    rest = sum(weight.numel() for weight in model.parameters()) - first.weights - mean
+    last = dataclasses.replace(last, weights=rest)
     exact = flops.get_total_flops() / rows
-    return Model(name, parts[0], parts[1], max(1, len(layers)), parts[2], exact_flops=exact)
+    return Model(name, first, layer, max(1, len(layers)), last, exact_flops=exact)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
