@@ -12,7 +12,7 @@ class Command(NamedTuple):
 
 
 TRAIN = {
-    "plan": Command("rollcall.train.plan", "show how a model would be spread, for any world size"),
+    "plan": Command("rollcall.train.plan", "plan a run: layouts, memory, time, cost"),
     "explain": Command("rollcall.config.explain", "show every key's value and where it comes from"),
     "verify": Command("rollcall.train.exact.verify", "prove that two ways to train are equal"),
     "matrix": Command("rollcall.train.matrix", "resume runs of each strategy under each other one"),

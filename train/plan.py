@@ -1,74 +1,254 @@
-"""`rollcall plan --ranks 512 …`: show what a run would do on that many ranks.
+"""`rollcall plan`: show what a run would need and take, before it is submitted.
 
-This process is rank 0 of an imaginary world. It builds and spreads the model as in the run, but
-torch's fake process group replaces the other ranks, and nothing is computed, written or sent.
+rollcall plan llama-3-8b --gpus 64 --gpu h100     # a known shape: no weights, no torch
+rollcall plan gpt model.num_layers=24 --gpus 8 --gpu a100
+rollcall plan my-run --gpu a100                   # predicted beside measured
+rollcall plan digits --ranks 512 --node-size 8    # what each rank would hold and send
+rollcall plan --validate FOLDER                   # the planner's errors on measured tables
 """
 
 import argparse
+import json
 import math
+import statistics
 from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
-
-# Internal to torch (2.11 to 2.15); torch's own tests of imaginary worlds use it.
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from pathlib import Path
 
 from rollcall.config import Config, ConfigError, parse
-from rollcall.refusal import refuse
-from rollcall.train import models
-from rollcall.train.data import sets
-from rollcall.train.data.order import Order, training_batches
-from rollcall.train.dist.world import Place, World
-from rollcall.train.exact.strategy import Exact
-from rollcall.train.numerics import losses
-from rollcall.train.parallel.strategy import Strategy
-from rollcall.train.weights import start
+from rollcall.planning import memory, report, run_cost, search, step_time, validate
+from rollcall.planning.layout import Layout
+from rollcall.planning.machine import Machine, Machines
+from rollcall.planning.model import Model, named, shapes
+from rollcall.records.run import LoggedStep, read_events
+from rollcall.refusal import RefusedError, refuse
+from rollcall.run_dir import named as run_named
+from rollcall.text import did_you_mean, size
+
+TOKENS = 4 * 2**20
+"""Tokens of a step for a known shape without `--batch`; Llama 3 began with 4M."""
 
 
 def main(words: Sequence[str]) -> int:
     """Print the plan; return the exit code."""
-    parser = argparse.ArgumentParser(prog="rollcall plan", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="in the run")
-    parser.add_argument(
-        "--node-size", type=int, metavar="K", help="ranks on each node (default: all)"
-    )
-    parser.add_argument("words", nargs="*", metavar="[recipe] [key=value ...]")
+    parser = _parser()
     options = parser.parse_intermixed_args(words)
-    node_size = options.node_size or options.ranks
-    if options.ranks < 1 or options.ranks % node_size:
-        words = f"--ranks {options.ranks} is not a multiple of --node-size {node_size}"
-        return refuse(words)
     try:
-        recipe, config = parse(options.words)
-        print(f"{recipe}: {_plan(config, options.ranks, node_size)}")
-    except ConfigError as error:
+        _check(options)
+        machines = Machines(options.machines)
+        if options.validate:
+            validate.show(options.validate, machines, options.json)
+        elif options.ranks:
+            print(_ranks(options))
+        else:
+            print(_plan(options, machines))
+    except RefusedError as error:
         return refuse(error)
     return 0
 
 
-def _plan(config: Config, ranks: int, node_size: int) -> str:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        place = Place("plan", world_size=ranks, local_world_size=node_size)
-        world = World(place, torch.device("cpu"))
-        kind = Exact if config.exact else Strategy
-        strategy = kind(config, world, losses.Objective(losses.of(config)))
-        source = sets.load(config.data, world, config.seed)
-        batch = config.data.global_batch
-        order = Order.of_run(config, source)
-        model = start.built(config, models.maker(config, source, world.device)).model
-        count = sum(parameter.numel() for parameter in model.parameters())
-        example = next(training_batches(source, order, range(2), range(order.steps)))
-        strategy.place(model, example)
-        rows = len(strategy.rows(batch))
-        size = config.data.micro_batch
-        cuts = math.ceil(rows / (size if isinstance(size, int) else rows))
-        epochs = order.total / source.train_size
-        return (
-            f"{order.steps:,} steps of {batch:,} samples, {epochs:.3g} epochs of "
-            f"{source.train_size:,}; {count:,} parameters; {rows:,} samples a step on each rank, "
-            f"in {cuts} micro-batch{'es' * (cuts > 1)}.\n{strategy.describe()}"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollcall plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="in the run")
+    add("--nodes", type=int, metavar="N", help="in the run, instead of --gpus")
+    add("--gpu", metavar="CHIP", help="such as h100; machines.yaml lists all")
+    add("--node-size", type=int, metavar="K", help="GPUs or ranks on each node")
+    add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
+    add("--batch", type=int, metavar="N", help="samples in a step of a known shape")
+    add("--length", type=int, metavar="N", help="tokens of a sample of a known shape")
+    add("--precision", metavar="FORMAT", help="number format (default: bf16)")
+    add("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
+    add("--why", action="store_true", help="show the terms of the best layout")
+    add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
+    add("--price", type=float, metavar="P", help="of a GPU-hour")
+    add("--failures", default="rsc-1", metavar="RATE", help="per node and day, or a published one")
+    add("--machines", metavar="FILE", help="chips, fabrics, software and factors of your own")
+    add("--validate", metavar="FOLDER", help="compare with the tables of a folder")
+    add("--json", action="store_true", help="print JSON")
+    add("--ranks", type=int, metavar="N", help="show what each of N ranks would hold")
+    add("words", nargs="*", metavar="[shape or recipe or run] [key=value ...]")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("gpus", "nodes", "node_size", "batch", "length", "top", "ranks"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise RefusedError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    if options.price is not None and not 0 < options.price < math.inf:
+        raise RefusedError(f"--price {options.price}: expected the price of a GPU-hour")
+
+
+def _ranks(options: argparse.Namespace) -> str:
+    node_size = options.node_size or options.ranks
+    if options.ranks % node_size:
+        raise RefusedError(f"--ranks {options.ranks} is not a multiple of --node-size {node_size}")
+    recipe, config = parse(options.words)
+    from rollcall.train import plan_ranks  # late: it imports torch
+
+    return f"{recipe}: {plan_ranks.describe(config, options.ranks, node_size)}"
+
+
+def _plan(options: argparse.Namespace, machines: Machines) -> str:
+    first = next((word for word in options.words if "=" not in word), "")
+    directory = run_named(first, "config.yaml") if first else None
+    if not options.gpu:
+        if first in shapes() or options.gpus or options.nodes:
+            raise RefusedError("expected --gpu with the name of a chip, such as --gpu h100")
+        options.ranks = 1
+        return _ranks(options)
+    if directory:
+        return _beside_measured(directory, options, machines)
+    config = None
+    if first in shapes():
+        precision = options.precision or "bf16"
+        model = named(first, options.length)
+        if len(options.words) > 1:
+            raise RefusedError(f"{first} is a known shape and takes no keys: {options.words[1]}")
+        batch = options.batch or max(1, TOKENS // model.length)
+    else:
+        config = _config(options.words, first)
+        precision = options.precision or (
+            config.precision if config.precision != "fp32" else "bf16"
         )
-    finally:
-        dist.destroy_process_group()
+        batch = options.batch or config.data.global_batch
+        model = _describe(config)
+    machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)
+    gpus = options.gpus or (options.nodes or 1) * machine.node
+    return _show(options, machines, model, machine, gpus, batch, precision, config)
+
+
+def _config(words: Sequence[str], first: str) -> Config:
+    try:
+        return parse(words)[1]
+    except ConfigError as error:
+        hint = did_you_mean(first, shapes()) if first and "recipe" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from None
+
+
+def _describe(config: Config) -> Model:
+    from rollcall.train import plan_model  # late: it imports torch
+
+    return plan_model.describe(config)
+
+
+def _show(
+    options: argparse.Namespace,
+    machines: Machines,
+    model: Model,
+    machine: Machine,
+    gpus: int,
+    batch: int,
+    precision: str,
+    config: Config | None,
+) -> str:
+    found = search.search(model, gpus, batch, machine, precision)
+    if not found:
+        raise RefusedError(_nothing_fits(model, machine, gpus, batch, precision))
+    best = found[0]
+    nodes = math.ceil(gpus / machine.node)
+    cost = None
+    if options.budget:
+        amount = run_cost.budget(options.budget)
+        failures = run_cost.rate(options.failures)
+        cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
+    if options.json:
+        return report.as_json(found[: options.top], model, machine, cost)
+    lines = [report.headline(model, machine, gpus, batch, precision), ""]
+    lines += report.choices(found[: options.top], model, machine)
+    name = "RECIPE" if config is None else next((w for w in options.words if "=" not in w), "")
+    planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
+    keys = [w for w in options.words if "=" in w and w.partition("=")[0] not in planned]
+    line = " ".join(
+        ["rollcall submit", f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.node)}"]
+        + [word for word in [name, *keys] if word]
+        + best.words()
+    )
+    lines += ["", f"Submit the first: {line}"]
+    fewest = search.smallest(model, gpus, machine, precision)
+    if fewest:
+        words = fewest.words()
+        lines.append(
+            f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {words[0]}, recompute "
+            f"{fewest.layout.recompute}."
+        )
+    changes = search.levers(model, best, machine, machines, precision)
+    if changes:
+        told = ", ".join(f"{name} ×{speed:.2f}" for name, speed in changes)
+        lines.append(f"For more speed: {told}.")
+    if cost:
+        lines += ["", *report.run(cost, gpus, options.price)]
+    if options.why:
+        lines += ["", *report.why(best, machine)]
+    return "\n".join(lines)
+
+
+def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precision: str) -> str:
+    every = [
+        memory.of(model, layout, machine)
+        for layout in search.layouts(model, gpus, batch, machine, precision)
+    ]
+    if not every:
+        return f"no mesh divides a batch of {batch} samples over {gpus} GPUs; raise the batch"
+    need = min(terms.total() for terms in every)
+    usable = machine.chip.memory * memory.USABLE
+    return (
+        f"{model.name} does not fit on {gpus} {machine.chip.name}: the leanest layout needs "
+        f"{size(need)} of the {size(usable)} that a GPU has for it; use more GPUs "
+        "or a chip with more memory"
+    )
+
+
+def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:
+    """Compare a run's step with its plan, term by term; return the factor between them."""
+    config = parse([str(directory / "config.yaml")])[1]
+    steps = LoggedStep.read(directory)
+    late = steps[len(steps) // 2 :]
+    if not late:
+        raise RefusedError(f"{directory}: no step has been logged, so there is nothing to compare")
+    measured = config.data.global_batch / statistics.median(one.samples_per_second for one in late)
+    waits = statistics.median(one.data_wait for one in late)
+    sizes = [line["world_size"] for line in read_events(directory) if "world_size" in line]
+    ranks = options.gpus or (int(sizes[-1]) if sizes else 1)
+    precision, node = config.precision, options.node_size
+    machine = machines.machine(options.gpu, "default", precision, node, options.fabric)
+    degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
+    shard = degrees.get("shard", 1)
+    layout = Layout(
+        data=degrees.get("replicate", 1) * shard,
+        tensor=degrees.get("tensor", 1),
+        stages=degrees.get("pipeline", 1),
+        context=degrees.get("context", 1),
+        zero=config.parallel.stage if shard > 1 else 0,
+        shard=shard if degrees.get("replicate", 1) > 1 else 0,
+        batch=config.data.global_batch,
+        sequence=config.parallel.sequence_parallel,
+        precision=precision,
+        recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
+    )
+    share = -(-layout.batch // layout.data)
+    layout = Layout(**{**vars(layout), "micro": config.data.micro_batch or share})
+    model = _describe(config)
+    seconds = step_time.of(model, layout, machine)
+    factor = measured / seconds.total() * machine.factor
+    key = f"{machine.chip.name} {precision} default"
+    if options.json:
+        values = {"measured": measured, "predicted": seconds.total(), "terms": dict(seconds)}
+        return json.dumps({**values, "factor": {key: round(factor, 3)}}, indent=2)
+    best = search.Choice(layout, seconds, memory.of(model, layout, machine))
+    return "\n".join(
+        [
+            f"{directory.name}: a step took {report.duration(measured)}, of which "
+            f"{report.duration(measured * waits)} waiting for data; the plan says "
+            f"{report.duration(seconds.total())} on {ranks} {machine.chip.name}.",
+            *report.why(best, machine),
+            f"Measured beyond the plan: {report.duration(abs(measured - seconds.total()))} "
+            f"{'more' if measured > seconds.total() else 'less'}. To plan with it, write "
+            f'`factors: {{"{key}": {factor:.3f}}}` to a file and name it with --machines.',
+        ]
+    )

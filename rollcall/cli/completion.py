@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from rollcall.commands import COMMANDS
 from rollcall.config import describe, recipes
+from rollcall.planning.model import shapes
 
 WITH_KEYS = ("train", "submit", "plan", "explain", "verify", "matrix")
 """The commands that take a recipe and `key=value` words."""
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         "commands": " ".join(shown),
         "explained": "\n".join(explained),
         "with_keys": " ".join(WITH_KEYS),
-        "recipes": " ".join(recipes()),
+        "recipes": " ".join([*recipes(), *shapes()]),
         "keys": " ".join(f"{name}=" for name, *_ in describe()),
     }
     print(scripts[shell].format(**words), end="")

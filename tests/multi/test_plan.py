@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ranks import train
+from collectives import Collectives
+from ranks import FORKSERVER, TIMEOUT, free_port, train
+from torch.utils.flop_counter import FlopCounterMode
+
+from rollcall.config import Config, parse
+from rollcall.planning import traffic
+from rollcall.planning.layout import Layout
+from rollcall.train import models, plan_model
+from rollcall.train.data import sets
+from rollcall.train.data.order import validation_batches
+from rollcall.train.dist.world import World
+from rollcall.train.numerics import losses
+from rollcall.train.parallel.strategy import Strategy
 
 WORDS = ["digits", "data.global_batch=512", "train.steps=1", "data.micro_batch=16"]
 
@@ -35,3 +50,102 @@ def test_a_thousand_ranks_are_refused_as_there() -> None:
         "data.global_batch=512: expected at least 1024, one sample for each share of"
         in refused.stderr
     )
+
+
+KINDS = {
+    "all-reduce": ("allreduce_", "all_reduce"),
+    "all-gather": ("_allgather_base_", "all_gather_into_tensor"),
+    "reduce-scatter": ("_reduce_scatter_base_", "reduce_scatter_tensor"),
+}
+
+
+class Sent(Collectives):  # type: ignore[no-untyped-call]
+    """Counts also what DTensors send."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.bytes[func.overloadpacket.__name__] += args[0].nbytes
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+STRATEGIES: dict[str, dict[str, int]] = {
+    "parallel.strategy=ddp": {},
+    "parallel.strategy=zero1": {"zero": 1},
+    "parallel.strategy=zero2": {"zero": 2},
+    "parallel.strategy=zero3": {"zero": 3},
+    "parallel.strategy=hsdp": {"zero": 3, "shard": 2},
+    "parallel.strategy=tensor": {"data": 1, "tensor": 4},
+}
+VISION = ("parallel.strategy=ddp", "parallel.strategy=zero3", "parallel.strategy=hsdp")
+MODELS = {
+    "gpt": (
+        "gpt",
+        "data.seq_len=16",
+        "model.hidden_size=32",
+        "model.num_layers=2",
+        "model.num_kv_heads=4",
+    ),
+    # FSDP pads what does not divide: eight classes on four ranks do.
+    "vision": (
+        "model.name=shufflenet_v2_x0_5",
+        "data.name=synthetic_images",
+        "data.image_size=32",
+        "data.num_classes=8",
+    ),
+}
+
+
+def test_bytes_and_flops_are_those_of_real_ranks(tmp_path: Path) -> None:
+    """Four gloo ranks count what a step sends and computes; the planner's closed forms say it."""
+    port = free_port()
+    files = [tmp_path / f"rank-{rank}.json" for rank in range(4)]
+    ranks = [
+        FORKSERVER.Process(target=_count, args=(rank, port, file))
+        for rank, file in enumerate(files)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT)
+        rank.kill()
+    for file in files:
+        found = json.loads(file.read_text())
+        assert len(found) == len(STRATEGIES) + len(VISION)
+        for name, (counted, planned) in found.items():
+            assert counted == planned, name
+
+
+def _count(rank: int, port: int, file: Path) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "XDG_CACHE_HOME": str(file.with_suffix(""))}
+    world = World.join("cpu")
+    found = {}
+    for kind, words in MODELS.items():
+        for strategy, degrees in STRATEGIES.items():
+            if kind == "vision" and strategy not in VISION:
+                continue
+            config = parse([*words, strategy, "data.global_batch=16"])[1]
+            found[f"{kind} {strategy}"] = _step(config, world, degrees)
+    file.write_text(json.dumps(found))
+    world.leave()
+
+
+def _step(config: Config, world: World, degrees: Any) -> list[Any]:
+    """What two micro-batches of two rows count, and what the planner says of them."""
+    source = sets.load(config.data, world)
+    batch = next(validation_batches(source, 2, 0, 1))
+    strategy = Strategy(config, world, losses.Objective(losses.of(config)))
+    strategy.place(models.build(config.model, source), batch)
+    strategy.warm_up(batch)
+    with Sent() as sent, FlopCounterMode(display=False) as flops:
+        strategy.forward_backward([batch] * 2, 16)
+    planned = plan_model.describe(config)
+    layout = Layout(**{"data": 4, **degrees}, micro=2, batch=4 * degrees.get("data", 4))
+    counted = {}
+    for name, kinds in KINDS.items():
+        if size := sum(sent.bytes[kind] for kind in kinds):
+            counted[name] = size
+    computed = flops.get_total_flops() * (1 if layout.tensor == 1 else 0)
+    planned_flops = planned.flops() * 4 * (1 if layout.tensor == 1 else 0)
+    return [[counted, computed], [traffic.of_step(planned, layout), round(planned_flops)]]

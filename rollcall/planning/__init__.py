@@ -1,0 +1,1 @@
+"""Closed forms for what a run needs: memory, step time, layouts, cost. No torch."""

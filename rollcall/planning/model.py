@@ -1,0 +1,198 @@
+"""A model as the planner sees it: its parts in order, with what one sample costs in each.
+
+Named shapes come from models.yaml; `rollcall.train.planning.trace` describes a model of the user's.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from rollcall.refusal import RefusedError
+from rollcall.text import did_you_mean
+
+MODELS = Path(__file__).with_name("models.yaml")
+HALF = 2
+"""Bytes of a value in bf16 or fp16."""
+
+
+class Product(NamedTuple):
+    """A matrix product of the forward pass: (rows, inner) times (inner, columns), per sample."""
+
+    rows: float
+    inner: int
+    columns: int
+    cut: str = ""  # the side that tensor ranks divide: "columns", "inner" or nothing
+
+
+class Attention(NamedTuple):
+    """Attention of one sample over `length` tokens that keeps no (length, length) matrix."""
+
+    length: int
+    heads: int
+    width: int  # of a head
+    kv_heads: int
+    causal: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A layer, or what comes before or after all layers; values have 16 bits.
+
+    Attributes:
+        weights: values, of which tensor ranks divide `cut_weights`.
+        moved: bytes that operations other than products read and write per sample, forward and
+            backward, of which tensor ranks divide `cut_moved`.
+        saved: bytes per sample kept for the backward pass; tensor ranks divide `cut_saved` more,
+            and `saved` only with sequence parallelism.
+        boundary: bytes per sample that the part hands to the next.
+    """
+
+    name: str
+    weights: int
+    cut_weights: int = 0
+    products: tuple[Product, ...] = ()
+    attention: Attention | None = None
+    moved: float = 0
+    cut_moved: float = 0
+    saved: float = 0
+    cut_saved: float = 0
+    boundary: float = 0
+    messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
+
+    def flops(self) -> float:
+        """Multiplications and additions of the forward pass per sample."""
+        products = sum(2 * rows * inner * columns for rows, inner, columns, _ in self.products)
+        return products + (attention_flops(self.attention) if self.attention else 0)
+
+
+def attention_flops(attention: Attention) -> float:
+    """Two products of (length, width) by (width, length) per head; causal ones need half."""
+    length, heads, width, _, causal = attention
+    return 4.0 * length * length * heads * width * (0.5 if causal else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Equal layers, with the parts before and after them.
+
+    Attributes:
+        length: tokens per sample; 1 for models without sequences.
+        divides: degrees of tensor ranks must divide this number; 1 if the model has no plan.
+    """
+
+    name: str
+    first: Part
+    layer: Part
+    layers: int
+    last: Part
+    length: int = 1
+    divides: int = 1
+    tied: bool = False  # the last part uses the weights of the first
+    exact_flops: float = 0.0  # of forward and backward pass per sample, if they were counted
+
+    @property
+    def weights(self) -> int:
+        """Values of all weights, each counted once."""
+        return self.first.weights + self.layer.weights * self.layers + self.last.weights
+
+    def flops(self) -> float:
+        """Of forward and backward pass per sample, without recomputation."""
+        forward = [self.first.flops(), self.layer.flops() * self.layers, self.last.flops()]
+        return self.exact_flops or 3 * sum(forward)
+
+    def values(self) -> dict[str, Any]:
+        """Return the model as JSON can store it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> "Model":
+        """Return the model that `values` stored."""
+        for name in ("first", "layer", "last"):
+            part = dict(values[name])
+            part["products"] = tuple(Product(*product) for product in part["products"])
+            part["attention"] = part["attention"] and Attention(*part["attention"])
+            values = {**values, name: Part(**part)}
+        return cls(**values)
+
+
+def transformer(
+    name: str,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    length: int,
+    gated: bool,
+    tied: bool,
+) -> Model:
+    """Return a decoder-only transformer.
+
+    It keeps the activations that Korthikanti et al., https://arxiv.org/abs/2205.05198, count,
+    without the scores, which a fused attention recomputes, and without dropout.
+    """
+    width = hidden // heads
+    shared = kv_heads * width
+    row = HALF * hidden * length  # bytes of one activation
+    inner = HALF * ffn * length
+    ups = 2 if gated else 1
+    projections = hidden + 2 * shared
+    products = (
+        Product(length, hidden, projections, "columns"),
+        Product(length, hidden, hidden, "inner"),
+        Product(length, hidden, ups * ffn, "columns"),
+        Product(length, ffn, hidden, "inner"),
+    )
+    cut = sum(product.inner * product.columns for product in products)
+    attended = HALF * length * (2 * hidden + 2 * shared)  # queries, keys, values, outputs
+    layer = Part(
+        "layer",
+        weights=cut + 2 * hidden,
+        cut_weights=cut,
+        products=products,
+        attention=Attention(length, heads, width, kv_heads),
+        # Norms: read and write, then read twice and write; residuals: 3 and 3; rotation or bias.
+        moved=(2 * 5 + 2 * 6) * row,
+        # Activation of the wide part: with a gate two products of values more.
+        cut_moved=(13 if gated else 5) * inner + 2 * attended,
+        saved=4 * row,  # inputs of both norms and of both groups of products
+        cut_saved=attended + (4 if gated else 2) * inner,
+        boundary=row,
+        messages=4,
+    )
+    first = Part("embedding", vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
+    logits = HALF * vocab * length
+    last = Part(
+        "head",
+        weights=hidden + (0 if tied else vocab * hidden),
+        cut_weights=0 if tied else vocab * hidden,
+        products=(Product(length, hidden, vocab, "columns"),),
+        moved=5 * row,
+        # Cast to fp32, softmax and its gradient in fp32, cast back.
+        cut_moved=14 * logits,
+        saved=2 * row,
+        cut_saved=5 * logits,  # in 16 bits, in fp32, and the probabilities in fp32
+        boundary=0,
+        messages=0,
+    )
+    return Model(name, first, layer, layers, last, length, kv_heads, tied)
+
+
+def named(name: str, length: int | None = None) -> Model:
+    """Return a model of models.yaml; `length` replaces its sequence length."""
+    known: Mapping[str, dict[str, Any]] = yaml.safe_load(MODELS.read_text())
+    if name not in known:
+        more = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
+        raise RefusedError(f"unknown shape '{name}'{more}")
+    values = {key: value for key, value in known[name].items() if key != "source"}
+    return transformer(name, **{**values, "length": length or values["length"]})
+
+
+def shapes() -> list[str]:
+    """Return the names of the shapes in models.yaml."""
+    return list(yaml.safe_load(MODELS.read_text()))

@@ -1,0 +1,108 @@
+"""What `rollcall plan` prints."""
+
+import json
+import math
+from collections.abc import Sequence
+
+from rollcall.planning.machine import Machine
+from rollcall.planning.model import Model
+from rollcall.planning.run_cost import RunCost
+from rollcall.planning.search import Choice
+from rollcall.text import size, table
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people, such as 2.3 days."""
+    for unit, length in (("days", 172800), ("h", 7200), ("min", 120), ("s", 1)):
+        if seconds >= length:
+            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60, 's': 1}[unit]:.3g} {unit}"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def speed(choice: Choice, model: Model, machine: Machine) -> tuple[float, float]:
+    """Return samples per second, and the fraction of the chips' peak that the model's FLOPs use."""
+    rate = choice.layout.batch / choice.time
+    peak = machine.chip.flops[choice.layout.precision] * choice.layout.ranks
+    return rate, rate * model.flops() / peak
+
+
+def headline(model: Model, machine: Machine, gpus: int, batch: int, precision: str) -> str:
+    """Say what is planned."""
+    per = f" of {model.length:,} tokens" if model.length > 1 else ""
+    return (
+        f"{model.name}: {model.weights:,} parameters, {batch:,} samples{per} a step, {precision}, "
+        f"on {gpus:,} {machine.chip.name}, {machine.node} a node"
+    )
+
+
+def choices(found: Sequence[Choice], model: Model, machine: Machine) -> list[str]:
+    """Return a table of layouts."""
+    unit = "tokens/s per GPU" if model.length > 1 else "samples/s per GPU"
+    rows = [["", "mesh", "micro", "recompute", "step", unit, "of peak", "memory", "most time in"]]
+    for number, choice in enumerate(found, 1):
+        rate, used = speed(choice, model, machine)
+        layout = choice.layout
+        mesh = choice.words()[0].partition("=")[2]
+        others = {**choice.seconds, "matrix products": 0.0}
+        rows.append(
+            [
+                str(number),
+                mesh,
+                str(layout.micro),
+                layout.recompute,
+                duration(choice.time),
+                f"{rate * model.length / layout.ranks:,.0f}",
+                f"{used:.0%}",
+                size(choice.bytes.total()),
+                f"products, {max(others, key=others.__getitem__)}",
+            ]
+        )
+    return table(rows)
+
+
+def why(choice: Choice, machine: Machine) -> list[str]:
+    """Return the terms of the fullest rank's memory and of the slowest rank's step."""
+    usable = machine.chip.memory
+    rows = [["memory of the fullest rank", "bytes", ""]]
+    for name, value in choice.bytes.items():
+        rows.append([f"  {name}", size(value), f"{value / choice.bytes.total():.1%}"])
+    left = f"of {size(usable)}"
+    rows.append(["  sum", size(choice.bytes.total()), left])
+    rows.append(["step of the slowest rank", "time", ""])
+    for name, value in choice.seconds.items():
+        rows.append([f"  {name}", duration(value), f"{value / choice.time:.1%}"])
+    rows.append(["  sum", duration(choice.time), ""])
+    return table(rows)
+
+
+def run(cost: RunCost, gpus: int, price: float | None) -> list[str]:
+    """Say what the run to its budget takes."""
+    hours = cost.whole / 3600 * gpus
+    money = f", {hours * price:,.0f} at {price:g} per GPU-hour" if price else ""
+    lines = [
+        f"The run: {cost.steps:,} steps, {duration(cost.whole)}, {hours:,.0f} GPU-hours{money}; "
+        f"queue aside.",
+        f"Checkpoints: {size(cost.checkpoint)} each.",
+    ]
+    if math.isfinite(cost.between_failures):
+        lines[1] = (
+            f"Checkpoints: {size(cost.checkpoint)} each, best every {duration(cost.interval)}."
+        )
+        lines.append(
+            f"Failures: one every {duration(cost.between_failures)}, {cost.failures:,.1f} in the "
+            f"run; {cost.goodput:.1%} of the time ends up in the result."
+        )
+    return lines
+
+
+def as_json(found: Sequence[Choice], model: Model, machine: Machine, cost: RunCost | None) -> str:
+    """Return the plan as JSON: seconds, bytes and words of each layout."""
+    plans = []
+    for choice in found:
+        rate, used = speed(choice, model, machine)
+        sums = {"seconds": choice.time, "bytes": choice.bytes.total(), "samples_per_second": rate}
+        terms = {"terms": choice.seconds, "memory": choice.bytes, "fraction_of_peak": used}
+        plans.append({"words": choice.words(), **sums, **terms})
+    whole = cost and {**cost._asdict(), "seconds": cost.whole}
+    facts = {"parameters": model.weights, "flops_per_sample": model.flops()}
+    return json.dumps({"model": model.name, **facts, "layouts": plans, "run": whole}, indent=2)

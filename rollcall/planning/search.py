@@ -1,0 +1,158 @@
+"""All sensible layouts of a model on a number of GPUs, the fastest first."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from rollcall.config.mesh import show
+from rollcall.planning import memory, step_time
+from rollcall.planning.layout import Layout, Terms
+from rollcall.planning.machine import Machine, Machines
+from rollcall.planning.model import Model
+from rollcall.refusal import RefusedError
+
+LONG = 8192
+"""Tokens from which on it can pay to divide a sequence over ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A layout that fits, with what it needs."""
+
+    layout: Layout
+    seconds: Terms
+    bytes: Terms
+
+    @property
+    def time(self) -> float:
+        """Seconds of a step."""
+        return self.seconds.total()
+
+    def words(self) -> list[str]:
+        """Return the `key=value` words that give a run this layout."""
+        layout = self.layout
+        replicas = layout.data
+        degrees = {"pipeline": layout.stages, "replicate": 1, "shard": 1}
+        if layout.zero:
+            shards = layout.shard or layout.data
+            replicas //= shards
+            degrees["shard"] = shards
+        degrees |= {"replicate": replicas, "context": layout.context, "tensor": layout.tensor}
+        mesh = {name: degree for name, degree in degrees.items() if degree > 1}
+        words = [
+            f"parallel.mesh={show(mesh)}" if mesh else "parallel.strategy=single",
+            f"data.global_batch={layout.batch}",
+            f"data.micro_batch={layout.micro}",
+            f"precision={layout.precision}",
+        ]
+        if layout.zero == 2:
+            words[0] = "parallel.strategy=zero2"
+        if layout.tensor > 1:
+            words.append("parallel.sequence_parallel=true")
+        if layout.recompute == "full":
+            words.append("model.activation_checkpointing=blocks")
+        return words
+
+
+def search(model: Model, gpus: int, batch: int, machine: Machine, precision: str) -> list[Choice]:
+    """Return the layouts that fit, the fastest first; of equal meshes only the fastest.
+
+    Raises:
+        RefusedError: the number of GPUs, or the batch, cannot be divided.
+    """
+    if gpus > machine.node and gpus % machine.node:
+        whole = gpus // machine.node * machine.node
+        raise RefusedError(
+            f"--gpus {gpus}: expected a multiple of the {machine.node} GPUs of a node, such as "
+            f"{whole} or {whole + machine.node}"
+        )
+    best: dict[tuple[int, ...], Choice] = {}
+    for layout in layouts(model, gpus, batch, machine, precision):
+        needed = memory.of(model, layout, machine)
+        if not memory.fits(needed, machine):
+            continue
+        found = Choice(layout, step_time.of(model, layout, machine), needed)
+        mesh = (layout.tensor, layout.stages, layout.context, layout.zero, layout.shard)
+        if mesh not in best or found.time < best[mesh].time:
+            best[mesh] = found
+    return sorted(best.values(), key=lambda choice: choice.time)
+
+
+def layouts(
+    model: Model, gpus: int, batch: int, machine: Machine, precision: str
+) -> Iterator[Layout]:
+    """Yield the sensible layouts: tensor groups inside a node, powers of two, full shares."""
+    node = min(gpus, machine.node)
+    for tensor in _powers(node):
+        if model.divides % tensor:
+            continue
+        for stages in _powers(min(model.layers, gpus // tensor)):
+            for context in _powers(8 if model.length >= LONG and model.divides > 1 else 1):
+                heads = model.layer.attention.heads if model.layer.attention else context
+                if heads % (tensor * context):
+                    continue
+                data, rest = divmod(gpus, tensor * stages * context)
+                if rest or not data or batch < data:
+                    continue
+                base = Layout(data, tensor, stages, context, batch=batch, precision=precision)
+                yield from _of_mesh(base, -(-batch // data), node // tensor)
+
+
+def _of_mesh(base: Layout, share: int, near: int) -> Iterator[Layout]:
+    """Yield a mesh with every way to divide the weights, micro-batch and recomputation."""
+    ways = [(0, 0)]
+    if base.data > 1:
+        ways.append((3, 0))
+        if base.ranks == base.data:
+            ways.append((2, 0))
+        ways += [(3, near * k) for k in _powers(base.data // near) if base.data % (near * k) == 0]
+    for zero, shard in (way for way in ways if way[1] not in (1, base.data)):
+        for micro in _powers(share):
+            if base.stages > 1 and -(-share // micro) < base.stages:
+                continue
+            for recompute in ("none", "full"):
+                yield dataclasses.replace(
+                    base, zero=zero, shard=shard, micro=micro, recompute=recompute
+                )
+
+
+def smallest(model: Model, gpus: int, machine: Machine, precision: str) -> Choice | None:
+    """Return the fastest layout on the fewest GPUs that fit one sample per rank."""
+    fewest = None
+    for count in [*_powers(machine.node), *range(2 * machine.node, gpus + 1, machine.node)]:
+        if count > gpus or fewest:
+            break
+        found = search(model, count, max(count, 1), machine, precision)
+        fewest = found[0] if found else None
+    return fewest
+
+
+def levers(
+    model: Model, best: Choice, machine: Machine, machines: Machines, precision: str
+) -> list[tuple[str, float]]:
+    """Return changes with the speed that each would bring, the most effective first."""
+    layout = best.layout
+    found = []
+
+    def speed(name: str, other: Machine, gpus: int, batch: int, format_: str) -> None:
+        choices = search(model, gpus, batch, other, format_)
+        if choices:
+            rate = batch / choices[0].time
+            found.append((name, rate / (layout.batch / best.time)))
+
+    size = layout.ranks, layout.batch
+    speed(f"{2 * size[0]} GPUs", machine, 2 * size[0], size[1], precision)
+    speed(f"{2 * size[0]} GPUs and twice the batch", machine, 2 * size[0], 2 * size[1], precision)
+    for name in ("H100-80GB", "B200"):
+        if name != machine.chip.name and precision in machines.chip(name).flops:
+            other = dataclasses.replace(machine, chip=machines.chip(name))
+            speed(f"{size[0]} {name}", other, *size, precision)
+    if precision == "bf16" and "fp8" in machine.chip.flops:
+        speed("precision=fp8", machine, *size, "fp8")
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def _powers(limit: int) -> Iterator[int]:
+    power = 1
+    while power <= limit:
+        yield power
+        power *= 2

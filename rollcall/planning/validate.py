@@ -1,0 +1,275 @@
+"""Compare the planner with tables of measurements: `rollcall plan --validate FOLDER`."""
+
+import csv
+import json
+import statistics
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollcall.planning import memory, step_time
+from rollcall.planning.layout import Layout
+from rollcall.planning.machine import Machine, Machines
+from rollcall.planning.model import Model, transformer
+from rollcall.refusal import RefusedError
+from rollcall.text import table
+
+FITTED = {"llmfoundry", "ultrascale", "vtrain_single"}
+"""Tables whose rows have had a say in the fitted numbers: half of their cells."""
+EQUAL = 1.05
+"""Equal layouts whose times differ by more than this factor contradict each other."""
+TWINS = 1.25
+"""The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
+STALLED = 0.02
+"""A run below this fraction of the chip's peak waited for something that no layout explains."""
+NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
+OTHERS = ("kv_heads", "gated", "tied", "zero", "step_time_s", "mem_gb", "status")
+SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
+DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
+
+
+class Row(NamedTuple):
+    """A measurement, what the planner says of it, and what speaks against it."""
+
+    cells: dict[str, str]
+    machine: Machine
+    layout: Layout
+    model: Model
+    seconds: float | None  # measured
+    bytes: float | None
+    ran: bool
+    predicted: float
+    needed: float
+    fits: bool
+
+    def key(self, *columns: str) -> tuple[str, ...]:
+        """Return the values of some columns."""
+        return tuple(self.cells[name] for name in columns)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured time."""
+        assert self.seconds
+        return self.predicted / self.seconds
+
+    @property
+    def cell(self) -> tuple[str, ...]:
+        """The rows among which a user would choose."""
+        return self.key(*SHAPE)
+
+    @property
+    def was_fitted(self) -> bool:
+        """Whether the row is in the half of the cells that the fitted numbers come from."""
+        name = " ".join(self.key("table", "model", "layers", "hidden", "gpus"))
+        return self.cells["table"] in FITTED and zlib.crc32(name.encode()) % 2 == 0
+
+
+def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
+    """Return the rows of all tables of a folder, and why some cannot be planned."""
+    files = sorted(Path(folder).glob("*.csv"))
+    if not files:
+        raise RefusedError(f"--validate {folder}: expected a folder with tables *.csv")
+    rows, left_out = [], []
+    for path in files:
+        with path.open(newline="") as file:
+            for number, cells in enumerate(csv.DictReader(file), 2):
+                if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
+                    raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
+                if cells.get("arch", "dense") not in ("", "dense"):
+                    left_out.append(f"{path.name}: {cells['arch']} models are not planned")
+                    continue
+                try:
+                    rows.append(_row(cells, machines))
+                except (ValueError, ZeroDivisionError, RefusedError) as error:
+                    left_out.append(f"{path.name}, line {number}: {error}")
+    return rows, left_out
+
+
+def _row(cells: dict[str, str], machines: Machines) -> Row:
+    def whole(name: str, default: int = 1) -> int:
+        return int(float(cells[name])) if cells.get(name) else default
+
+    if empty := [name for name in NUMBERS if not cells[name]]:
+        raise ValueError(f"no {', '.join(empty)}")
+    precision = "fp8" if "fp8" in cells["precision"] else cells["precision"] or "bf16"
+    node = whole("gpus_per_node", 0) or None
+    machine = machines.machine(cells["gpu"], cells["software"], precision, node)
+    shape = {name: whole(name) for name in ("layers", "hidden", "heads", "ffn", "vocab")}
+    shape |= {"kv_heads": whole("kv_heads", shape["heads"]), "length": whole("seq")}
+    gated, tied = (bool(whole(name, 0)) for name in ("gated", "tied"))
+    model = transformer(cells["model"], **shape, gated=gated, tied=tied)
+    names = {"tensor": "tp", "stages": "pp", "context": "cp", "chunks": "vp", "micro": "mbs"}
+    degrees = {name: whole(column) for name, column in names.items()}
+    spread = degrees["tensor"] * degrees["stages"] * degrees["context"]
+    layout = Layout(
+        **degrees,
+        data=whole("gpus") // spread,
+        zero=whole("zero", 0),
+        sequence=bool(whole("sp")) if cells["sp"] else machine.software.sequence,
+        batch=whole("gbs"),
+        recompute=cells["recompute"] or "none",
+        precision=precision,
+    )
+    seconds = float(cells["step_time_s"]) if cells["step_time_s"] else None
+    ran = cells["status"] in ("", "ok")
+    held = float(cells["mem_gb"]) * 2**30 if cells["mem_gb"] and ran else None
+    chunks = layout.stages * layout.chunks
+    few = machine.software.fills and layout.micro_batches < layout.stages - 1
+    if chunks > model.layers or few:
+        return Row(cells, machine, layout, model, seconds, held, ran, 0.0, 0.0, False)
+    needed = memory.of(model, layout, machine)
+    predicted = step_time.of(model, layout, machine).total()
+    fits = memory.fits(needed, machine)
+    return Row(cells, machine, layout, model, seconds, held, ran, predicted, needed.total(), fits)
+
+
+def contradicted(rows: Sequence[Row]) -> set[int]:
+    """Return the places of rows that other rows contradict, or that stalled."""
+    equal, twins = defaultdict(list), defaultdict(list)
+    for place, row in enumerate(rows):
+        twins[row.cell + row.key(*DEGREES)].append(place)
+        equal[row.cell + row.key(*DEGREES, "zero")].append(place)
+    found = set()
+    for groups, most in ((equal, EQUAL), (twins, TWINS)):
+        for places in groups.values():
+            times = [s for place in places if (s := rows[place].seconds)]
+            both = len({rows[place].ran for place in places}) > 1 and groups is equal
+            zeros = groups is equal or {rows[p].cells["zero"] for p in places} <= {"0", "1", ""}
+            if both or (zeros and times and max(times) > most * min(times)):
+                found |= set(places)
+    for place, row in enumerate(rows):
+        peak = row.machine.chip.flops[row.layout.precision] * row.layout.ranks
+        if row.seconds and row.model.flops() * row.layout.batch < STALLED * peak * row.seconds:
+            found.add(place)
+    return found
+
+
+def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the errors of each table: of all rows, of the consistent, and of the held-out ones."""
+    kinds: list[tuple[str, Callable[[int], bool]]] = []
+    bad = contradicted(rows)
+    kinds.append(("all", lambda place: True))  # noqa: ARG005
+    kinds.append(("consistent", lambda place: place not in bad))
+    kinds.append(("held out", lambda place: place not in bad and not rows[place].was_fitted))
+    lines = []
+    for name in dict.fromkeys(row.cells["table"] for row in rows):
+        for kind, take in kinds:
+            chosen = [row for p, row in enumerate(rows) if row.cells["table"] == name and take(p)]
+            if chosen:
+                lines.append({"table": name, "rows": kind, **_errors(chosen)})
+    return lines
+
+
+def _errors(rows: Sequence[Row]) -> dict[str, Any]:
+    timed = [row for row in rows if row.seconds and row.predicted]
+    groups = defaultdict(list)
+    for row in timed:
+        groups[row.key("gpu", "precision", "software")].append(row.ratio)
+    factors = {key: 1 / statistics.median(found) for key, found in groups.items()}
+    with_factor = [row.ratio * factors[row.key("gpu", "precision", "software")] for row in timed]
+    plain = [row.ratio for row in timed]
+    held = [row.needed / row.bytes for row in rows if row.bytes and row.needed]
+    crashed = [row for row in rows if not row.ran]
+    ran = [row for row in rows if row.ran]
+    regrets = _regrets(timed)
+    return {
+        "count": len(rows),
+        "fitted": sum(row.was_fitted for row in rows),
+        "time": _spread(plain),
+        "time with factor": _spread(with_factor),
+        "memory": _spread(held),
+        "factors": {" ".join(key): round(factor, 3) for key, factor in factors.items()},
+        "recall": _share(not row.fits for row in crashed),
+        "false alarms": _share(not row.fits for row in ran) if crashed else None,
+        "regret": {
+            "cells": len(regrets),
+            "median": statistics.median(regrets) if regrets else None,
+            "p90": _p90(regrets),
+        },
+    }
+
+
+def _regrets(rows: Sequence[Row]) -> list[float]:
+    """Return how much slower the chosen layout is than the best, for each cell with a choice."""
+    cells = defaultdict(list)
+    for row in rows:
+        cells[row.cell].append(row)
+    regrets = []
+    for found in cells.values():
+        choices = [row for row in found if row.fits] or found
+        best = min(choices, key=lambda row: row.predicted / row.layout.batch)
+        times = [(row.seconds or 0) / row.layout.batch for row in found]
+        if len(found) > 1:
+            regrets.append((best.seconds or 0) / best.layout.batch / min(times) - 1)
+    return regrets
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float] | None:
+    if not ratios:
+        return None
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    return {
+        "median": statistics.median(errors),
+        "p90": errors[int(0.9 * (len(errors) - 1))],
+        "worst": errors[-1],
+        "sign": statistics.median(ratios) - 1,
+    }
+
+
+def _p90(values: Sequence[float]) -> float | None:
+    return sorted(values)[int(0.9 * (len(values) - 1))] if values else None
+
+
+def _share(found: Iterable[bool]) -> float | None:
+    known = list(found)
+    return sum(known) / len(known) if known else None
+
+
+def show(folder: str, machines: Machines, as_json: bool) -> None:
+    """Print the report."""
+    rows, left_out = read(folder, machines)
+    lines = report(rows)
+    if as_json:
+        print(json.dumps({"tables": lines, "left out": left_out}, indent=2))
+        return
+
+    def percent(value: float | None, sign: str = "") -> str:
+        return "–" if value is None else f"{100 * value:{sign}.1f}%"
+
+    def words(spread: dict[str, float] | None) -> list[str]:
+        keys = ("median", "p90", "worst")
+        return [percent(spread[key] if spread else None) for key in keys]
+
+    cells = ["table", "rows", "count", "fitted", "time", "p90", "worst", "sign", "factored", "p90"]
+    cells += ["worst", "memory", "p90", "worst", "recall", "alarms", "regret", "p90", "cells"]
+    shown = [cells]
+    for line in lines:
+        time = line["time"]
+        shown.append(
+            [
+                *(str(line[key]) for key in ("table", "rows", "count", "fitted")),
+                *words(time),
+                percent(time["sign"] if time else None, "+"),
+                *words(line["time with factor"]),
+                *words(line["memory"]),
+                percent(line["recall"]),
+                percent(line["false alarms"]),
+                percent(line["regret"]["median"]),
+                percent(line["regret"]["p90"]),
+                str(line["regret"]["cells"]),
+            ]
+        )
+    print("\n".join(table(shown)))
+    for line in lines:
+        if line["rows"] == "consistent":
+            factors = ", ".join(f"{key} {value}" for key, value in line["factors"].items())
+            print(f"{line['table']}: measured over predicted time: {factors}")
+    print(
+        "time, factored, memory, regret: medians of the absolute errors; fitted: rows that had a "
+        "say in the fitted numbers; consistent: without rows that equal rows contradict or that "
+        f"ran below {STALLED:.0%} of the chip's peak; held out: consistent, and not fitted."
+    )
+    if left_out:
+        print(f"{len(left_out)} rows left out, such as {left_out[0]}")

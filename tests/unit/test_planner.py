@@ -1,0 +1,174 @@
+"""The planner's closed forms, its choices, its refusals and its report of errors."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollcall.planning import memory, run_cost, search, step_time, validate
+from rollcall.planning.layout import Layout
+from rollcall.planning.machine import Machines
+from rollcall.planning.model import named
+from rollcall.records.run import LoggedStep
+from rollcall.train import plan
+
+LLAMA = named("llama-3-8b")
+H100 = Machines().machine("h100")
+LINE = ["llama-3-8b", "--gpus", "64", "--gpu", "h100"]
+
+
+def test_known_shapes_have_their_published_parameters() -> None:
+    counts = {"llama-3-8b": 8.03e9, "llama-3-70b": 70.6e9, "llama-3-405b": 405.9e9}
+    for name, count in counts.items():
+        assert named(name).weights == pytest.approx(count, rel=2e-3), name
+
+
+def test_terms_add_up_and_follow_the_layout() -> None:
+    layout = Layout(data=8, zero=3, micro=1, batch=64)
+    needed = memory.of(LLAMA, layout, H100)
+    assert needed["optimizer state"] == LLAMA.weights * 12 / 8
+    assert needed["weights"] == LLAMA.weights * 2 / 8
+    seconds = step_time.of(LLAMA, layout, H100)
+    least = LLAMA.flops() * 64 / 8 / H100.chip.flops["bf16"]
+    assert least / 0.67 < seconds.total() < 3 * least
+    again = step_time.of(LLAMA, dataclasses.replace(layout, recompute="full"), H100)
+    assert again["matrix products"] == pytest.approx(seconds["matrix products"] * 4 / 3, rel=0.05)
+
+
+def test_a_pipelines_bubble_is_what_1f1b_leaves() -> None:
+    """Equal stages: one more micro-batch for each further stage, https://arxiv.org/abs/2104.04473."""
+    layout = Layout(stages=4, micro=1, batch=8)
+    seconds = step_time.of(LLAMA, layout, H100)
+    slot = 8 * step_time.work(LLAMA.layer, layout, H100).total()
+    assert seconds["pipeline bubble"] == pytest.approx(3 * slot, rel=0.05)
+
+
+def test_a_factor_stretches_every_term() -> None:
+    slow = dataclasses.replace(H100, factor=1.5)
+    layout = Layout(data=8, batch=64)
+    plain = step_time.of(LLAMA, layout, H100).total()
+    assert step_time.of(LLAMA, layout, slow).total() == pytest.approx(1.5 * plain)
+
+
+def test_the_best_layouts_fit_and_come_first() -> None:
+    found = search.search(LLAMA, 64, 512, H100, "bf16")
+    assert found == sorted(found, key=lambda choice: choice.time)
+    assert all(memory.fits(choice.bytes, H100) for choice in found)
+    assert all(choice.layout.ranks == 64 for choice in found)
+    fewest = search.smallest(LLAMA, 64, H100, "bf16")
+    assert fewest and not search.search(LLAMA, fewest.layout.ranks // 2, 64, H100, "bf16")
+
+
+def test_the_run_pays_for_its_failures() -> None:
+    cost = run_cost.cost(LLAMA, 8.0, 512, run_cost.budget("1T"), 8, run_cost.rate("rsc-1"))
+    assert cost.steps == -(-(10**12) // (512 * 8192))
+    assert cost.between_failures == pytest.approx(86400 / 8 / 6.5e-3)
+    assert 0.99 < cost.goodput < 1 and cost.whole > cost.busy == cost.steps * 8.0
+
+
+def test_the_readmes_line_needs_no_torch() -> None:
+    code = "import sys; from rollcall.cli import main; main(sys.argv[1:]);"
+    code += "print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "plan", *LINE, "--why", "--budget", "15T"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "False"
+    assert "rollcall submit --nodes 8 --gpus-per-node 8" in output and "GPU-hours" in output
+
+
+def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*LINE, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert sum(first["terms"].values()) == pytest.approx(first["seconds"])
+    assert sum(first["memory"].values()) == pytest.approx(first["bytes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h1000"], "unknown chip 'h1000', did you mean"),
+        (["llama-3-8c", "--gpus", "8", "--gpu", "h100"], "did you mean 'llama-3-8b'?"),
+        ([*LINE, "--budget", "10"], "is less than the 4,194,304 tokens of one step"),
+        ([*LINE, "--budget", "much"], "--budget much: expected a number of tokens or samples"),
+        (["llama-3-8b", "--gpus", "63", "--gpu", "h100"], "such as 56 or 64"),
+        (["llama-3-405b", "--gpus", "8", "--gpu", "h100"], "does not fit on 8 H100-80GB"),
+        ([*LINE, "--gpus", "512", "--batch", "3"], "no mesh divides a batch of 3 samples"),
+        ([*LINE, "--failures", "many"], "--failures many: expected failures per node and day"),
+        ([*LINE, "--precision", "fp4"], "H100-80GB has no fp4; choose precision from"),
+        (["llama-3-8b"], "expected --gpu with the name of a chip"),
+        ([*LINE, "--machines", "missing.yaml"], "--machines missing.yaml: No such file"),
+        (["--validate", "missing"], "--validate missing: expected a folder with tables"),
+    ],
+)
+def test_wrong_words_get_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--failures" in words:
+        words = [*words, "--budget", "15T"]
+    assert plan.main(words) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A factor of the user's file makes the plan equal to the measurement."""
+    config = "data: {name: synthetic_tokens, seq_len: 64, num_classes: 32, global_batch: 8}"
+    (tmp_path / "config.yaml").write_text(f"{config}\nmodel: {{name: gpt}}\n")
+    words = [str(tmp_path), "--gpu", "a100", "--json"]
+    assert plan.main(words) == 2
+    assert "no step has been logged" in capsys.readouterr().err
+    for step in range(1, 9):
+        LoggedStep(step, 1.0, 4.0, float(step)).append(tmp_path)
+    assert plan.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"] == 2.0 > found["predicted"]
+    own = tmp_path / "own.yaml"
+    own.write_text(json.dumps({"factors": found["factor"]}))
+    assert plan.main([*words, "--machines", str(own)]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"] == pytest.approx(2.0, rel=1e-3)
+
+
+def _table(folder: Path) -> None:
+    """Rows that the planner itself would measure, two equal ones that differ, and a crash."""
+    layout = Layout(data=8, zero=3, micro=1, batch=64, recompute="full")
+    seconds = step_time.of(LLAMA, layout, H100).total()
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
+    row = dict.fromkeys((*validate.SHAPE, *validate.DEGREES, *validate.NUMBERS, "mem_gb"), "")
+    row |= {key: str(value) for key, value in shape.items()}
+    row |= {"table": "own", "model": "llama", "vocab": "128256", "gated": "1", "tied": "0"}
+    row |= {"seq": "8192", "gpu": "H100-80GB", "gpus": "8", "gpus_per_node": "8", "dp": "8"}
+    row |= {
+        "precision": "bf16",
+        "zero": "3",
+        "sp": "1",
+        "recompute": "full",
+        "mbs": "1",
+        "gbs": "64",
+        "software": "own",
+    }
+    rows = [
+        {**row, "step_time_s": str(seconds * 1.1), "status": "ok"},
+        {**row, "mbs": "2", "step_time_s": "10", "status": "ok"},
+        {**row, "mbs": "2", "step_time_s": "30", "status": "ok"},
+        {**row, "zero": "0", "step_time_s": "", "status": "crashed_or_oom"},
+    ]
+    with (folder / "own.csv").open("w") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_validation_finds_errors_crashes_and_contradictions(tmp_path: Path) -> None:
+    _table(tmp_path)
+    rows, left_out = validate.read(str(tmp_path), Machines())
+    assert not left_out and validate.contradicted(rows) == {1, 2}
+    whole, consistent, held_out = validate.report(rows)
+    assert whole["count"] == 4 and consistent["count"] == held_out["count"] == 2
+    assert consistent["time"]["median"] == pytest.approx(1 - 1 / 1.1)
+    assert consistent["time with factor"]["worst"] == pytest.approx(0)
+    assert consistent["recall"] == 1 and consistent["false alarms"] == 0

@@ -1,0 +1,251 @@
+"""Describe a model of the user's for the planner: one forward pass on the meta device."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from rollcall.config import Config, ConfigError
+from rollcall.planning.model import Model, Part, Product, attention_flops, transformer
+from rollcall.planning.step_time import PASSES
+from rollcall.records.files import write_atomic
+from rollcall.train import models
+from rollcall.train.data import sets
+from rollcall.train.data.calling import outputs_of
+from rollcall.train.data.order import Order, training_batches
+from rollcall.train.data.source import Batch, Source
+from rollcall.train.dist.world import Place, World
+from rollcall.train.parallel.shard import units
+
+aten = torch.ops.aten
+HALF = 0.5
+"""Bytes in 16 bits for each byte of the traced pass, which is in fp32."""
+PASSES_OF_STEP = 3
+"""Bytes that forward and backward passes move for each byte of the forward pass."""
+
+
+def describe(config: Config) -> Model:
+    """Return the model of a configuration, from the cache if it has been described before.
+
+    Raises:
+        ConfigError: the model cannot run on the meta device.
+    """
+    facts = {"model": config.model.model_dump(), "data": config.data.model_dump()}
+    digest = hashlib.sha256(json.dumps([facts, torch.__version__]).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "rollcall" / "shapes" / f"{digest[:32]}.json"
+    is_own = ":" in config.model.name  # its code may have changed
+    if not is_own and path.is_file():
+        return Model.read(json.loads(path.read_text()))
+    world = World(Place("plan", world_size=1, local_world_size=1), torch.device("cpu"))
+    source = sets.load(config.data, world, config.seed)
+    if config.model.name == "gpt":
+        found = _gpt(config, source)
+    else:
+        order = Order.of_run(config, source)
+        example = next(training_batches(source, order, range(1), range(order.steps)))
+        found = traced(_empty(config, source), example, config.model.name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(found.values()))
+    except OSError:
+        pass  # a cache that cannot be written costs only time
+    return found
+
+
+def _gpt(config: Config, source: Source) -> Model:
+    made = config.model
+    model = transformer(
+        "gpt",
+        layers=made.num_layers,
+        hidden=made.hidden_size,
+        heads=made.num_heads,
+        kv_heads=made.num_kv_heads,
+        ffn=4 * made.hidden_size,
+        vocab=source.classes,
+        length=source.shape[0],
+        gated=False,
+        tied=False,
+    )
+    # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
+    masked = model.layers * attention_flops(model.layer.attention) if model.layer.attention else 0
+    return dataclasses.replace(model, exact_flops=model.flops() + (3.5 * 2 - 3) * masked)
+
+
+def _empty(config: Config, source: Source) -> nn.Module:
+    with torch.device("meta"):
+        return models.build(config.model, source)
+
+
+def traced(model: nn.Module, example: Batch, name: str) -> Model:
+    """Describe a model on the meta device by a pass of an example, two rows at least.
+
+    The members of its largest container of modules are the layers; unequal ones are averaged.
+
+    Raises:
+        ConfigError: the model cannot run on the meta device.
+    """
+    example = Batch.joined([example, example]) if len(example.weights) < 2 else example
+    rows = len(example.weights)
+    meta = example.to(torch.device("meta"))
+    layers = _layers(model)
+    tracer = _Tracer(model, layers)
+    try:
+        with FlopCounterMode(display=False) as flops, tracer:
+            outputs = outputs_of(model, meta)
+            tensors = [one for one in tree_leaves(outputs) if torch.is_tensor(one)]
+            total = sum(one.float().sum() for one in tensors if one.is_floating_point())
+            tracer.stop()
+            total.backward()  # type: ignore[union-attr]
+    except (NotImplementedError, RuntimeError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.name={name} cannot be planned: it does not run on torch's meta device: {reason}"
+        ) from None
+    parts = [tracer.part(place, len(layers), rows) for place in ("first", "layer", "last")]
+    first, layer, last = parts
+    mean = layer.weights * max(1, len(layers))  # of unequal layers, rounded
+    rest = sum(weight.numel() for weight in model.parameters()) - first.weights - mean
+    last = dataclasses.replace(last, weights=rest)
+    exact = flops.get_total_flops() / rows
+    return Model(name, first, layer, max(1, len(layers)), last, exact_flops=exact)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the members of the largest container of at least two modules of one class."""
+    found: list[list[nn.Module]] = []
+    for module in model.modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            children = [child for child in module if any(True for _ in child.parameters())]
+            if len(children) > 1 and len({type(child) for child in children}) == 1:
+                found.append(children)
+    by_weights = {
+        sum(weight.numel() for child in children for weight in child.parameters()): children
+        for children in found
+    }
+    return by_weights[max(by_weights)] if by_weights else list(units(model))
+
+
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records products, bytes and kept activations before, in and after the layers."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._place, self._runs = "first", True
+        self._products: dict[str, Counter[Product]] = {}
+        self._moved: Counter[str] = Counter()
+        self._saved: Counter[str] = Counter()
+        self._weights: Counter[str] = Counter()
+        self._boundary = 0
+        inside = {id(weight) for layer in layers for weight in layer.parameters()}
+        self._parameters = {id(weight) for weight in model.parameters()}
+        passed = False
+        for weight in model.parameters():
+            passed = passed or id(weight) in inside
+            place = "layer" if id(weight) in inside else "last" if passed else "first"
+            self._weights[place] += weight.numel()
+        self._left = len(layers)
+        self._hooks = [layer.register_forward_pre_hook(self._enter) for layer in layers]
+        self._hooks += [layer.register_forward_hook(self._leave) for layer in layers]
+        self._seen: set[int] = set()
+        self._kept: list[torch.Tensor] = []  # so that no address is used twice
+        self._saving = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Any:
+        self._saving.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def stop(self) -> None:
+        """End the recording before the backward pass."""
+        self._runs = False
+        self._saving.__exit__(None, None, None)
+
+    def _enter(self, *_: Any) -> None:
+        self._place = "layer"
+
+    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ARG002
+        self._left -= 1
+        self._place = "layer" if self._left else "last"
+        tensors = [one for one in tree_leaves(outputs) if torch.is_tensor(one)]
+        self._boundary = max(self._boundary, sum(one.nbytes for one in tensors))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.untyped_storage()._cdata
+        if self._runs and id(tensor) not in self._parameters and key not in self._seen:
+            self._seen.add(key)
+            self._kept.append(tensor)
+            self._saved[self._place] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._runs or func.is_view:
+            return out
+        if products := _products(func.overloadpacket, args):
+            self._products.setdefault(self._place, Counter()).update(products)
+        else:
+            tensors = [one for one in tree_leaves((args, out)) if torch.is_tensor(one)]
+            self._moved[self._place] += sum(one.nbytes for one in tensors)
+        return out
+
+    def part(self, place: str, layers: int, rows: int) -> Part:
+        """Return what was recorded, per sample and layer, in 16 bits."""
+        share = rows * (max(1, layers) if place == "layer" else 1)
+        products = self._products.get(place, Counter())
+        return Part(
+            place,
+            weights=round(self._weights[place] * rows / share),
+            products=tuple(
+                Product(rows_ * count / share, inner, columns)
+                for (rows_, inner, columns, _), count in products.items()
+            ),
+            moved=PASSES_OF_STEP * HALF * self._moved[place] / share / PASSES,
+            saved=HALF * self._saved[place] / share,
+            boundary=HALF * self._boundary / rows if place == "layer" else 0.0,
+        )
+
+
+def _products(kind: Any, args: Any) -> list[Product]:
+    """Return the matrix products of an operation; attention is two for each head."""
+    if kind in (aten.mm, aten.addmm):
+        left, right = args[-2:] if kind is aten.mm else args[1:3]
+        return [Product(left.shape[0], left.shape[1], right.shape[1])]
+    if kind in (aten.bmm, aten.baddbmm):
+        left, right = args[-2:] if kind is aten.bmm else args[1:3]
+        return [Product(left.shape[0] * left.shape[1], left.shape[2], right.shape[2])]
+    if kind is aten.convolution:
+        image, weight, stride, padding, dilation = args[0], args[1], args[3], args[4], args[5]
+        kernel = weight.shape[2:]
+        out = [
+            (side + 2 * pad - gap * (width - 1) - 1) // step + 1
+            for side, pad, gap, width, step in zip(
+                image.shape[2:], padding, dilation, kernel, stride, strict=True
+            )
+        ]
+        inner = weight.shape[1] * math.prod(kernel)
+        return [Product(image.shape[0] * math.prod(out), inner, weight.shape[0])]
+    if "scaled_dot_product" in str(kind) and "backward" not in str(kind):
+        query, key = args[0], args[1]
+        rows, length, width = math.prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
+        return [
+            Product(rows * length, width, key.shape[-2]),
+            Product(rows * length, key.shape[-2], width),
+        ]
+    return []
