@@ -26,6 +26,7 @@ from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import UnusedWeights
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.profiling.clock import OPTIMIZER, OTHER, clock
 from rollcall.train.recovery import memory
 from rollcall.train.recovery.policy import Recovery
 from rollcall.train.recovery.spikes import Spikes
@@ -110,6 +111,7 @@ class Update:
         """End an update: change the weights if the gradient is finite."""
         if self._loss is None:
             self.gradient(batch, step)
+        clock.enter(OPTIMIZER)
         loss, self._loss = self._loss, None
         assert loss is not None
         scaler = self._objective.scaler
@@ -134,6 +136,7 @@ class Update:
         # `report` may follow the next gradient.
         self._flags = self._exhausted, self._unused, self._uncounted
         self._numbers = loss, norm, count
+        clock.enter(OTHER)
 
     @property
     def must_exchange(self) -> bool:

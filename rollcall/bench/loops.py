@@ -42,7 +42,8 @@ PIECES = {
     "parallel.strategy": ("Strategy.forward_backward", "Strategy.clip"),
     "dist.agreement": ("Agreement.send", "Agreement.settle"),
     "health.replicas": ("Replicas.report", "Replicas.settle"),
-    "health.stragglers": ("Stragglers.report", "Stragglers.settle"),
+    "profiling.phases": ("PhaseTimes.report", "PhaseTimes.settle"),
+    "profiling.clock": ("Clock.enter", "Clock.step"),
     "metrics": ("Metrics.settle",),
     "trainer": ("Trainer._evaluate_or_save_if_due",),
 }

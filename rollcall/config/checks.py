@@ -12,7 +12,7 @@ from rollcall.config.mesh import PRESETS, parse
 from rollcall.config.schema import OnResume
 
 if TYPE_CHECKING:
-    from rollcall.config.schema import Config, Parallel, Section
+    from rollcall.config.schema import Config, Parallel, Profile, Section
 
 DDP_KEYS = ("bucket_mb", "static_graph", "compression")
 V_SHAPED = ("zbv", "dualpipev")
@@ -33,6 +33,22 @@ def check(config: Config) -> None:
     _check_optim(config)
     _check_train(config)
     _check_model(config)
+    _check_profile(config.profile)
+
+
+def _check_profile(profile: Profile) -> None:
+    first, end = map(int, (profile.steps or "1:2").split(":"))
+    if end <= first:
+        raise ValueError(
+            f"profile.steps={profile.steps}: expected FIRST:END with END after FIRST, such as "
+            f"{first}:{first + 3} for the steps {first} to {first + 2}"
+        )
+    for key in ("ranks", "tool"):
+        if profile.steps is None and _is_set(profile, key):
+            raise ValueError(
+                f"profile.{key} needs profile.steps, such as profile.steps=10:13; a live run "
+                "is profiled by rollcall profile RUN"
+            )
 
 
 def _is_set(section: Section, key: str) -> bool:

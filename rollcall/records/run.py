@@ -285,6 +285,18 @@ def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in lines if not names or line["event"] in names]
 
 
+def noticed(directory: Path) -> list[str]:
+    """Return what the newest attempt noticed about its ranks, in words, in order."""
+    found: list[str] = []
+    having = (b'"started"', b'"straggler"', b'"memory_grows"')
+    for line in read_lines(directory / EVENTS, having=having):
+        if is_event(line) and line["event"] == "started":
+            found.clear()
+        elif is_event(line) and isinstance(line.get("text"), str):
+            found.append(line["text"])
+    return found
+
+
 def start_and_steps(directory: Path) -> tuple[float, int | None]:
     """Return when the newest attempt started (0 if none has), and how many steps it must do."""
     started, steps = 0.0, None

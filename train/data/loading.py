@@ -17,6 +17,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.data.stream import Place, Stream
 from rollcall.train.data.workers import WorkerError, in_order
 from rollcall.train.dist.world import World
+from rollcall.train.profiling.clock import DATA, OTHER, clock
 
 PLACES = 8
 """Newest batches of a stream whose places are known; a batch or two are read ahead."""
@@ -144,8 +145,10 @@ class Loading:
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             started = time.perf_counter()
+            clock.enter(DATA)
             with doing("reading data"):
                 batch = next(batches, None)
+            clock.enter(OTHER)
             self._waited += time.perf_counter() - started
             if batch is None:
                 return

@@ -23,6 +23,7 @@ from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import Fill
 from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.profiling.clock import OTHER, clock
 
 OnStep = Callable[[nn.Module, Sequence[Batch], Sequence[torch.Tensor]], object]
 
@@ -110,6 +111,7 @@ class Exact(Strategy):
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             tree.add(_flatten([loss.detach(), *_take_gradients(parameters)]))
+        clock.enter(OTHER)
         total, *gradients = _unflatten(
             self._exchange(tree.sum()), [losses[0], *(weight.data for weight in parameters)]
         )

@@ -1,0 +1,247 @@
+"""Profile a few steps: a trace, tables, a flame graph and the allocator, or marks for Nsight."""
+
+import gzip
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rollcall.activity import doing
+from rollcall.config import ConfigError
+from rollcall.records.phases import Phases
+from rollcall.records.profile import Profile
+from rollcall.train.dist.run import Run
+from rollcall.train.profiling.clock import COMMUNICATION, OTHER, clock
+from rollcall.train.profiling.flames import Flames
+
+MOST = 1000
+"""The most steps of a profile: traces are large."""
+BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "unsigned char": 1}
+BYTES |= {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Byte": 1}
+"""Bytes of an element, by the names of types in traces of gloo and of NCCL."""
+
+
+class Profiler:
+    """Profiles the steps that the configuration or a person asks for; costs nothing meanwhile."""
+
+    def __init__(self, run: Run, step: Callable[[], int], steps: int) -> None:
+        """Plan the profile of the configuration.
+
+        `step` returns the updates done, and `steps` are all.
+
+        Raises:
+            ConfigError: there are no such steps or ranks.
+        """
+        self._run, self._step = run, step
+        self._planned = (0, 0)
+        self._profile: _Profile | None = None
+        clock.on_step = None
+        config, ranks = run.config.profile, run.world.world_size
+        if config.steps is None:
+            return
+        first, end = map(int, config.steps.split(":"))
+        if first > steps or end - first > MOST:
+            raise ConfigError(
+                f"profile.steps={config.steps}: expected at most {MOST} of the steps 1 to {steps}"
+            )
+        chosen = [] if config.ranks == "all" else [int(rank) for rank in config.ranks.split(",")]
+        wrong = [rank for rank in chosen if rank >= ranks]
+        if wrong:
+            raise ConfigError(
+                f"profile.ranks={config.ranks}: there is no rank {wrong[0]}; expected ranks from 0 "
+                f"to {ranks - 1}, or all"
+            )
+        if config.tool == "nsight" and run.world.device.type != "cuda":
+            raise ConfigError("profile.tool=nsight needs GPUs; choose profile.tool=torch on CPUs")
+        if not chosen or run.world.rank in chosen:
+            self.plan(first, end)
+
+    def plan(self, first: int, end: int) -> None:
+        """Profile the steps from `first` up to `end`, unless this rank has begun a profile."""
+        if self._profile is None and first > self._step():
+            self._planned = first, end
+            clock.on_step = self.after_step
+
+    @doing("profiling", may_take_long=True)
+    def after_step(self) -> None:
+        """Begin or end the profile between two steps."""
+        done = self._step()
+        first, end = self._planned
+        if self._profile is None and first <= done + 1 < end:
+            is_nsight = self._run.config.profile.tool == "nsight"
+            kind = _Nsight if is_nsight and self._run.config.profile.steps else _Profile
+            self._profile = kind(self._run, done + 1)
+        elif self._profile is not None and done + 1 >= end:
+            self.close()
+
+    def begin(self) -> None:
+        """Begin a profile of the first step."""
+        if clock.on_step:
+            self.after_step()
+
+    def close(self) -> None:
+        """End a profile that has begun."""
+        clock.on_step, clock.listener = None, None
+        found, self._profile = self._profile, None
+        last = self._step()
+        if found:
+            try:
+                found.end(last)
+            except OSError as error:
+                text = f"rollcall: warning: rank {self._run.world.rank} could not write a profile"
+                print(f"{text}: {error}", file=sys.stderr, flush=True)
+
+
+class _Profile:
+    """A profile that has begun."""
+
+    def __init__(self, run: Run, first: int) -> None:
+        self._run, self._first = run, first
+        self._is_on_gpu = run.world.device.type == "cuda"
+        activities = [ProfilerActivity.CPU]
+        if self._is_on_gpu:
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=100_000)  # type: ignore[no-untyped-call]
+        self._torch = profile(activities=activities, record_shapes=True)
+        self._torch.start()
+        self._flames = Flames()
+        self._thread = threading.get_ident()
+        self._phase, self._range = OTHER, self._opened(OTHER)
+        self._seconds = [0.0] * 6
+        self._begun = self._since = time.perf_counter()
+        clock.listener = self._enter
+
+    @staticmethod
+    def _opened(phase: int) -> Any:
+        opened = record_function(Phases.PHASES[phase])
+        opened.__enter__()
+        return opened
+
+    def _enter(self, phase: int) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+        if threading.get_ident() == self._thread:  # on GPUs another one runs the backward pass
+            self._range.__exit__(None, None, None)
+            self._range = self._opened(phase)
+
+    def end(self, last: int) -> None:
+        """Write what was found up to the step `last`."""
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._range.__exit__(None, None, None)
+        self._torch.stop()
+        run, rank, steps = self._run, self._run.world.rank, last + 1 - self._first
+        names = {"first": self._first, "last": last, "rank": rank}
+        folder = Profile.place(run.run_dir.path, **names).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        trace, flames = folder / f"trace-{rank}.json.gz", f"python-{rank}.speedscope.json"
+        self._torch.export_chrome_trace(str(trace))
+        self._flames.write(folder / flames, f"{run.run_dir.name}, rank {rank}")
+        files = [trace.name, flames]
+        if self._is_on_gpu:
+            files.append(f"memory-{rank}.pickle")
+            torch.cuda.memory._dump_snapshot(str(folder / files[-1]))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)  # type: ignore[no-untyped-call]
+        with gzip.open(trace, "rt") as file:
+            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        phases = dict(zip(Phases.PHASES, (one / steps for one in self._seconds), strict=True))
+        exposed, how = self._seconds[COMMUNICATION], "the time in which the rank waited for others"
+        if kernels:
+            exposed, how = _exposed(kernels), "from the trace: only NCCL ran on the GPU"
+        Profile(
+            seconds=(now - self._begun) / steps,
+            phases=phases,
+            exposed=exposed / steps,
+            exposed_by=how,
+            operators=self._operators(),
+            collectives=_collectives(events),
+            files=files,
+            **names,
+        ).write(run.run_dir.path)
+        run.say(f"rollcall: profile of steps {self._first} to {last}: {folder}")
+
+    def _operators(self) -> list[dict[str, Any]]:
+        """Return the operators by the time in them alone: of the GPU if there is one."""
+        found = []
+        for one in self._torch.key_averages():
+            spent = one.self_device_time_total if self._is_on_gpu else one.self_cpu_time_total
+            if one.key not in Phases.PHASES and not one.key.startswith("gloo:"):
+                found.append({"name": one.key, "calls": one.count, "seconds": spent / 1e6})
+        return sorted(found, key=lambda one: -one["seconds"])[:50]
+
+
+class _Nsight(_Profile):
+    """Marks for `nsys profile --capture-range=cudaProfilerApi`, which runs without torch's."""
+
+    def __init__(self, run: Run, first: int) -> None:
+        self._first, self._depth = first, 0
+        torch.cuda.synchronize(run.world.device)
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        self._thread = threading.get_ident()
+        torch.cuda.nvtx.range_push(Phases.PHASES[OTHER])  # type: ignore[no-untyped-call]
+        clock.listener = self._enter
+
+    def _enter(self, phase: int) -> None:
+        if threading.get_ident() == self._thread:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_push(Phases.PHASES[phase])  # type: ignore[no-untyped-call]
+
+    def end(self, last: int) -> None:  # noqa: ARG002
+        """End the capture."""
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def _collectives(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return collectives of the same kind and size as one row, the longest first."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for event in events:
+        size = _size(event)
+        if size is None:
+            continue
+        key = event.get("args", {}).get("Collective name") or event["name"], size
+        row = rows.setdefault(key, {"name": key[0], "bytes": size, "calls": 0, "seconds": 0.0})
+        row["calls"] += 1
+        row["seconds"] += event["dur"] / 1e6
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
+
+
+def _size(event: dict[str, Any]) -> int | None:
+    """Return the bytes that a rank gives to a collective; None for other events."""
+    args = event.get("args", {})
+    if event.get("cat") == "kernel" and "In msg nelems" in args:
+        return int(args["In msg nelems"]) * BYTES.get(args.get("dtype", ""), 1)
+    if not event["name"].startswith("gloo:") or not args.get("Input Dims"):
+        return None
+    total = 0
+    for shape, kind in zip(args["Input Dims"], args["Input type"], strict=True):
+        count = 1
+        for length in shape:
+            count *= length
+        total += count * BYTES.get(kind, 1)
+    return total
+
+
+def _exposed(kernels: Iterable[dict[str, Any]]) -> float:
+    """Return the seconds in which kernels of NCCL ran on the GPU and no others."""
+    ends = [
+        (at, change, "nccl" in event["name"].lower())
+        for event in kernels
+        for at, change in ((event["ts"], 1), (event["ts"] + event["dur"], -1))
+    ]
+    running = {True: 0, False: 0}
+    total = before = 0.0
+    for at, change, is_nccl in sorted(ends):
+        if running[True] and not running[False]:
+            total += at - before
+        running[is_nccl] += change
+        before = at
+    return total / 1e6

@@ -1,0 +1,152 @@
+"""Say in words which rank is late in which phase, and whose memory grows. No torch."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollcall.records.phases import Phases
+
+PHRASES = {
+    0: ("reading data", "its data wait"),
+    1: ("forward", "its forward pass"),
+    2: ("backward", "its backward pass"),
+    4: ("the optimizer", "its optimizer"),
+    5: ("what it does between the passes", "the rest of its step"),
+}
+"""Phases that a rank spends alone, by their place: where it is late, and what is normal or not."""
+OWN = list(PHRASES)
+SHARE, LEAST = 0.1, 0.001
+"""A rank is late in a phase if it takes longer by this share of a step and this many seconds."""
+IN_A_ROW = 3
+"""Windows in a row after which a rank is named: a short disturbance is no reason."""
+SAMPLES = 32
+"""Readings of a rank's memory that are compared, without the first quarter: a run warms up."""
+GROWTH = 0.05, 32e6
+"""Memory grows if it gained at least this share of what it was, and this many bytes."""
+
+
+class Window(NamedTuple):
+    """What all ranks did in some steps."""
+
+    step: int  # the newest
+    steps: int
+    phases: np.ndarray  # (ranks, 6): mean seconds of a step
+    late: np.ndarray  # (ranks, 6): steps above the limits of the window before
+
+
+def others_median(values: np.ndarray) -> np.ndarray:
+    """Return for each rank the median of the other ranks' values: (ranks, phases) to the same."""
+    count = len(values)
+    if count == 1:
+        return values.copy()
+    order = np.sort(values, axis=0)
+    place = np.argsort(np.argsort(values, axis=0), axis=0)  # of each rank in the order
+    high, low = (count - 1) // 2, (count - 2) // 2  # in the order without the rank
+
+    def without(at: int) -> np.ndarray:
+        return np.where(place > at, order[at], order[min(at + 1, count - 1)])
+
+    return (without(low) + without(high)) / 2
+
+
+def limits(phases: np.ndarray) -> np.ndarray:
+    """Return the seconds above which a rank is late in a phase: (ranks, 6) to the same."""
+    step = float(phases.sum(1).mean())
+    return others_median(phases) + max(LEAST, SHARE * step)
+
+
+class LateRanks:
+    """Finds the rank for which the others wait, and the phase in which it is late.
+
+    The time in which ranks wait for each other is a phase of its own, so it cannot hide a rank.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names  # such as "rank 5 (node07, gpu 1)"
+        self._row: deque[Window] = deque(maxlen=IN_A_ROW)
+        self._candidate: tuple[int, int] | None = None
+        self._times = 0  # windows in a row for the candidate
+        self.slowest: tuple[int, float] | None = None  # a rank, and its own time / the others'
+
+    def add(self, window: Window) -> dict[str, Any] | None:
+        """Return fields of an event if a rank has become a straggler with this window."""
+        self._row.append(window)
+        if len(self._names) == 1:
+            return None
+        own = window.phases[:, OWN]
+        total = own.sum(1)
+        usual = others_median(total[:, None])[:, 0]
+        worst = int(total.argmax())
+        self.slowest = (worst, float(total[worst] / usual[worst])) if usual[worst] else None
+        over = own - limits(window.phases)[:, OWN]
+        rank, place = np.unravel_index(int(over.argmax()), over.shape)
+        found = (int(rank), OWN[int(place)]) if over[rank, place] > 0 else None
+        self._times = self._times + 1 if found == self._candidate else 1
+        self._candidate = found
+        if found is None or self._times != IN_A_ROW:
+            return None
+        return self._verdict(*found)
+
+    def _verdict(self, rank: int, phase: int) -> dict[str, Any]:
+        steps = sum(window.steps for window in self._row)
+        late = int(sum(window.late[rank, phase] for window in self._row))
+        means = sum(window.phases * window.steps for window in self._row) / steps
+        excess = (means - others_median(means))[rank]
+        bounds = (limits(means) - others_median(means))[rank]
+        other = next(place for place in OWN if place != phase)
+        state = "is late too" if excess[other] > bounds[other] else "is normal"
+        where, what = PHRASES[phase][0], PHRASES[other][1]
+        digits = 0 if excess[phase] > 0.01 else 1
+        text = (
+            f"{self._names[rank]} is {1000 * excess[phase]:.{digits}f} ms late "
+            f"in {where} in {late} of the last {steps} steps; {what} {state}"
+        )
+        return {
+            "text": text,
+            "rank": rank,
+            "phase": Phases.PHASES[phase],
+            "seconds": round(float(excess[phase]), 6),
+            "late": late,
+            "steps": steps,
+        }
+
+
+class GrowingMemory:
+    """Finds ranks whose memory grows from step to step and does not stop."""
+
+    def __init__(self, names: Sequence[str], what: str) -> None:
+        self._names, self._what = names, what
+        self._readings: list[tuple[int, np.ndarray]] = []
+        self._every = self._seen = 1  # one of so many windows is kept
+        self._told = np.zeros(len(names), bool)
+
+    def add(self, step: int, sizes: np.ndarray) -> dict[str, Any] | None:
+        """Note the bytes of each rank; return fields of an event if one began to grow."""
+        self._seen -= 1
+        if self._seen:
+            return None
+        self._seen = self._every
+        self._readings.append((step, sizes))
+        if len(self._readings) < SAMPLES:
+            return None
+        kept = self._readings[SAMPLES // 4 :]
+        self._readings, self._every = self._readings[1::2], 2 * self._every
+        steps, table = np.array([at for at, _ in kept]), np.array([one for _, one in kept])
+        gained = table[-1] - table[0]
+        rises = (np.diff(table, axis=0) > 0).mean(0)
+        half = table[len(table) // 2]
+        grows = (gained > np.maximum(GROWTH[0] * table[0], GROWTH[1])) & (rises > 0.7)
+        grows &= (table[-1] - half > gained / 4) & ~self._told
+        if not grows.any():
+            return None
+        self._told |= grows
+        rank = int(np.where(grows, gained, -1).argmax())
+        pace = gained[rank] / max(1, steps[-1] - steps[0])
+        many = f" and of {grows.sum() - 1} more ranks" if grows.sum() > 1 else ""
+        text = (
+            f"the {self._what} of {self._names[rank]}{many} grows by {pace / 1e6:.3g} MB a step, "
+            f"{gained[rank] / 1e6:,.0f} MB since step {steps[0]}: it keeps something"
+        )
+        return {"text": text, "rank": rank, "bytes_per_step": round(float(pace))}
