@@ -14,8 +14,8 @@ from rollcall.train import changes, garbage
 from rollcall.train.checkpoint.engine import Restored
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.dist.agreement import Action, Agreement, FaultError, Member
+from rollcall.train.dist.clock import clock
 from rollcall.train.dist.run import Run
-from rollcall.train.profiling.clock import clock
 from rollcall.train.task import Task
 from rollcall.train.update import Update
 

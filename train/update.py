@@ -18,6 +18,7 @@ from rollcall.text import listed
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import Action
+from rollcall.train.dist.clock import OPTIMIZER, OTHER, clock
 from rollcall.train.dist.run import Run
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import Ema, drop_gathered
@@ -26,7 +27,6 @@ from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import UnusedWeights
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
-from rollcall.train.profiling.clock import OPTIMIZER, OTHER, clock
 from rollcall.train.recovery import memory
 from rollcall.train.recovery.policy import Recovery
 from rollcall.train.recovery.spikes import Spikes

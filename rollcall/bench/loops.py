@@ -43,7 +43,7 @@ PIECES = {
     "dist.agreement": ("Agreement.send", "Agreement.settle"),
     "health.replicas": ("Replicas.report", "Replicas.settle"),
     "profiling.phases": ("PhaseTimes.report", "PhaseTimes.settle"),
-    "profiling.clock": ("Clock.enter", "Clock.step"),
+    "dist.clock": ("Clock.enter", "Clock.step"),
     "metrics": ("Metrics.settle",),
     "trainer": ("Trainer._evaluate_or_save_if_due",),
 }
@@ -132,6 +132,17 @@ def rollcall() -> None:
         raise SystemExit(code)
 
 
+def rollcall_without_phases() -> None:
+    """Train with rollcall, but do not measure where the time goes."""
+    from rollcall.train.dist.clock import Clock
+    from rollcall.train.profiling import phases
+
+    phases.WINDOW = float("inf")
+    for name, value in {"enter": lambda _, phase: phase, "step": lambda _: None}.items():
+        setattr(Clock, name, value)
+    rollcall()
+
+
 def bare() -> None:
     """Train with a loop of ten lines; several ranks use DistributedDataParallel."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -216,6 +227,7 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "bare": (bare, "torch"),
     "bare + all-reduce": (bare_with_all_reduce, "torch"),
     "rollcall": (rollcall, "torch"),
+    "rollcall, no phases": (rollcall_without_phases, "torch"),
     "Fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),

@@ -568,7 +568,7 @@ class Profile(Section):
         "trace and tables lie in RUN/profile (docs/profiling.md).",
         pattern=r"^[1-9][0-9]*:[1-9][0-9]*$",
     )
-    ranks: str = _key(
+    ranks: Annotated[str, BeforeValidator(lambda ranks: f"{ranks}")] = _key(
         "0", "Comma-separated ranks that are profiled, or all.", pattern=r"^(all|\d+(,\d+)*)$"
     )
     tool: Literal["torch", "nsight"] = _key(

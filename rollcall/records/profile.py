@@ -14,7 +14,7 @@ class ProfileRequest(Whole):
     FILE = "profile/request.json"
 
     steps: int
-    ranks: list[int]  # all if empty
+    ranks: list[int]
 
 
 @dataclass(frozen=True)

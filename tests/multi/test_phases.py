@@ -6,15 +6,20 @@ PLANTS=all plants a delay in each of five phases of each of four ranks.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import Ranks, logged_steps
 from torch import nn
 
 from rollcall.config.schema import Data, Model
+from rollcall.installation import ROOT, TRAIN
 from rollcall.records.phases import Phases
 from rollcall.records.run import noticed, read_events
 from rollcall.run_dir import RunDir
@@ -88,6 +93,34 @@ def samples(_: Data, _world: World) -> Source:
     return Source(train, InMemory(inputs[:0], torch.zeros(0)), shape=(64,), classes=4)
 
 
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("tc"), reason="needs root and tc")
+def test_a_slow_link_is_communication_that_nothing_hides(tmp_path: Path) -> None:
+    slow = "ip link set lo up && tc qdisc add dev lo root tbf rate 400mbit burst 1mb latency 1s"
+    words = ["digits", "model.hidden_size=20000", "train.steps=12", "device=cpu", "run.name=link"]
+    words += [f"run.root={tmp_path}", "train.evaluate_every=null", "checkpoint.every=null"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *TRAIN]
+    lines = [
+        "timeout",
+        "--signal=INT",
+        "90",
+        "unshare",
+        "--net",
+        "sh",
+        "-c",
+        f'{slow} && exec "$@"',
+        "sh",
+        *start,
+        *words,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(lines, check=True, timeout=120, env=env, cwd=ROOT)
+    line = Phases.read(tmp_path / "link")[-1]
+    sent = 2 * 4 * (64 * 20000 + 20000 * 11 + 10) / 50e6  # seconds, by two ranks over one link
+    assert min(line.phases["communication"]) > 0.8 * sent > line.seconds / 4, line
+    own = [sum(line.phases[name][rank] for name in PLACES) for rank in range(2)]
+    assert max(own) < line.seconds / 2, line
+
+
 def test_a_delay_is_named_with_its_rank_and_phase(tmp_path: Path) -> None:
     steps = STEPS * len(PLANTS)
     words = [f"{key}=test_phases:{name}" for key, name in (
@@ -119,7 +152,7 @@ def test_a_delay_is_named_with_its_rank_and_phase(tmp_path: Path) -> None:
         for rank in range(RANKS):
             total = sum(line.phases[name][rank] for name in Phases.PHASES)
             assert abs(total - line.seconds) < 2e-6
-    whole = [line for line in lines if line.step > steps - STEPS + line.steps]
+    whole = [line for line in lines if steps - STEPS + line.steps < line.step < steps]
     waits = [wait for line in whole for wait in line.phases["data"]]  # a slow reader on all ranks
     assert waits and min(waits) > SECONDS * 0.9, whole
     [grown] = read_events(run.path, "memory_grows")

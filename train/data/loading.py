@@ -16,8 +16,8 @@ from rollcall.train.data.reader import Reader, ReadResult, Selection
 from rollcall.train.data.source import Batch
 from rollcall.train.data.stream import Place, Stream
 from rollcall.train.data.workers import WorkerError, in_order
+from rollcall.train.dist.clock import DATA, OTHER, clock
 from rollcall.train.dist.world import World
-from rollcall.train.profiling.clock import DATA, OTHER, clock
 
 PLACES = 8
 """Newest batches of a stream whose places are known; a batch or two are read ahead."""

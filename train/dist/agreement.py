@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rollcall.activity import doing
-from rollcall.train.profiling.clock import COMMUNICATION, clock
+from rollcall.train.dist.clock import COMMUNICATION, clock
 
 
 class Action(enum.IntEnum):

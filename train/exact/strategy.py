@@ -18,12 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rollcall.config import Config, ConfigError
 from rollcall.text import size
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.clock import OTHER, clock
 from rollcall.train.dist.world import World
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import Fill
 from rollcall.train.parallel.strategy import Strategy
-from rollcall.train.profiling.clock import OTHER, clock
 
 OnStep = Callable[[nn.Module, Sequence[Batch], Sequence[torch.Tensor]], object]
 

@@ -16,6 +16,7 @@ from rollcall.config.mesh import NODE, parse
 from rollcall.text import size
 from rollcall.train.data.calling import in_fp32, one_input, outputs_of
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 from rollcall.train.dist.world import World
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.losses import Objective, Sums
@@ -31,7 +32,6 @@ from rollcall.train.parallel.part import (
 )
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import local_optimizer
-from rollcall.train.profiling.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 
 # Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
 OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -163,7 +163,7 @@ class Strategy:
             )
 
     def watch(self, waits: bool) -> None:
-        """Let the clock of phases know when passes begin; see `rollcall.train.profiling.clock`."""
+        """Let the clock of phases know when passes begin; see `rollcall.train.dist.clock`."""
         watch(self._passed, self._pipeline is not None, waits)
 
     def warm_up(self, example: Batch) -> None:

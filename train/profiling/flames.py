@@ -1,9 +1,8 @@
-"""Sample what Python does, for a flame graph: https://www.speedscope.app opens the file."""
+"""Sample what Python does, as collapsed stacks: https://www.speedscope.app draws a flame graph."""
 
-import json
 import sys
 import threading
-import time
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 
@@ -12,48 +11,27 @@ INTERVAL = 0.002
 
 
 class Flames:
-    """A thread that notes the Python stack of the thread that made it."""
+    """A thread that counts the Python stacks of the thread that made it."""
 
     def __init__(self) -> None:
         self._target = threading.get_ident()
-        self._samples: list[tuple[list[tuple[str, str, int]], float]] = []
+        self._stacks: Counter[str] = Counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
-        before = time.perf_counter()
         while not self._ended.wait(INTERVAL):
             frame: FrameType | None = sys._current_frames().get(self._target)
-            stack: list[tuple[str, str, int]] = []
+            names = []
             while frame:
                 code = frame.f_code
-                stack.append((code.co_qualname, code.co_filename, code.co_firstlineno))
+                names.append(f"{code.co_qualname} ({Path(code.co_filename).name})")
                 frame = frame.f_back
-            now = time.perf_counter()
-            self._samples.append((stack[::-1], now - before))
-            before = now
+            self._stacks[";".join(reversed(names))] += 1
 
-    def write(self, path: Path, name: str) -> None:
-        """End the samples and write them in the format of speedscope."""
+    def write(self, path: Path) -> None:
+        """End the samples; write a line for each stack, with the number of its samples."""
         self._ended.set()
         self._thread.join()
-        frames: dict[tuple[str, str, int], int] = {}
-        stacks = [
-            [frames.setdefault(one, len(frames)) for one in stack] for stack, _ in self._samples
-        ]
-        weights = [round(seconds, 6) for _, seconds in self._samples]
-        known = [{"name": what, "file": file, "line": line} for what, file, line in frames]
-        profile = {
-            "type": "sampled",
-            "name": name,
-            "unit": "seconds",
-            "startValue": 0,
-            "endValue": round(sum(weights), 6),
-            "samples": stacks,
-            "weights": weights,
-        }
-        schema = "https://www.speedscope.app/file-format-schema.json"
-        path.write_text(
-            json.dumps({"$schema": schema, "shared": {"frames": known}, "profiles": [profile]})
-        )
+        path.write_text("".join(f"{stack} {count}\n" for stack, count in self._stacks.items()))

@@ -34,7 +34,7 @@ class Operations(NamedTuple):
 
     @property
     def model(self) -> int:
-        """What the model needs, whatever is recomputed: by this MFU is defined."""
+        """Operations that the model needs, which define MFU, whatever is recomputed."""
         return self.forward + self.backward
 
 
@@ -153,7 +153,7 @@ def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
     The longest name of chips.yaml, or of the file `more`, that the chip's name contains counts.
 
     Raises:
-        ConfigError: the file cannot be read, or is no table of chips.
+        ConfigError: the file cannot be read, or has another form.
     """
     table = {**_read(CHIPS), **(_read(Path(more)) if more else {})}
     fitting = [name for name in table if re.search(rf"(?i)\b{re.escape(name)}\b", chip)]

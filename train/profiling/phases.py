@@ -3,6 +3,7 @@
 import resource
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from rollcall.records.files import Journal
 from rollcall.records.phases import Phases
 from rollcall.records.profile import ProfileRequest
 from rollcall.train.dist.agreement import Action
+from rollcall.train.dist.clock import clock
 from rollcall.train.dist.run import Run
-from rollcall.train.profiling.clock import clock
 from rollcall.train.profiling.verdict import GrowingMemory, LateRanks, Window, limits
 
 WINDOW = 0.25
@@ -46,7 +47,7 @@ class PhaseTimes:
 
         Args:
             run: this run.
-            is_last: tells whether the newest step is the last one of the run.
+            is_last: returns whether the newest step is the last one of the run.
             plan: called on the ranks that a person wants profiled, with the first step and the end.
         """
         world = run.world
@@ -79,10 +80,11 @@ class PhaseTimes:
         memory = self._sizes()
         row = [*(one / max(1, steps) for one in seconds), *map(float, late), *memory]
         table[world.rank, :-1] = torch.tensor(row, dtype=torch.float64)
-        request = ProfileRequest.read(run_dir := self._run.run_dir.path) if world.is_main else None
-        if request:
-            ProfileRequest.place(run_dir).unlink(missing_ok=True)
-            table[request.ranks or slice(None), -1] = request.steps
+        if world.is_main and (request := ProfileRequest.read(self._run.run_dir.path)):
+            with suppress(OSError):  # else it would be read again
+                ProfileRequest.place(self._run.run_dir.path).unlink()
+                asked = [rank for rank in request.ranks if 0 <= rank < world.world_size]
+                table[asked, -1] = float(request.steps)
         count = torch.tensor([steps / world.world_size], dtype=torch.float64)
         return {"phase_steps": count, "phases": table.flatten()}
 

@@ -15,8 +15,8 @@ from rollcall.activity import doing
 from rollcall.config import ConfigError
 from rollcall.records.phases import Phases
 from rollcall.records.profile import Profile
+from rollcall.train.dist.clock import COMMUNICATION, OTHER, clock
 from rollcall.train.dist.run import Run
-from rollcall.train.profiling.clock import COMMUNICATION, OTHER, clock
 from rollcall.train.profiling.flames import Flames
 
 MOST = 1000
@@ -35,11 +35,12 @@ class Profiler:
         `step` returns the updates done, and `steps` are all.
 
         Raises:
-            ConfigError: there are no such steps or ranks.
+            ConfigError: the run does not have these steps or ranks.
         """
         self._run, self._step = run, step
-        self._planned = (0, 0)
+        self._plans: list[tuple[int, int]] = []  # first steps and ends
         self._profile: _Profile | None = None
+        self._end = 0  # of the profile that has begun
         clock.on_step = None
         config, ranks = run.config.profile, run.world.world_size
         if config.steps is None:
@@ -52,46 +53,43 @@ class Profiler:
         chosen = [] if config.ranks == "all" else [int(rank) for rank in config.ranks.split(",")]
         wrong = [rank for rank in chosen if rank >= ranks]
         if wrong:
-            raise ConfigError(
-                f"profile.ranks={config.ranks}: there is no rank {wrong[0]}; expected ranks from 0 "
-                f"to {ranks - 1}, or all"
-            )
+            text = f"profile.ranks={config.ranks}: rank {wrong[0]} does not exist"
+            raise ConfigError(f"{text}; expected ranks from 0 to {ranks - 1}, or all")
         if config.tool == "nsight" and run.world.device.type != "cuda":
             raise ConfigError("profile.tool=nsight needs GPUs; choose profile.tool=torch on CPUs")
         if not chosen or run.world.rank in chosen:
-            self.plan(first, end)
+            self._plans.append((first, end))
+
+    def begin(self) -> None:
+        """Begin to look for the steps to profile, of which the first may be the next one."""
+        if self._plans:
+            self.after_step()
 
     def plan(self, first: int, end: int) -> None:
-        """Profile the steps from `first` up to `end`, unless this rank has begun a profile."""
-        if self._profile is None and first > self._step():
-            self._planned = first, end
-            clock.on_step = self.after_step
+        """Profile the steps from `first` up to `end`, unless another profile runs then."""
+        self._plans.append((first, end))
+        clock.on_step = self.after_step
 
     @doing("profiling", may_take_long=True)
     def after_step(self) -> None:
-        """Begin or end the profile between two steps."""
-        done = self._step()
-        first, end = self._planned
-        if self._profile is None and first <= done + 1 < end:
-            is_nsight = self._run.config.profile.tool == "nsight"
-            kind = _Nsight if is_nsight and self._run.config.profile.steps else _Profile
-            self._profile = kind(self._run, done + 1)
-        elif self._profile is not None and done + 1 >= end:
+        """Begin or end a profile between two steps."""
+        following = self._step() + 1
+        if self._profile is not None and following >= self._end:
             self.close()
-
-    def begin(self) -> None:
-        """Begin a profile of the first step."""
-        if clock.on_step:
-            self.after_step()
+        self._plans = [plan for plan in self._plans if plan[0] >= following]
+        if self._profile is None and (following in (now := dict(self._plans))):
+            is_nsight = self._run.config.profile.tool == "nsight"
+            self._end = now[following]
+            self._profile = (_Nsight if is_nsight else _Profile)(self._run, following)
+        clock.on_step = self.after_step if self._plans or self._profile else None
 
     def close(self) -> None:
         """End a profile that has begun."""
         clock.on_step, clock.listener = None, None
         found, self._profile = self._profile, None
-        last = self._step()
         if found:
             try:
-                found.end(last)
+                found.end(self._step())
             except OSError as error:
                 text = f"rollcall: warning: rank {self._run.world.rank} could not write a profile"
                 print(f"{text}: {error}", file=sys.stderr, flush=True)
@@ -140,10 +138,10 @@ class _Profile:
         names = {"first": self._first, "last": last, "rank": rank}
         folder = Profile.place(run.run_dir.path, **names).parent
         folder.mkdir(parents=True, exist_ok=True)
-        trace, flames = folder / f"trace-{rank}.json.gz", f"python-{rank}.speedscope.json"
+        trace, flames = folder / f"trace-{rank}.json.gz", folder / f"python-{rank}.stacks"
         self._torch.export_chrome_trace(str(trace))
-        self._flames.write(folder / flames, f"{run.run_dir.name}, rank {rank}")
-        files = [trace.name, flames]
+        self._flames.write(flames)
+        files = [trace.name, flames.name]
         if self._is_on_gpu:
             files.append(f"memory-{rank}.pickle")
             torch.cuda.memory._dump_snapshot(str(folder / files[-1]))  # type: ignore[no-untyped-call]

@@ -19,8 +19,10 @@ PHRASES = {
 OWN = list(PHRASES)
 SHARE, LEAST = 0.1, 0.001
 """A rank is late in a phase if it takes longer by this share of a step and this many seconds."""
+MANY = 32
+"""Ranks above which one of them does not change the median."""
 IN_A_ROW = 3
-"""Windows in a row after which a rank is named: a short disturbance is no reason."""
+"""Windows in a row after which a rank is named, so that a short disturbance does not count."""
 SAMPLES = 32
 """Readings of a rank's memory that are compared, without the first quarter: a run warms up."""
 GROWTH = 0.05, 32e6
@@ -28,7 +30,7 @@ GROWTH = 0.05, 32e6
 
 
 class Window(NamedTuple):
-    """What all ranks did in some steps."""
+    """The phases of all ranks in some steps."""
 
     step: int  # the newest
     steps: int
@@ -38,17 +40,16 @@ class Window(NamedTuple):
 
 def others_median(values: np.ndarray) -> np.ndarray:
     """Return for each rank the median of the other ranks' values: (ranks, phases) to the same."""
-    count = len(values)
-    if count == 1:
-        return values.copy()
-    order = np.sort(values, axis=0)
-    place = np.argsort(np.argsort(values, axis=0), axis=0)  # of each rank in the order
-    high, low = (count - 1) // 2, (count - 2) // 2  # in the order without the rank
+    if not 1 < len(values) <= MANY:
+        return np.broadcast_to(_median(values), values.shape)
+    return np.array([_median(np.delete(values, rank, axis=0)) for rank in range(len(values))])
 
-    def without(at: int) -> np.ndarray:
-        return np.where(place > at, order[at], order[min(at + 1, count - 1)])
 
-    return (without(low) + without(high)) / 2
+def _median(values: np.ndarray) -> np.ndarray:
+    # np.median would import numpy.ma on each forked rank.
+    order, count = np.sort(values, axis=0), len(values)
+    middle: np.ndarray = (order[(count - 1) // 2] + order[count // 2]) / 2
+    return middle
 
 
 def limits(phases: np.ndarray) -> np.ndarray:
@@ -60,7 +61,7 @@ def limits(phases: np.ndarray) -> np.ndarray:
 class LateRanks:
     """Finds the rank for which the others wait, and the phase in which it is late.
 
-    The time in which ranks wait for each other is a phase of its own, so it cannot hide a rank.
+    Waiting for other ranks is a separate phase, so it cannot hide a rank.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -119,7 +120,7 @@ class GrowingMemory:
     def __init__(self, names: Sequence[str], what: str) -> None:
         self._names, self._what = names, what
         self._readings: list[tuple[int, np.ndarray]] = []
-        self._every = self._seen = 1  # one of so many windows is kept
+        self._every = self._seen = 1  # every n-th window is kept
         self._told = np.zeros(len(names), bool)
 
     def add(self, step: int, sizes: np.ndarray) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ class Clock:
 
     def start(self, device: torch.device) -> None:
         """Begin the first step, and forget all before it."""
+        self._device = device
         self._pool: list[Any] | None = [] if device.type == "cuda" else None  # unused events
         self._marks: deque[tuple[int, Any]] = deque()  # phases that began, with their events
         self._ends: deque[Any] = deque()  # events that end a step
@@ -142,7 +143,7 @@ class Clock:
     def _mark(self, phase: int) -> None:
         assert self._pool is not None
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._marks.append((phase, event))
 
     def _fold(self) -> None:
@@ -192,7 +193,7 @@ def _backward(*_: Any) -> None:
 
 
 class _LastGradient:
-    """Enters the communication of a step when the last gradient is there."""
+    """Enters the communication of a step after the last gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         self._last: torch.Tensor | None = None
