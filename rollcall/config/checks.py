@@ -5,6 +5,7 @@ The model, the data and the world size are checked where these are known.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from rollcall.config.keys import on_resume
@@ -37,12 +38,14 @@ def check(config: Config) -> None:
 
 
 def _check_profile(profile: Profile) -> None:
-    first, end = map(int, (profile.steps or "1:2").split(":"))
-    if end <= first:
+    span = re.fullmatch(r"([1-9]\d*):(\d+)", profile.steps or "1:2")
+    if not span or int(span[2]) <= int(span[1]):
         raise ValueError(
-            f"profile.steps={profile.steps}: expected FIRST:END with END after FIRST, such as "
-            f"{first}:{first + 3} for the steps {first} to {first + 2}"
+            f"profile.steps={profile.steps}: expected FIRST:END with END after FIRST, counted from "
+            "1, such as 10:13 for the steps 10 to 12"
         )
+    if not re.fullmatch(r"all|\d+(,\d+)*", profile.ranks):
+        raise ValueError(f"profile.ranks={profile.ranks}: expected all, or ranks such as 0,5")
     for key in ("ranks", "tool"):
         if profile.steps is None and _is_set(profile, key):
             raise ValueError(

@@ -70,7 +70,7 @@ class SlowSamples(InMemory):
 
 
 class SlowSGD(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         global done
         linger("optimizer")
         super().step(closure)
@@ -149,8 +149,8 @@ def test_a_delay_is_named_with_its_rank_and_phase(tmp_path: Path) -> None:
     lines = Phases.read(run.path)
     assert lines[-1].step == steps and sum(line.steps for line in lines) >= steps - 1
     for line in lines:
-        for rank in range(RANKS):
-            total = sum(line.phases[name][rank] for name in Phases.PHASES)
+        for one in range(RANKS):
+            total = sum(line.phases[name][one] for name in Phases.PHASES)
             assert abs(total - line.seconds) < 2e-6
     whole = [line for line in lines if steps - STEPS + line.steps < line.step < steps]
     waits = [wait for line in whole for wait in line.phases["data"]]  # a slow reader on all ranks

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import Ranks
 
+from rollcall.config import ConfigError, parse
 from rollcall.launch.commands import profile
 from rollcall.launch.runs.find import NoRunError
 from rollcall.records.phases import Phases
@@ -63,9 +64,21 @@ def test_steps_of_a_run_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["profile.steps=13:10"], "with END after FIRST, such as 13:16"),
-        (["profile.steps=ten"], "profile.steps"),
+        (["profile.steps=13:10"], "profile.steps=13:10: expected FIRST:END with END after FIRST"),
+        (["profile.steps=0:3"], "counted from 1"),
+        (["profile.steps=ten"], "profile.steps=ten: expected FIRST:END"),
+        (["profile.steps=1:3", "profile.ranks=0,x"], "profile.ranks=0,x: expected all, or"),
         (["profile.ranks=1"], "profile.ranks needs profile.steps"),
+    ],
+)
+def test_a_wrong_profile_is_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse([*WORDS, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
         (
             ["profile.steps=1:3", "profile.ranks=0,7"],
             "rank 7 does not exist; expected ranks from 0",
@@ -74,7 +87,9 @@ def test_steps_of_a_run_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["profile.steps=1:3", "profile.tool=nsight"], "profile.tool=nsight needs GPUs"),
     ],
 )
-def test_a_wrong_profile_is_refused(tmp_path: Path, words: list[str], expected: str) -> None:
+def test_a_profile_that_does_not_fit_leaves_nothing(
+    tmp_path: Path, words: list[str], expected: str
+) -> None:
     ranks = Ranks(1, [*WORDS, f"run.root={tmp_path}", *words], tmp_path / "logs")
     assert ranks.wait() == [2], ranks.output()
     assert expected in ranks.output() and not (tmp_path / "run").exists()

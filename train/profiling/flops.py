@@ -115,14 +115,14 @@ class _Passes(nn.Module):
             torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
 
 
-class _Split(TorchDispatchMode):
+class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells apart what torch's counter counts in each pass.
 
     A backward pass runs without gradients, except for a forward pass that it recomputes.
     """
 
     def __init__(self, counter: FlopCounterMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counter = counter
         self._counts = [0, 0, 0]
         self.is_backward = False

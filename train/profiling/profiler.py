@@ -104,7 +104,7 @@ class _Profile:
         activities = [ProfilerActivity.CPU]
         if self._is_on_gpu:
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=100_000)  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
         self._torch = profile(activities=activities, record_shapes=True)
         self._torch.start()
         self._flames = Flames()
@@ -117,7 +117,7 @@ class _Profile:
     @staticmethod
     def _opened(phase: int) -> Any:
         opened = record_function(Phases.PHASES[phase])
-        opened.__enter__()
+        opened.__enter__()  # type: ignore[no-untyped-call]
         return opened
 
     def _enter(self, phase: int) -> None:
@@ -145,7 +145,7 @@ class _Profile:
         if self._is_on_gpu:
             files.append(f"memory-{rank}.pickle")
             torch.cuda.memory._dump_snapshot(str(folder / files[-1]))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
         with gzip.open(trace, "rt") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
         kernels = [event for event in events if event.get("cat") == "kernel"]

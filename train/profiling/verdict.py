@@ -93,25 +93,17 @@ class LateRanks:
     def _verdict(self, rank: int, phase: int) -> dict[str, Any]:
         steps = sum(window.steps for window in self._row)
         late = int(sum(window.late[rank, phase] for window in self._row))
-        means = sum(window.phases * window.steps for window in self._row) / steps
+        means = np.average([one.phases for one in self._row], 0, [one.steps for one in self._row])
         excess = (means - others_median(means))[rank]
-        bounds = (limits(means) - others_median(means))[rank]
         other = next(place for place in OWN if place != phase)
-        state = "is late too" if excess[other] > bounds[other] else "is normal"
-        where, what = PHRASES[phase][0], PHRASES[other][1]
-        digits = 0 if excess[phase] > 0.01 else 1
+        state = "is late too" if means[rank, other] > limits(means)[rank, other] else "is normal"
+        seconds = float(excess[phase])
         text = (
-            f"{self._names[rank]} is {1000 * excess[phase]:.{digits}f} ms late "
-            f"in {where} in {late} of the last {steps} steps; {what} {state}"
+            f"{self._names[rank]} is {1000 * seconds:.{0 if seconds > 0.01 else 1}f} ms late in "
+            f"{PHRASES[phase][0]} in {late} of the last {steps} steps; {PHRASES[other][1]} {state}"
         )
-        return {
-            "text": text,
-            "rank": rank,
-            "phase": Phases.PHASES[phase],
-            "seconds": round(float(excess[phase]), 6),
-            "late": late,
-            "steps": steps,
-        }
+        found = {"text": text, "rank": rank, "phase": Phases.PHASES[phase]}
+        return found | {"seconds": round(seconds, 6), "late": late, "steps": steps}
 
 
 class GrowingMemory:
