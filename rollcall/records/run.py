@@ -332,6 +332,8 @@ def _check(hint: Any) -> Check:
     if kind in (Union, types.UnionType):
         checks = [_check(part) for part in parts]
         return lambda value: any(check(value) for check in checks)
+    if hint is Any:
+        return lambda _: True
     if kind is Literal:
         return lambda value: value in parts
     if kind is list:

@@ -19,7 +19,14 @@ from rollcall.records.run import read_events
 from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 
-WORDS = ["digits", "device=cpu", "checkpoint.every=null", "run.name=run"]
+WORDS = [
+    "digits",
+    "model.name=mlp",
+    "model.hidden_size=64",
+    "device=cpu",
+    "checkpoint.every=null",
+    "run.name=run",
+]
 
 
 def test_steps_of_a_run_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,11 +29,13 @@ class Clock:
     def __init__(self) -> None:
         self.listener: Callable[[int], None] | None = None  # called with each phase
         self.on_step: Callable[[], None] | None = None  # called between two steps
+        self._total, self._late, self._steps = [0.0] * 6, [0] * 6, 0
+        self._taken = 0, [0.0] * 6  # steps and seconds at the newest `take`
         self.start(torch.device("cpu"))
         self._is_away = True
 
     def start(self, device: torch.device) -> None:
-        """Begin the first step, and forget all before it."""
+        """Begin a step, and forget the one that was not ended."""
         self._device = device
         self._pool: list[Any] | None = [] if device.type == "cuda" else None  # unused events
         self._marks: deque[tuple[int, Any]] = deque()  # phases that began, with their events
@@ -42,7 +44,6 @@ class Clock:
         self._is_away = False
         self._phase, self._since = OTHER, time.perf_counter()
         self._spent = [0.0] * 7  # seconds of the current step; the last one is not part of it
-        self._total, self._late, self._steps = [0.0] * 6, [0] * 6, 0
         self.limits = NEVER  # seconds of each phase above which a step counts as late
         if self._pool is not None:
             self._mark(OTHER)
@@ -81,21 +82,27 @@ class Clock:
             self._since = now
             self._fold()
         else:
+            self._mark(OTHER)
+            self._ends.append(self._marks[-1][1])
             self._drain(self._pool)
         if self.on_step:
             with self.away():
                 self.on_step()
 
+    def totals(self) -> tuple[int, list[float]]:
+        """Return all steps that ended, and the seconds of their phases."""
+        if self._pool is not None:
+            self._drain(self._pool)
+        return self._steps, self._total[:]
+
     def _drain(self, pool: list[Any]) -> None:
         """Count the phases whose events have taken place."""
-        self._mark(OTHER)
-        self._ends.append(self._marks[-1][1])
         while len(self._marks) > 1 and self._marks[1][1].query():
             phase, begun = self._marks.popleft()
             ended = self._marks[0][1]
             self._spent[phase] += begun.elapsed_time(ended) / 1000
             pool.append(begun)
-            if self._ends[0] is ended:
+            if self._ends and self._ends[0] is ended:
                 self._ends.popleft()
                 self._fold()
 
@@ -121,9 +128,9 @@ class Clock:
 
     def take(self) -> tuple[int, list[float], list[int]]:
         """Return what ended since the last call: steps, seconds by phase, late steps by phase."""
-        found = self._steps, self._total, self._late
-        self._steps, self._total, self._late = 0, [0.0] * 6, [0] * 6
-        return found
+        (steps, total), (before, since) = self.totals(), self._taken
+        late, self._late, self._taken = self._late, [0] * 6, (steps, total)
+        return steps - before, [now - then for now, then in zip(total, since, strict=True)], late
 
     def waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, whose time in the thread of the steps is communication."""

@@ -2,9 +2,9 @@
 
 import gzip
 import json
+import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -105,13 +105,13 @@ class _Profile:
         if self._is_on_gpu:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=100_000)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it complains of a missing GPU
         self._torch = profile(activities=activities, record_shapes=True)
         self._torch.start()
         self._flames = Flames()
         self._thread = threading.get_ident()
-        self._phase, self._range = OTHER, self._opened(OTHER)
-        self._seconds = [0.0] * 6
-        self._begun = self._since = time.perf_counter()
+        self._range = self._opened(OTHER)
+        self._before = clock.totals()
         clock.listener = self._enter
 
     @staticmethod
@@ -121,20 +121,18 @@ class _Profile:
         return opened
 
     def _enter(self, phase: int) -> None:
-        now = time.perf_counter()
-        self._seconds[self._phase] += now - self._since
-        self._phase, self._since = phase, now
         if threading.get_ident() == self._thread:  # on GPUs another one runs the backward pass
             self._range.__exit__(None, None, None)
             self._range = self._opened(phase)
 
     def end(self, last: int) -> None:
         """Write what was found up to the step `last`."""
-        now = time.perf_counter()
-        self._seconds[self._phase] += now - self._since
         self._range.__exit__(None, None, None)
-        self._torch.stop()
-        run, rank, steps = self._run, self._run.world.rank, last + 1 - self._first
+        self._torch.stop()  # waits for the GPU
+        (done, total), (before, since) = clock.totals(), self._before
+        steps = max(1, done - before)
+        seconds = [(now - then) / steps for now, then in zip(total, since, strict=True)]
+        run, rank = self._run, self._run.world.rank
         names = {"first": self._first, "last": last, "rank": rank}
         folder = Profile.place(run.run_dir.path, **names).parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,14 +147,13 @@ class _Profile:
         with gzip.open(trace, "rt") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
         kernels = [event for event in events if event.get("cat") == "kernel"]
-        phases = dict(zip(Phases.PHASES, (one / steps for one in self._seconds), strict=True))
-        exposed, how = self._seconds[COMMUNICATION], "the time in which the rank waited for others"
+        exposed, how = seconds[COMMUNICATION], "the time in which the rank waited for others"
         if kernels:
-            exposed, how = _exposed(kernels), "from the trace: only NCCL ran on the GPU"
+            exposed, how = _exposed(kernels) / steps, "from the trace: only NCCL ran on the GPU"
         Profile(
-            seconds=(now - self._begun) / steps,
-            phases=phases,
-            exposed=exposed / steps,
+            seconds=sum(seconds),
+            phases=dict(zip(Phases.PHASES, seconds, strict=True)),
+            exposed=exposed,
             exposed_by=how,
             operators=self._operators(),
             collectives=_collectives(events),
