@@ -56,12 +56,12 @@ class PhaseTimes:
         place = f"{world.host}, gpu {world.device.index}" if self._is_on_gpu else world.host
         name = place.encode()[:LONGEST_NAME].ljust(LONGEST_NAME)
         found = world.gather(torch.tensor(list(name), dtype=torch.uint8)).tolist()
-        places = [bytes(text).decode(errors="replace").strip() for text in found]
-        self.names = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
-        self._late = LateRanks(self.names)
-        self._memory = [GrowingMemory(self.names, "memory")]
+        self._places = [bytes(text).decode(errors="replace").strip() for text in found]
+        self._names = [f"rank {rank} ({place})" for rank, place in enumerate(self._places)]
+        self._late = LateRanks(self._names)
+        self._memory = [GrowingMemory(self._names, "memory")]
         if self._is_on_gpu:
-            self._memory.append(GrowingMemory(self.names, "GPU memory"))
+            self._memory.append(GrowingMemory(self._names, "GPU memory"))
         self._journal = Journal(run.run_dir.path / Phases.FILE)
         self._is_due = False
         self._passed = 0.0  # seconds since the newest exchange, the same on all ranks
@@ -126,7 +126,8 @@ class PhaseTimes:
     def _tell(self, event: str, step: int, found: dict[str, Any] | None) -> None:
         if found:
             self._run.say(f"rollcall: {found['text']}")
-            self._run.record(event, step=step, **found)
+            host = self._places[found["rank"]].partition(",")[0]
+            self._run.record(event, step=step, host=host, **found)
 
     def _write(self, step: int) -> None:
         counts = np.array([steps for steps, _, _ in self._lines])

@@ -23,6 +23,8 @@ MANY = 32
 """Ranks above which one of them does not change the median."""
 IN_A_ROW = 3
 """Windows in a row after which a rank is named, so that a short disturbance does not count."""
+OFTEN = 0.3
+"""The share of their steps in which it must be late: on busy CPUs single steps take long."""
 SAMPLES = 32
 """Readings of a rank's memory that are compared, without the first quarter: a run warms up."""
 GROWTH = 0.05, 32e6
@@ -67,8 +69,8 @@ class LateRanks:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names  # such as "rank 5 (node07, gpu 1)"
         self._row: deque[Window] = deque(maxlen=IN_A_ROW)
-        self._candidate: tuple[int, int] | None = None
-        self._times = 0  # windows in a row for the candidate
+        shape = len(names), len(OWN)
+        self._times, self._told = np.zeros(shape, int), np.zeros(shape, bool)  # windows in a row
         self.slowest: tuple[int, float] | None = None  # a rank, and its own time / the others'
 
     def add(self, window: Window) -> dict[str, Any] | None:
@@ -82,13 +84,16 @@ class LateRanks:
         worst = int(total.argmax())
         self.slowest = (worst, float(total[worst] / usual[worst])) if usual[worst] else None
         over = own - limits(window.phases)[:, OWN]
-        rank, place = np.unravel_index(int(over.argmax()), over.shape)
-        found = (int(rank), OWN[int(place)]) if over[rank, place] > 0 else None
-        self._times = self._times + 1 if found == self._candidate else 1
-        self._candidate = found
-        if found is None or self._times != IN_A_ROW:
+        self._times = np.where(over > 0, self._times + 1, 0)
+        self._told &= self._times > 0
+        steps = sum(one.steps for one in self._row)
+        often = sum(one.late[:, OWN] for one in self._row) >= OFTEN * steps
+        new = (self._times >= IN_A_ROW) & often & ~self._told
+        if not new.any():
             return None
-        return self._verdict(*found)
+        rank, place = np.unravel_index(int(np.where(new, over, 0).argmax()), over.shape)
+        self._told[rank, place] = True
+        return self._verdict(int(rank), OWN[int(place)])
 
     def _verdict(self, rank: int, phase: int) -> dict[str, Any]:
         steps = sum(window.steps for window in self._row)
@@ -102,7 +107,8 @@ class LateRanks:
             f"{self._names[rank]} is {1000 * seconds:.{0 if seconds > 0.01 else 1}f} ms late in "
             f"{PHRASES[phase][0]} in {late} of the last {steps} steps; {PHRASES[other][1]} {state}"
         )
-        found = {"text": text, "rank": rank, "phase": Phases.PHASES[phase]}
+        found: dict[str, Any] = {"text": text, "rank": rank, "phase": Phases.PHASES[phase]}
+        found["times"] = round(self.slowest[1], 2) if self.slowest else 1.0
         return found | {"seconds": round(seconds, 6), "late": late, "steps": steps}
 
 
