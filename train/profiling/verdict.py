@@ -21,7 +21,7 @@ SHARE, LEAST = 0.1, 0.001
 """A rank is late in a phase if it takes longer by this share of a step and this many seconds."""
 MANY = 32
 """Ranks above which one of them does not change the median."""
-IN_A_ROW = 3
+IN_A_ROW = 4
 """Windows in a row after which a rank is named, so that a short disturbance does not count."""
 OFTEN = 0.3
 """The share of their steps in which it must be late: on busy CPUs single steps take long."""
