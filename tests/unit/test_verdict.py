@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,10 @@ from rollcall.train.profiling.verdict import OWN, SAMPLES, GrowingMemory, LateRa
 
 NAMES = [f"rank {rank} (node{rank // 2})" for rank in range(4)]
 STEPS = 50
+Told = list[dict[str, Any]]
 
 
-def windows(late: LateRanks, extra: np.ndarray, steps: list[int], noise: float = 0.0) -> list[dict]:
+def windows(late: LateRanks, extra: np.ndarray, steps: list[int], noise: float = 0.0) -> Told:
     """Feed windows of 5 steps in which ranks spend `extra` seconds; others wait for the slowest."""
     random, found, limit = np.random.default_rng(0), [], np.full((4, 6), np.inf)
     for step in steps:
@@ -21,7 +24,7 @@ def windows(late: LateRanks, extra: np.ndarray, steps: list[int], noise: float =
             own[:, 3] = 0
             own[:, 3] = own.sum(1).max() - own.sum(1)
             each.append(own)
-        seen = sum((one > limit).astype(int) for one in each)
+        seen = np.sum([one > limit for one in each], 0)
         window = Window(step, 5, np.mean(each, 0), seen)
         limit = limits(window.phases)
         found += [told for told in [late.add(window)] if told]
