@@ -39,10 +39,11 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(0.5)
             found = Profile.read_all(run.path)
             new = [one for path, one in found.items() if before.get(path) != one]
-            if {one.rank for one in new} >= {*ranks}:
-                for one in sorted(new, key=lambda one: one.rank):
-                    print("\n".join(one.lines(run.path)))
-                return 0
+            for steps in {(one.first, one.last) for one in new}:  # another may have been planned
+                mine = {one.rank: one for one in new if (one.first, one.last) == steps}
+                if mine.keys() >= {*ranks}:
+                    print("\n".join(line for rank in ranks for line in mine[rank].lines(run.path)))
+                    return 0
             _check_running(run)
     finally:
         ProfileRequest.place(run.path).unlink(missing_ok=True)
