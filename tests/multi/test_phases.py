@@ -96,7 +96,14 @@ def samples(_: Data, _world: World) -> Source:
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("tc"), reason="needs root and tc")
 def test_a_slow_link_is_communication_that_nothing_hides(tmp_path: Path) -> None:
     slow = "ip link set lo up && tc qdisc add dev lo root tbf rate 400mbit burst 1mb latency 1s"
-    words = ["digits", "model.hidden_size=20000", "train.steps=12", "device=cpu", "run.name=link"]
+    words = [
+        "digits",
+        "model.name=mlp",
+        "model.hidden_size=20000",
+        "train.steps=12",
+        "device=cpu",
+        "run.name=link",
+    ]
     words += [f"run.root={tmp_path}", "train.evaluate_every=null", "checkpoint.every=null"]
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *TRAIN]
     lines = [
