@@ -40,6 +40,9 @@ LAUNCH = {
     "goodput": Command("rollcall.launch.commands.goodput", "show what became of a run's time"),
     "why": Command("rollcall.launch.commands.why", "explain why a run failed"),
     "stacks": Command("rollcall.launch.commands.stacks", "show the Python stack of every rank"),
+    "profile": Command(
+        "rollcall.launch.commands.profile", "profile a few steps of a live run, without a restart"
+    ),
     "attach": Command("rollcall.launch.commands.attach", "run a command on a node of a live run"),
     "cancel": Command("rollcall.launch.commands.cancel", "save and end a run's jobs"),
     "requeue": Command("rollcall.launch.commands.requeue", "start a run's job again"),

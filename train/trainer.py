@@ -14,6 +14,7 @@ from rollcall.train import changes, garbage
 from rollcall.train.checkpoint.engine import Restored
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.dist.agreement import Action, Agreement, FaultError, Member
+from rollcall.train.dist.clock import clock
 from rollcall.train.dist.run import Run
 from rollcall.train.task import Task
 from rollcall.train.update import Update
@@ -66,7 +67,7 @@ class Trainer:
     def _steps_with_rollbacks(self) -> Action:
         while True:
             try:
-                with garbage.between_steps():
+                with garbage.between_steps(), clock.running(self._run.world.device):
                     return self._steps()
             except FaultError:  # on all ranks
                 on_repeated = self._run.config.faults.on_repeated
@@ -90,6 +91,7 @@ class Trainer:
             action = self._settle()  # the step before, while the GPU computes this gradient
             self.update.apply(batch, self.step)
             self.step += 1
+            clock.step()
             self._send()
             if self.step == first:
                 self._run.record("first_step", step=self.step, steps=self.task.order.steps)
@@ -127,13 +129,15 @@ class Trainer:
     def _evaluate_or_save_if_due(self) -> None:
         if self.task.is_evaluation_due(self.step):
             self._settle(now=True)
-            self._evaluate()
+            with clock.away():
+                self._evaluate()
         # The last step is saved by `finish`, so that the checkpoint has the final evaluation.
         if self.step < self.task.order.steps and self.saver.is_due(self.step):
             self._leave_if_fenced()
             self._settle(now=True)  # save only a state that all ranks know to be good
             if not self._recovery.row:
-                self.saver.begin(self.step, **self.task.facts(self.step))
+                with clock.away():
+                    self.saver.begin(self.step, **self.task.facts(self.step))
 
     def _evaluate(self) -> Action:
         with self.update.evaluated():

@@ -14,7 +14,7 @@ from rollcall.deadline import Deadline
 from rollcall.process import keep_output
 from rollcall.records.files import write_atomic
 from rollcall.run_dir import FencedError, RunDir, State, Verdict, default_name
-from rollcall.train import models, throughput
+from rollcall.train import models
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.data import sets
 from rollcall.train.data.source import Source
@@ -30,13 +30,15 @@ from rollcall.train.exact.strategy import Exact
 from rollcall.train.health import crosscheck, watchdog
 from rollcall.train.health.replicas import Replicas
 from rollcall.train.health.spread import Spread
-from rollcall.train.health.stragglers import Stragglers
 from rollcall.train.loggers import Callbacks
 from rollcall.train.metrics import Metrics
 from rollcall.train.models import huggingface
 from rollcall.train.numerics import losses, optim, precision
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.profiling import flops
+from rollcall.train.profiling.phases import PhaseTimes
+from rollcall.train.profiling.profiler import Profiler
 from rollcall.train.recovery import memory, micro_batch
 from rollcall.train.recovery.micro_batch import Search
 from rollcall.train.task import Task
@@ -73,7 +75,9 @@ def train(recipe: str, config: Config, world: World, signals: StopSignals) -> St
         if run.config.log.fingerprints:
             parts.recorder.begin()
         watch = watchdog.watch(run, parts.strategy.model, lambda: trainer.step)
-        with watch, parts.metrics.shown(trainer.step), closing(parts.callbacks):
+        shown = parts.metrics.shown(trainer.step)
+        with watch, shown, closing(parts.callbacks), closing(parts.profiler):
+            parts.profiler.begin()
             state = trainer.train()
         weights = _conclude_exact(run, parts) if run.config.exact else ""
     except FencedError:  # the files of the run belong to another attempt now
@@ -132,6 +136,7 @@ class _Parts:
     recorder: Recorder
     spread: Spread
     callbacks: Callbacks
+    profiler: Profiler
     started_from: str  # what was read of `model.init`
 
 
@@ -181,14 +186,18 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     optimizer = strategy.optimizer(partial(optim.build, config.optim))
     update = Update(run, task.order, strategy, optimizer, objective)
     saver = Saver(run, update.state, deadline, huggingface.facts(strategy.model))
-    stragglers = Stragglers(run, strategy.model)
+    strategy.watch(waits=world.device.type == "cpu" and not config.train.compile)
+    profiler = Profiler(run, lambda: trainer.step, task.order.steps)
+    phases = PhaseTimes(run, lambda: trainer.step >= task.order.steps, profiler.plan)
     callbacks = Callbacks(run, lambda: strategy.model)
     task.on_logged = callbacks.logged
-    metrics = Metrics(run, task, factors, stragglers.fields, callbacks.logged)
+    metrics = Metrics(run, task, factors, phases.fields, callbacks.logged)
     replicas = Replicas(run, strategy)
-    members: list[Member] = [stop, stragglers, metrics, replicas, callbacks]
+    members: list[Member] = [stop, phases, metrics, replicas, callbacks]
     trainer = Trainer(run, task, update, saver, members)
-    return _Parts(strategy, trainer, stop, metrics, recorder, spread, callbacks, begin.report)
+    return _Parts(
+        strategy, trainer, stop, metrics, recorder, spread, callbacks, profiler, begin.report
+    )
 
 
 def _place_model(
@@ -203,7 +212,7 @@ def _place_model(
     model = begin.model
     crosscheck.check(world, config, model)
     example = spread.example
-    factors = throughput.factors(run, model, example, source)
+    factors = flops.factors(run, model, example, source)
     spread.compute_plain(model, begin.whole)
     strategy.place(model, example, begin.fill)
     # All ranks learn whether it returns weights; a pipeline's would not.

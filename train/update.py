@@ -19,6 +19,7 @@ from rollcall.text import listed
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import Action
+from rollcall.train.dist.clock import OPTIMIZER, OTHER, clock
 from rollcall.train.dist.run import Run
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import Ema, drop_gathered
@@ -113,6 +114,7 @@ class Update:
         """End an update: change the weights if the gradient is finite."""
         if self._loss is None:
             self.gradient(batch, step)
+        clock.enter(OPTIMIZER)
         loss, self._loss = self._loss, None
         assert loss is not None
         scaler = self._objective.scaler
@@ -138,6 +140,7 @@ class Update:
         # `report` may follow the next gradient.
         self._flags = self._exhausted, self._unused, self._uncounted
         self._numbers = loss, norm, count
+        clock.enter(OTHER)
 
     @property
     def must_exchange(self) -> bool:

@@ -22,13 +22,14 @@ from rollcall.records.attempt import (
 )
 from rollcall.records.files import listed, read_every_line, tail
 from rollcall.records.job import Cancellation, JobRecord, Restart, Submission
-from rollcall.records.run import EVENTS, LoggedStep, Verdict, is_event
+from rollcall.records.phases import Phases
+from rollcall.records.run import EVENTS, LoggedStep, Verdict, is_event, noticed
 from rollcall.run_dir import RunDir
 
 LINES = 20
 """How many lines of the end of a log are shown."""
 CHECKED = (
-    *(Submission, AttemptEvent, Restart, Cancellation, LoggedStep),
+    *(Submission, AttemptEvent, Restart, Cancellation, LoggedStep, Phases),
     *(Verdict, JobRecord, NodeState, NodeFailure),
 )
 """Records whose damage is reported, because the explanation may be incomplete without them."""
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"run {run.name}, {condition.state}: cause unknown" + _in_brackets(complaint))
     else:
         print(_block(run, newest, cause))
-    for text in damage(run):
+    for text in [*noticed(run.path), *damage(run)]:
         print(f"  note: {text}")
     return 1 if cause is None else 0
 

@@ -14,7 +14,7 @@ from rollcall.launch.scheduler.slurm import FINAL, JobInfo, SlurmError
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.files import changed
 from rollcall.records.job import BatchRecord, JobRecord
-from rollcall.records.run import LoggedStep, start_and_steps
+from rollcall.records.run import LoggedStep, noticed, start_and_steps
 from rollcall.run_dir import RunDir
 
 LIVE = ("pending", "running")
@@ -84,10 +84,16 @@ def look(found: Sequence[RunDir]) -> tuple[list[Condition], str]:
     if unclear:
         known |= slurm.accounting(unclear)
     answers = [
-        _unless_ended(run, _with_slurm(condition, some, known, complaint))
+        _with_noticed(run, _unless_ended(run, _with_slurm(condition, some, known, complaint)))
         for run, condition, some in zip(found, conditions, jobs, strict=True)
     ]
     return answers, complaint
+
+
+def _with_noticed(run: RunDir, condition: Condition) -> Condition:
+    """Add to a running run's note what it noticed last, such as a straggler."""
+    found = noticed(run.path)[-1:] if condition.state == "running" else []
+    return replace(condition, note="; ".join(filter(None, [*found, condition.note])))
 
 
 def live_job(run: RunDir) -> tuple[SubmittedJob, tuple[str, ...]]:

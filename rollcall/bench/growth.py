@@ -32,13 +32,14 @@ from rollcall.run_dir import RunDir
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.world import Place, World
 from rollcall.train.health.replicas import BIT, Replicas
-from rollcall.train.health.stragglers import WINDOW, Stragglers
 from rollcall.train.numerics import losses
 from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.profiling.phases import COLUMNS, PhaseTimes
 
 SIZES = (10, 100, 1000)
 RANKS, LINES, FILES = 4, 20, 20
 """Ranks per node; lines per log, each with a different time; files of the checkout per N."""
+EXCHANGES = 20
 STEP_RANKS = (16, 128, 1024, 16384)
 SLURM = {
     "sbatch": """cat >/dev/null
@@ -183,20 +184,23 @@ def _exchange(ranks: int, _: int) -> turns.Figures:
         place = Place("growth", world_size=ranks, local_world_size=8)
         run = Run(config, World(place, torch.device("cpu")), RunDir("runs", "growth"))
         strategy = Strategy(config, run.world, losses.Objective(losses.of(config)))
-        stragglers = Stragglers(run, torch.nn.Linear(1, 1))
-        members = stragglers, Replicas(run, strategy)
+        phases = PhaseTimes(run, lambda: False, lambda *_: None)
+        members = phases, Replicas(run, strategy)
         agreed = {
             "skipped": 0.0,
-            "compute_seconds": [1 + rank / ranks / 4 for rank in range(ranks)],
+            "seconds": 0.01,
+            "steps": 1,
+            "phase_steps": [1.0],
+            "phases": [1 + at / ranks / 4 for at in range(ranks * COLUMNS)],
             "fingerprints": [float(BIT + rank % 8) for rank in range(ranks)],
         }
-        for step in range(2 * WINDOW):
-            if step == WINDOW:
+        for step in range(2 * EXCHANGES):
+            if step == EXCHANGES:
                 clock, cpu = time.perf_counter(), time.process_time()
             for member in members:
                 member.settle(step, agreed)
-        stragglers.fields()  # a line of metrics.jsonl
+        phases.fields()  # a line of metrics.jsonl
         taken = time.process_time() - cpu, time.perf_counter() - clock
-        return {"CPU": taken[0] / WINDOW, "clock": taken[1] / WINDOW}
+        return {"CPU": taken[0] / EXCHANGES, "clock": taken[1] / EXCHANGES}
     finally:
         dist.destroy_process_group()

@@ -65,7 +65,8 @@ PIECES = {
     "parallel.strategy": ("Strategy.forward_backward", "Strategy.clip"),
     "dist.agreement": ("Agreement.send", "Agreement.settle"),
     "health.replicas": ("Replicas.report", "Replicas.settle"),
-    "health.stragglers": ("Stragglers.report", "Stragglers.settle"),
+    "profiling.phases": ("PhaseTimes.report", "PhaseTimes.settle"),
+    "dist.clock": ("Clock.enter", "Clock.step"),
     "metrics": ("Metrics.settle",),
     "trainer": ("Trainer._evaluate_or_save_if_due",),
 }
@@ -176,6 +177,17 @@ def rollcall() -> None:
     code = main([*words, f"run.root={settings.folder / 'runs'}"])
     if code:
         raise SystemExit(code)
+
+
+def rollcall_without_phases() -> None:
+    """Train with rollcall, but do not measure where the time goes."""
+    from rollcall.train.dist.clock import Clock
+    from rollcall.train.profiling import phases
+
+    phases.WINDOW = float("inf")
+    for name, value in {"enter": lambda _, phase: phase, "step": lambda _: None}.items():
+        setattr(Clock, name, value)
+    rollcall()
 
 
 def bare() -> None:
@@ -328,6 +340,7 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "bare": (bare, "torch"),
     "bare + all-reduce": (bare_with_all_reduce, "torch"),
     "rollcall": (rollcall, "torch"),
+    "rollcall, no phases": (rollcall_without_phases, "torch"),
     "Fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),

@@ -5,6 +5,7 @@ The model, the data and the world size are checked where these are known.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from rollcall.config.keys import on_resume
@@ -12,7 +13,7 @@ from rollcall.config.mesh import PRESETS, parse
 from rollcall.config.schema import ConfigError, OnResume
 
 if TYPE_CHECKING:
-    from rollcall.config.schema import Config, Parallel, Section
+    from rollcall.config.schema import Config, Parallel, Profile, Section
 
 DDP_KEYS = ("bucket_mb", "static_graph", "compression")
 V_SHAPED = ("zbv", "dualpipev")
@@ -34,6 +35,24 @@ def check(config: Config) -> None:
     _check_optim(config)
     _check_train(config)
     _check_model(config)
+    _check_profile(config.profile)
+
+
+def _check_profile(profile: Profile) -> None:
+    span = re.fullmatch(r"([1-9]\d*):(\d+)", profile.steps or "1:2")
+    if not span or int(span[2]) <= int(span[1]):
+        raise ValueError(
+            f"profile.steps={profile.steps}: expected FIRST:END with END after FIRST, counted from "
+            "1, such as 10:13 for the steps 10 to 12"
+        )
+    if not re.fullmatch(r"all|\d+(,\d+)*", profile.ranks):
+        raise ValueError(f"profile.ranks={profile.ranks}: expected all, or ranks such as 0,5")
+    for key in ("ranks", "tool"):
+        if profile.steps is None and _is_set(profile, key):
+            raise ValueError(
+                f"profile.{key} needs profile.steps, such as profile.steps=10:13; a live run "
+                "is profiled by rollcall profile RUN"
+            )
 
 
 def _is_set(section: Section, key: str) -> bool:

@@ -547,8 +547,34 @@ class Log(Section):
         f"Loggers, comma-separated: {', '.join(LOGGERS)}, or your own as "
         "package.module:attribute. Arguments are log.to.NAME.args. Each receives `run`.",
     )
+    chips: str | None = _key(
+        None,
+        "YAML file with the peak operations per second of your chips, for `mfu`; it adds to "
+        "rollcall/config/chips.yaml (docs/profiling.md).",
+        min_length=1,
+    )
     fingerprints: bool = _key(
         False, "Write a hash of every tensor of every step to fingerprints.jsonl; needs exact=true."
+    )
+
+
+class Profile(Section):
+    """A profile of a few steps; `rollcall profile RUN` asks a live run for one."""
+
+    ON_RESUME = OnResume.IGNORE
+
+    steps: str | None = _key(
+        None,
+        "Steps to profile, FIRST:END as in Python: 10:13 profiles the steps 10, 11 and 12. The "
+        "trace and tables lie in RUN/profile (docs/profiling.md).",
+    )
+    ranks: Annotated[str, BeforeValidator(lambda ranks: f"{ranks}")] = _key(
+        "0", "Comma-separated ranks that are profiled, or all."
+    )
+    tool: Literal["torch", "nsight"] = _key(
+        "torch",
+        "torch writes a trace and tables; nsight only marks the phases and the steps, for a run "
+        "under Nsight Systems on GPUs.",
     )
 
 
@@ -582,6 +608,7 @@ class Config(Section):
     faults: Faults = Faults()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+    profile: Profile = Profile()
 
     def to_yaml(self) -> str:
         """Return the complete configuration as YAML, in the order of the schema."""

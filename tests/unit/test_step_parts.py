@@ -13,13 +13,15 @@ import torch
 import user_code
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 from user_tasks import Returned
 
 from rollcall.config import ConfigError, parse
 from rollcall.config.schema import Data, Model
 from rollcall.run_dir import RunDir
-from rollcall.train import garbage, models, throughput
+from rollcall.train import garbage, models
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.run import Run
@@ -33,6 +35,7 @@ from rollcall.train.numerics.precision import Scaler, prepare
 from rollcall.train.parallel import schedules
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.profiling import flops
 from rollcall.train.update import Update
 
 
@@ -270,8 +273,46 @@ def test_operations_of_a_transformer_are_counted() -> None:
     batch = Batch(torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows), torch.ones(rows))
     per_token = 2 * (4 + 8) * width * width + width * 10  # multiplications of the layers, the head
     attention = 2 * 2 * length * width  # of the scores and of the values, in both blocks
-    expected = 6 * rows * length * (per_token + attention)
-    assert throughput.operations_of(model, batch) == expected
+    expected = 2 * rows * length * (per_token + attention)
+    plain = flops.operations_of(model, batch)
+    assert plain == (expected, 2 * expected, 0)
+    counted = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counted:
+        model(batch.inputs).sum().backward()
+    assert counted.get_total_flops() == plain.model
+    activations.recompute(model, "blocks")
+    # The last product of a block is not repeated: the backward pass does not need its result.
+    again = 2 * rows * length * (2 * (4 + 4) * width * width + attention)
+    assert flops.operations_of(model, batch) == (expected, 2 * expected, again)
+
+
+def test_operations_of_a_perceptron_are_counted() -> None:
+    """Its first layer needs no gradient of its inputs."""
+    model = models.build(Model(name="mlp", hidden_size=32, num_layers=2), source(1, 8, 8))
+    batch = Batch(torch.zeros(5, 1, 8, 8), torch.zeros(5), torch.ones(5))
+    sizes = [layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear)]
+    forward = 2 * 5 * sum(sizes)
+    assert flops.operations_of(model, batch) == (forward, 2 * forward - 2 * 5 * sizes[0], 0)
+    counted = FlopCounterMode(display=False)
+    with counted:
+        model(batch.inputs).sum().backward()
+    assert counted.get_total_flops() == 3 * forward - 2 * 5 * sizes[0]
+
+
+def test_the_peak_of_a_chip(tmp_path: Path) -> None:
+    assert flops.peak_of("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert flops.peak_of("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert flops.peak_of("NVIDIA GB200", "bf16") == 2500e12
+    assert flops.peak_of("NVIDIA L40", "fp32") is None  # not an L4
+    assert flops.peak_of("Tesla V100-SXM2-16GB", "bf16") is None
+    own = tmp_path / "chips.yaml"
+    own.write_text("EPYC 9654: {fp32: 5.4e12}\nH100: {bf16: 1e15}\n")
+    assert flops.peak_of("AMD EPYC 9654 96-Core Processor", "fp32", str(own)) == 5.4e12
+    assert flops.peak_of("NVIDIA H100 80GB HBM3", "bf16", str(own)) == 1e15
+    for text in ("just words", "H100: fast", "H100: {bf16: much}", "{"):
+        own.write_text(text)
+        with pytest.raises(ConfigError, match="expected a YAML file of chips"):
+            flops.peak_of("any", "fp32", str(own))
 
 
 def test_targets_that_do_not_count(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rollcall.train.data.reader import Reader, ReadResult, Selection
 from rollcall.train.data.source import Batch
 from rollcall.train.data.stream import Place, Stream
 from rollcall.train.data.workers import WorkerError, in_order
+from rollcall.train.dist.clock import DATA, OTHER, clock
 from rollcall.train.dist.world import World
 
 PLACES = 8
@@ -144,8 +145,10 @@ class Loading:
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             started = time.perf_counter()
+            clock.enter(DATA)
             with doing("reading data"):
                 batch = next(batches, None)
+            clock.enter(OTHER)
             self._waited += time.perf_counter() - started
             if batch is None:
                 return

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rollcall.activity import doing
+from rollcall.train.dist.clock import COMMUNICATION, clock
 
 
 class Action(enum.IntEnum):
@@ -47,6 +48,8 @@ class Member(Protocol):
 
     def report(self) -> Mapping[str, float | torch.Tensor]:
         """Return this rank's numbers for the newest step, with the same names each time.
+
+        A vector may have another size than before, also none, if all ranks know it.
 
         The numbers are summed over the ranks as fp64, so whole numbers stay exact. If all ranks
         know the same number, each reports its share: the number divided by the world size. For one
@@ -168,10 +171,11 @@ class Agreement:
         names = [name for name, _ in layout]
         if len(set(names)) < len(names):
             raise ValueError(f"two members of the step report the same name: {sorted(names)}")
-        if self._layout:
+        before, now = ([(name, size is None) for name, size in one] for one in (self._layout, layout))
+        if before and before != now:
             raise ValueError(
                 f"the members of the step reported {self._layout} before and {layout} now; "
-                "report the same names and sizes in every step"
+                "report the same names in every step"
             )
         self._layout = layout
 
@@ -225,9 +229,11 @@ class _Sums:
 
     @doing("waiting for the other ranks")
     def read(self) -> list[float]:
+        before = clock.enter(COMMUNICATION)
         if self._copied is None:
             if self._work:
                 self._work.wait()
             self._copied = Copied(self._vector)
         sums: list[float] = self._copied.read()
+        clock.enter(before)
         return sums

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rollcall.config import Config, ConfigError
 from rollcall.text import size
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.clock import OTHER, clock
 from rollcall.train.dist.world import World
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
@@ -110,6 +111,7 @@ class Exact(Strategy):
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             tree.add(_flatten([loss.detach(), *_take_gradients(parameters)]))
+        clock.enter(OTHER)
         total, *gradients = _unflatten(
             self._exchange(tree.sum()), [losses[0], *(weight.data for weight in parameters)]
         )

@@ -1,1 +1,1 @@
-"""Is a rank well? Hangs, stragglers, replicas that differ."""
+"""Is a rank well? Hangs, replicas that differ."""

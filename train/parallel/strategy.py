@@ -16,6 +16,7 @@ from rollcall.config.mesh import NODE, parse
 from rollcall.text import size
 from rollcall.train.data.calling import in_fp32, one_input, outputs_of
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 from rollcall.train.dist.world import World
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.losses import Objective, Sums
@@ -83,7 +84,10 @@ class Strategy:
         self._offloads = config.parallel.cpu_offload
         self._loss = loss
         self._model: nn.Module  # under the names of the plain model
-        self._callables: list[nn.Module]  # what the parts made of it, or of each stage
+        self._passed: list[nn.Module]  # the model, or the stages of this rank
+        self._callables: list[nn.Module]  # what the parts made of them
+        # What happens in a wrapped model before its forward pass begins.
+        self._before = COMMUNICATION if world.world_size > 1 else FORWARD
 
     @property
     def shares(self) -> tuple[range, int]:
@@ -114,6 +118,7 @@ class Strategy:
             self._check_pipeline(example)
         if self._pipeline:
             modules = self._pipeline.cut(model, example.inputs[:1])
+        self._passed = modules
         is_empty = any(weight.is_meta for weight in model.parameters())
         places = any(part.places for part in self._parts)
         shards = any(part.shards for part in self._parts)
@@ -156,6 +161,10 @@ class Strategy:
                 "data.pad=true makes batches of unequal length, which a pipeline cannot run: set "
                 "data.pad to the length of the longest row"
             )
+
+    def watch(self, waits: bool) -> None:
+        """Let the clock of phases know when passes begin; see `rollcall.train.dist.clock`."""
+        watch(self._passed, self._pipeline is not None, waits)
 
     def warm_up(self, example: Batch) -> None:
         """Run the backward passes that parts need, so that the first step is like any other."""
@@ -296,6 +305,7 @@ class Strategy:
         Raises:
             UnusedWeights: the gradient is NaN on every rank, and `allow_unused` is needed.
         """
+        clock.enter(self._before)
         scale = self._averaged / count
         micro_batches = [self._share(batch) for batch in micro_batches]
         if self._pipeline:
@@ -315,6 +325,7 @@ class Strategy:
             total = totals[0] if last == 0 else torch.stack(totals).sum()
         for part in self._parts:
             part.finish(self._model)
+        clock.enter(OTHER)
         return total if self._counts_loss else torch.zeros_like(total)
 
     @property
@@ -343,10 +354,15 @@ class Strategy:
     def _loss_of(self, model: nn.Module, batch: Batch, guard: bool = True) -> torch.Tensor:
         """Return the sum of the losses of a batch."""
         with autocast(self._precision, self.world.device):
-            if self._loss.loss.takes_model:
-                return self._loss.of_model(model, batch, guard)
-            outputs = outputs_of(model, batch)
-        return self._sum_of_losses(outputs, batch, guard)
+            takes_model = self._loss.loss.takes_model
+            found = (
+                self._loss.of_model(model, batch, guard)
+                if takes_model
+                else outputs_of(model, batch)
+            )
+        loss: torch.Tensor = found if takes_model else self._sum_of_losses(found, batch, guard)
+        clock.enter(BACKWARD)
+        return loss
 
     def _sum_of_losses(self, outputs: Any, batch: Batch, guard: bool = True) -> torch.Tensor:
         return self._loss(in_fp32(outputs), batch.targets, batch.weights, guard)

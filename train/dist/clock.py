@@ -1,0 +1,228 @@
+"""Measure the phases of every step on this rank, without waiting for a GPU.
+
+A step is always in one phase, so the phases add up to its wall clock. On CPUs the clock is the
+host's. On GPUs it is an event on the stream at each change of phase: the time of a phase is how
+long it kept the GPU, computing or idle, and what the computation hides is not counted.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
+
+DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER = range(6)
+"""Places of the phases in lists, as in `rollcall.records.phases.Phases.PHASES`."""
+NEVER = [float("inf")] * 6
+
+
+class Clock:
+    """The phases of this process; `clock` is the only one."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[int], None] | None = None  # called with each phase
+        self.on_step: Callable[[], None] | None = None  # called between two steps
+        self._total, self._late, self._steps = [0.0] * 6, [0] * 6, 0
+        self._taken = 0, [0.0] * 6  # steps and seconds at the newest `take`
+        self.start(torch.device("cpu"))
+        self._is_away = True
+
+    def start(self, device: torch.device) -> None:
+        """Begin a step, and forget the one that was not ended."""
+        self._device = device
+        self._pool: list[Any] | None = [] if device.type == "cuda" else None  # unused events
+        self._marks: deque[tuple[int, Any]] = deque()  # phases that began, with their events
+        self._ends: deque[Any] = deque()  # events that end a step
+        self._thread = threading.get_ident()
+        self._is_away = False
+        self._phase, self._since = OTHER, time.perf_counter()
+        self._spent = [0.0] * 7  # seconds of the current step; the last one is not part of it
+        self.limits = NEVER  # seconds of each phase above which a step counts as late
+        if self._pool is not None:
+            self._mark(OTHER)
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Measure the steps in the context."""
+        self.start(device)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def enter(self, phase: int) -> int:
+        """Begin a phase and end the one before, which is returned."""
+        before = self._phase
+        if self._is_away or phase == before:
+            return before
+        self._phase = phase
+        if self.listener:
+            self.listener(phase)
+        if self._pool is not None:
+            self._mark(phase)
+            return before
+        now = time.perf_counter()
+        self._spent[before] += now - self._since
+        self._since = now
+        return before
+
+    def step(self) -> None:
+        """End a step; the next one begins at once."""
+        self.enter(OTHER)
+        if self._pool is None:
+            now = time.perf_counter()
+            self._spent[OTHER] += now - self._since
+            self._since = now
+            self._fold()
+        else:
+            self._mark(OTHER)
+            self._ends.append(self._marks[-1][1])
+            self._drain(self._pool)
+        if self.on_step:
+            with self.away():
+                self.on_step()
+
+    def totals(self) -> tuple[int, list[float]]:
+        """Return all steps that ended, and the seconds of their phases."""
+        if self._pool is not None:
+            self._drain(self._pool)
+        return self._steps, self._total[:]
+
+    def _drain(self, pool: list[Any]) -> None:
+        """Count the phases whose events have taken place."""
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            phase, begun = self._marks.popleft()
+            ended = self._marks[0][1]
+            self._spent[phase] += begun.elapsed_time(ended) / 1000
+            pool.append(begun)
+            if self._ends and self._ends[0] is ended:
+                self._ends.popleft()
+                self._fold()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Leave out what happens in the context: an evaluation or a save is not part of a step."""
+        phase = self.enter(OTHER)
+        self.stop()
+        try:
+            yield
+        finally:
+            self._is_away, self._phase, self._since = False, OTHER, time.perf_counter()
+            if self._pool is not None:
+                self._mark(OTHER)
+            self.enter(phase)
+
+    def stop(self) -> None:
+        """Leave out all time from now on, until `start`."""
+        self.enter(OTHER)
+        if self._pool is not None and not self._is_away:
+            self._mark(6)
+        self._is_away = True
+
+    def take(self) -> tuple[int, list[float], list[int]]:
+        """Return what ended since the last call: steps, seconds by phase, late steps by phase."""
+        (steps, total), (before, since) = self.totals(), self._taken
+        late, self._late, self._taken = self._late, [0] * 6, (steps, total)
+        return steps - before, [now - then for now, then in zip(total, since, strict=True)], late
+
+    def waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, whose time in the thread of the steps is communication."""
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._is_away or threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            before = self.enter(COMMUNICATION)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.enter(before)
+
+        return timed
+
+    def _mark(self, phase: int) -> None:
+        assert self._pool is not None
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((phase, event))
+
+    def _fold(self) -> None:
+        spent, total, limits = self._spent, self._total, self.limits
+        for phase in range(6):
+            seconds = spent[phase]
+            total[phase] += seconds
+            if seconds > limits[phase]:
+                self._late[phase] += 1
+        self._steps += 1
+        self._spent = [0.0] * 7
+
+
+clock = Clock()
+
+
+def watch(modules: Sequence[nn.Module], is_pipeline: bool, waits: bool) -> None:
+    """Let the passes of the model, or of the stages of a pipeline, enter their phases.
+
+    The forward pass begins in the module itself, after what wraps it has talked to other ranks. The
+    first backward pass shows which gradient comes last; what follows it waits for other ranks.
+
+    Args:
+        modules: the model or the stages.
+        is_pipeline: whether a schedule calls their passes in turns.
+        waits: whether the thread itself waits in collectives, as on CPUs; on GPUs the stream does.
+    """
+    for module in modules:
+        module.register_forward_pre_hook(_forward)
+        if is_pipeline:
+            module.register_forward_hook(_backward)
+    if dist.get_world_size() > 1 and not is_pipeline:
+        _LastGradient(modules[0])
+    if waits and not hasattr(dist.Work.wait, "__wrapped__"):
+        dist.Work.wait = clock.waiting(dist.Work.wait)  # type: ignore[method-assign]
+        functional_collectives.wait_tensor = clock.waiting(functional_collectives.wait_tensor)
+
+
+def _forward(*_: Any) -> None:
+    if torch.is_grad_enabled():
+        clock.enter(FORWARD)
+
+
+def _backward(*_: Any) -> None:
+    if torch.is_grad_enabled():
+        clock.enter(BACKWARD)
+
+
+class _LastGradient:
+    """Enters the communication of a step after the last gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._last: torch.Tensor | None = None
+        self._is_known = False
+        self._hooks = [
+            (weight, weight.register_post_accumulate_grad_hook(self._see))  # type: ignore[no-untyped-call]
+            for weight in model.parameters()
+            if weight.requires_grad
+        ]
+        self._begun = model.register_forward_pre_hook(self._begin)
+
+    def _begin(self, *_: Any) -> None:
+        if self._last is None:
+            return
+        for weight, hook in self._hooks:
+            if weight is not self._last:
+                hook.remove()
+        self._is_known = True
+        self._begun.remove()
+
+    def _see(self, weight: torch.Tensor) -> None:
+        if self._is_known:
+            clock.enter(COMMUNICATION)
+        else:
+            self._last = weight

@@ -1,0 +1,1 @@
+"""Where does the time go? Phases of a step by rank, late ranks, growing memory, FLOPs, traces."""

@@ -1,0 +1,174 @@
+"""Count the floating-point operations of a step, and compare them with what the chip can do."""
+
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from rollcall import config as schema
+from rollcall.config import ConfigError
+from rollcall.train.data.calling import arguments_of
+from rollcall.train.data.source import Batch, Source
+from rollcall.train.dist.run import Run
+
+META = torch.device("meta")
+CHIPS = Path(schema.__file__).with_name("chips.yaml")
+
+
+class Operations(NamedTuple):
+    """Floating-point operations; a multiplication and an addition are two."""
+
+    forward: int
+    backward: int
+    recomputed: int  # of the forward pass again, by activation checkpointing
+
+    @property
+    def model(self) -> int:
+        """Operations that the model needs, which define MFU, whatever is recomputed."""
+        return self.forward + self.backward
+
+
+def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[str, float]:
+    """Return by what to multiply samples per second for further figures of metrics.jsonl.
+
+    `tokens_per_second` for sequences; `flops_per_second`, the model's own operations on all ranks;
+    `recomputed_flops_per_second`, if there are any. If the peak of the chip is known, `mfu`: the
+    share of it that the model's own operations take, without recomputed ones; see Chowdhery et al.,
+    PaLM, appendix B, https://arxiv.org/abs/2204.02311. The model must not be spread yet.
+
+    Raises:
+        ConfigError: `log.chips` cannot be read.
+    """
+    config, world = run.config, run.world
+    found = {}
+    is_tensor = isinstance(example.inputs, torch.Tensor)
+    if is_tensor and len(source.shape) == 1 and not example.inputs.is_floating_point():
+        found["tokens_per_second"] = float(source.shape[0])
+    peak = peak_of(chip_name(world.device), config.precision, config.log.chips)
+    operations = operations_of(model, example)
+    if operations is None or not operations.model:
+        return found
+    samples = len(example.weights)
+    found["flops_per_second"] = operations.model / samples
+    if operations.recomputed:
+        found["recomputed_flops_per_second"] = operations.recomputed / samples
+    if peak:
+        found["mfu"] = operations.model / samples / peak / world.world_size
+    return found
+
+
+def operations_of(model: nn.Module, example: Batch) -> Operations | None:
+    """Return the operations of a forward and a backward pass over these samples.
+
+    They are counted on tensors without values, so nothing is computed. Attention is counted as the
+    plain formula. None if the model's code depends on values.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {
+        f"_model.{name}": tensor.detach().to(META).requires_grad_(tensor.requires_grad)
+        for name, tensor in tensors.items()
+    }
+    try:
+        with counting() as counts:
+            torch.func.functional_call(
+                _Passes(model, counts), shapes, *arguments_of(example.to(META))
+            )
+    except Exception:  # the model's code may raise anything
+        return None
+    return counts.found()
+
+
+@contextmanager
+def counting() -> "Iterator[_Split]":
+    """Count operations in the context; set `is_backward` between the two passes."""
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter, _Split(counter) as split:
+        yield split
+
+
+class _Passes(nn.Module):
+    """A forward and a backward pass in one call, in which weights may be replaced."""
+
+    def __init__(self, model: nn.Module, counts: "_Split") -> None:
+        super().__init__()
+        self._model, self._counts = model, [counts]
+
+    def forward(self, *places: Any, **names: Any) -> None:
+        found = self._model(*places, **names)
+        outputs = [
+            one
+            for one in tree_leaves(getattr(found, "logits", found))
+            if isinstance(one, torch.Tensor) and one.requires_grad
+        ]
+        self._counts[0].is_backward = True
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+
+
+class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells apart what torch's counter counts in each pass.
+
+    A backward pass runs without gradients, except for a forward pass that it recomputes.
+    """
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counter = counter
+        self._counts = [0, 0, 0]
+        self.is_backward = False
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._counter.get_total_flops()
+        result = func(*args, **(kwargs or {}))
+        place = 0 if not self.is_backward else 2 if torch.is_grad_enabled() else 1
+        self._counts[place] += self._counter.get_total_flops() - before
+        return result
+
+    def found(self) -> Operations:
+        return Operations(*self._counts)
+
+
+def chip_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
+    """Return the dense operations per second of a chip in a number format; None if unknown.
+
+    The longest name of chips.yaml, or of the file `more`, that the chip's name contains counts.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another form.
+    """
+    table = {**_read(CHIPS), **(_read(Path(more)) if more else {})}
+    fitting = [name for name in table if re.search(rf"(?i)\b{re.escape(name)}\b", chip)]
+    return table[max(fitting, key=len)].get(precision) if fitting else None
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    try:
+        found = yaml.safe_load(path.read_text())
+        return {
+            str(name): {key: float(value) for key, value in peaks.items() if key != "source"}
+            for name, peaks in found.items()
+        }
+    except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"log.chips={path}: expected a YAML file of chips such as 'H100: {{bf16: 989e12}}', "
+            f"with operations per second by precision: {error}"
+        ) from None
