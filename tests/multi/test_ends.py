@@ -61,8 +61,9 @@ def test_a_stop_does_not_wait_for_the_whole_validation(tmp_path: Path) -> None:
     data = ["data.name=synthetic_images", "data.image_size=8", "data.num_samples=16000"]
     own = ["model.name=user_code:gated", "device=cpu", "train.steps=3", "log.every=1"]
     words = [*data, *own, "data.global_batch=8", "run.name=it", f"run.root={tmp_path}"]
-    # After two passes without an update and three steps; the validation has four.
-    ranks = Ranks(2, words, tmp_path / "logs", {"GATE": f"6:300:{gate}"})
+    # After the pass that counts operations, two without an update and three steps; the validation
+    # has four.
+    ranks = Ranks(2, words, tmp_path / "logs", {"GATE": f"7:300:{gate}"})
     try:
         until(lambda: len(logged_steps(run)) == 3)
         ranks.processes[1].terminate()

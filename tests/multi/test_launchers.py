@@ -51,6 +51,7 @@ def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
         "events.jsonl",
         "logs",
         "metrics.jsonl",
+        "phases.jsonl",
         "verdict.json",
     ]
 

@@ -70,9 +70,11 @@ def plant(lab: Lab, place: Path) -> subprocess.Popen[bytes]:
     lab.output(BAD, "bash", "-ec", "\n".join(lines))
     for host in ("n1", "n2", "n4"):
         lab.output(host, "mkdir", "-p", f"{MINE}/full")
-    # Not nice: on a busy machine, it would otherwise get too little of a CPU to be noticed.
-    loop = lab.argv(BAD, "nice", "-n", "-15", "bash", "-c", "while :; do :; done")
-    return subprocess.Popen(loop, cwd="/")
+    # Not nice: on a busy machine, it would otherwise get too little of a CPU to be noticed. Where
+    # the kernel groups processes by session, the priority of the group counts.
+    first = "echo -20 >/proc/$$/autogroup 2>/dev/null"
+    loop = lab.argv(BAD, "nice", "-n", "-15", "bash", "-c", f"{first}; while :; do :; done")
+    return subprocess.Popen(loop, cwd="/", start_new_session=True)
 
 
 def diagnose(lab: Lab, place: Path) -> tuple[int, dict[str, Any]]:
