@@ -15,6 +15,7 @@ from rollcall.launch.commands import nodes as nodes_command
 from rollcall.launch.doctor import check, checkup, command, cpu, fabric, gpu, limits, links, report
 from rollcall.launch.doctor.check import Found, Node
 from rollcall.launch.doctor.checkup import bad_nodes, checks, compare, examine
+from rollcall.records import nodes as nodes_record
 from rollcall.records.nodes import KEPT, NodeReport
 from rollcall.refusal import RefusedError
 
@@ -310,6 +311,9 @@ def test_reports_about_nodes_expire_and_can_be_forgotten(
     assert nodes_command.main([]) == 0
     shown = capsys.readouterr().out
     assert "n2" in shown and "mtu: 1400" in shown and "n1" not in shown
-    with pytest.raises(RefusedError, match="n7: no report names this node; known are n2"):
+    monkeypatch.setattr(nodes_record, "MOST", 100)
+    NodeReport(time.time(), "c", "n3", "ECC").keep()
+    assert len(file.read_bytes().splitlines()) == 2, "what no longer counts is removed"
+    with pytest.raises(RefusedError, match="n7: no report names this node; known are n2, n3"):
         nodes_command.main(["--forget", "n7"])
     assert nodes_command.main(["--forget"]) == 0 and NodeReport.current() == []
