@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import psutil
 
-from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
+from rollcall.launch.doctor.check import Found, Node, Skip, State, judge, ok, warn
 from rollcall.launch.doctor.links import interface
 from rollcall.text import listed
 
@@ -85,7 +85,7 @@ def nccl_interface(node: Node) -> Found:
         names = given.lstrip("=^").split(",")
         there = [*psutil.net_if_addrs()]
         absent = [name for name in names if not any(it.startswith(name) for it in there)]
-        missing = absent and not given.startswith("^")
+        missing = absent == names and not given.startswith("^")  # one of them is enough
         text = f"{given}, because NCCL_SOCKET_IFNAME says so"
         return judge(
             missing and f"{listed(absent)} does not exist; it has {listed(there)}", text, given
@@ -101,7 +101,9 @@ def nccl_hca(node: Node) -> Found:
         names = given.lstrip("=").split(",")
         absent = [name for name in names if not any(it.name.startswith(name) for it in ports)]
         text = f"{given}, because NCCL_IB_HCA says so"
-        return judge(absent and f"{listed(absent)} of NCCL_IB_HCA is not active", text, given)
+        state: State = "bad" if absent == names else "warning"
+        problem = absent and f"{listed(absent)} of NCCL_IB_HCA is not active"
+        return judge(problem, text, given, state)
     if node.env.get("NCCL_IB_DISABLE") == "1":
         return Found("warning", f"none of {len(ports)}, because NCCL_IB_DISABLE is 1", "none")
     names = [port.name for port in ports]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -36,11 +37,14 @@ GPU = """<gpu id="00000000:{bus}:00.0"><product_name>NVIDIA H100 80GB HBM3</prod
 <gpu_power_readings><current_power_limit>{watts} W</current_power_limit>
 <default_power_limit>700.00 W</default_power_limit></gpu_power_readings>
 <applications_clocks><graphics_clock>{clock} MHz</graphics_clock></applications_clocks>
-<max_clocks><sm_clock>1980 MHz</sm_clock></max_clocks>
+<default_applications_clocks><graphics_clock>1755 MHz</graphics_clock></default_applications_clocks>
+<max_clocks><sm_clock>1980 MHz</sm_clock></max_clocks>{processes}
 <fb_memory_usage><total>81559 MiB</total><used>{used} MiB</used></fb_memory_usage></gpu>"""
 FINE = {"persistence": "Enabled", "mig": "Disabled", "compute": "Default", "fabric": "Completed"}
 FINE |= {"width": "16x", "hot": "Not Active", "ecc": "Enabled", "errors": "0", "remap": "No"}
-FINE |= {"degrees": "41", "watts": "700.00", "clock": "1980", "used": "4", "driver": "570.86.15"}
+FINE |= {"degrees": "41", "watts": "700.00", "clock": "1755", "used": "4", "driver": "570.86.15"}
+FINE |= {"processes": ""}
+USER = "<processes><process_info><pid>7</pid><type>{}</type></process_info></processes>"
 NVLINK = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: {}\n"
 P2P = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n  X    = Self\n"
 DCGMI = """+---------------------------+------------------------------------------------+
@@ -125,19 +129,22 @@ def test_every_line_of_the_table_has_a_function_and_every_function_a_line() -> N
 PLANTED = [
     ("persistence", {"persistence": "Disabled"}, "warning", "GPU 1: Disabled"),
     ("fabric-manager", {"fabric": "In Progress"}, "bad", "GPU 1: In Progress"),
-    ("pcie", {"width": "8x"}, "bad", "GPU 1: 8x of 16x"),
+    ("pcie", {"width": "8x"}, "warning", "GPU 1: 8x of 16x"),
     ("throttling", {"hot": "Active"}, "bad", "hw_thermal_slowdown"),
     ("ecc", {"ecc": "Disabled"}, "warning", "GPU 1: Disabled"),
     ("ecc-errors", {"errors": "3"}, "bad", "GPU 1: 3 uncorrectable"),
     ("remapped-rows", {"remap": "Yes"}, "bad", "remapped_row_pending"),
     ("power-limit", {"watts": "500.00"}, "warning", "GPU 1: 500.00 W of 700.00 W"),
-    ("gpu-clocks", {"clock": "900"}, "warning", "GPU 1: 900 MHz of 1980 MHz"),
+    ("gpu-clocks", {"clock": "900"}, "warning", "GPU 1: 900 MHz of 1755 MHz"),
     ("gpu-memory", {"used": "40000"}, "bad", "GPU 1: 40000 MiB by nobody"),
+    ("gpu-memory", {"processes": USER.format("C")}, "bad", "GPU 1: 4 MiB by 7"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "state", "text"), PLANTED, ids=[it[0] for it in PLANTED]
+    ("name", "changes", "state", "text"),
+    PLANTED,
+    ids=[f"{name}-{text}" for name, _, _, text in PLANTED],
 )
 def test_a_bad_gpu_is_named(
     name: str, changes: dict[str, str], state: str, text: str, tools: Path, tmp_path: Path
@@ -158,7 +165,7 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     lost = found("gpu-count", node(tmp_path, {"SLURM_GPUS_ON_NODE": "8"}))
     assert (lost.state, lost.text) == ("bad", "2, though the job has 8")
     for name, recorded, good, bad, state in (
-        ("nvlink", NVLINK, "26.562 GB/s", "<inactive>", "bad"),
+        ("nvlink", NVLINK, "26.562 GB/s", "<inactive>", "warning"),
         ("peer-access", P2P, "OK", "CNS", "warning"),
     ):
         for value, expected in ((good, "ok"), (bad, state)):
@@ -170,7 +177,12 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     for result, expected in (("Pass", "ok"), ("Fail", "bad"), ("Warn", "warning")):
         install(tools, "dcgmi", DCGMI.format(result))
         assert found("dcgm", node(tmp_path)).state == expected
-    for number, expected in (("79", "bad"), ("13", "warning")):
+    desktop = gpus(processes=USER.format("G"), used="4000")
+    install(tools, "nvidia-smi", desktop)
+    assert found("gpu-memory", node(tmp_path)).state == "ok", "a desktop's"
+    install(tools, "dcgmi", "Error: unable to establish a connection to the host", 1)
+    assert found("dcgm", node(tmp_path)).state == "not applicable"
+    for number, expected in (("79", "bad"), ("13", "warning"), ("94", "warning")):
         install(tools, "dmesg", DMESG.format(number))
         assert found("xid", node(tmp_path)).state == expected
     install(tools, "dmesg", "not permitted", 1)
@@ -178,6 +190,7 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     mismatch = "Failed to initialize NVML: Driver/library version mismatch"
     install(tools, "nvidia-smi", mismatch, 18)
     assert mismatch in found("driver", node(tmp_path)).text
+    assert found("ecc", node(tmp_path)).state == "not applicable", "it is said once"
 
 
 def test_what_ibstat_says_of_adapters(tools: Path, tmp_path: Path) -> None:
@@ -232,6 +245,27 @@ def test_variables_and_processes(tmp_path: Path) -> None:
     absent = found("nccl-interface", node(tmp_path, {"NCCL_SOCKET_IFNAME": "ib9"}))
     assert absent.state == "bad" and "ib9" in absent.text
     assert "LD_PRELOAD=x" in found("search-paths", node(tmp_path, {"LD_PRELOAD": "x"})).text
+
+
+def test_what_is_usual_on_a_machine_is_no_alarm(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "root/sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("1000000000")
+    (group / "memory.stat").write_text("anon 100000000\nfile 890000000\nshmem 50000000\n")
+    limited = found("memory-of-job", node(tmp_path))
+    assert (limited.state, limited.text) == ("ok", "150 MB of 1 GB used"), "files are only cached"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    assert found("own-name", node(tmp_path)).state == "ok", "as Debian installs it"
+    assert found("own-name", node(tmp_path, {}, "n1", "n2")).state == "warning"
+    either = {"NCCL_SOCKET_IFNAME": "lo,ib9"}
+    assert found("nccl-interface", node(tmp_path, either)).state == "ok"
+    options = {"SBATCH_ACCOUNT": "mine", "SRUN_CPUS_PER_TASK": "4"}
+    assert found("leaked-variables", node(tmp_path, options)).state == "ok"
+    (tools / "broken.py").symlink_to("nowhere")
+    monkeypatch.chdir(tools)
+    assert found("code", node(tmp_path)).state == "ok"
 
 
 def test_a_check_that_crashes_or_hangs_is_a_result(
