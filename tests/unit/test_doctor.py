@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.installation import ROOT
 from rollcall.launch.commands import nodes as nodes_command
 from rollcall.launch.doctor import check, checkup, command, cpu, fabric, gpu, limits, links, report
 from rollcall.launch.doctor.check import Found, Node
 from rollcall.launch.doctor.checkup import bad_nodes, checks, compare, examine
+from rollcall.process import stat
 from rollcall.records import nodes as nodes_record
 from rollcall.records.nodes import KEPT, NodeReport
 from rollcall.refusal import RefusedError
@@ -287,6 +290,23 @@ def test_a_check_that_crashes_or_hangs_is_a_result(
     assert [process.wait(10) for process in machine._started] == [-9], "none is left"
     assert results["a"].state == "bad" and "hangs" in results["a"].text
     assert results["b"].text == "the check failed: KeyError: 'x'"
+
+
+def test_whoever_is_killed_while_nodes_are_checked_leaves_no_process(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from rollcall.launch.doctor import nodes; "
+        "nodes.ask([['sh', '-c', 'echo $$ >pid; exec sleep 60']], Path('.'), 1, 60.0)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env)
+    pid, end = tmp_path / "pid", time.monotonic() + 20
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    asking.kill()
+    asking.wait()
+    while stat(pid.read_text().strip()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not stat(pid.read_text().strip())
 
 
 def of(value: object, state: check.State = "ok", within: float = 0.0) -> Found:
