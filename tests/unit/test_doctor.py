@@ -57,27 +57,6 @@ DCGMI = """+---------------------------+----------------------------------------
 | PCIe                      | {}                                           |
 +---------------------------+------------------------------------------------+
 """
-IBSTAT = """CA 'mlx5_0'
-\tCA type: MT4129
-\tNumber of ports: 1
-\tFirmware version: 28.39.1002
-\tPort 1:
-\t\tState: {}
-\t\tPhysical state: LinkUp
-\t\tRate: {}
-\t\tSM lid: 1
-\t\tLink layer: InfiniBand
-CA 'mlx5_1'
-\tCA type: MT4129
-\tNumber of ports: 1
-\tFirmware version: 28.39.1002
-\tPort 1:
-\t\tState: Active
-\t\tPhysical state: LinkUp
-\t\tRate: 400
-\t\tSM lid: 1
-\t\tLink layer: InfiniBand
-"""
 DMESG = "[  12.1] NVRM: loading\n[ 99.5] NVRM: Xid (PCI:0000:3b:00): {}, pid=71, name=python\n"
 
 
@@ -196,39 +175,45 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     assert found("ecc", node(tmp_path)).state == "not applicable", "it is said once"
 
 
-def test_what_ibstat_says_of_adapters(tools: Path, tmp_path: Path) -> None:
+def port(root: Path, device: str, **files: str) -> Path:
+    """Make a port of an adapter as the kernel shows it."""
+    folder = root / "root/sys/class/infiniband" / device / "ports/1"
+    (folder / "counters").mkdir(parents=True, exist_ok=True)
+    (folder / "gid_attrs/types").mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+@pytest.mark.usefixtures("tools")
+def test_what_ports_of_adapters_are(tmp_path: Path) -> None:
+    port(tmp_path, "mlx5_1", state="4: ACTIVE", rate="400 Gb/sec (4X NDR)")
     for state, rate, name, expected, text in (
-        ("Active", "400", "hca-ports", "ok", "2 of 2 ports are active"),
-        ("Initializing", "400", "hca-ports", "bad", "mlx5_0:1 is INIT"),
-        ("Down", "400", "hca-ports", "warning", "mlx5_0:1 is DOWN"),
-        ("Active", "100", "hca-rate", "warning", "mlx5_0:1: 100 Gb/sec"),
-        ("Active", "400", "hca-rate", "ok", "400 Gbit/s"),
+        ("4: ACTIVE", "400", "hca-ports", "ok", "2 of 2 ports are active"),
+        ("2: INIT", "400", "hca-ports", "bad", "mlx5_0:1 is INIT"),
+        ("1: DOWN", "400", "hca-ports", "warning", "mlx5_0:1 is DOWN"),
+        ("4: ACTIVE", "100", "hca-rate", "warning", "mlx5_0:1: 100 Gb/sec"),
+        ("4: ACTIVE", "400", "hca-rate", "ok", "400 Gbit/s"),
     ):
-        install(tools, "ibstat", IBSTAT.format(state, rate))
+        port(tmp_path, "mlx5_0", state=state, rate=f"{rate} Gb/sec")
         seen = found(name, node(tmp_path))
         assert seen.state == expected and text in seen.text, (name, seen)
-    names = found("nccl-hca", node(tmp_path, {"NCCL_IB_HCA": "mlx5_7"}))
-    assert names.state == "bad" and "mlx5_7" in names.text
+    for names, expected in (("mlx5_7", "bad"), ("mlx5_0,mlx5_7", "warning")):
+        seen = found("nccl-hca", node(tmp_path, {"NCCL_IB_HCA": names}))
+        assert seen.state == expected and "mlx5_7" in seen.text
     off = found("nccl-hca", node(tmp_path, {"NCCL_IB_DISABLE": "1"}))
     assert off.state == "warning" and "NCCL_IB_DISABLE" in off.text
 
 
 def test_what_the_kernel_says_of_adapters(tools: Path, tmp_path: Path) -> None:
-    port = tmp_path / "root/sys/class/infiniband/mlx5_0/ports/1"
-    (port / "counters").mkdir(parents=True)
-    (port / "gid_attrs/types").mkdir(parents=True)
-    for name, text in {
-        "state": "4: ACTIVE",
-        "rate": "100 Gb/sec (2X)",
-        "link_layer": "Ethernet",
-    }.items():
-        (port / name).write_text(text + "\n")
-    (port / "counters/link_downed").write_text("7\n")
-    (port / "gid_attrs/types/0").write_text("IB/RoCE v1\n")
+    files = {"state": "4: ACTIVE", "rate": "100 Gb/sec (2X)", "link_layer": "Ethernet"}
+    folder = port(tmp_path, "mlx5_0", **files)
+    (folder / "counters/link_downed").write_text("7\n")
+    (folder / "gid_attrs/types/0").write_text("IB/RoCE v1\n")
     assert found("hca-ports", node(tmp_path)).value == "mlx5_0:1"
     assert found("hca-errors", node(tmp_path)).text == "mlx5_0: 7 link_downed"
     assert found("roce", node(tmp_path)).state == "bad"
-    (port / "gid_attrs/types/1").write_text("RoCE v2\n")
+    (folder / "gid_attrs/types/1").write_text("RoCE v2\n")
     assert found("roce", node(tmp_path)).state == "ok"
     (tmp_path / "root/sys/class/infiniband/efa_0").mkdir()
     install(tools, "ldconfig", "libc.so.6 (libc6) => /lib/libc.so.6\n")
