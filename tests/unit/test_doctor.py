@@ -235,6 +235,18 @@ def test_variables_and_processes(tmp_path: Path) -> None:
     assert "LD_PRELOAD=x" in found("search-paths", node(tmp_path, {"LD_PRELOAD": "x"})).text
 
 
+def test_a_foreign_process_is_bad_on_nodes_that_the_job_has_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "SAMPLE", 0.01)
+    there = os.cpu_count() or 1
+    for job, expected in ((f"{there}(x2)", "bad"), (f"{there},{there - 1}", "warning")):
+        used = iter([{7: (0.0, "loop")}, {7: (1000.0, "loop")}])
+        monkeypatch.setattr(cpu, "_use", lambda _node, used=used: next(used))
+        env = {"SLURM_JOB_CPUS_PER_NODE": job, "SLURM_CPUS_ON_NODE": "1"}
+        assert found("foreign-processes", node(tmp_path, env)).state == expected
+
+
 def test_what_is_usual_on_a_machine_is_no_alarm(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
