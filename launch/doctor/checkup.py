@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -39,15 +39,12 @@ class Odd(NamedTuple):
 @cache
 def checks() -> dict[str, Check]:
     """Return all checks by name, in the order of the table."""
-    modules = (limits, links, cpu, storage, gpu, fabric, software)
+    functions = ChainMap(*map(vars, (limits, links, cpu, storage, gpu, fabric, software)))
     found = {}
     for line in Path(__file__).with_name("table.md").read_text().splitlines()[2:]:
         name, quick, what, why, cure, source = (it.strip() for it in line[1:-1].split(" | "))
-        function = name.replace("-", "_")
-        module = next(it for it in modules if getattr(it, function, None) and function in vars(it))
-        found[name] = Check(
-            name, quick == "yes", what, why, cure, source, getattr(module, function)
-        )
+        run = functions[name.replace("-", "_")]
+        found[name] = Check(name, quick == "yes", what, why, cure, source, run)
     return found
 
 
