@@ -115,9 +115,9 @@ def wait_for_signal(numbers: Iterable[int], seconds: float) -> int | None:
             return None
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; see prctl(2)."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends; see prctl(2)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def leave(code: int) -> NoReturn:

@@ -72,6 +72,12 @@ def seconds(world: World, work: Callable[[], object]) -> float:
     return first if first > LONG else once(REPEATS)
 
 
+def firsts(local_ranks: Sequence[int]) -> list[int]:
+    """Return the first rank of each node, or all ranks of a single node."""
+    found = [rank for rank, local in enumerate(local_ranks) if local == 0]
+    return found if len(found) > 1 else list(range(len(local_ranks)))
+
+
 def links(world: World, leaders: Sequence[int], bytes_: int) -> list[list[float]]:
     """Return the bytes per second from each leader (row) to each other one (column).
 
@@ -148,11 +154,11 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(world: World, sizes: Sequence[int]) -> dict[str, Any]:
     """Return everything measured, the same on all ranks."""
-    ranks, local = world.world_size, world.place.local_world_size
-    of_rank = world.gather(torch.tensor([*world.host.encode()[:NAME].ljust(NAME)]).float())
-    every = [bytes(row.to(torch.uint8).tolist()).decode().strip() for row in of_rank.view(-1, NAME)]
-    leaders = list(range(0, ranks, local)) if ranks > local else list(range(ranks))
-    names = [every[rank] for rank in leaders]
+    ranks = world.world_size
+    own = [world.local_rank, *world.host.encode()[:NAME].ljust(NAME)]
+    of_rank = world.gather(torch.tensor(own)).tolist()
+    leaders = firsts([row[0] for row in of_rank])
+    names = [bytes(of_rank[rank][1:]).decode(errors="replace").strip() for rank in leaders]
     if len(set(names)) < len(names):  # ranks of one machine
         names = [f"{name} rank {rank}" for name, rank in zip(names, leaders, strict=True)]
     rows = []

@@ -113,6 +113,7 @@ class Batch:
         self._heartbeat: BatchHeartbeat | None = None
         self._expansion: Expansion | None = None
         self._lost: dict[str, str] = {}
+        self._bad: dict[str, str] = {}  # hosts that the preflight found bad, and why
         self._was_asked = False
         self._is_expanding = False
         self._is_requeued = False
@@ -164,22 +165,21 @@ class Batch:
             return self.command
         begin = time.monotonic()
         try:
-            bad = preflight.bad_hosts(self.job, self._hosts.all, run)
-        except (OSError, SlurmError) as error:  # the run can do without it
+            self._bad = bad = preflight.bad_hosts(self.job, self._hosts.all, run)
+            chosen = self._hosts.choose(bad=[*bad])
+        except (OSError, SlurmError, placement.NoSpareError) as error:  # the run can do without it
             self._say(f"starts without the preflight: {error}")
             return self.command
         took = time.monotonic() - begin
         self._say(
             f"has {len(self._hosts.all)} hosts, {len(bad)} bad; the preflight took {took:.1f} s"
         )
-        chosen = self._hosts.choose(bad=[*bad])
         for host, reason in bad.items():
             used = "uses, because no other host is left," if host in chosen else "leaves out"
             self._say(f"{used} {host}: {reason}")
             preflight.remember(run, host, reason)
-        return (
-            placement.on(self.command, chosen) if bad and self._hosts.may_change else self.command
-        )
+        can_move = bad and self._hosts.may_change
+        return placement.on(self.command, chosen) if can_move else self.command
 
     def _prepare_for_losses(self, run: RunDir, facts: StepFacts) -> None:
         start, number = self._this_start, self._options.number
@@ -306,7 +306,7 @@ class Batch:
         if not self._may_start(run, "lost node"):
             return None
         try:
-            bad = restarts.bad_hosts(run, self.job, suspects)
+            bad = [*self._bad, *restarts.bad_hosts(run, self.job, suspects)]
             before = {*self._hosts.dead}
             hosts = self._hosts.choose(suspects, bad)
             for host in self._hosts.dead - before:
@@ -326,7 +326,7 @@ class Batch:
             return None
         self._expansion.take_back()
         self._note(run, "more hosts")
-        return self._hosts.choose()
+        return self._hosts.choose(bad=[*self._bad])
 
     def _requeue(self, run: RunDir, cause: RestartCause, hosts: Sequence[str] = ()) -> None:
         if not self._may_start(run, cause):
@@ -334,7 +334,7 @@ class Batch:
         self._note(run, cause, hosts, is_queued=True)
         self._is_requeued = True
         self._say(f"is requeued: {cause}")
-        bad = sorted({*hosts, *restarts.bad_hosts(run, self.job)})
+        bad = sorted({*hosts, *self._bad, *restarts.bad_hosts(run, self.job)})
         try:
             self._requeue_without(bad)
         except SlurmError:

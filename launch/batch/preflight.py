@@ -32,5 +32,6 @@ def bad_hosts(job: str, hosts: Sequence[str], run: RunDir) -> dict[str, str]:
 def remember(run: RunDir, host: str, reason: str) -> None:
     """Keep a report about a host for the user's later jobs."""
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
-    with contextlib.suppress(OSError):  # the home may be read-only or full
+    # The home may be read-only, full or unknown.
+    with contextlib.suppress(OSError, RuntimeError):
         NodeReport(time.time(), cluster, host, reason, str(run.path)).keep()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -39,15 +39,12 @@ class Odd(NamedTuple):
 @cache
 def checks() -> dict[str, Check]:
     """Return all checks by name, in the order of the table."""
-    modules = (limits, links, cpu, storage, gpu, fabric, software)
+    functions = ChainMap(*map(vars, (limits, links, cpu, storage, gpu, fabric, software)))
     found = {}
     for line in Path(__file__).with_name("table.md").read_text().splitlines()[2:]:
         name, quick, what, why, cure, source = (it.strip() for it in line[1:-1].split(" | "))
-        function = name.replace("-", "_")
-        module = next(it for it in modules if getattr(it, function, None) and function in vars(it))
-        found[name] = Check(
-            name, quick == "yes", what, why, cure, source, getattr(module, function)
-        )
+        run = functions[name.replace("-", "_")]
+        found[name] = Check(name, quick == "yes", what, why, cure, source, run)
     return found
 
 
@@ -55,18 +52,20 @@ def examine(node: Node, is_quick: bool) -> Results:
     """Run the checks at the same time; one that does not end in time is reported as bad."""
     chosen = [check for check in checks().values() if check.is_quick or not is_quick]
     limit = QUICK if is_quick else THOROUGH
+    workers: list[threading.Thread] = []
     late = Found("bad", f"no answer within {limit:.0f} s: what it looks at hangs")
     results = {check.name: late for check in chosen}
 
     def work(check: Check) -> None:
         results[check.name] = _safely(check, node)
 
+    begin = time.monotonic()
     for quick in (True, False):  # one after the other: the import of torch keeps the CPUs busy
         parts = [check for check in chosen if check.is_quick == quick]
-        workers = [threading.Thread(target=work, args=[check], daemon=True) for check in parts]
-        for worker in workers:
+        workers += [threading.Thread(target=work, args=[check], daemon=True) for check in parts]
+        for worker in workers[-len(parts) :] if parts else ():
             worker.start()
-        end = time.monotonic() + (QUICK if quick else limit - QUICK)
+        end = begin + (QUICK if quick else limit)
         for worker in workers:
             worker.join(max(0.0, end - time.monotonic()))
     node.stop()
@@ -145,5 +144,6 @@ def bad_nodes(nodes: Mapping[str, Results]) -> dict[str, str]:
     return {node: "; ".join(texts[:3]) for node, texts in reasons.items()}
 
 
-MUST_MATCH = ("code", "packages", "python", "mtu", "link-speed", "gpu-count", "gpu-model", "driver")
+MUST_MATCH = {"code", "packages", "python", "mtu", "link-speed"}
+MUST_MATCH |= {"gpu-count", "gpu-model", "driver", "pcie", "nvlink"}
 """Checks whose differences alone are a reason to avoid a node."""

@@ -1,6 +1,7 @@
 """CPUs, and who uses them."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def foreign_processes(node: Node) -> Found:
             total += share
     # Where the job has only a part of the node, other jobs may use the rest.
     there = os.cpu_count() or 1
-    is_whole = int(node.env.get("SLURM_CPUS_ON_NODE", 0)) >= there
+    # Of the job, such as 64(x2),32: the step that runs this may have a single CPU.
+    counts = re.findall(r"(?:^|,)(\d+)", node.env.get("SLURM_JOB_CPUS_PER_NODE", "0"))
+    is_whole = min(map(int, counts), default=0) >= there
     state: State = "bad" if is_whole and total > there / 10 else "warning"
     return judge(listed(sorted(busy), 3), "none uses the CPUs", "busy" if busy else "idle", state)
 

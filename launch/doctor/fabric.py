@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import psutil
 
-from rollcall.launch.doctor.check import Found, Node, Skip, judge, ok, warn
+from rollcall.launch.doctor.check import Found, Node, Skip, State, judge, ok, warn
 from rollcall.launch.doctor.links import interface
 from rollcall.text import listed
 
@@ -85,7 +85,7 @@ def nccl_interface(node: Node) -> Found:
         names = given.lstrip("=^").split(",")
         there = [*psutil.net_if_addrs()]
         absent = [name for name in names if not any(it.startswith(name) for it in there)]
-        missing = absent and not given.startswith("^")
+        missing = absent == names and not given.startswith("^")  # one of them is enough
         text = f"{given}, because NCCL_SOCKET_IFNAME says so"
         return judge(
             missing and f"{listed(absent)} does not exist; it has {listed(there)}", text, given
@@ -101,7 +101,9 @@ def nccl_hca(node: Node) -> Found:
         names = given.lstrip("=").split(",")
         absent = [name for name in names if not any(it.name.startswith(name) for it in ports)]
         text = f"{given}, because NCCL_IB_HCA says so"
-        return judge(absent and f"{listed(absent)} of NCCL_IB_HCA is not active", text, given)
+        state: State = "bad" if absent == names else "warning"
+        problem = absent and f"{listed(absent)} of NCCL_IB_HCA is not active"
+        return judge(problem, text, given, state)
     if node.env.get("NCCL_IB_DISABLE") == "1":
         return Found("warning", f"none of {len(ports)}, because NCCL_IB_DISABLE is 1", "none")
     names = [port.name for port in ports]
@@ -116,31 +118,16 @@ def nccl_variables(node: Node) -> Found:
 
 
 def _ports(node: Node) -> list[Port]:
-    """Return the ports that the kernel lists, or ibstat's where /sys is not visible."""
+    """Return the ports that the kernel lists; ibstat reads the same files."""
     found = []
     for path in node.paths(f"{DEVICES}/*/ports/*"):
         device, number = path.split("/")[4], path.rpartition("/")[2]
         state = node.read(f"{path}/state").partition(":")[2].strip()
         rate, layer = node.read(f"{path}/rate"), node.read(f"{path}/link_layer")
         found.append(Port(f"{device}:{number}", state, rate, layer))
-    if found:
-        return found
-    try:
-        answer = node.run("ibstat")
-    except Skip:
-        raise Skip("this machine has no host channel adapter") from None
-    for text in re.split(r"^CA '", answer, flags=re.M)[1:]:
-        device, _, rest = text.partition("'")
-        for number, port in re.findall(r"Port (\d+):\n((?:\t\t.*\n?)+)", rest):
-            state = {"Active": "ACTIVE", "Initializing": "INIT"}.get(_field("State", port), "DOWN")
-            rate = f"{_field('Rate', port)} Gb/sec"
-            found.append(Port(f"{device}:{number}", state, rate, _field("Link layer", port)))
+    if not found:
+        raise Skip("this machine has no host channel adapter")
     return found
-
-
-def _field(name: str, text: str) -> str:
-    match = re.search(rf"^\s*{name}: (.+)$", text, re.M)
-    return match[1].strip() if match else ""
 
 
 def _gigabits(rate: str) -> float:

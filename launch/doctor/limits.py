@@ -31,7 +31,9 @@ def shared_memory(_node: Node) -> Found:
     place = os.statvfs("/dev/shm")
     total, free = place.f_blocks * place.f_frsize, place.f_bavail * place.f_frsize
     text = f"{size(free)} of {size(total)} free"
-    return judge((total < GIB or free < GIB // 4) and text, text, size(total))
+    # Usually half of the memory, of which similar machines have not quite the same.
+    problem = (total < GIB or free < GIB // 4) and text
+    return judge(problem, text)._replace(value=total, within=total * 0.03)
 
 
 def memory(node: Node) -> Found:
@@ -41,11 +43,14 @@ def memory(node: Node) -> Found:
 
 
 def memory_of_job(node: Node) -> Found:
-    limit, used = node.cgroup("memory.max"), node.cgroup("memory.current") or "0"
+    limit = node.cgroup("memory.max")
     if not limit.isdecimal():
         raise Skip("no control group limits the memory")
-    text = f"{size(int(used))} of {size(int(limit))} used"
-    return judge(int(used) > 0.8 * int(limit) and text, text, size(int(limit)))
+    lines = (line.split() for line in node.cgroup("memory.stat").splitlines())
+    # Without the cache of files, which the kernel drops when the memory is needed.
+    used = sum(int(count) for name, count in lines if name in ("anon", "shmem"))
+    text = f"{size(used)} of {size(int(limit))} used"
+    return judge(used > 0.8 * int(limit) and text, text, size(int(limit)))
 
 
 def huge_pages(node: Node) -> Found:

@@ -22,9 +22,19 @@ from rollcall.launch.doctor.check import QUICK, THOROUGH, Found
 from rollcall.launch.doctor.checkup import Results
 from rollcall.launch.doctor.command import MARK
 from rollcall.launch.scheduler.job import Job, options
+from rollcall.process import die_with_parent
 from rollcall.records.files import read_object
 
-NOT_OF_SRUN = ("output", "open-mode", "requeue", "no-requeue", "no-kill", "signal", "mail-type")
+NOT_OF_SRUN = (
+    "array",
+    "output",
+    "open-mode",
+    "requeue",
+    "no-requeue",
+    "no-kill",
+    "signal",
+    "mail-type",
+)
 """Options of a job script that a waiting srun does not take or need."""
 WAITING = 24 * 3600.0
 """Seconds for which the nodes may be in use by others."""
@@ -75,7 +85,7 @@ def ask(
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+            preexec_fn=_begin,
         )
         for words in commands
     ]
@@ -97,6 +107,11 @@ def ask(
         nodes = [f"unknown-{number}" for number in range(nodes - len(found))]
     silent = {"python": Found("bad", "the doctor does not answer")}
     return found | {node: silent for node in nodes if node not in found}
+
+
+def _begin() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
 
 
 def _end(process: subprocess.Popen[str]) -> None:

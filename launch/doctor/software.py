@@ -21,10 +21,8 @@ from importlib import metadata
 print(json.dumps({it.metadata["Name"] or "": it.version for it in metadata.distributions()}))
 """
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK")
-QUIRKS = {
-    (21, 8): "before 21.08, --overlap does not share CPUs as rollcall expects",
-    (22, 5): "before 22.05, a step takes all CPUs that the job has",
-}
+TESTED = (22, 5)
+"""The oldest Slurm with which rollcall is tested."""
 
 
 def python(_node: Node) -> Found:
@@ -47,12 +45,16 @@ def code(_node: Node) -> Found:
             folders[:] = sorted({*folders} - LEAVE_OUT - hidden)
             for name in sorted(files):
                 if name.endswith(".py") and count < MOST_FILES:
-                    path, count = Path(folder, name), count + 1
-                    before = digests.get(folder, 0)
-                    digests[folder] = zlib.crc32(
-                        path.read_bytes(), zlib.crc32(name.encode(), before)
-                    )
+                    digest, count = zlib.crc32(name.encode(), digests.get(folder, 0)), count + 1
+                    digests[folder] = zlib.crc32(_bytes(Path(folder, name)), digest)
     return ok(f"{count} files", {folder: f"{digest:08x}" for folder, digest in digests.items()})
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # a link to nowhere, such as the lock of an editor
+        return b""
 
 
 def torch(node: Node) -> Found:
@@ -90,9 +92,9 @@ def search_paths(node: Node) -> Found:
 
 def leaked_variables(node: Node) -> Found:
     in_step = "SLURM_STEP_ID" in node.env  # whose own variables these are
-    names = ("SBATCH_", "TORCHELASTIC_") if in_step else ("SBATCH_", "SRUN_", "TORCHELASTIC_")
-    found = [it for it in node.env if it.startswith(names) or (it in OF_RANKS and not in_step)]
-    return warn(listed(sorted(found)), "none of a surrounding job or rank")
+    of_rank = () if in_step else OF_RANKS
+    found = [it for it in node.env if it.startswith("TORCHELASTIC_") or it in of_rank]
+    return warn(listed(sorted(found)), "none of a surrounding rank")
 
 
 def container(node: Node) -> Found:
@@ -112,5 +114,4 @@ def slurm_version(_node: Node) -> Found:
     if version is None:
         raise Skip("this machine has no Slurm")
     text = f"{version[0]}.{version[1]:02d}"
-    quirk = next((what for since, what in QUIRKS.items() if version < since), "")
-    return warn(quirk and f"{text}: {quirk}", text, text)
+    return warn(version < TESTED and f"{text}: rollcall is tested from 22.05 on", text, text)

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from rollcall.launch.doctor.check import Found, Node, judge, ok, warn
@@ -13,6 +15,7 @@ from rollcall.text import size
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "fuse.sshfs", "pvfs2")
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+MOUNTS = "/proc/self/mounts"
 
 
 def free_space(node: Node) -> Found:
@@ -24,11 +27,8 @@ def free_inodes(node: Node) -> Found:
 
 
 def file_system(node: Node) -> Found:
-    types = _mounts(node)
-    found = {}
-    for name, path in node.places():
-        around = [place for place in types if path.is_relative_to(place)]
-        found[name] = types[max(around, key=len)] if around else "unknown"
+    types = _mounts(node.read(MOUNTS))
+    found = {name: types.get(_mount_of(path, types), "unknown") for name, path in node.places()}
     alone = len(node.hosts) > 1 and is_node_local(node.root)
     text = ", ".join(f"{name} {kind}" for name, kind in found.items())
     return judge(alone and f"only this host sees {node.root}", text, found)
@@ -54,14 +54,18 @@ def locks(node: Node) -> Found:
 
 
 def mounts(node: Node) -> Found:
-    shared = {place: kind for place, kind in _mounts(node).items() if kind in SHARED}
+    shared = {place: kind for place, kind in _mounts(node.read(MOUNTS)).items() if kind in SHARED}
     for place in shared:
-        os.statvfs(place)  # a dead server makes this hang, which the time limit reports
+        with suppress(PermissionError):  # another user's
+            os.statvfs(place)  # a dead server makes this hang, which the time limit reports
     return ok(f"{len(shared)} shared file systems answer", shared)
 
 
 def left_in_memory(node: Node) -> Found:
-    found = [path.lstat() for path in Path("/dev/shm").iterdir()]
+    found = []
+    for path in Path("/dev/shm").iterdir():
+        with suppress(FileNotFoundError):  # a program that runs has removed it
+            found.append(path.lstat())
     old = [it for it in found if it.st_uid == os.getuid() and time.time() - it.st_mtime > 60]
     held = sum(it.st_blocks * 512 for it in old)
     text = f"{len(old)} files of yours hold {size(held)}"
@@ -70,21 +74,11 @@ def left_in_memory(node: Node) -> Found:
 
 def is_node_local(root: Path) -> bool:
     """Return whether other hosts certainly do not see a directory: in memory, or below /tmp."""
-    path = root.resolve()
-    mount, kind = Path("/"), ""
-    with Path("/proc/self/mountinfo").open() as lines:
-        for line in lines:
-            place, _, rest = line.partition(" - ")
-            # A blank in a name is written as \040.
-            point = Path(place.split()[4].encode().decode("unicode_escape"))
-            if path.is_relative_to(point) and len(point.parts) >= len(mount.parts):
-                mount, kind = point, rest.split()[0]
-    if kind in IN_MEMORY:
-        return True
+    path, types = root.resolve(), _mounts(Path(MOUNTS).read_text(errors="surrogateescape"))
+    mount = _mount_of(path, types)
     # A file system mounted below /tmp may be shared.
-    return any(
-        path.is_relative_to(place) and Path(place).is_relative_to(mount) for place in NODE_LOCAL
-    )
+    below = (it for it in NODE_LOCAL if path.is_relative_to(it) and Path(it).is_relative_to(mount))
+    return types.get(mount) in IN_MEMORY or any(below)
 
 
 def _left(
@@ -102,9 +96,16 @@ def _left(
     return judge("; ".join(few), ", ".join(texts), "full" if few else "free")
 
 
-def _mounts(node: Node) -> dict[str, str]:
-    fields = [line.split() for line in node.read("/proc/self/mounts").splitlines()]
-    return {place.encode().decode("unicode_escape"): kind for _, place, kind, *_ in fields}
+def _mounts(text: str) -> dict[str, str]:
+    """Return the type of the file system at each place; what is mounted last hides the others."""
+    fields = [line.split(" ") for line in text.splitlines()]
+    # A blank in a name is written as \040.
+    name = partial(re.sub, r"\\(\d{3})", lambda code: chr(int(code[1], 8)))
+    return {name(place): kind for _, place, kind, *_ in fields}
+
+
+def _mount_of(path: Path, types: Mapping[str, str]) -> str:
+    return max((place for place in types if path.is_relative_to(place)), key=len, default="/")
 
 
 @contextmanager

@@ -135,12 +135,15 @@ def options_of_site() -> dict[str, bool]:
     return {name: bool(value) for name, value in found}
 
 
-def names(kind: Literal["nodes", "features", "reservations"]) -> list[str]:
-    """List the nodes, features or reservations that a job can request by name."""
+def names(
+    kind: Literal["nodes", "features", "reservations"], partition: str | None = None
+) -> list[str]:
+    """List the nodes (of a partition), features or reservations that a job can request by name."""
     if kind == "reservations":
         shown = slurm.ask("scontrol", "-o", "show", "reservation")
         return re.findall(r"ReservationName=(\S+)", shown)
-    listed = slurm.ask("sinfo", "-h", "-N", "-o", "%N" if kind == "nodes" else "%f")
+    place = ["-p", partition] if partition else []
+    listed = slurm.ask("sinfo", "-h", "-N", *place, "-o", "%N" if kind == "nodes" else "%f")
     return sorted({name for name in re.split(r"[,\s]+", listed) if name not in ("", "(null)")})
 
 

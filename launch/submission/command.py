@@ -32,8 +32,10 @@ def main(argv: Sequence[str]) -> int:
             planned = plan(line, argv, setup)
             if line.own.doctor:
                 from rollcall.launch.doctor import nodes  # here: few command lines need them
-                from rollcall.launch.submission import executors
+                from rollcall.launch.submission import executors, preflight
 
+                if not local:
+                    preflight.check_root(planned.job, planned.run.path.parent)
                 executors.clear_inherited_environment()
                 return nodes.report_on(planned.job, planned.run.path.parent, local, line.own.json)
             return carry_out(planned, local, line.own.dry_run)

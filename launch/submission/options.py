@@ -48,6 +48,8 @@ ALTERNATIVES = {name: text for names, text in ALTERNATIVES.items() for name in n
 
 OF_GROUP = ("nodes", "nproc_per_node", "gpus_per_node", "cpus_per_task", "mem", "partition")
 """Own options that each group of nodes may have; sbatch's are passed on for each."""
+OF_KIND = ("nodelist", "nodefile", "constraint", "gres")
+"""Options of sbatch that say which nodes a group gets: as in Slurm, the next group has its own."""
 DISTRIBUTIONS = r"block|cyclic|plane|arbitrary|\*"
 """How a value of sbatch's -m begins; Python's -m has the name of a module."""
 
@@ -103,8 +105,12 @@ def _read_groups(argv: Sequence[str], program: Sequence[str]) -> CommandLine:
     """Parse the options of groups of nodes, which `:` separates as in sbatch's own command line."""
     ends = [place for place, word in enumerate(argv) if word == ":"]
     base, parts = argv[: ends[0]], pairwise([*ends, len(argv)])
-    further = [read([*base, *argv[start + 1 : end], *program]) for start, end in parts]
-    first, *_ = groups = [read([*base, *program]), *further]
+    first, *_ = groups = [read([*base, *program])]
+    for start, end in parts:
+        own = argv[start + 1 : end]
+        line, asked = read([*base, *own, *program]), read(own).passed
+        passed = {it: text for it, text in line.passed.items() if it not in OF_KIND or it in asked}
+        groups.append(line._replace(passed=passed))
     for line in groups:
         for name, value in vars(line.own).items():
             if name not in OF_GROUP and value != getattr(first.own, name):
@@ -112,8 +118,10 @@ def _read_groups(argv: Sequence[str], program: Sequence[str]) -> CommandLine:
                 raise RefusedError(f"{what}: for all nodes alike; write it before the first `:`")
         if line.own.nodes[0] < line.own.nodes[1]:
             raise RefusedError("--nodes MIN-MAX: groups of nodes have fixed numbers of nodes")
-    if first.own.in_allocation or first.own.spares or "array" in first.passed:
-        raise RefusedError("`:`: --in-allocation, --spares and --array take one group of nodes")
+    of_one = ("in-allocation", "spares", "preflight", "doctor")
+    given = [it for it in of_one if getattr(first.own, it.replace("-", "_"))]
+    if given or "array" in first.passed:
+        raise RefusedError(f"--{(given or ['array'])[0]}: takes one group of nodes, not several")
     return first._replace(groups=tuple(groups))
 
 

@@ -252,9 +252,9 @@ def _group(line: CommandLine, job: Job) -> Job:
 def _without_bad_nodes(line: CommandLine) -> dict[str, str | None]:
     """Return the options for sbatch; with --preflight they exclude nodes that failed before."""
     given = {name: text for name, text in line.passed.items() if name != "cpus-per-gpu"}
-    if not line.own.preflight or not slurm.is_available():
+    if not line.own.preflight or line.own.local or not slurm.is_available():
         return given
-    there = cluster.names("nodes")
+    there = cluster.names("nodes", line.own.partition)
     failed = {it.host for it in NodeReport.current(cluster.configuration("ClusterName") or "")}
     bad = sorted(failed.intersection(there))
     if bad and len(there) - len(bad) < line.own.nodes[0] + line.own.spares:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from rollcall.launch.doctor.storage import is_node_local
 from rollcall.launch.scheduler import cluster, gpus, slurm
 from rollcall.launch.scheduler.cluster import Partition
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.refusal import RefusedError
 
 MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 NODE_OPTIONS = ("gres", "constraint", "nodelist", "exclude", "mem-per-cpu")
@@ -43,6 +45,15 @@ def problem(root: Path) -> str | None:
     if not existing.is_dir():
         return f"{existing} is a file, so {root} cannot be created"
     return f"{parent} does not exist, only {existing}; correct --root, or run `mkdir -p {parent}`"
+
+
+def check_root(job: Job, root: Path) -> None:
+    """Raise RefusedError if other hosts of a job cannot see its directory of runs."""
+    if job.nodes > 1 and is_node_local(root):
+        raise RefusedError(
+            f"only this machine can see {root}; {job.nodes} nodes need a --root on a shared file "
+            "system"
+        )
 
 
 def check(job: Job, script: str) -> str:

@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 from rollcall.installation import IS_CHECKOUT, ROOT, command
-from rollcall.launch.doctor import storage
 from rollcall.launch.node.identity import visible_gpus
 from rollcall.launch.program import python
 from rollcall.launch.runs import find, root_cause
@@ -61,11 +60,7 @@ def start(submission: Submission, local: bool) -> int:
 
 def _on_slurm(submission: Submission) -> int:
     run, job = submission.run, submission.job
-    if job.nodes > 1 and storage.is_node_local(run.path.parent):
-        raise RefusedError(
-            f"only this machine can see {run.path.parent}; {job.nodes} nodes need a --root on a "
-            "shared file system"
-        )
+    preflight.check_root(job, run.path.parent)
     _prepare_environment(job)
     expected = preflight.check(job, render(job))
     with _prepared(submission):

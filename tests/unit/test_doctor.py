@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -11,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.installation import ROOT
 from rollcall.launch.commands import nodes as nodes_command
 from rollcall.launch.doctor import check, checkup, command, cpu, fabric, gpu, limits, links, report
 from rollcall.launch.doctor.check import Found, Node
 from rollcall.launch.doctor.checkup import bad_nodes, checks, compare, examine
+from rollcall.process import stat
+from rollcall.records import nodes as nodes_record
 from rollcall.records.nodes import KEPT, NodeReport
 from rollcall.refusal import RefusedError
 
@@ -35,11 +40,14 @@ GPU = """<gpu id="00000000:{bus}:00.0"><product_name>NVIDIA H100 80GB HBM3</prod
 <gpu_power_readings><current_power_limit>{watts} W</current_power_limit>
 <default_power_limit>700.00 W</default_power_limit></gpu_power_readings>
 <applications_clocks><graphics_clock>{clock} MHz</graphics_clock></applications_clocks>
-<max_clocks><sm_clock>1980 MHz</sm_clock></max_clocks>
+<default_applications_clocks><graphics_clock>1755 MHz</graphics_clock></default_applications_clocks>
+<max_clocks><sm_clock>1980 MHz</sm_clock></max_clocks>{processes}
 <fb_memory_usage><total>81559 MiB</total><used>{used} MiB</used></fb_memory_usage></gpu>"""
 FINE = {"persistence": "Enabled", "mig": "Disabled", "compute": "Default", "fabric": "Completed"}
 FINE |= {"width": "16x", "hot": "Not Active", "ecc": "Enabled", "errors": "0", "remap": "No"}
-FINE |= {"degrees": "41", "watts": "700.00", "clock": "1980", "used": "4", "driver": "570.86.15"}
+FINE |= {"degrees": "41", "watts": "700.00", "clock": "1755", "used": "4", "driver": "570.86.15"}
+FINE |= {"processes": ""}
+USER = "<processes><process_info><pid>7</pid><type>{}</type></process_info></processes>"
 NVLINK = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: {}\n"
 P2P = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n  X    = Self\n"
 DCGMI = """+---------------------------+------------------------------------------------+
@@ -48,27 +56,6 @@ DCGMI = """+---------------------------+----------------------------------------
 | Denylist                  | Pass                                           |
 | PCIe                      | {}                                           |
 +---------------------------+------------------------------------------------+
-"""
-IBSTAT = """CA 'mlx5_0'
-\tCA type: MT4129
-\tNumber of ports: 1
-\tFirmware version: 28.39.1002
-\tPort 1:
-\t\tState: {}
-\t\tPhysical state: LinkUp
-\t\tRate: {}
-\t\tSM lid: 1
-\t\tLink layer: InfiniBand
-CA 'mlx5_1'
-\tCA type: MT4129
-\tNumber of ports: 1
-\tFirmware version: 28.39.1002
-\tPort 1:
-\t\tState: Active
-\t\tPhysical state: LinkUp
-\t\tRate: 400
-\t\tSM lid: 1
-\t\tLink layer: InfiniBand
 """
 DMESG = "[  12.1] NVRM: loading\n[ 99.5] NVRM: Xid (PCI:0000:3b:00): {}, pid=71, name=python\n"
 
@@ -124,19 +111,22 @@ def test_every_line_of_the_table_has_a_function_and_every_function_a_line() -> N
 PLANTED = [
     ("persistence", {"persistence": "Disabled"}, "warning", "GPU 1: Disabled"),
     ("fabric-manager", {"fabric": "In Progress"}, "bad", "GPU 1: In Progress"),
-    ("pcie", {"width": "8x"}, "bad", "GPU 1: 8x of 16x"),
+    ("pcie", {"width": "8x"}, "warning", "GPU 1: 8x of 16x"),
     ("throttling", {"hot": "Active"}, "bad", "hw_thermal_slowdown"),
     ("ecc", {"ecc": "Disabled"}, "warning", "GPU 1: Disabled"),
     ("ecc-errors", {"errors": "3"}, "bad", "GPU 1: 3 uncorrectable"),
     ("remapped-rows", {"remap": "Yes"}, "bad", "remapped_row_pending"),
     ("power-limit", {"watts": "500.00"}, "warning", "GPU 1: 500.00 W of 700.00 W"),
-    ("gpu-clocks", {"clock": "900"}, "warning", "GPU 1: 900 MHz of 1980 MHz"),
+    ("gpu-clocks", {"clock": "900"}, "warning", "GPU 1: 900 MHz of 1755 MHz"),
     ("gpu-memory", {"used": "40000"}, "bad", "GPU 1: 40000 MiB by nobody"),
+    ("gpu-memory", {"processes": USER.format("C")}, "bad", "GPU 1: 4 MiB by 7"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "state", "text"), PLANTED, ids=[it[0] for it in PLANTED]
+    ("name", "changes", "state", "text"),
+    PLANTED,
+    ids=[f"{name}-{text}" for name, _, _, text in PLANTED],
 )
 def test_a_bad_gpu_is_named(
     name: str, changes: dict[str, str], state: str, text: str, tools: Path, tmp_path: Path
@@ -157,7 +147,7 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     lost = found("gpu-count", node(tmp_path, {"SLURM_GPUS_ON_NODE": "8"}))
     assert (lost.state, lost.text) == ("bad", "2, though the job has 8")
     for name, recorded, good, bad, state in (
-        ("nvlink", NVLINK, "26.562 GB/s", "<inactive>", "bad"),
+        ("nvlink", NVLINK, "26.562 GB/s", "<inactive>", "warning"),
         ("peer-access", P2P, "OK", "CNS", "warning"),
     ):
         for value, expected in ((good, "ok"), (bad, state)):
@@ -169,7 +159,12 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     for result, expected in (("Pass", "ok"), ("Fail", "bad"), ("Warn", "warning")):
         install(tools, "dcgmi", DCGMI.format(result))
         assert found("dcgm", node(tmp_path)).state == expected
-    for number, expected in (("79", "bad"), ("13", "warning")):
+    desktop = gpus(processes=USER.format("G"), used="4000")
+    install(tools, "nvidia-smi", desktop)
+    assert found("gpu-memory", node(tmp_path)).state == "ok", "a desktop's"
+    install(tools, "dcgmi", "Error: unable to establish a connection to the host", 1)
+    assert found("dcgm", node(tmp_path)).state == "not applicable"
+    for number, expected in (("79", "bad"), ("13", "warning"), ("94", "warning")):
         install(tools, "dmesg", DMESG.format(number))
         assert found("xid", node(tmp_path)).state == expected
     install(tools, "dmesg", "not permitted", 1)
@@ -177,41 +172,48 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     mismatch = "Failed to initialize NVML: Driver/library version mismatch"
     install(tools, "nvidia-smi", mismatch, 18)
     assert mismatch in found("driver", node(tmp_path)).text
+    assert found("ecc", node(tmp_path)).state == "not applicable", "it is said once"
 
 
-def test_what_ibstat_says_of_adapters(tools: Path, tmp_path: Path) -> None:
+def port(root: Path, device: str, **files: str) -> Path:
+    """Make a port of an adapter as the kernel shows it."""
+    folder = root / "root/sys/class/infiniband" / device / "ports/1"
+    (folder / "counters").mkdir(parents=True, exist_ok=True)
+    (folder / "gid_attrs/types").mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text + "\n")
+    return folder
+
+
+@pytest.mark.usefixtures("tools")
+def test_what_ports_of_adapters_are(tmp_path: Path) -> None:
+    port(tmp_path, "mlx5_1", state="4: ACTIVE", rate="400 Gb/sec (4X NDR)")
     for state, rate, name, expected, text in (
-        ("Active", "400", "hca-ports", "ok", "2 of 2 ports are active"),
-        ("Initializing", "400", "hca-ports", "bad", "mlx5_0:1 is INIT"),
-        ("Down", "400", "hca-ports", "warning", "mlx5_0:1 is DOWN"),
-        ("Active", "100", "hca-rate", "warning", "mlx5_0:1: 100 Gb/sec"),
-        ("Active", "400", "hca-rate", "ok", "400 Gbit/s"),
+        ("4: ACTIVE", "400", "hca-ports", "ok", "2 of 2 ports are active"),
+        ("2: INIT", "400", "hca-ports", "bad", "mlx5_0:1 is INIT"),
+        ("1: DOWN", "400", "hca-ports", "warning", "mlx5_0:1 is DOWN"),
+        ("4: ACTIVE", "100", "hca-rate", "warning", "mlx5_0:1: 100 Gb/sec"),
+        ("4: ACTIVE", "400", "hca-rate", "ok", "400 Gbit/s"),
     ):
-        install(tools, "ibstat", IBSTAT.format(state, rate))
+        port(tmp_path, "mlx5_0", state=state, rate=f"{rate} Gb/sec")
         seen = found(name, node(tmp_path))
         assert seen.state == expected and text in seen.text, (name, seen)
-    names = found("nccl-hca", node(tmp_path, {"NCCL_IB_HCA": "mlx5_7"}))
-    assert names.state == "bad" and "mlx5_7" in names.text
+    for names, expected in (("mlx5_7", "bad"), ("mlx5_0,mlx5_7", "warning")):
+        seen = found("nccl-hca", node(tmp_path, {"NCCL_IB_HCA": names}))
+        assert seen.state == expected and "mlx5_7" in seen.text
     off = found("nccl-hca", node(tmp_path, {"NCCL_IB_DISABLE": "1"}))
     assert off.state == "warning" and "NCCL_IB_DISABLE" in off.text
 
 
 def test_what_the_kernel_says_of_adapters(tools: Path, tmp_path: Path) -> None:
-    port = tmp_path / "root/sys/class/infiniband/mlx5_0/ports/1"
-    (port / "counters").mkdir(parents=True)
-    (port / "gid_attrs/types").mkdir(parents=True)
-    for name, text in {
-        "state": "4: ACTIVE",
-        "rate": "100 Gb/sec (2X)",
-        "link_layer": "Ethernet",
-    }.items():
-        (port / name).write_text(text + "\n")
-    (port / "counters/link_downed").write_text("7\n")
-    (port / "gid_attrs/types/0").write_text("IB/RoCE v1\n")
+    files = {"state": "4: ACTIVE", "rate": "100 Gb/sec (2X)", "link_layer": "Ethernet"}
+    folder = port(tmp_path, "mlx5_0", **files)
+    (folder / "counters/link_downed").write_text("7\n")
+    (folder / "gid_attrs/types/0").write_text("IB/RoCE v1\n")
     assert found("hca-ports", node(tmp_path)).value == "mlx5_0:1"
     assert found("hca-errors", node(tmp_path)).text == "mlx5_0: 7 link_downed"
     assert found("roce", node(tmp_path)).state == "bad"
-    (port / "gid_attrs/types/1").write_text("RoCE v2\n")
+    (folder / "gid_attrs/types/1").write_text("RoCE v2\n")
     assert found("roce", node(tmp_path)).state == "ok"
     (tmp_path / "root/sys/class/infiniband/efa_0").mkdir()
     install(tools, "ldconfig", "libc.so.6 (libc6) => /lib/libc.so.6\n")
@@ -233,6 +235,39 @@ def test_variables_and_processes(tmp_path: Path) -> None:
     assert "LD_PRELOAD=x" in found("search-paths", node(tmp_path, {"LD_PRELOAD": "x"})).text
 
 
+def test_a_foreign_process_is_bad_on_nodes_that_the_job_has_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "SAMPLE", 0.01)
+    there = os.cpu_count() or 1
+    for job, expected in ((f"{there}(x2)", "bad"), (f"{there},{there - 1}", "warning")):
+        used = iter([{7: (0.0, "loop")}, {7: (1000.0, "loop")}])
+        monkeypatch.setattr(cpu, "_use", lambda _node, used=used: next(used))
+        env = {"SLURM_JOB_CPUS_PER_NODE": job, "SLURM_CPUS_ON_NODE": "1"}
+        assert found("foreign-processes", node(tmp_path, env)).state == expected
+
+
+def test_what_is_usual_on_a_machine_is_no_alarm(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "root/sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("1000000000")
+    (group / "memory.stat").write_text("anon 100000000\nfile 890000000\nshmem 50000000\n")
+    limited = found("memory-of-job", node(tmp_path))
+    assert (limited.state, limited.text) == ("ok", "150 MB of 1 GB used"), "files are only cached"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    assert found("own-name", node(tmp_path)).state == "ok", "as Debian installs it"
+    assert found("own-name", node(tmp_path, {}, "n1", "n2")).state == "warning"
+    either = {"NCCL_SOCKET_IFNAME": "lo,ib9"}
+    assert found("nccl-interface", node(tmp_path, either)).state == "ok"
+    options = {"SBATCH_ACCOUNT": "mine", "SRUN_CPUS_PER_TASK": "4"}
+    assert found("leaked-variables", node(tmp_path, options)).state == "ok"
+    (tools / "broken.py").symlink_to("nowhere")
+    monkeypatch.chdir(tools)
+    assert found("code", node(tmp_path)).state == "ok"
+
+
 def test_a_check_that_crashes_or_hangs_is_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +287,23 @@ def test_a_check_that_crashes_or_hangs_is_a_result(
     assert [process.wait(10) for process in machine._started] == [-9], "none is left"
     assert results["a"].state == "bad" and "hangs" in results["a"].text
     assert results["b"].text == "the check failed: KeyError: 'x'"
+
+
+def test_whoever_is_killed_while_nodes_are_checked_leaves_no_process(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from rollcall.launch.doctor import nodes; "
+        "nodes.ask([['sh', '-c', 'echo $$ >pid; exec sleep 60']], Path('.'), 1, 60.0)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    asking = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env)
+    pid, end = tmp_path / "pid", time.monotonic() + 20
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    asking.kill()
+    asking.wait()
+    while stat(pid.read_text().strip()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not stat(pid.read_text().strip())
 
 
 def of(value: object, state: check.State = "ok", within: float = 0.0) -> Found:
@@ -310,6 +362,9 @@ def test_reports_about_nodes_expire_and_can_be_forgotten(
     assert nodes_command.main([]) == 0
     shown = capsys.readouterr().out
     assert "n2" in shown and "mtu: 1400" in shown and "n1" not in shown
-    with pytest.raises(RefusedError, match="n7: no report names this node; known are n2"):
+    monkeypatch.setattr(nodes_record, "MOST", 100)
+    NodeReport(time.time(), "c", "n3", "ECC").keep()
+    assert len(file.read_bytes().splitlines()) == 2, "what no longer counts is removed"
+    with pytest.raises(RefusedError, match="n7: no report names this node; known are n2, n3"):
         nodes_command.main(["--forget", "n7"])
     assert nodes_command.main(["--forget"]) == 0 and NodeReport.current() == []

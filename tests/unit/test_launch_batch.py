@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -14,6 +15,8 @@ from typing import IO
 
 import pytest
 
+from rollcall.launch.batch import batch as batch_module
+from rollcall.launch.batch import placement, preflight
 from rollcall.launch.runs import restarts
 from rollcall.run_dir import RunDir
 
@@ -209,3 +212,22 @@ def test_teardown_lines_run_after_the_step(tmp_path: Path, batch: Batch) -> None
     done = batch(3, words=tuple(f"--teardown={line}" for line in lines))
     assert (done.returncode, (tmp_path / "after").read_text()) == (3, "3 7\n")
     assert "the lines of --teardown end with exit code 1" in done.stderr
+
+
+def test_a_host_that_the_preflight_leaves_out_is_no_spare_later(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "bad_hosts", lambda *_: {"n2": "mtu"})
+    monkeypatch.setattr(preflight, "remember", lambda *_: None)
+    monkeypatch.setattr(placement, "_silent", lambda _job, suspects: {*suspects})
+    monkeypatch.setattr(restarts, "bad_hosts", lambda *_: [])
+    given = {"command": ["srun", "--nodes=2", "x"], "preflight": True, "number": 0}
+    job = batch_module.Batch(argparse.Namespace(**given), [], "7")
+    job._hosts = placement.Hosts({**JOB, "SLURM_JOB_NODELIST": "n[1-4]"}, 2, None)
+    assert "--nodelist=n1,n3" in job._first_command(run)
+    monkeypatch.setattr(job, "_new_losses", lambda: {"n1": "n1"})
+    monkeypatch.setattr(job, "_may_start", lambda *_: True)
+    assert job._next_hosts(run) == ["n3", "n4"]
+    # Groups of nodes cannot change, so their step starts as it is.
+    job._hosts._has_groups = True
+    assert job._first_command(run) == given["command"]

@@ -13,6 +13,7 @@ import pytest
 from rollcall.launch.lint import check
 from rollcall.launch.lint.script import Script
 from rollcall.launch.scheduler import gpus
+from rollcall.launch.submission.options import read
 
 ROOT = Path(__file__).parents[2]
 SINFO = """main*|3|1-infinite|1:00:00|up|4|8000|(null)|UNLIMITED
@@ -123,7 +124,9 @@ def test_gpus_bring_their_share_of_the_cpus(words: str, asked: dict[str, str], c
         ("--nproc-per-node 1,2 --spares 1 --nodes 2", "nodes that come and go"),
         (": --name=b", "--name: for all nodes alike; write it before the first `:`"),
         (": --nodes 1-2", "groups of nodes have fixed numbers of nodes"),
-        ("--spares 1 : --nodes 2", "--array take one group of nodes"),
+        ("--preflight : --nodes 2", "--preflight: takes one group of nodes"),
+        ("--doctor : --nodes 2", "--doctor: takes one group of nodes"),
+        ("--spares 1 : --nodes 2", "--spares: takes one group of nodes"),
         ("--gpus four", "--gpus: expected a number of GPUs"),
         ("--cpus-per-gpu 4", "--cpus-per-gpu 4: expected a number, and GPUs to go with"),
         ("--ntasks-per-gpu 1", "--ntasks-per-gpu: use --gpus-per-node"),
@@ -220,3 +223,10 @@ def test_values_that_look_like_scripts_are_values() -> None:
     options, shown = dry_run("--comment", "fit.py", "-m", "block:cyclic", "digits")
     assert (options["comment"], options["distribution"]) == ("fit.py", "block:cyclic"), shown
     assert "starts the ranks itself" in dry_run("--", "torchrun", "fit.py")[1]
+
+
+def test_a_group_of_nodes_does_not_have_the_nodes_of_the_one_before() -> None:
+    first = "--nodelist n1 --constraint a --gres gpu:2 --qos high"
+    _, second, third = read(f"{first} : --nodes 2 : --constraint b".split()).groups
+    assert second.passed == {"qos": "high"}
+    assert third.passed == {"constraint": "b", "qos": "high"}

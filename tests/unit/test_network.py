@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollcall.train.network import slow_parts
+from rollcall.train.network import firsts, slow_parts
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -30,6 +30,11 @@ def rates(**slow: float) -> list[list[float]]:
 )
 def test_slow_parts_are_named(given: dict[str, float], expected: list[str]) -> None:
     assert slow_parts(rates(**given), NAMES) == expected
+
+
+def test_nodes_with_different_numbers_of_ranks_agree_on_who_measures() -> None:
+    assert firsts([0, 0, 1, 0, 1, 2]) == [0, 1, 3]
+    assert firsts([0, 1, 2]) == [0, 1, 2]
 
 
 def test_of_two_hosts_none_is_named() -> None:
