@@ -24,7 +24,7 @@ from rollcall.records.code import CodeRecord
 from rollcall.records.files import listed as paths_in
 from rollcall.records.files import tail
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
-from rollcall.records.run import LoggedStep, Validation
+from rollcall.records.run import MOST, LoggedStep, Validation
 from rollcall.run_dir import RunDir
 from rollcall.text import dotted, listed
 
@@ -45,8 +45,6 @@ TITLES = {
     "data_wait": "Share of time spent waiting for data",
 }
 """Names of curves in words; of others, the name in the file without underscores."""
-LAST_STEP = 10**12
-"""Greater steps are damage."""
 
 Points = list[tuple[int, float]]
 
@@ -159,9 +157,7 @@ def _curves(run: RunDir) -> dict[str, Points]:
     found: dict[str, dict[int, float]] = {"loss": {}}
     lines: list[LoggedStep | Validation] = [*LoggedStep.read(run.path)]
     for line in [*lines, *Validation.read(run.path)]:
-        if not 0 <= line.step < LAST_STEP:
-            continue
-        for key, value in line.as_dict().items():
+        for key, value in line.as_dict().items() if line.step >= 0 else ():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and key not in NOT_CURVES and abs(value) < math.inf:
                 found.setdefault(key, {})[line.step] = min(max(value, -1e300), 1e300)
@@ -175,7 +171,7 @@ def _curves(run: RunDir) -> dict[str, Points]:
 def _marks(events: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
     for event in events:
         step, name = event.get("step"), event["event"]
-        if name in KINDS and isinstance(step, int) and 0 <= step < LAST_STEP:
+        if name in KINDS and isinstance(step, int) and 0 <= step < MOST:
             reason = event.get("reason") or event.get("state") or ""
             text = f"{name.replace('_', ' ')} at step {step:,}"
             yield Mark(step, KINDS[name], f"{text}: {reason}" if reason else text)

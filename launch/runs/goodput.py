@@ -13,7 +13,7 @@ from typing import Any
 from rollcall.launch.runs import find, restarts, states
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.job import Restart, Submission
-from rollcall.records.run import ForgottenStep, LoggedStep
+from rollcall.records.run import MOST, ForgottenStep, LoggedStep
 from rollcall.run_dir import RunDir
 
 SHARES = {
@@ -224,4 +224,4 @@ class _Book:
 def _number(event: Mapping[str, Any], name: str) -> float:
     """Return a number of an event; 0 if it has none, as in a run of an earlier version."""
     value = event.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < MOST else 0.0

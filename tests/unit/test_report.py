@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from rollcall.launch.commands import watch
 from rollcall.launch.report import command, curves, dashboard, story
 from rollcall.launch.report.dashboard import Server
 from rollcall.records.attempt import AttemptEvent, RankFailure
+from rollcall.records.files import append_line
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
 from rollcall.records.phases import Phases
 from rollcall.records.run import LoggedStep, Validation, Verdict
@@ -41,7 +43,7 @@ def make(root: Path, name: str, loss: float = 0.5, lr: str = "0.1") -> RunDir:
         LoggedStep(step, loss + 1 / step, 100.0, 1000.0 + step, more=more).append(run.path)
     Validation(20, loss, 1020.0, 0.9).append(run.path)
     run.record("checkpointed", step=10, seconds=0.1)
-    run.record("evaluated", step=20, loss=loss, accuracy=0.9)
+    run.record("evaluated", step=20, seconds=0.1, loss=loss, accuracy=0.9)
     Verdict("done", 20, "20 steps trained").write(run.path)
     return run
 
@@ -139,6 +141,21 @@ def test_a_report_says_what_is_missing_or_damaged(tmp_path: Path) -> None:
     assert "<figure" in report(run)
 
 
+@pytest.mark.parametrize("number", [10**400, math.inf, math.nan])
+def test_a_number_out_of_range_stops_no_command(tmp_path: Path, number: float) -> None:
+    run = make(tmp_path, "damaged")
+    whole = {"time": 2000.0, "step": 30, "steps": 99, "seconds": 1.0, "data_wait": 0.1}
+    for key in whole:
+        for event in ("started", "first_step", "evaluated", "rolled_back", "finished"):
+            append_line(run.events, {**whole, "event": event, key: number})
+        line = {**whole, "loss": 1.0, "samples_per_second": 1.0, key: number}
+        append_line(run.metrics, line)
+    assert cli.main(["status", "--root", str(tmp_path)]) == 0
+    assert watch.lines(run, 80)
+    (told,) = story.tell([run])
+    assert told.goodput is not None and 0 <= told.goodput.productive <= 1
+
+
 def test_failures_show_their_log_and_attempts_their_changes(tmp_path: Path) -> None:
     run = make(tmp_path, "restarted")
     for number, (job, hosts) in enumerate((("7", ["a", "b"]), ("8", ["a", "c"]))):
@@ -222,7 +239,7 @@ def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
 def test_watch_shows_one_run(tmp_path: Path) -> None:
     run = make(tmp_path, "seen")
     shown = "\n".join(watch.lines(run, 80))
-    assert "seen, done" in shown and "loss 0.5, accuracy 0.9" in shown
+    assert "seen, done" in shown and "validation  loss 0.5, accuracy 0.9" in shown
     assert re.search(r"loss +0.55 +█.*▁\n", shown)
     assert max(map(len, shown.splitlines())) <= 100
     assert watch.sparkline([1.0, float("nan"), 3.0]) == "▁ █"
