@@ -5,9 +5,11 @@ https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-mea
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
 from typing import Any
 
 from rollcall.launch.runs import find, restarts, states
@@ -159,36 +161,42 @@ class _Book:
         last = known[-1][0] if known else attempt.start
         end = attempt.end or (time.time() if is_running else last)
         names = [each["event"] for each in events]
-        if "first_step" not in names:
+        starts = [
+            (each["time"], _number(each, "step"))
+            for each in events
+            if each["event"] == "first_step"
+        ]
+        starts += [(at, line.step) for at, line in signs[:1]]  # a program of the user
+        if not starts:
             is_program = not names and not attempt.has_failed
             is_lost = attempt.has_failed and not is_running
             self.spend("lost" if is_lost else "other" if is_program else "startup", end)
             return
-        first = events[names.index("first_step")]
-        self.spend("startup", first["time"])
-        begun = int(_number(first, "step"))
-        self.step = begun - 1
-        self._did(begun, 0.0)
+        first, begun = starts[0]
+        self.spend("startup", first)
+        self.step = int(begun) - 1
+        self._did(int(begun), 0.0)
+        held_up = ("evaluated", "checkpointed")
+        costs = sorted(_cost(each) for each in events if each["event"] in held_up)
         for at, sign in known:
-            if at > first["time"]:
-                self._book(at, sign, events)
-        has_ended = not {*ENDS}.isdisjoint(names)
+            if at > first:
+                self._book(at, sign, costs)
+        has_ended = not ({*ENDS}.isdisjoint(names) and attempt.has_failed)
         self.spend("other" if has_ended else "productive" if is_running else "lost", end)
 
-    def _book(self, at: float, sign: Any, events: Sequence[dict[str, Any]]) -> None:
+    def _book(self, at: float, sign: Any, costs: Sequence[tuple[float, str, float]]) -> None:
         """Book the time until a line or an event, if it says how many steps were done."""
         name = "" if isinstance(sign, LoggedStep) else sign["event"]
         if name not in ("", "evaluated", "rolled_back", *ENDS):
             return
         since, held = self._now, dict.fromkeys(("evaluation", "checkpoint", "data wait"), 0.0)
-        for event in events:
-            seconds, when = _number(event, "seconds"), event["time"]
-            if event["event"] == "evaluated" and since < when <= at:
-                held["evaluation"] += seconds
-            elif event["event"] == "checkpointed" and name == "finished" and since < when <= at:
-                held["checkpoint"] += seconds  # it was waited for
-            elif event["event"] == "checkpointed" and since < when - seconds <= at:
-                held["checkpoint"] += _number(event, "stall")
+        begin, end = (bisect_right(costs, each, key=itemgetter(0)) for each in (since, at))
+        for _, share, seconds in costs[begin:end]:
+            held[share] += seconds
+        if name == "finished":  # the last saves were waited for
+            ended = [each for each in self._events if since < each["time"] <= at]
+            saves = [each for each in ended if each["event"] == "checkpointed"]
+            held["checkpoint"] = sum(_number(each, "seconds") for each in saves)
         if name == "rolled_back":
             self.spend("lost", at)
             self.step = int(_number(sign, "step"))
@@ -219,6 +227,14 @@ class _Book:
                 lost = seconds * (last - max(first, reached)) / (last - first)
                 self.seconds["productive"] -= lost
                 self.seconds["lost"] += lost
+
+
+def _cost(event: Mapping[str, Any]) -> tuple[float, str, float]:
+    """Return when an evaluation or a save held up the training, its share, and for how long."""
+    seconds, at = _number(event, "seconds"), event["time"]
+    if event["event"] == "evaluated":
+        return at, "evaluation", seconds
+    return at - seconds, "checkpoint", _number(event, "stall")
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:

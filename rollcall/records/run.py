@@ -357,8 +357,13 @@ def _fields(kind: type[Record]) -> dict[str, tuple[Check, bool]]:
     return {name: (checks[name], is_needed) for name, is_needed in needed.items()}
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and _check(float)(value) and abs(value) < math.inf
+def _is_small(value: Any) -> bool:
+    # Python's integers have no limit; those that are no float would stop every reader.
+    return isinstance(value, float) or abs(value) < MOST
+
+
+def _is_time(value: Any) -> bool:
+    return _check(float)(value) and abs(value) < math.inf
 
 
 @functools.cache
@@ -380,6 +385,5 @@ def _check(hint: Any) -> Check:
         return lambda value: isinstance(value, dict) and all(map(of_value, value.values()))
     if hint in (int, float):
         numbers = (int,) if hint is int else (int, float)
-        # Python's integers have no limit; those that are no float would stop every reader.
-        return lambda value: type(value) in numbers and (type(value) is float or abs(value) < MOST)
+        return lambda value: type(value) in numbers and _is_small(value)
     return lambda value: isinstance(value, hint)
