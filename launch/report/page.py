@@ -53,7 +53,8 @@ def listing(rows: Iterable[tuple[str, str, str, Progress]]) -> str:
     """Return the page of all runs; a row has the address, the name, the state and the progress."""
     lines = ""
     for address, name, state, done in rows:
-        figures = ", ".join(f"{key} {figure(value)}" for key, value in done.validation.items())
+        texts = (f"{key} {figure(value)}" for key, value in done.validation.items())
+        figures = escape(", ".join(texts))
         step = "" if done.step is None else f"{done.step:,}"
         lines += (
             f'<tr><th scope="row"><a href="{escape(address)}">{escape(name)}</a></th><td class="'

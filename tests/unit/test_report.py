@@ -333,3 +333,17 @@ def test_the_dashboard_makes_a_report_again_when_the_run_has_changed(server: Ser
     LoggedStep(21, 0.123, 100.0, 1021.0).append(run.path)
     os.utime(run.metrics, (2e9, 2e9))
     assert "0.123" in server.page("a run")
+    server.page("grid")
+    cell = server.runs()["grid/lr-0.1"]
+    LoggedStep(21, 0.123, 100.0, 1021.0).append(cell.path)
+    os.utime(cell.metrics, (2e9, 2e9))
+    assert "0.123" in server.page("grid")
+
+
+def test_the_list_of_runs_takes_any_name(server: Server) -> None:
+    run = make(Path(server.root), os.fsdecode(b"odd\xff"))
+    run.record("evaluated", step=20, **{"<script>": 0.5})
+    place = f"/{server.token}/"
+    code, text = get(server, place)
+    assert code == 200 and 'href="odd%FF"' in text and "&lt;script&gt; 0.5" in text
+    assert get(server, f"{place}odd%FF")[0] == 200
