@@ -12,6 +12,7 @@ import yaml
 
 from rollcall.config import ConfigError, describe, origins, yaml_values
 from rollcall.config.read import is_file
+from rollcall.hosts import fold
 from rollcall.installation import training_words
 from rollcall.launch.commands.why import LINES, damage
 from rollcall.launch.runs import find, root_cause, states
@@ -26,7 +27,7 @@ from rollcall.records.files import tail
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
 from rollcall.records.run import MOST, LoggedStep, Validation
 from rollcall.run_dir import RunDir
-from rollcall.text import dotted, listed
+from rollcall.text import dotted
 
 FAULTS = (
     *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
@@ -247,7 +248,7 @@ def _facts(
             found["ranks"] = str(event["world_size"])
     for attempt in attempts[-1:]:
         found["ranks"] = str(attempt.ranks)
-        found["nodes"] = f"{len(attempt.hosts)}: {listed(sorted(set(attempt.hosts)))}"
+        found["nodes"] = f"{len(attempt.hosts)}: {fold(attempt.hosts)}"
     return found
 
 
@@ -257,7 +258,7 @@ def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
     restarts, before = Restart.read(run.path), dict[str, str]()
     rows = [["attempt", "job", "started", "ranks", "nodes", "ended", "changes"]]
     for number, attempt in enumerate(attempts):
-        hosts, ranks = listed(list(dict.fromkeys(attempt.hosts))), str(attempt.ranks)
+        hosts, ranks = fold(attempt.hosts), str(attempt.ranks)
         now = {"nodes": hosts, "ranks": ranks, **versions.get(attempt.job, {})}
         since = attempts[number - 1].started if number else attempt.started
         causes = [each.cause for each in restarts if since < each.time <= attempt.started + 1]

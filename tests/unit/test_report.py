@@ -158,7 +158,7 @@ def test_a_number_out_of_range_stops_no_command(tmp_path: Path, number: float) -
 
 def test_failures_show_their_log_and_attempts_their_changes(tmp_path: Path) -> None:
     run = make(tmp_path, "restarted")
-    for number, (job, hosts) in enumerate((("7", ["a", "b"]), ("8", ["a", "c"]))):
+    for number, (job, hosts) in enumerate((("7", [*"abcdefg"]), ("8", [*"abcdefh"]))):
         Submission(job, 1.0, versions={"torch": f"2.1{number}"}).append(run.path)
         at = 100.0 * number
         AttemptEvent(number, job, "started", at, hosts=hosts, ranks=4).append(run.path)
@@ -172,7 +172,11 @@ def test_failures_show_their_log_and_attempts_their_changes(tmp_path: Path) -> N
     text = report(run)
     assert "rank 3 on b (node 1) raised ValueError: broken" in text
     assert "the last words" in text
-    assert "restart: crash" in text and "torch 2.10 → 2.11" in text and "nodes a, b → a, c" in text
+    assert (
+        "restart: crash" in text
+        and "torch 2.10 → 2.11" in text
+        and "nodes a,b,c,d,e,f,g → a,b,c,d,e,f,h" in text
+    )
 
 
 def test_each_value_has_its_origin(tmp_path: Path) -> None:
