@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,36 @@ class Story:
     settings: dict[str, tuple[str, str]]  # value and origin of each key; empty for other programs
     facts: dict[str, str]  # code, environment and machines
     attempts: list[list[str]]  # a table of them, with a first row of titles; empty without any
-    failures: list[Failure]
-    notes: list[str]  # what is missing or could not be read
-    goodput: Goodput | None
+    complaint: str  # what went wrong in asking Slurm
     started: float | None  # seconds since 1970
 
     @property
     def result(self) -> dict[str, float]:
         """The last value of each curve."""
         return {key: points[-1][1] for key, points in self.curves.items() if points}
+
+    # A report shows what follows of a few runs only.
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Where its time went."""
+        return goodput(self.run, self.condition)
+
+    @cached_property
+    def failures(self) -> list[Failure]:
+        """Why attempts failed, the newest first."""
+        return list(_failures(self.run, self.condition))
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What is missing or could not be read."""
+        found = [self.complaint] if self.complaint else []
+        if not any(self.curves.values()):
+            found.append(
+                "This run has no metrics.jsonl with lines of steps, so it has no curves. "
+                "docs/report.md shows how a program of yours writes them."
+            )
+        return [*found, *damage(self.run)]
 
 
 def chosen(words: Sequence[str], root: str) -> list[RunDir]:
@@ -115,38 +137,25 @@ def tell(found: Sequence[RunDir]) -> list[Story]:
         cells = sweeps.get(run.path.parent)
         sweep = "" if cells is None else run.path.parent.name
         name = f"{sweep}/{run.name}" if sweep and len(parents) > 1 else run.name
-        notes = [complaint] if complaint else []
-        stories.append(_tell(run, name, sweep, (cells or {}).get(run.name, {}), condition, notes))
-    return stories
-
-
-def _tell(
-    run: RunDir, name: str, sweep: str, cell: dict[str, str], condition: Condition, notes: list[str]
-) -> Story:
-    curves, attempts, events = _curves(run), find.attempts(run), run.read_events()
-    if not any(curves.values()):
-        notes.append(
-            "This run has no metrics.jsonl with lines of steps, so it has no curves. "
-            "docs/report.md shows how a program of yours writes them."
+        attempts, events = find.attempts(run), run.read_events()
+        times = [attempt.started for attempt in attempts] + [it["time"] for it in events[:1]]
+        one = Story(
+            run=run,
+            name=name,
+            sweep=sweep,
+            condition=condition,
+            progress=states.progress(run),
+            curves=_curves(run),
+            marks=list(_marks(events)),
+            cell=(cells or {}).get(run.name, {}),
+            settings=_settings(run),
+            facts=_facts(run, events, attempts),
+            attempts=_table(run, attempts),
+            complaint=complaint,
+            started=min(times, default=None),
         )
-    times = [*(attempt.started for attempt in attempts), *(event["time"] for event in events[:1])]
-    return Story(
-        run=run,
-        name=name,
-        sweep=sweep,
-        condition=condition,
-        progress=states.progress(run),
-        curves=curves,
-        marks=list(_marks(events)),
-        cell=cell,
-        settings=_settings(run),
-        facts=_facts(run, events, attempts),
-        attempts=_table(run, attempts),
-        failures=list(_failures(run, condition, attempts)),
-        notes=[*notes, *damage(run)],
-        goodput=goodput(run),
-        started=min(times, default=None),
-    )
+        stories.append(one)
+    return stories
 
 
 def _run_of(path: Path) -> RunDir:
@@ -275,10 +284,9 @@ def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
     return rows if attempts else []
 
 
-def _failures(
-    run: RunDir, condition: Condition, attempts: Sequence[AttemptRecord]
-) -> Iterator[Failure]:
+def _failures(run: RunDir, condition: Condition) -> Iterator[Failure]:
     """Yield the cause of each attempt that failed, the newest first, as `rollcall why` says it."""
+    attempts = find.attempts(run)
     plain = Condition(condition.state)  # without its job: Slurm knows only the newest attempt
     newest = attempts[-1] if attempts else None
     for attempt in reversed(attempts):

@@ -12,7 +12,8 @@ from math import inf
 from operator import itemgetter
 from typing import Any
 
-from rollcall.launch.runs import find, restarts, states
+from rollcall.launch.runs import find, restarts
+from rollcall.launch.runs.states import Condition
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.job import Restart, Submission
 from rollcall.records.run import MOST, ForgottenStep, LoggedStep
@@ -58,18 +59,18 @@ class _Attempt:
     has_failed: bool = True  # or has vanished
 
 
-def goodput(run: RunDir) -> Goodput | None:
+def goodput(run: RunDir, condition: Condition) -> Goodput | None:
     """Return where the time of a run went; None if it has never started.
 
     Times are by the clocks of the nodes that wrote the records. Steps are known as far as they
     were logged: the time between the last line of metrics.jsonl and a fault counts as lost.
     """
-    attempts = _attempts(run)
+    events = run.read_events()
+    attempts = _attempts(run, events)
     if not attempts:
         return None
-    (condition,), _ = states.look([run])
     newest = attempts[-1]
-    book = _Book(run, attempts[0].start)
+    book = _Book(run, events, attempts[0].start)
     before = None
     for attempt, later in zip(attempts, [*(each.start for each in attempts[1:]), inf], strict=True):
         is_running = condition.is_live and attempt is newest and attempt.end is None
@@ -84,7 +85,7 @@ def goodput(run: RunDir) -> Goodput | None:
     return Goodput(wall, book.seconds, len(attempts), book.again, condition.is_live)
 
 
-def _attempts(run: RunDir) -> list[_Attempt]:
+def _attempts(run: RunDir, events: Sequence[dict[str, Any]]) -> list[_Attempt]:
     """Return the starts of a run, by its launcher or by hand."""
     found: dict[int, _Attempt] = {}
     for line in AttemptEvent.read(run.path):
@@ -94,9 +95,11 @@ def _attempts(run: RunDir) -> list[_Attempt]:
             start = found[line.attempt].start
             found[line.attempt] = _Attempt(start, line.time, line.job, line.state == "failed")
     by_hand: list[_Attempt] = []
-    for event in run.read_events("started", "finished", "failed"):
+    for event in events:
         at, what = event["time"], event["event"]
-        if any(each.start <= at <= (each.end or inf) for each in found.values()):
+        if what not in ("started", "finished", "failed") or any(
+            each.start <= at <= (each.end or inf) for each in found.values()
+        ):
             continue
         if what == "started":
             by_hand.append(_Attempt(at))
@@ -108,12 +111,12 @@ def _attempts(run: RunDir) -> list[_Attempt]:
 class _Book:
     """Books every second since the beginning exactly once."""
 
-    def __init__(self, run: RunDir, first: float) -> None:
+    def __init__(self, run: RunDir, events: Sequence[dict[str, Any]], first: float) -> None:
         self.seconds = dict.fromkeys(SHARES, 0.0)
         self.step = self.again = 0  # the newest step; how many were done again
         self._most = 0  # the newest step of all attempts
         self._counted: list[tuple[int, int, float]] = []  # steps from, to, productive seconds
-        self._events = run.read_events()
+        self._events = events
         lines = [*run.read_metrics(), *ForgottenStep.read(run.path)]
         by_time = {(line.time, line.step): line for line in lines}
         self._lines = [by_time[key] for key in sorted(by_time)]

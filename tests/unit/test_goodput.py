@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollcall.launch.runs import states
 from rollcall.launch.runs.goodput import goodput
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.job import Restart, Submission
@@ -42,7 +43,7 @@ def saved(run: RunDir, number: int) -> None:
 
 
 def of(run: RunDir) -> tuple[dict[str, float], int]:
-    found = goodput(run)
+    found = goodput(run, states.look([run])[0][0])
     assert found is not None
     assert sum(found.shares.values()) == pytest.approx(found.wall)
     shares = {name: pytest.approx(taken) for name, taken in found.shares.items() if taken > 1e-6}
@@ -120,4 +121,4 @@ def test_a_program_of_the_user_that_logs_steps(run: RunDir) -> None:
 
 
 def test_a_run_that_has_never_started_has_no_goodput(run: RunDir) -> None:
-    assert goodput(run) is None
+    assert goodput(run, states.look([run])[0][0]) is None
