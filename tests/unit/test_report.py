@@ -245,7 +245,10 @@ def test_watch_shows_one_run(tmp_path: Path) -> None:
     shown = "\n".join(watch.lines(run, 80))
     assert "seen, done" in shown and "validation  loss 0.5, accuracy 0.9" in shown
     assert re.search(r"loss +0.55 +█.*▁\n", shown)
-    assert max(map(len, shown.splitlines())) <= 100
+    for width in (1, 22, 40, 80):
+        narrow = watch.lines(run, width)
+        assert all(len(line) <= max(width, 32) for line in narrow)
+    assert "seen, done" in "\n".join(watch.lines(run, 40)).replace("\n" + " " * watch.TITLE, "")
     assert watch.sparkline([1.0, float("nan"), 3.0]) == "▁ █"
     assert watch.sparkline([2.0]) == "▁" and watch.sparkline([]) == ""
 
