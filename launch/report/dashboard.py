@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -76,14 +77,8 @@ class Server(ThreadingHTTPServer):
 
     def runs(self) -> dict[str, RunDir]:
         """Return all runs by the name that their address has."""
-        found = find.find_all(self.root)
-        paths = {run.path for run in found}
-        is_cell = [run.path.parent in paths for run in found]
-        names = [
-            f"{run.path.parent.name}/" * cell + run.name
-            for run, cell in zip(found, is_cell, strict=True)
-        ]
-        return dict(zip(names, found, strict=True))
+        root = Path(self.root).absolute()
+        return {str(run.path.relative_to(root)): run for run in find.find_all(self.root)}
 
     def page(self, name: str) -> str:
         """Return the report of a run, or the list of runs without a name; KeyError without the run.

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rollcall.launch.report import charts, compare, curves
 from rollcall.launch.report.charts import Chart
-from rollcall.launch.report.story import Failure, Story, clock, duration, figure, title_of
+from rollcall.launch.report.story import Failure, Story, clock, figure, title_of
 from rollcall.launch.runs.goodput import SHARES, Goodput
 from rollcall.launch.runs.states import Progress
+from rollcall.text import duration
 
 STYLE, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))
 FIRST = ("loss", "val_loss", "val_accuracy", "grad_norm", "lr", "samples_per_second")

@@ -312,19 +312,6 @@ def clock(seconds: float) -> str:
         return ""
 
 
-def duration(seconds: float) -> str:
-    """Return a number of seconds for people, in two units: 3 h 12 min."""
-    if not 60 <= seconds < 1e12:
-        return f"{seconds:.3g} s"
-    for unit, size, smaller, part in _UNITS:
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
-    return ""
-
-
-_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
-
-
 def title_of(key: str) -> str:
     """Return the name of a curve in words."""
     plain = re.sub(r"^val_", "validation ", key).replace("_", " ")
