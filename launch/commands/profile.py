@@ -62,7 +62,11 @@ def _check_running(run: RunDir) -> None:
 
 def _ranks(run: RunDir, text: str) -> list[int]:
     starts = run.read_events("started")
-    count = starts[-1].get("world_size", 0) if starts else 0
+    count = starts[-1].get("world_size") if starts else None
+    if not isinstance(count, int):
+        raise NoRunError(
+            f"run {run.name} cannot be profiled: no training of `rollcall train` has started in it"
+        )
     if text == "all":
         return [*range(count)]
     words = text.split(",")

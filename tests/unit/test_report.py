@@ -17,7 +17,7 @@ import pytest
 from made_runs import add_phases
 
 from rollcall import cli
-from rollcall.launch.commands import watch
+from rollcall.launch.commands import profile, watch
 from rollcall.launch.report import command, curves, dashboard, story
 from rollcall.launch.report.dashboard import Server
 from rollcall.records.attempt import AttemptEvent, RankFailure
@@ -238,6 +238,12 @@ def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
     text, count = command.build(["grid"], str(tmp_path))
     assert count == 101 and len(text) < 1.5e6
     assert "$\\frac{$" in text and "The curves are of the first 24 runs" in text
+
+
+def test_a_script_of_the_user_cannot_be_profiled(tmp_path: Path) -> None:
+    make(tmp_path, "script").verdict.unlink()
+    with pytest.raises(RefusedError, match="no training of `rollcall train` has started in it"):
+        profile.main(["--root", str(tmp_path), "script"])
 
 
 def test_watch_shows_one_run(tmp_path: Path) -> None:
