@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser = find.parser("goodput", __doc__)
     parser.add_argument("--json", action="store_true", help="print the same as a JSON object")
     options = parser.parse_args(argv)
-    run = find.find(options.run, options.root)
+    run = find.find_one(options.run, options.root)
     found = goodput(run, states.look([run])[0][0])
     if found is None:
         raise NoRunError(f"run {run.name} has not started yet: rollcall status {find.typed(run)}")

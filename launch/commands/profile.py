@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     words.add_argument("--ranks", default="0", help="such as 0,5, or all (default: 0)")
     words.add_argument("--wait", type=float, default=300, metavar="SECONDS", help="default: 300")
     options = words.parse_args(argv)
-    run = find.find(options.run, options.root)
+    run = find.find_one(options.run, options.root)
     _check_running(run)
     ranks = _ranks(run, options.ranks)
     if not 1 <= options.steps <= MOST:

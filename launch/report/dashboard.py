@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 
 from rollcall.launch.report import command
 from rollcall.launch.runs import find, states
+from rollcall.launch.runs.find import NoRunError
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.files import changed
 from rollcall.records.job import Submission
@@ -81,13 +82,18 @@ class Server(ThreadingHTTPServer):
         return {str(run.path.relative_to(root)): run for run in find.find_all(self.root)}
 
     def page(self, name: str) -> str:
-        """Return the report of a run, or the list of runs without a name; KeyError without the run.
+        """Return the report of a run, or the list of runs without a name.
 
         A report is made again only if files or states of the run or its cells have changed.
+
+        Raises:
+            RefusedError: there is no such run, or matplotlib is not installed.
         """
         runs = self.runs()
         if not name:
             return _list(runs)
+        if name not in runs:
+            raise NoRunError("no run has this name")
         parts = find.with_cells(runs[name].path)
         times = [changed(part.path / file) for part in parts for file in FILES]
         key = (times, [each.state for each in states.look(parts)[0]])
@@ -118,15 +124,15 @@ class _Handler(BaseHTTPRequestHandler):
         _, token, *rest = self.path.partition("?")[0].split("/")
         port = self.server.server_address[1]
         is_here = self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
-        if not is_here or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+        if not (rest and is_here) or not hmac.compare_digest(
+            token.encode(), self.server.token.encode()
+        ):
             return self._answer(403, "open the address that rollcall dashboard has printed")
         try:
             name = unquote("/".join(rest), errors="surrogateescape")
             return self._answer(200, self.server.page(name), "html")
-        except KeyError:
-            return self._answer(404, "no run has this name")
         except RefusedError as error:
-            return self._answer(500, str(error))
+            return self._answer(404 if isinstance(error, NoRunError) else 500, str(error))
         except Exception:
             traceback.print_exc(file=sys.stderr)
             return self._answer(500, "the report could not be made; the terminal says why")

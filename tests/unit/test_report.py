@@ -230,6 +230,8 @@ def test_a_sweep_is_one_report_and_a_group_of_the_table(
     assert cli.main(["status", "grid", *root]) == 0
     shown = capsys.readouterr().out
     assert "2 runs: 2 done" in shown and shown.count("90.00%") == 2
+    assert [cli.main([word, "grid", *root]) for word in ("goodput", "profile", "why")] == [2] * 3
+    assert capsys.readouterr().err.count("grid is a sweep: name one of its runs") == 3
 
 
 def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
@@ -322,6 +324,7 @@ def test_the_dashboard_shows_runs_to_who_has_the_token(server: Server) -> None:
     assert get(server, place, own)[0] == 200
     wrong: list[tuple[str, str | None]] = [
         ("/", None),
+        (place[:-1], None),
         ("/x/", None),
         (f"/{server.token[:-1]}/", None),
         ("//", None),
