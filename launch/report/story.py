@@ -24,7 +24,7 @@ from rollcall.launch.runs.states import Condition, Progress
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.code import CodeRecord
 from rollcall.records.files import listed as paths_in
-from rollcall.records.files import tail
+from rollcall.records.files import read_lines, tail
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
 from rollcall.records.run import MOST, LoggedStep, Validation
 from rollcall.run_dir import RunDir
@@ -89,8 +89,11 @@ class Story:
 
     @property
     def result(self) -> dict[str, float]:
-        """The last value of each curve."""
-        return {key: points[-1][1] for key, points in self.curves.items() if points}
+        """The last value of each curve, but for losses and accuracies that are no number now."""
+        now = {f"val_{name}": value for name, value in self.progress.validation.items()}
+        now["loss"] = self.progress.loss or 0.0
+        known = [key for key, of in self.curves.items() if of and math.isfinite(now.get(key, 0.0))]
+        return {key: self.curves[key][-1][1] for key in known}
 
     # A report shows what follows of a few runs only.
 
@@ -131,7 +134,9 @@ def tell(found: Sequence[RunDir]) -> list[Story]:
     """Read these runs. Whatever their files hold, nothing is raised."""
     conditions, complaint = states.look(found)
     parents = {run.path.parent for run in found}
-    sweeps = {path: _cells(path) for path in parents if find.is_sweep(_run_of(path))}
+    sweeps = {
+        path: _cells(path) for path in parents if find.is_sweep(RunDir(path.parent, path.name))
+    }
     stories = []
     for run, condition in zip(found, conditions, strict=True):
         cells = sweeps.get(run.path.parent)
@@ -158,24 +163,16 @@ def tell(found: Sequence[RunDir]) -> list[Story]:
     return stories
 
 
-def _run_of(path: Path) -> RunDir:
-    return RunDir(path.parent, path.name)
-
-
 def _curves(run: RunDir) -> dict[str, Points]:
     """Return every number that was logged, by name; of a step that was repeated, the newest."""
     found: dict[str, dict[int, float]] = {"loss": {}}
-    lines: list[LoggedStep | Validation] = [*LoggedStep.read(run.path)]
-    for line in [*lines, *Validation.read(run.path)]:
-        for key, value in line.as_dict().items() if line.step >= 0 else ():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and key not in NOT_CURVES and abs(value) < math.inf:
-                found.setdefault(key, {})[line.step] = min(max(value, -1e300), 1e300)
-    return {
-        key: sorted(points.items())
-        for key, points in found.items()
-        if key == "loss" or any(points.values())
-    }
+    for line in read_lines(run.metrics):
+        known = LoggedStep.parse(line) or Validation.parse(line)
+        for key, value in line.items() if known and known.step >= 0 else ():
+            if key not in NOT_CURVES and type(value) in (int, float) and abs(value) < math.inf:
+                found.setdefault(key, {})[line["step"]] = min(max(value, -1e300), 1e300)
+    is_curve = {key: key == "loss" or any(points.values()) for key, points in found.items()}
+    return {key: sorted(points.items()) for key, points in found.items() if is_curve[key]}
 
 
 def _marks(events: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
@@ -215,17 +212,15 @@ def _configuration(run: RunDir) -> dict[str, str]:
         values = None
     found: dict[str, str] = {}
     for key, value in dotted(values if isinstance(values, dict) else {}).items():
-        parts = dotted({key: value}) if isinstance(value, dict) and value else {key: value}
-        found |= {name: _plain(each) for name, each in parts.items()}
+        found |= {name: _plain(each) for name, each in (dotted({key: value}) or {key: {}}).items()}
     return found
 
 
 def _cells(path: Path) -> dict[str, dict[str, str]]:
     """Return the values that a sweep chose, by key, for each of its runs."""
     found = {}
-    for cell in (
-        cell for file in paths_in(path / "job", "cells-*.json") for cell in Cell.all_of(file)
-    ):
+    files = paths_in(path / "job", "cells-*.json")
+    for cell in (cell for file in files for cell in Cell.all_of(file)):
         words = [word.removeprefix("--") for word in cell.words]
         pairs = [word.partition("=")[::2] for word in words]
         if cell.words[:1] != words[:1]:  # of a script: --key value

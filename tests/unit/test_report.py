@@ -199,6 +199,11 @@ def test_compare_prints_what_differs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"optim.lr +0.1 +0.2\n", shown)
     assert re.search(r"validation loss +0.5 +0.3\n", shown)
     assert "seed" not in shown and "run.name" not in shown
+    assert "best validation accuracy: one" in shown
+    run = RunDir(tmp_path, "one")
+    run.record("evaluated", step=30, loss=math.nan, accuracy=math.nan)
+    assert cli.main(["compare", "one", "two", *root]) == 0
+    assert "best validation accuracy: two" in capsys.readouterr().out
     assert cli.main(["compare", "one", *root]) == 2
     assert "name at least two runs" in capsys.readouterr().err
 
