@@ -115,7 +115,7 @@ def _table(lines: Sequence[Phases], values: Sequence[Sequence[float]], ranks: in
     """Return the values of each line and rank; NaN for ranks that a line does not have."""
     found = np.full((len(lines), ranks), np.nan)
     for place, each in enumerate(values):
-        found[place, : len(each)] = np.clip(each, 0, 1e15)[:ranks]
+        found[place, : len(each)] = np.clip(np.nan_to_num(each), 0, 1e15)[:ranks]
     return found
 
 

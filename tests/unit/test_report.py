@@ -139,6 +139,9 @@ def test_a_report_says_what_is_missing_or_damaged(tmp_path: Path) -> None:
     (run.path / Phases.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     AttemptEvent(0, "7", "started", 1e300, hosts=["a"], ranks=1).append(run.path)
     assert "<figure" in report(run)
+    phases = {name: [math.nan] for name in Phases.PHASES}
+    (run.path / Phases.FILE).write_text(json.dumps(Phases(1, 1, 0.0, 1.0, phases).as_dict()))
+    assert "Step time by rank" in report(run)
 
 
 @pytest.mark.parametrize("number", [10**400, math.inf, math.nan])
