@@ -241,7 +241,7 @@ def _failures(failures: Sequence[Failure]) -> str:
 def _about(one: Story) -> str:
     """Return the sections about attempts, environment and configuration."""
     parts = _section("Attempts", _table(one.attempts) if one.attempts else "")
-    facts = [["", ""], *map(list, one.facts.items())]
+    facts = [["", ""], *([name, text] for name, text in one.facts.items() if text)]
     parts += _section("Code and environment", _table(facts) if one.facts else "")
     if one.settings:
         rows = [[key, value, origin] for key, (value, origin) in one.settings.items()]
