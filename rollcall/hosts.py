@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 FIRST_PORT, PORTS = 20000, 10000
@@ -42,6 +42,21 @@ def expand(nodelist: str) -> list[str]:
         choices[1::2] = [list(_numbers(piece, nodelist)) for piece in pieces[1::2]]
         names.extend("".join(choice) for choice in itertools.product(*choices))
     return names
+
+
+def fold(names: Iterable[str]) -> str:
+    """Return a node list as Slurm writes it, sorted and each name once: `n[1-3,7],login`."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in sorted({*names}):
+        stem = re.sub(r"[0-9]{1,9}\Z", "", name)
+        groups.setdefault((stem, len(name) - len(stem)), []).append(name[len(stem) :])
+    parts = []
+    for (stem, _), numbers in groups.items():
+        pairs = itertools.groupby(enumerate(numbers), lambda pair: int(pair[1] or 0) - pair[0])
+        ranges = [[number for _, number in each] for _, each in pairs]
+        texts = [f"{each[0]}-{each[-1]}" if len(each) > 1 else each[0] for each in ranges]
+        parts.append(f"{stem}[{','.join(texts)}]" if len(numbers) > 1 else stem + numbers[0])
+    return ",".join(parts)
 
 
 def of_job(env: Mapping[str, str]) -> list[str]:

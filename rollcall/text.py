@@ -46,6 +46,14 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def duration(seconds: float) -> str:
+    """Return a time for people, such as 2.3 days."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table whose columns are as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -22,7 +22,7 @@ from rollcall.planning.model import Model, named, shapes
 from rollcall.records.run import LoggedStep, read_events
 from rollcall.refusal import RefusedError, refuse
 from rollcall.run_dir import named as run_named
-from rollcall.text import did_you_mean, size
+from rollcall.text import did_you_mean, duration, size
 
 TOKENS = 4 * 2**20
 """Tokens of a step for a known shape without `--batch`; Llama 3 began with 4M."""
@@ -243,11 +243,11 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     best = search.Choice(layout, seconds, memory.of(model, layout, machine))
     return "\n".join(
         [
-            f"{directory.name}: a step took {report.duration(measured)}, of which "
-            f"{report.duration(measured * waits)} waiting for data; the plan says "
-            f"{report.duration(seconds.total())} on {ranks} {machine.chip.name}.",
+            f"{directory.name}: a step took {duration(measured)}, of which "
+            f"{duration(measured * waits)} waiting for data; the plan says "
+            f"{duration(seconds.total())} on {ranks} {machine.chip.name}.",
             *report.why(best, machine),
-            f"Measured beyond the plan: {report.duration(abs(measured - seconds.total()))} "
+            f"Measured beyond the plan: {duration(abs(measured - seconds.total()))} "
             f"{'more' if measured > seconds.total() else 'less'}. To plan with it, write "
             f'`factors: {{"{key}": {factor:.3f}}}` to a file and name it with --machines.',
         ]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rollcall.launch.runs import find
+from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.runs.goodput import SHARES, goodput
 from rollcall.text import table
@@ -20,8 +20,8 @@ def main(argv: Sequence[str]) -> int:
     parser = find.parser("goodput", __doc__)
     parser.add_argument("--json", action="store_true", help="print the same as a JSON object")
     options = parser.parse_args(argv)
-    run = find.find(options.run, options.root)
-    found = goodput(run)
+    run = find.find_one(options.run, options.root)
+    found = goodput(run, states.look([run])[0][0])
     if found is None:
         raise NoRunError(f"run {run.name} has not started yet: rollcall status {find.typed(run)}")
     if options.json:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     rows = [
         (name, f"{seconds / (found.wall or 1):.1%}", f"{seconds:.1f} s", SHARES[name])
         for name, seconds in found.shares.items()
-        if round(seconds, 1)
+        if seconds > found.wall / 2000
     ]
     print("\n".join(table(rows)))
     return 0

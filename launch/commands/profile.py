@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     words.add_argument("--ranks", default="0", help="such as 0,5, or all (default: 0)")
     words.add_argument("--wait", type=float, default=300, metavar="SECONDS", help="default: 300")
     options = words.parse_args(argv)
-    run = find.find(options.run, options.root)
+    run = find.find_one(options.run, options.root)
     _check_running(run)
     ranks = _ranks(run, options.ranks)
     if not 1 <= options.steps <= MOST:
@@ -62,7 +62,11 @@ def _check_running(run: RunDir) -> None:
 
 def _ranks(run: RunDir, text: str) -> list[int]:
     starts = run.read_events("started")
-    count = starts[-1].get("world_size", 0) if starts else 0
+    count = starts[-1].get("world_size") if starts else None
+    if not isinstance(count, int):
+        raise NoRunError(
+            f"run {run.name} cannot be profiled: no training of `rollcall train` has started in it"
+        )
     if text == "all":
         return [*range(count)]
     words = text.split(",")

@@ -7,6 +7,7 @@ of this machine if the run is on it, and how old the last sign of life is.
 import csv
 import socket
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 
@@ -43,7 +44,8 @@ def lines(run: RunDir, width: int) -> list[str]:
     rows = [("run", f"{find.typed(run)}, {condition.state}")]
     if progress.step is not None:
         rows.append(("step", _bar(progress.step, progress.total, width)))
-    losses = [step.loss for step in LoggedStep.last(run.path)][-min(MOST, width - TITLE - 10) :]
+    room = max(1, min(MOST, width - TITLE - 10))
+    losses = [step.loss for step in LoggedStep.last(run.path)][-room:]
     if losses:
         rows.append(("loss", f"{losses[-1]:<9.4g} {sparkline(losses)}"))
     figures = ", ".join(f"{name} {value:.4g}" for name, value in progress.validation.items())
@@ -58,7 +60,11 @@ def lines(run: RunDir, width: int) -> list[str]:
     if sign:
         rows.append(("last sign", f"{max(0.0, time.time() - sign):.0f} s ago"))
     rows += [("note", text) for text in (condition.note, complaint) if text]
-    return [f"{title:<{TITLE}}{text}" for title, text in rows]
+    shown = []
+    for title, text in rows:
+        first, *more = textwrap.wrap(text, max(status.NOTE, width - TITLE))
+        shown += [f"{title:<{TITLE}}{first}", *(" " * TITLE + part for part in more)]
+    return shown
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -11,7 +11,6 @@ such run.
 from collections.abc import Iterator, Sequence
 
 from rollcall.launch.runs import find, root_cause, states
-from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.runs.root_cause import RootCause
 from rollcall.records.attempt import (
     AttemptEvent,
@@ -38,9 +37,7 @@ CHECKED = (
 def main(argv: Sequence[str]) -> int:
     """Explain the newest attempt; return the exit code."""
     options = find.parser("why", __doc__).parse_args(argv)
-    run = find.find(options.run, options.root)
-    if find.is_sweep(run):
-        raise NoRunError(f"{run.name} is a sweep: name one of its runs, {run.name}/CELL")
+    run = find.find_one(options.run, options.root)
     (condition,), complaint = states.look([run])
     if condition.state in ("pending", "running", "done", "stopped", "requeue"):
         print(f"run {run.name} has not failed: {condition.state}" + _in_brackets(condition.note))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcall.launch.report.story import LAST_STEP
 from rollcall.records.files import parse_lines
 from rollcall.records.phases import Phases
 from rollcall.run_dir import RunDir
@@ -106,7 +105,7 @@ def _lines(run: RunDir) -> tuple[list[Phases], int]:
         line
         for line in found
         if line is not None
-        and all(0 <= number < LAST_STEP for number in (line.step, line.steps - 1))
+        and line.step >= 0 < line.steps
         and all(line.phases.get(name) for name in Phases.PHASES)
     ]
     return sorted(known, key=lambda line: line.step), every
@@ -116,7 +115,7 @@ def _table(lines: Sequence[Phases], values: Sequence[Sequence[float]], ranks: in
     """Return the values of each line and rank; NaN for ranks that a line does not have."""
     found = np.full((len(lines), ranks), np.nan)
     for place, each in enumerate(values):
-        found[place, : len(each)] = np.clip(each, 0, 1e15)[:ranks]
+        found[place, : len(each)] = np.clip(np.nan_to_num(each), 0, 1e15)[:ranks]
     return found
 
 

@@ -6,23 +6,31 @@ cannot connect. To look from your laptop, forward the port: ssh -L PORT:127.0.0.
 
 import argparse
 import hmac
+import os
 import secrets
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from rollcall.launch.report import command
 from rollcall.launch.runs import find, states
+from rollcall.launch.runs.find import NoRunError
+from rollcall.records.attempt import AttemptEvent
 from rollcall.records.files import changed
+from rollcall.records.job import Submission
 from rollcall.records.phases import Phases
+from rollcall.records.run import EVENTS, LoggedStep, Verdict
 from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
 
 HOST = "127.0.0.1"
+FILES = (LoggedStep.FILE, EVENTS, Verdict.FILE, Phases.FILE, AttemptEvent.FILE, Submission.FILE)
+"""Files whose changes make a report outdated."""
 REFRESH = 30
 """Seconds after which a browser loads a page again."""
 HEADERS = {
@@ -70,55 +78,61 @@ class Server(ThreadingHTTPServer):
 
     def runs(self) -> dict[str, RunDir]:
         """Return all runs by the name that their address has."""
-        found = find.find_all(self.root)
-        paths = {run.path for run in found}
-        is_cell = [run.path.parent in paths for run in found]
-        names = [
-            f"{run.path.parent.name}/" * cell + run.name
-            for run, cell in zip(found, is_cell, strict=True)
-        ]
-        return dict(zip(names, found, strict=True))
+        root = Path(self.root).absolute()
+        return {str(run.path.relative_to(root)): run for run in find.find_all(self.root)}
 
     def page(self, name: str) -> str:
-        """Return the report of a run, or the list of runs without a name; KeyError without the run.
+        """Return the report of a run, or the list of runs without a name.
 
-        A report is made again only if the files or the state of the run have changed.
+        A report is made again only if files or states of the run or its cells have changed.
+
+        Raises:
+            RefusedError: there is no such run, or matplotlib is not installed.
         """
-        from rollcall.launch.report.page import listing  # imports matplotlib
-
         runs = self.runs()
-        found = [runs[name]] if name else list(runs.values())
-        sweeps, conditions = {run.path.parent for run in found}, states.look(found)[0]
-        pairs = zip(found, conditions, strict=True)
-        known = ["sweep" if run.path in sweeps else each.state for run, each in pairs]
         if not name:
-            rows = zip(map(quote, runs), runs, known, map(states.progress, found), strict=True)
-            return listing(reversed([*rows]))
-        (run,) = found
-        files = (run.metrics, run.events, run.verdict, run.job, run.path / Phases.FILE)
-        key = (*map(changed, files), *known)
+            return _list(runs)
+        if name not in runs:
+            raise NoRunError("no run has this name")
+        parts = find.with_cells(runs[name].path)
+        times = [changed(part.path / file) for part in parts for file in FILES]
+        key = (times, [each.state for each in states.look(parts)[0]])
         with self._lock:
             if name not in self._made or self._made[name][0] != key:
-                self._made[name] = (key, command.build([str(run.path)], self.root)[0])
+                self._made[name] = (key, command.build([str(parts[0].path)], self.root)[0])
             return self._made[name][1]
+
+
+def _list(runs: dict[str, RunDir]) -> str:
+    from rollcall.launch.report.page import listing  # imports matplotlib
+
+    found = [*runs.values()]
+    sweeps, conditions = {run.path.parent for run in found}, states.look(found)[0]
+    pairs = zip(found, conditions, strict=True)
+    known = ["sweep" if run.path in sweeps else each.state for run, each in pairs]
+    addresses = (quote(os.fsencode(name)) for name in runs)
+    rows = zip(addresses, runs, known, map(states.progress, found), strict=True)
+    return listing(reversed([*rows]))
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
+    timeout = 60  # seconds for a request: others on this machine can connect too
     server_version, sys_version = "rollcall", ""
 
     def do_GET(self) -> None:
         _, token, *rest = self.path.partition("?")[0].split("/")
         port = self.server.server_address[1]
         is_here = self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
-        if not is_here or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+        if not (rest and is_here) or not hmac.compare_digest(
+            token.encode(), self.server.token.encode()
+        ):
             return self._answer(403, "open the address that rollcall dashboard has printed")
         try:
-            return self._answer(200, self.server.page(unquote("/".join(rest))), "html")
-        except KeyError:
-            return self._answer(404, "no run has this name")
+            name = unquote("/".join(rest), errors="surrogateescape")
+            return self._answer(200, self.server.page(name), "html")
         except RefusedError as error:
-            return self._answer(500, str(error))
+            return self._answer(404 if isinstance(error, NoRunError) else 500, str(error))
         except Exception:
             traceback.print_exc(file=sys.stderr)
             return self._answer(500, "the report could not be made; the terminal says why")

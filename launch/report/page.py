@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rollcall.launch.report import charts, compare, curves
 from rollcall.launch.report.charts import Chart
-from rollcall.launch.report.story import Failure, Story, clock, duration, figure, title_of
+from rollcall.launch.report.story import Failure, Story, clock, figure, title_of
 from rollcall.launch.runs.goodput import SHARES, Goodput
 from rollcall.launch.runs.states import Progress
+from rollcall.text import duration
 
 STYLE, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))
 FIRST = ("loss", "val_loss", "val_accuracy", "grad_norm", "lr", "samples_per_second")
@@ -53,7 +54,8 @@ def listing(rows: Iterable[tuple[str, str, str, Progress]]) -> str:
     """Return the page of all runs; a row has the address, the name, the state and the progress."""
     lines = ""
     for address, name, state, done in rows:
-        figures = ", ".join(f"{key} {figure(value)}" for key, value in done.validation.items())
+        texts = (f"{key} {figure(value)}" for key, value in done.validation.items())
+        figures = escape(", ".join(texts))
         step = "" if done.step is None else f"{done.step:,}"
         lines += (
             f'<tr><th scope="row"><a href="{escape(address)}">{escape(name)}</a></th><td class="'
@@ -239,7 +241,7 @@ def _failures(failures: Sequence[Failure]) -> str:
 def _about(one: Story) -> str:
     """Return the sections about attempts, environment and configuration."""
     parts = _section("Attempts", _table(one.attempts) if one.attempts else "")
-    facts = [["", ""], *map(list, one.facts.items())]
+    facts = [["", ""], *([name, text] for name, text in one.facts.items() if text)]
     parts += _section("Code and environment", _table(facts) if one.facts else "")
     if one.settings:
         rows = [[key, value, origin] for key, (value, origin) in one.settings.items()]

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from rollcall.config import ConfigError, describe, origins, yaml_values
 from rollcall.config.read import is_file
+from rollcall.hosts import fold
 from rollcall.installation import training_words
 from rollcall.launch.commands.why import LINES, damage
 from rollcall.launch.runs import find, root_cause, states
@@ -22,11 +24,11 @@ from rollcall.launch.runs.states import Condition, Progress
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.code import CodeRecord
 from rollcall.records.files import listed as paths_in
-from rollcall.records.files import tail
+from rollcall.records.files import read_lines, tail
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
-from rollcall.records.run import LoggedStep, Validation
+from rollcall.records.run import MOST, LoggedStep, Validation
 from rollcall.run_dir import RunDir
-from rollcall.text import dotted, listed
+from rollcall.text import dotted
 
 FAULTS = (
     *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
@@ -45,8 +47,6 @@ TITLES = {
     "data_wait": "Share of time spent waiting for data",
 }
 """Names of curves in words; of others, the name in the file without underscores."""
-LAST_STEP = 10**12
-"""Greater steps are damage."""
 
 Points = list[tuple[int, float]]
 
@@ -84,15 +84,39 @@ class Story:
     settings: dict[str, tuple[str, str]]  # value and origin of each key; empty for other programs
     facts: dict[str, str]  # code, environment and machines
     attempts: list[list[str]]  # a table of them, with a first row of titles; empty without any
-    failures: list[Failure]
-    notes: list[str]  # what is missing or could not be read
-    goodput: Goodput | None
+    complaint: str  # what went wrong in asking Slurm
     started: float | None  # seconds since 1970
 
     @property
     def result(self) -> dict[str, float]:
-        """The last value of each curve."""
-        return {key: points[-1][1] for key, points in self.curves.items() if points}
+        """The last value of each curve, but for losses and accuracies that are no number now."""
+        now = {f"val_{name}": value for name, value in self.progress.validation.items()}
+        now["loss"] = self.progress.loss or 0.0
+        known = [key for key, of in self.curves.items() if of and math.isfinite(now.get(key, 0.0))]
+        return {key: self.curves[key][-1][1] for key in known}
+
+    # A report shows what follows of a few runs only.
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Where its time went."""
+        return goodput(self.run, self.condition)
+
+    @cached_property
+    def failures(self) -> list[Failure]:
+        """Why attempts failed, the newest first."""
+        return list(_failures(self.run, self.condition))
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What is missing or could not be read."""
+        found = [self.complaint] if self.complaint else []
+        if not any(self.curves.values()):
+            found.append(
+                "This run has no metrics.jsonl with lines of steps, so it has no curves. "
+                "docs/report.md shows how a program of yours writes them."
+            )
+        return [*found, *damage(self.run)]
 
 
 def chosen(words: Sequence[str], root: str) -> list[RunDir]:
@@ -110,72 +134,51 @@ def tell(found: Sequence[RunDir]) -> list[Story]:
     """Read these runs. Whatever their files hold, nothing is raised."""
     conditions, complaint = states.look(found)
     parents = {run.path.parent for run in found}
-    sweeps = {path: _cells(path) for path in parents if find.is_sweep(_run_of(path))}
+    sweeps = {
+        path: _cells(path) for path in parents if find.is_sweep(RunDir(path.parent, path.name))
+    }
     stories = []
     for run, condition in zip(found, conditions, strict=True):
         cells = sweeps.get(run.path.parent)
         sweep = "" if cells is None else run.path.parent.name
         name = f"{sweep}/{run.name}" if sweep and len(parents) > 1 else run.name
-        notes = [complaint] if complaint else []
-        stories.append(_tell(run, name, sweep, (cells or {}).get(run.name, {}), condition, notes))
-    return stories
-
-
-def _tell(
-    run: RunDir, name: str, sweep: str, cell: dict[str, str], condition: Condition, notes: list[str]
-) -> Story:
-    curves, attempts, events = _curves(run), find.attempts(run), run.read_events()
-    if not any(curves.values()):
-        notes.append(
-            "This run has no metrics.jsonl with lines of steps, so it has no curves. "
-            "docs/report.md shows how a program of yours writes them."
+        attempts, events = find.attempts(run), run.read_events()
+        times = [attempt.started for attempt in attempts] + [it["time"] for it in events[:1]]
+        one = Story(
+            run=run,
+            name=name,
+            sweep=sweep,
+            condition=condition,
+            progress=states.progress(run),
+            curves=_curves(run),
+            marks=list(_marks(events)),
+            cell=(cells or {}).get(run.name, {}),
+            settings=_settings(run),
+            facts=_facts(run, events, attempts),
+            attempts=_table(run, attempts),
+            complaint=complaint,
+            started=min(times, default=None),
         )
-    times = [*(attempt.started for attempt in attempts), *(event["time"] for event in events[:1])]
-    return Story(
-        run=run,
-        name=name,
-        sweep=sweep,
-        condition=condition,
-        progress=states.progress(run),
-        curves=curves,
-        marks=list(_marks(events)),
-        cell=cell,
-        settings=_settings(run),
-        facts=_facts(run, events, attempts),
-        attempts=_table(run, attempts),
-        failures=list(_failures(run, condition, attempts)),
-        notes=[*notes, *damage(run)],
-        goodput=goodput(run),
-        started=min(times, default=None),
-    )
-
-
-def _run_of(path: Path) -> RunDir:
-    return RunDir(path.parent, path.name)
+        stories.append(one)
+    return stories
 
 
 def _curves(run: RunDir) -> dict[str, Points]:
     """Return every number that was logged, by name; of a step that was repeated, the newest."""
     found: dict[str, dict[int, float]] = {"loss": {}}
-    lines: list[LoggedStep | Validation] = [*LoggedStep.read(run.path)]
-    for line in [*lines, *Validation.read(run.path)]:
-        if not 0 <= line.step < LAST_STEP:
-            continue
-        for key, value in line.as_dict().items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and key not in NOT_CURVES and abs(value) < math.inf:
-                found.setdefault(key, {})[line.step] = min(max(value, -1e300), 1e300)
-    return {
-        key: sorted(points.items())
-        for key, points in found.items()
-        if key == "loss" or any(points.values())
-    }
+    for line in read_lines(run.metrics):
+        known = LoggedStep.parse(line) or Validation.parse(line)
+        for key, value in line.items() if known and known.step >= 0 else ():
+            if key not in NOT_CURVES and type(value) in (int, float) and abs(value) < math.inf:
+                found.setdefault(key, {})[line["step"]] = min(max(value, -1e300), 1e300)
+    is_curve = {key: key == "loss" or any(points.values()) for key, points in found.items()}
+    return {key: sorted(points.items()) for key, points in found.items() if is_curve[key]}
 
 
 def _marks(events: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
     for event in events:
         step, name = event.get("step"), event["event"]
-        if name in KINDS and isinstance(step, int) and 0 <= step < LAST_STEP:
+        if name in KINDS and isinstance(step, int) and 0 <= step < MOST:
             reason = event.get("reason") or event.get("state") or ""
             text = f"{name.replace('_', ' ')} at step {step:,}"
             yield Mark(step, KINDS[name], f"{text}: {reason}" if reason else text)
@@ -209,17 +212,15 @@ def _configuration(run: RunDir) -> dict[str, str]:
         values = None
     found: dict[str, str] = {}
     for key, value in dotted(values if isinstance(values, dict) else {}).items():
-        parts = dotted({key: value}) if isinstance(value, dict) and value else {key: value}
-        found |= {name: _plain(each) for name, each in parts.items()}
+        found |= {name: _plain(each) for name, each in (dotted({key: value}) or {key: {}}).items()}
     return found
 
 
 def _cells(path: Path) -> dict[str, dict[str, str]]:
     """Return the values that a sweep chose, by key, for each of its runs."""
     found = {}
-    for cell in (
-        cell for file in paths_in(path / "job", "cells-*.json") for cell in Cell.all_of(file)
-    ):
+    files = paths_in(path / "job", "cells-*.json")
+    for cell in (cell for file in files for cell in Cell.all_of(file)):
         words = [word.removeprefix("--") for word in cell.words]
         pairs = [word.partition("=")[::2] for word in words]
         if cell.words[:1] != words[:1]:  # of a script: --key value
@@ -251,7 +252,7 @@ def _facts(
             found["ranks"] = str(event["world_size"])
     for attempt in attempts[-1:]:
         found["ranks"] = str(attempt.ranks)
-        found["nodes"] = f"{len(attempt.hosts)}: {listed(sorted(set(attempt.hosts)))}"
+        found["nodes"] = f"{len(attempt.hosts)}: {fold(attempt.hosts)}"
     return found
 
 
@@ -261,7 +262,7 @@ def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
     restarts, before = Restart.read(run.path), dict[str, str]()
     rows = [["attempt", "job", "started", "ranks", "nodes", "ended", "changes"]]
     for number, attempt in enumerate(attempts):
-        hosts, ranks = listed(list(dict.fromkeys(attempt.hosts))), str(attempt.ranks)
+        hosts, ranks = fold(attempt.hosts), str(attempt.ranks)
         now = {"nodes": hosts, "ranks": ranks, **versions.get(attempt.job, {})}
         since = attempts[number - 1].started if number else attempt.started
         causes = [each.cause for each in restarts if since < each.time <= attempt.started + 1]
@@ -278,10 +279,9 @@ def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
     return rows if attempts else []
 
 
-def _failures(
-    run: RunDir, condition: Condition, attempts: Sequence[AttemptRecord]
-) -> Iterator[Failure]:
+def _failures(run: RunDir, condition: Condition) -> Iterator[Failure]:
     """Yield the cause of each attempt that failed, the newest first, as `rollcall why` says it."""
+    attempts = find.attempts(run)
     plain = Condition(condition.state)  # without its job: Slurm knows only the newest attempt
     newest = attempts[-1] if attempts else None
     for attempt in reversed(attempts):
@@ -305,19 +305,6 @@ def clock(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
         return ""
-
-
-def duration(seconds: float) -> str:
-    """Return a number of seconds for people, in two units: 3 h 12 min."""
-    if not 60 <= seconds < 1e12:
-        return f"{seconds:.3g} s"
-    for unit, size, smaller, part in _UNITS:
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
-    return ""
-
-
-_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 
 
 def title_of(key: str) -> str:

@@ -47,6 +47,14 @@ def find(word: str, root: str) -> RunDir:
     raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
 
 
+def find_one(word: str, root: str) -> RunDir:
+    """Find the run of this name like `find`; raise NoRunError if it is a sweep too."""
+    run = find(word, root)
+    if is_sweep(run):
+        raise NoRunError(f"{run.name} is a sweep: name one of its runs, {run.name}/CELL")
+    return run
+
+
 def typed(run: RunDir) -> str:
     """Return how to name a run, so that `find` finds it without --root in this directory."""
     root = Path.cwd() / "runs"

@@ -5,15 +5,18 @@ https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-mea
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from operator import itemgetter
 from typing import Any
 
-from rollcall.launch.runs import find, restarts, states
-from rollcall.records.attempt import AttemptEvent
+from rollcall.launch.runs import find, restarts
+from rollcall.launch.runs.states import Condition
+from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import Restart, Submission
-from rollcall.records.run import ForgottenStep, LoggedStep
+from rollcall.records.run import MOST, ForgottenStep, LoggedStep
 from rollcall.run_dir import RunDir
 
 SHARES = {
@@ -48,70 +51,63 @@ class Goodput:
         return self.shares["productive"] / self.wall if self.wall else 0.0
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    start: float
-    end: float | None = None  # None if nothing was written
-    job: str = ""
-    has_failed: bool = True  # or has vanished
-
-
-def goodput(run: RunDir) -> Goodput | None:
+def goodput(run: RunDir, condition: Condition) -> Goodput | None:
     """Return where the time of a run went; None if it has never started.
 
     Times are by the clocks of the nodes that wrote the records. Steps are known as far as they
     were logged: the time between the last line of metrics.jsonl and a fault counts as lost.
     """
-    attempts = _attempts(run)
+    events = run.read_events()
+    attempts = _attempts(run, events)
     if not attempts:
         return None
-    (condition,), _ = states.look([run])
     newest = attempts[-1]
-    book = _Book(run, attempts[0].start)
+    book = _Book(run, events, attempts[0].started)
     before = None
-    for attempt, later in zip(attempts, [*(each.start for each in attempts[1:]), inf], strict=True):
-        is_running = condition.is_live and attempt is newest and attempt.end is None
+    for attempt, later in zip(
+        attempts, [*(each.started for each in attempts[1:]), inf], strict=True
+    ):
+        is_running = condition.is_live and attempt is newest and attempt.ended is None
         book.wait(attempt, before)
         book.attempt(attempt, later, is_running)
         before = attempt
-    if condition.is_live and newest.end is not None:
+    if condition.is_live and newest.ended is not None:
         book.spend("queue" if condition.state == "pending" else "restart", time.time())
-    is_lost = not condition.is_live and newest.has_failed
+    is_lost = not condition.is_live and _has_failed(newest)
     book.take_back(min(book.step, restarts.saved_step(run)) if is_lost else book.step)
     wall = sum(book.seconds.values())
     return Goodput(wall, book.seconds, len(attempts), book.again, condition.is_live)
 
 
-def _attempts(run: RunDir) -> list[_Attempt]:
+def _attempts(run: RunDir, events: Sequence[dict[str, Any]]) -> list[AttemptRecord]:
     """Return the starts of a run, by its launcher or by hand."""
-    found: dict[int, _Attempt] = {}
-    for line in AttemptEvent.read(run.path):
-        if line.event == "started":
-            found[line.attempt] = _Attempt(line.time, None, line.job)
-        elif line.attempt in found:
-            start = found[line.attempt].start
-            found[line.attempt] = _Attempt(start, line.time, line.job, line.state == "failed")
-    by_hand: list[_Attempt] = []
-    for event in run.read_events("started", "finished", "failed"):
+    found = find.attempts(run)
+    by_hand: list[AttemptRecord] = []
+    for event in events:
         at, what = event["time"], event["event"]
-        if any(each.start <= at <= (each.end or inf) for each in found.values()):
+        if any(each.started <= at <= (each.ended or inf) for each in found):
             continue
         if what == "started":
-            by_hand.append(_Attempt(at))
-        elif by_hand:
-            by_hand[-1] = _Attempt(by_hand[-1].start, at, "", what == "failed")
-    return sorted([*found.values(), *by_hand], key=lambda each: each.start)
+            by_hand.append(AttemptRecord(0, "", [], 0, at))
+        elif by_hand and what in ("finished", "failed"):
+            by_hand[-1] = replace(by_hand[-1], state=what, ended=at)
+    return sorted([*found, *by_hand], key=lambda each: each.started)
+
+
+def _has_failed(attempt: AttemptRecord) -> bool:
+    """Whether an attempt has failed, or has vanished."""
+    return attempt.state in (None, "failed")
 
 
 class _Book:
     """Books every second since the beginning exactly once."""
 
-    def __init__(self, run: RunDir, first: float) -> None:
+    def __init__(self, run: RunDir, events: Sequence[dict[str, Any]], first: float) -> None:
         self.seconds = dict.fromkeys(SHARES, 0.0)
         self.step = self.again = 0  # the newest step; how many were done again
         self._most = 0  # the newest step of all attempts
         self._counted: list[tuple[int, int, float]] = []  # steps from, to, productive seconds
-        self._events = run.read_events()
+        self._events = events
         lines = [*run.read_metrics(), *ForgottenStep.read(run.path)]
         by_time = {(line.time, line.step): line for line in lines}
         self._lines = [by_time[key] for key in sorted(by_time)]
@@ -134,12 +130,12 @@ class _Book:
         self._now = max(self._now, until)
         return left
 
-    def wait(self, attempt: _Attempt, before: _Attempt | None) -> None:
+    def wait(self, attempt: AttemptRecord, before: AttemptRecord | None) -> None:
         """Book the time before an attempt."""
-        asked = [at for at in self._submitted if self._now <= at <= attempt.start]
-        noted = [line for line in self._restarts if self._now <= line.time <= attempt.start]
+        asked = [at for at in self._submitted if self._now <= at <= attempt.started]
+        noted = [line for line in self._restarts if self._now <= line.time <= attempt.started]
         is_new = before is None or bool(asked)
-        if before and before.end is None and noted:
+        if before and before.ended is None and noted:
             self.spend("lost", noted[0].time)
         if before and asked:
             self.spend("restart", asked[0])
@@ -147,48 +143,54 @@ class _Book:
         again = noted[-1].is_queued if noted else bool(before and before.job == attempt.job)
         has_queue = bool(attempt.job) and attempt.job not in self._local
         name = "startup" if is_new else "restart"
-        self.spend("queue" if has_queue and (is_new or again) else name, attempt.start)
+        self.spend("queue" if has_queue and (is_new or again) else name, attempt.started)
 
-    def attempt(self, attempt: _Attempt, later: float, is_running: bool) -> None:
+    def attempt(self, attempt: AttemptRecord, later: float, is_running: bool) -> None:
         """Book the time of an attempt; `later` is when the next one starts."""
-        limit = attempt.end or later
-        events = [each for each in self._events if attempt.start <= each["time"] <= limit]
-        signs = [(each.time, each) for each in self._lines if attempt.start <= each.time <= limit]
+        limit = attempt.ended or later
+        events = [each for each in self._events if attempt.started <= each["time"] <= limit]
+        signs = [(each.time, each) for each in self._lines if attempt.started <= each.time <= limit]
         known: list[tuple[float, Any]] = [*signs, *((each["time"], each) for each in events)]
         known.sort(key=lambda sign: sign[0])
-        last = known[-1][0] if known else attempt.start
-        end = attempt.end or (time.time() if is_running else last)
+        last = known[-1][0] if known else attempt.started
+        end = attempt.ended or (time.time() if is_running else last)
         names = [each["event"] for each in events]
-        if "first_step" not in names:
-            is_program = not names and not attempt.has_failed
-            is_lost = attempt.has_failed and not is_running
+        starts = [
+            (each["time"], _number(each, "step"))
+            for each in events
+            if each["event"] == "first_step"
+        ]
+        starts += [(at, line.step) for at, line in signs[:1]]  # a program of the user
+        if not starts:
+            is_program = not names and not _has_failed(attempt)
+            is_lost = _has_failed(attempt) and not is_running
             self.spend("lost" if is_lost else "other" if is_program else "startup", end)
             return
-        first = events[names.index("first_step")]
-        self.spend("startup", first["time"])
-        begun = int(_number(first, "step"))
-        self.step = begun - 1
-        self._did(begun, 0.0)
+        first, begun = starts[0]
+        self.spend("startup", first)
+        self.step = int(begun) - 1
+        self._did(int(begun), 0.0)
+        held_up = ("evaluated", "checkpointed")
+        costs = sorted(_cost(each) for each in events if each["event"] in held_up)
         for at, sign in known:
-            if at > first["time"]:
-                self._book(at, sign, events)
-        has_ended = not {*ENDS}.isdisjoint(names)
+            if at > first:
+                self._book(at, sign, costs)
+        has_ended = not ({*ENDS}.isdisjoint(names) and _has_failed(attempt))
         self.spend("other" if has_ended else "productive" if is_running else "lost", end)
 
-    def _book(self, at: float, sign: Any, events: Sequence[dict[str, Any]]) -> None:
+    def _book(self, at: float, sign: Any, costs: Sequence[tuple[float, str, float]]) -> None:
         """Book the time until a line or an event, if it says how many steps were done."""
         name = "" if isinstance(sign, LoggedStep) else sign["event"]
         if name not in ("", "evaluated", "rolled_back", *ENDS):
             return
         since, held = self._now, dict.fromkeys(("evaluation", "checkpoint", "data wait"), 0.0)
-        for event in events:
-            seconds, when = _number(event, "seconds"), event["time"]
-            if event["event"] == "evaluated" and since < when <= at:
-                held["evaluation"] += seconds
-            elif event["event"] == "checkpointed" and name == "finished" and since < when <= at:
-                held["checkpoint"] += seconds  # it was waited for
-            elif event["event"] == "checkpointed" and since < when - seconds <= at:
-                held["checkpoint"] += _number(event, "stall")
+        begin, end = (bisect_right(costs, each, key=itemgetter(0)) for each in (since, at))
+        for _, share, seconds in costs[begin:end]:
+            held[share] += seconds
+        if name == "finished":  # the last saves were waited for
+            ended = [each for each in self._events if since < each["time"] <= at]
+            saves = [each for each in ended if each["event"] == "checkpointed"]
+            held["checkpoint"] = sum(_number(each, "seconds") for each in saves)
         if name == "rolled_back":
             self.spend("lost", at)
             self.step = int(_number(sign, "step"))
@@ -221,7 +223,15 @@ class _Book:
                 self.seconds["lost"] += lost
 
 
+def _cost(event: Mapping[str, Any]) -> tuple[float, str, float]:
+    """Return when an evaluation or a save held up the training, its share, and for how long."""
+    seconds, at = _number(event, "seconds"), event["time"]
+    if event["event"] == "evaluated":
+        return at, "evaluation", seconds
+    return at - seconds, "checkpoint", _number(event, "stall")
+
+
 def _number(event: Mapping[str, Any], name: str) -> float:
     """Return a number of an event; 0 if it has none, as in a run of an earlier version."""
     value = event.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < MOST else 0.0

@@ -8,15 +8,7 @@ from rollcall.planning.machine import Machine
 from rollcall.planning.model import Model
 from rollcall.planning.run_cost import RunCost
 from rollcall.planning.search import Choice
-from rollcall.text import size, table
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people, such as 2.3 days."""
-    for unit, length in (("days", 172800), ("h", 7200), ("min", 120), ("s", 1)):
-        if seconds >= length:
-            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60, 's': 1}[unit]:.3g} {unit}"
-    return f"{seconds * 1e3:.3g} ms"
+from rollcall.text import duration, size, table
 
 
 def speed(choice: Choice, model: Model, machine: Machine) -> tuple[float, float]:

@@ -51,6 +51,7 @@ class AttemptRecord:
     started: float  # seconds since 1970
     state: str | None = None  # finished, stopped or failed; None without a written end
     exit_code: int | None = None  # of the head's part
+    ended: float | None = None  # seconds since 1970; None without a written end
 
     @classmethod
     def read(cls, directory: Path) -> list[Self]:
@@ -60,7 +61,12 @@ class AttemptRecord:
             if line.event == "started" and line.hosts and line.ranks:
                 record = cls(line.attempt, line.job, line.hosts, line.ranks, line.time)
             elif line.event == "ended" and line.attempt in found:
-                record = replace(found[line.attempt], state=line.state, exit_code=line.exit_code)
+                record = replace(
+                    found[line.attempt],
+                    state=line.state,
+                    exit_code=line.exit_code,
+                    ended=line.time,
+                )
             else:
                 continue
             found[line.attempt] = record

@@ -41,7 +41,7 @@ class NodeReport(Line):
         for line in cls.read(cls.folder()):
             if not line.reason:
                 kept = [it for it in kept if (it.cluster, it.host) != (line.cluster, line.host)]
-            elif time.time() - line.time < KEPT and cluster in (None, line.cluster):
+            elif abs(time.time() - line.time) < KEPT and cluster in (None, line.cluster):
                 kept.append(line)
         return kept
 

@@ -11,6 +11,7 @@ mentions it; unknown keys are ignored.
 import contextlib
 import functools
 import json
+import math
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +50,8 @@ Check: TypeAlias = Callable[[object], bool]
 State: TypeAlias = Literal["done", "requeue", "failed", "stopped"]
 CLAIM = "claim"
 """Holds a random word of the attempt that may write; see `RunDir.claim`."""
+MOST = 2**63
+"""Integers from here on are damage."""
 EVENTS = "events.jsonl"
 """Events: an object per line with `time`, `event` and fields that depend on the event."""
 
@@ -329,16 +332,16 @@ def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float
     for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"', b'"evaluated"')):
         if is_event(line):
             started = line["time"] if line["event"] == "started" else started
-            steps = line["steps"] if isinstance(line.get("steps"), int) else steps
+            steps = line["steps"] if _check(int)(line.get("steps")) else steps
             evaluated = line if line["event"] == "evaluated" else evaluated
-    found = evaluated.items()
-    figures = {name: value for name, value in found if isinstance(value, float) and name != "time"}
+    found = [(name, value) for name, value in evaluated.items() if isinstance(value, float)]
+    figures = {name: value for name, value in found if name not in ("time", "seconds")}
     return started, steps, figures
 
 
 def is_event(line: dict[str, Any]) -> bool:
     """Whether an object has what every event has."""
-    return isinstance(line.get("event"), str) and _check(float)(line.get("time"))
+    return isinstance(line.get("event"), str) and _is_time(line.get("time"))
 
 
 @functools.cache
@@ -350,7 +353,17 @@ def _fields(kind: type[Record]) -> dict[str, tuple[Check, bool]]:
         for each in fields(kind)
         if each.name != "more"
     }
-    return {name: (_check(hints[name]), is_needed) for name, is_needed in needed.items()}
+    checks = {name: _is_time if name == "time" else _check(hints[name]) for name in needed}
+    return {name: (checks[name], is_needed) for name, is_needed in needed.items()}
+
+
+def _is_small(value: Any) -> bool:
+    # Python's integers have no limit; those that are no float would stop every reader.
+    return isinstance(value, float) or abs(value) < MOST
+
+
+def _is_time(value: Any) -> bool:
+    return _check(float)(value) and abs(value) < math.inf
 
 
 @functools.cache
@@ -372,5 +385,5 @@ def _check(hint: Any) -> Check:
         return lambda value: isinstance(value, dict) and all(map(of_value, value.values()))
     if hint in (int, float):
         numbers = (int,) if hint is int else (int, float)
-        return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
+        return lambda value: type(value) in numbers and _is_small(value)
     return lambda value: isinstance(value, hint)

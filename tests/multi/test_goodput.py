@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollcall.launch.commands.goodput import main
+from rollcall.launch.runs import states
 from rollcall.launch.runs.goodput import goodput
 from rollcall.run_dir import RunDir
 
@@ -67,7 +68,7 @@ def test_every_second_of_a_run_with_two_kills_and_a_preemption_is_booked_once(
     )
     outside = time.time() - began
     assert again.returncode == 0, again.stdout + again.stderr
-    found = goodput(run)
+    found = goodput(run, states.look([run])[0][0])
     assert found is not None
     shares = found.shares
     assert sum(shares.values()) == pytest.approx(found.wall, rel=1e-6)

@@ -16,6 +16,7 @@ import pytest
 from lab import Lab, wait_until
 from ranks import logged_steps
 
+from rollcall.launch.runs import states
 from rollcall.launch.runs.goodput import goodput
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
@@ -166,7 +167,7 @@ def test_a_preempted_job_saves_comes_back_and_loses_no_step(lab: Lab, tmp_path: 
     assert lab.wait_job(job) == "COMPLETED", output(tmp_path, job)
     assert [line["step"] for line in events(run, "resumed")] == [stopped.step]
     assert [line["step"] for line in logged_steps(run)] == list(range(1, end + 1))
-    found = goodput(run)
+    found = goodput(run, states.look([run])[0][0])
     assert found is not None
     times = [line["time"] for line in run.read_events("started", "finished")]
     down = times[2] - times[1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollcall.launch.runs import states
 from rollcall.launch.runs.goodput import goodput
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.job import Restart, Submission
@@ -42,7 +43,7 @@ def saved(run: RunDir, number: int) -> None:
 
 
 def of(run: RunDir) -> tuple[dict[str, float], int]:
-    found = goodput(run)
+    found = goodput(run, states.look([run])[0][0])
     assert found is not None
     assert sum(found.shares.values()) == pytest.approx(found.wall)
     shares = {name: pytest.approx(taken) for name, taken in found.shares.items() if taken > 1e-6}
@@ -109,5 +110,15 @@ def test_a_rollback_repeats_and_a_run_without_a_launcher_starts_again(run: RunDi
     assert of(run) == ({**parts, "startup": 3.0, "restart": 10.0, "other": 1.0}, 5)
 
 
+def test_a_program_of_the_user_that_logs_steps(run: RunDir) -> None:
+    AttemptEvent(0, "7", "started", 100.0, hosts=["n1"], ranks=1).append(run.path)
+    step(run, 10, 110.0)
+    step(run, 40, 140.0, wait=0.1)
+    AttemptEvent(0, "7", "ended", 145.0, state="finished").append(run.path)
+    Verdict("done", 40, "").write(run.path)
+    shares = {"startup": 10.0, "productive": 27.0, "data wait": 3.0, "other": 5.0}
+    assert of(run) == (shares, 0)
+
+
 def test_a_run_that_has_never_started_has_no_goodput(run: RunDir) -> None:
-    assert goodput(run) is None
+    assert goodput(run, states.look([run])[0][0]) is None

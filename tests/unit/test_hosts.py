@@ -18,6 +18,13 @@ LISTS = [
 @pytest.mark.parametrize(("nodelist", "names"), LISTS)
 def test_expand(nodelist: str, names: list[str]) -> None:
     assert hosts.expand(nodelist) == names
+    assert sorted(hosts.expand(hosts.fold(names))) == sorted({*names})
+
+
+def test_fold_writes_a_node_list_as_slurm_does() -> None:
+    names = [*(f"gpu{number:03d}" for number in range(1, 129)), "gpu200", "n9", "n10", "login"]
+    assert hosts.fold(names) == "gpu[001-128,200],login,n10,n9"
+    assert hosts.fold([]) == ""
 
 
 @pytest.mark.parametrize("nodelist", ["n[1-", "n1]", "n[a-b]", "n[3-1]", "n[]", "n[1-2-3]"])

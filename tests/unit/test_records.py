@@ -196,7 +196,7 @@ def test_attempts_are_put_together_from_their_lines(tmp_path: Path) -> None:
     AttemptEvent(9, "7", "ended", 2.0, state="failed", exit_code=3).append(tmp_path)
     AttemptEvent(8, "7", "started", 2.0, hosts=[], ranks=2).append(tmp_path)
     assert AttemptRecord.read(tmp_path) == [
-        AttemptRecord(0, "7", ["n1"], 2, 1.0, "failed", 3),
+        AttemptRecord(0, "7", ["n1"], 2, 1.0, "failed", 3, 2.0),
         AttemptRecord(1, "7", ["n1"], 2, 1.0),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,10 +17,11 @@ import pytest
 from made_runs import add_phases
 
 from rollcall import cli
-from rollcall.launch.commands import watch
+from rollcall.launch.commands import profile, watch
 from rollcall.launch.report import command, curves, dashboard, story
 from rollcall.launch.report.dashboard import Server
 from rollcall.records.attempt import AttemptEvent, RankFailure
+from rollcall.records.files import append_line
 from rollcall.records.job import Cell, JobRecord, Restart, Submission
 from rollcall.records.phases import Phases
 from rollcall.records.run import LoggedStep, Validation, Verdict
@@ -41,7 +43,7 @@ def make(root: Path, name: str, loss: float = 0.5, lr: str = "0.1") -> RunDir:
         LoggedStep(step, loss + 1 / step, 100.0, 1000.0 + step, more=more).append(run.path)
     Validation(20, loss, 1020.0, 0.9).append(run.path)
     run.record("checkpointed", step=10, seconds=0.1)
-    run.record("evaluated", step=20, loss=loss, accuracy=0.9)
+    run.record("evaluated", step=20, seconds=0.1, loss=loss, accuracy=0.9)
     Verdict("done", 20, "20 steps trained").write(run.path)
     return run
 
@@ -137,11 +139,29 @@ def test_a_report_says_what_is_missing_or_damaged(tmp_path: Path) -> None:
     (run.path / Phases.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     AttemptEvent(0, "7", "started", 1e300, hosts=["a"], ranks=1).append(run.path)
     assert "<figure" in report(run)
+    phases = {name: [math.nan] for name in Phases.PHASES}
+    (run.path / Phases.FILE).write_text(json.dumps(Phases(1, 1, 0.0, 1.0, phases).as_dict()))
+    assert "Step time by rank" in report(run)
+
+
+@pytest.mark.parametrize("number", [10**400, math.inf, math.nan])
+def test_a_number_out_of_range_stops_no_command(tmp_path: Path, number: float) -> None:
+    run = make(tmp_path, "damaged")
+    whole = {"time": 2000.0, "step": 30, "steps": 99, "seconds": 1.0, "data_wait": 0.1}
+    for key in whole:
+        for event in ("started", "first_step", "evaluated", "rolled_back", "finished"):
+            append_line(run.events, {**whole, "event": event, key: number})
+        line = {**whole, "loss": 1.0, "samples_per_second": 1.0, key: number}
+        append_line(run.metrics, line)
+    assert cli.main(["status", "--root", str(tmp_path)]) == 0
+    assert watch.lines(run, 80)
+    (told,) = story.tell([run])
+    assert told.goodput is not None and 0 <= told.goodput.productive <= 1
 
 
 def test_failures_show_their_log_and_attempts_their_changes(tmp_path: Path) -> None:
     run = make(tmp_path, "restarted")
-    for number, (job, hosts) in enumerate((("7", ["a", "b"]), ("8", ["a", "c"]))):
+    for number, (job, hosts) in enumerate((("7", [*"abcdefg"]), ("8", [*"abcdefh"]))):
         Submission(job, 1.0, versions={"torch": f"2.1{number}"}).append(run.path)
         at = 100.0 * number
         AttemptEvent(number, job, "started", at, hosts=hosts, ranks=4).append(run.path)
@@ -155,7 +175,11 @@ def test_failures_show_their_log_and_attempts_their_changes(tmp_path: Path) -> N
     text = report(run)
     assert "rank 3 on b (node 1) raised ValueError: broken" in text
     assert "the last words" in text
-    assert "restart: crash" in text and "torch 2.10 → 2.11" in text and "nodes a, b → a, c" in text
+    assert (
+        "restart: crash" in text
+        and "torch 2.10 → 2.11" in text
+        and "nodes a,b,c,d,e,f,g → a,b,c,d,e,f,h" in text
+    )
 
 
 def test_each_value_has_its_origin(tmp_path: Path) -> None:
@@ -178,6 +202,11 @@ def test_compare_prints_what_differs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"optim.lr +0.1 +0.2\n", shown)
     assert re.search(r"validation loss +0.5 +0.3\n", shown)
     assert "seed" not in shown and "run.name" not in shown
+    assert "best validation accuracy: one" in shown
+    run = RunDir(tmp_path, "one")
+    run.record("evaluated", step=30, loss=math.nan, accuracy=math.nan)
+    assert cli.main(["compare", "one", "two", *root]) == 0
+    assert "best validation accuracy: two" in capsys.readouterr().out
     assert cli.main(["compare", "one", *root]) == 2
     assert "name at least two runs" in capsys.readouterr().err
 
@@ -209,6 +238,8 @@ def test_a_sweep_is_one_report_and_a_group_of_the_table(
     assert cli.main(["status", "grid", *root]) == 0
     shown = capsys.readouterr().out
     assert "2 runs: 2 done" in shown and shown.count("90.00%") == 2
+    assert [cli.main([word, "grid", *root]) for word in ("goodput", "profile", "why")] == [2] * 3
+    assert capsys.readouterr().err.count("grid is a sweep: name one of its runs") == 3
 
 
 def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
@@ -219,12 +250,21 @@ def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
     assert "$\\frac{$" in text and "The curves are of the first 24 runs" in text
 
 
+def test_a_script_of_the_user_cannot_be_profiled(tmp_path: Path) -> None:
+    make(tmp_path, "script").verdict.unlink()
+    with pytest.raises(RefusedError, match="no training of `rollcall train` has started in it"):
+        profile.main(["--root", str(tmp_path), "script"])
+
+
 def test_watch_shows_one_run(tmp_path: Path) -> None:
     run = make(tmp_path, "seen")
     shown = "\n".join(watch.lines(run, 80))
-    assert "seen, done" in shown and "loss 0.5, accuracy 0.9" in shown
+    assert "seen, done" in shown and "validation  loss 0.5, accuracy 0.9" in shown
     assert re.search(r"loss +0.55 +█.*▁\n", shown)
-    assert max(map(len, shown.splitlines())) <= 100
+    for width in (1, 22, 40, 80):
+        narrow = watch.lines(run, width)
+        assert all(len(line) <= max(width, 32) for line in narrow)
+    assert "seen, done" in "\n".join(watch.lines(run, 40)).replace("\n" + " " * watch.TITLE, "")
     assert watch.sparkline([1.0, float("nan"), 3.0]) == "▁ █"
     assert watch.sparkline([2.0]) == "▁" and watch.sparkline([]) == ""
 
@@ -292,6 +332,7 @@ def test_the_dashboard_shows_runs_to_who_has_the_token(server: Server) -> None:
     assert get(server, place, own)[0] == 200
     wrong: list[tuple[str, str | None]] = [
         ("/", None),
+        (place[:-1], None),
         ("/x/", None),
         (f"/{server.token[:-1]}/", None),
         ("//", None),
@@ -316,3 +357,17 @@ def test_the_dashboard_makes_a_report_again_when_the_run_has_changed(server: Ser
     LoggedStep(21, 0.123, 100.0, 1021.0).append(run.path)
     os.utime(run.metrics, (2e9, 2e9))
     assert "0.123" in server.page("a run")
+    server.page("grid")
+    cell = server.runs()["grid/lr-0.1"]
+    LoggedStep(21, 0.123, 100.0, 1021.0).append(cell.path)
+    os.utime(cell.metrics, (2e9, 2e9))
+    assert "0.123" in server.page("grid")
+
+
+def test_the_list_of_runs_takes_any_name(server: Server) -> None:
+    run = make(Path(server.root), os.fsdecode(b"odd\xff"))
+    run.record("evaluated", step=20, **{"<script>": 0.5})
+    place = f"/{server.token}/"
+    code, text = get(server, place)
+    assert code == 200 and 'href="odd%FF"' in text and "&lt;script&gt; 0.5" in text
+    assert get(server, f"{place}odd%FF")[0] == 200
