@@ -94,11 +94,12 @@ class PhaseTimes:
         self._passed += passed
         self._age += passed
         self._is_due = self._passed >= WINDOW * self._scale
-        if agreed["phases"] and (steps := round(agreed["phase_steps"][0])):
+        if agreed["phases"]:
             table = np.array(agreed["phases"]).reshape(-1, COLUMNS)
-            self._read(Window(step, steps, table[:, :6], table[:, 6:12]), table[:, 12:15])
-            asked = int(table[self._run.world.rank, -1])
-            if asked:
+            phases, steps = table[:, :6], round(agreed["phase_steps"][0])
+            if phases.any(axis=1).all():  # each rank has ended a step
+                self._read(Window(step, steps, phases, table[:, 6:12]), table[:, 12:15])
+            if asked := int(table[self._run.world.rank, -1]):
                 self._plan(step + 2, step + 2 + asked)
         return Action.CONTINUE
 
