@@ -336,7 +336,8 @@ class Update:
             torch.cuda.empty_cache()
         if not self._strategy.finish_with_nan():
             half = max(1, (self.micro_batch or rows) // 2)
-            with contextlib.suppress(FileNotFoundError):  # `micro_batch.search` has no directory
+            with contextlib.suppress(OSError):  # the disk is full
+                self._run.run_dir.create()  # `micro_batch.search` comes before it
                 memory.propose(self._run.run_dir, half)
             world = self._run.world
             raise MemoryError(
