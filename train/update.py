@@ -134,8 +134,11 @@ class Update:
             self._ema.update(skipped)
         if scaler:
             scaler.update(skipped)
-        for weight in self._weights:  # `Optimizer.zero_grad` takes longer than a small model
-            weight.grad = None
+        if type(self._optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            for weight in self._weights:  # the method takes longer than a small model
+                weight.grad = None
+        else:
+            self._optimizer.zero_grad()
         self.step, self._batch, self.skipped = step + 1, batch, skipped
         # `report` may follow the next gradient.
         self._flags = self._exhausted, self._unused, self._uncounted
