@@ -134,8 +134,11 @@ class Update:
             self._ema.update(skipped)
         if scaler:
             scaler.update(skipped)
-        for weight in self._weights:  # `Optimizer.zero_grad` takes longer than a small model
-            weight.grad = None
+        if type(self._optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            for weight in self._weights:  # the method takes longer than a small model
+                weight.grad = None
+        else:
+            self._optimizer.zero_grad()
         self.step, self._batch, self.skipped = step + 1, batch, skipped
         # `report` may follow the next gradient.
         self._flags = self._exhausted, self._unused, self._uncounted
@@ -336,7 +339,8 @@ class Update:
             torch.cuda.empty_cache()
         if not self._strategy.finish_with_nan():
             half = max(1, (self.micro_batch or rows) // 2)
-            with contextlib.suppress(FileNotFoundError):  # `micro_batch.search` has no directory
+            with contextlib.suppress(OSError):  # the disk is full
+                self._run.run_dir.create()  # `micro_batch.search` comes before it
                 memory.propose(self._run.run_dir, half)
             world = self._run.world
             raise MemoryError(

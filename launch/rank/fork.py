@@ -47,8 +47,9 @@ def preload(options: argparse.Namespace) -> None:
     program = ("-m",) * options.module + (options.program, *options.arguments)
     words = training_words(program)
     if words is not None:
+        before = {*weakref.finalize._registry}  # type: ignore[attr-defined]
         _import_training(words)
-        for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        for one in weakref.finalize._registry.keys() - before:  # type: ignore[attr-defined]
             one.atexit = False  # what torch's modules undo at exit, no rank needs: it takes 60 ms
     # Otherwise the collector writes to every page that ranks share, which copies it. Done before
     # the first attempt, so that a restart has only its own few objects to collect.
@@ -98,20 +99,21 @@ def _leave(meeting: Store | None, options: argparse.Namespace) -> None:
             meeting = surroundings.Files(folder / "exchange", f"node-{options.node_rank}")
         left = meeting.add("left", 1)
         while options.node_rank == 0 and left < options.nnodes:
-            if look.is_due() and _others_have_ended(folder):
+            if look.is_due() and _others_have_ended(folder, options.nnodes):
                 return  # they were asked to stop, and do not come here
             time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
             left = meeting.add("left", 0)
 
 
-def _others_have_ended(folder: Path) -> bool:
+def _others_have_ended(folder: Path, nodes: int) -> bool:
     """Whether all other nodes have written that their parts of this attempt ended in order.
 
     If one has failed or is lost, the supervisor of node 0 notices that and ends this process.
     """
     number = int(folder.name.rpartition("-")[2])
     parts = NodeState.read_all(folder.parents[1], attempt=number).values()
-    return all(part.node == 0 or part.state in ("finished", "stopped") for part in parts)
+    ended = [one for one in parts if one.node and one.state in ("finished", "stopped")]
+    return len(ended) == nodes - 1  # a record that is not visible yet says nothing
 
 
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:

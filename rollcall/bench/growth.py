@@ -190,7 +190,6 @@ def _exchange(ranks: int, _: int) -> turns.Figures:
             "skipped": 0.0,
             "seconds": 0.01,
             "steps": 1,
-            "phase_steps": [1.0],
             "phases": [1 + at / ranks / 4 for at in range(ranks * COLUMNS)],
             "fingerprints": [float(BIT + rank % 8) for rank in range(ranks)],
         }

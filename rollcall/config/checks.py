@@ -41,15 +41,15 @@ def check(config: Config) -> None:
 def _check_profile(profile: Profile) -> None:
     span = re.fullmatch(r"([1-9]\d*):(\d+)", profile.steps or "1:2")
     if not span or int(span[2]) <= int(span[1]):
-        raise ValueError(
+        raise ConfigError(
             f"profile.steps={profile.steps}: expected FIRST:END with END after FIRST, counted from "
             "1, such as 10:13 for the steps 10 to 12"
         )
     if not re.fullmatch(r"all|\d+(,\d+)*", profile.ranks):
-        raise ValueError(f"profile.ranks={profile.ranks}: expected all, or ranks such as 0,5")
+        raise ConfigError(f"profile.ranks={profile.ranks}: expected all, or ranks such as 0,5")
     for key in ("ranks", "tool"):
         if profile.steps is None and _is_set(profile, key):
-            raise ValueError(
+            raise ConfigError(
                 f"profile.{key} needs profile.steps, such as profile.steps=10:13; a live run "
                 "is profiled by rollcall profile RUN"
             )

@@ -52,6 +52,7 @@ from rollcall.config.read import RECIPES
         (["optim.lr=[1"], "the value is not valid YAML"),
         (["digits", "mnist"], "expected one recipe or file"),
         (["data.micro_batch=65"], "is larger than data.global_batch=64"),
+        (["profile.steps=3:1"], "profile.steps=3:1: expected FIRST:END"),
     ],
 )
 def test_refusals_name_the_key_and_the_cure(words: list[str], expected: str) -> None:

@@ -519,3 +519,28 @@ def test_a_resumed_run_uses_its_own_options_of_the_optimizer(name: str, option: 
     for group, new in zip(resumed.param_groups, wanted, strict=True):
         assert group.get("seen", 5) == 5
         assert {**group, "seen": 5} == {**new, "seen": 5}
+
+
+class KeepsAMask(nn.Module):
+    """Makes a tensor in its first call, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.mask: torch.Tensor | None = None
+        self.by_length: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones_like(x)
+        scale = self.by_length.setdefault(len(x), torch.ones_like(x))
+        return self.layer(x) * self.mask * scale  # type: ignore[no-any-return]
+
+
+def test_counting_operations_changes_nothing_of_the_model() -> None:
+    model = KeepsAMask()
+    batch = Batch(torch.ones(2, 4), torch.zeros(2), torch.ones(2))
+    assert flops.operations_of(model, batch) == (64, 64, 0)
+    assert model.mask is None
+    assert model.by_length == {}
+    assert model(batch.inputs).device.type == "cpu"

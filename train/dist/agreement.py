@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rollcall.activity import doing
-from rollcall.train.dist.clock import COMMUNICATION, clock
+from rollcall.train.dist.clock import clock
 
 
 class Action(enum.IntEnum):
@@ -227,13 +227,12 @@ class _Sums:
                 self._work.wait()  # with NCCL the stream waits, not this thread
             self._copied = Copied(vector)
 
+    @clock.waiting
     @doing("waiting for the other ranks")
     def read(self) -> list[float]:
-        before = clock.enter(COMMUNICATION)
         if self._copied is None:
             if self._work:
                 self._work.wait()
             self._copied = Copied(self._vector)
         sums: list[float] = self._copied.read()
-        clock.enter(before)
         return sums

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
 
-DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER = range(6)
-"""Places of the phases in lists, as in `rollcall.records.phases.Phases.PHASES`."""
+DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER, AWAY = range(7)
+"""Places of the phases in lists, as in `Phases.PHASES`; what is AWAY is not part of a step."""
 NEVER = [float("inf")] * 6
 
 
@@ -32,7 +32,7 @@ class Clock:
         self._total, self._late, self._steps = [0.0] * 6, [0] * 6, 0
         self._taken = 0, [0.0] * 6  # steps and seconds at the newest `take`
         self.start(torch.device("cpu"))
-        self._is_away = True
+        self._phase = AWAY
 
     def start(self, device: torch.device) -> None:
         """Begin a step, and forget the one that was not ended."""
@@ -41,12 +41,10 @@ class Clock:
         self._marks: deque[tuple[int, Any]] = deque()  # phases that began, with their events
         self._ends: deque[Any] = deque()  # events that end a step
         self._thread = threading.get_ident()
-        self._is_away = False
         self._phase, self._since = OTHER, time.perf_counter()
-        self._spent = [0.0] * 7  # seconds of the current step; the last one is not part of it
+        self._spent = [0.0] * 7  # seconds of the current step
         self.limits = NEVER  # seconds of each phase above which a step counts as late
-        if self._pool is not None:
-            self._mark(OTHER)
+        self._begin(OTHER)
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
@@ -60,29 +58,19 @@ class Clock:
     def enter(self, phase: int) -> int:
         """Begin a phase and end the one before, which is returned."""
         before = self._phase
-        if self._is_away or phase == before:
-            return before
-        self._phase = phase
-        if self.listener:
-            self.listener(phase)
-        if self._pool is not None:
-            self._mark(phase)
-            return before
-        now = time.perf_counter()
-        self._spent[before] += now - self._since
-        self._since = now
+        if before not in (phase, AWAY):
+            if self.listener:
+                self.listener(phase)
+            self._begin(phase)
         return before
 
     def step(self) -> None:
         """End a step; the next one begins at once."""
         self.enter(OTHER)
+        self._begin(OTHER)
         if self._pool is None:
-            now = time.perf_counter()
-            self._spent[OTHER] += now - self._since
-            self._since = now
             self._fold()
         else:
-            self._mark(OTHER)
             self._ends.append(self._marks[-1][1])
             self._drain(self._pool)
         if self.on_step:
@@ -109,22 +97,17 @@ class Clock:
     @contextmanager
     def away(self) -> Iterator[None]:
         """Leave out what happens in the context: an evaluation or a save is not part of a step."""
-        phase = self.enter(OTHER)
+        phase = self._phase
         self.stop()
         try:
             yield
         finally:
-            self._is_away, self._phase, self._since = False, OTHER, time.perf_counter()
-            if self._pool is not None:
-                self._mark(OTHER)
-            self.enter(phase)
+            self._begin(phase)
 
     def stop(self) -> None:
         """Leave out all time from now on, until `start`."""
         self.enter(OTHER)
-        if self._pool is not None and not self._is_away:
-            self._mark(6)
-        self._is_away = True
+        self._begin(AWAY)
 
     def take(self) -> tuple[int, list[float], list[int]]:
         """Return what ended since the last call: steps, seconds by phase, late steps by phase."""
@@ -137,7 +120,7 @@ class Clock:
 
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._is_away or threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
             before = self.enter(COMMUNICATION)
             try:
@@ -147,11 +130,16 @@ class Clock:
 
         return timed
 
-    def _mark(self, phase: int) -> None:
-        assert self._pool is not None
-        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((phase, event))
+    def _begin(self, phase: int) -> None:
+        if self._pool is None:
+            now = time.perf_counter()
+            self._spent[self._phase] += now - self._since
+            self._since = now
+        else:
+            event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append((phase, event))
+        self._phase = phase
 
     def _fold(self) -> None:
         spent, total, limits = self._spent, self._total, self.limits

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from rollcall.config import Config, ConfigError
 from rollcall.text import size
 from rollcall.train.data.source import Batch
-from rollcall.train.dist.clock import OTHER, clock
+from rollcall.train.dist.clock import BACKWARD, OTHER, clock
 from rollcall.train.dist.world import World
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
@@ -108,6 +108,7 @@ class Exact(Strategy):
             set_seed(step_seed, "shard", number)
             with self._around(last=number == self._own[-1]):
                 loss = self._loss_of(self._callable, shard)
+                clock.enter(BACKWARD)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             tree.add(_flatten([loss.detach(), *_take_gradients(parameters)]))

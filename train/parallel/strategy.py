@@ -320,6 +320,7 @@ class Strategy:
             for number, batch in enumerate(micro_batches):
                 with self._around(last=number == last):
                     loss = self._loss_of(self._callable, batch, guard=False)
+                    clock.enter(BACKWARD)
                     loss.backward(self._loss.slope(loss, scale))  # type: ignore[no-untyped-call]
                 totals.append(loss.detach())
             total = totals[0] if last == 0 else torch.stack(totals).sum()
@@ -354,15 +355,10 @@ class Strategy:
     def _loss_of(self, model: nn.Module, batch: Batch, guard: bool = True) -> torch.Tensor:
         """Return the sum of the losses of a batch."""
         with autocast(self._precision, self.world.device):
-            takes_model = self._loss.loss.takes_model
-            found = (
-                self._loss.of_model(model, batch, guard)
-                if takes_model
-                else outputs_of(model, batch)
-            )
-        loss: torch.Tensor = found if takes_model else self._sum_of_losses(found, batch, guard)
-        clock.enter(BACKWARD)
-        return loss
+            if self._loss.loss.takes_model:
+                return self._loss.of_model(model, batch, guard)
+            outputs = outputs_of(model, batch)
+        return self._sum_of_losses(outputs, batch, guard)
 
     def _sum_of_losses(self, outputs: Any, batch: Batch, guard: bool = True) -> torch.Tensor:
         return self._loss(in_fp32(outputs), batch.targets, batch.weights, guard)

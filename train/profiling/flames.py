@@ -30,8 +30,8 @@ class Flames:
                 frame = frame.f_back
             self._stacks[";".join(reversed(names))] += 1
 
-    def write(self, path: Path) -> None:
-        """End the samples; write a line for each stack, with the number of its samples."""
+    def end(self) -> str:
+        """End the samples; return a line for each stack, with the number of its samples."""
         self._ended.set()
         self._thread.join()
-        path.write_text("".join(f"{stack} {count}\n" for stack, count in self._stacks.items()))
+        return "".join(f"{stack} {count}\n" for stack, count in self._stacks.items())

@@ -1,5 +1,6 @@
 """Count the floating-point operations of a step, and compare them with what the chip can do."""
 
+import copy
 import platform
 import re
 from collections.abc import Iterator
@@ -70,22 +71,32 @@ def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[
 def operations_of(model: nn.Module, example: Batch) -> Operations | None:
     """Return the operations of a forward and a backward pass over these samples.
 
-    They are counted on tensors without values, so nothing is computed. Attention is counted as the
-    plain formula. None if the model's code depends on values.
+    They are counted on a copy of the model without values, so nothing is computed, and what the
+    model keeps between calls does not change. Attention is counted as the plain formula. None if
+    the model's code depends on values, or cannot be copied.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {
-        f"_model.{name}": tensor.detach().to(META).requires_grad_(tensor.requires_grad)
-        for name, tensor in tensors.items()
-    }
+    places, names = arguments_of(example.to(META))
     try:
         with counting() as counts:
-            torch.func.functional_call(
-                _Passes(model, counts), shapes, *arguments_of(example.to(META))
-            )
+            found = _without_values(model)(*places, **names)
+            outputs = [
+                one
+                for one in tree_leaves(getattr(found, "logits", found))
+                if isinstance(one, torch.Tensor) and one.requires_grad
+            ]
+            counts.is_backward = True
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
     except Exception:  # the model's code may raise anything
         return None
     return counts.found()
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    known: dict[int, Any] = {id(one): one.to(META) for one in model.buffers()}
+    for one in model.parameters():
+        known[id(one)] = nn.Parameter(one.detach().to(META), one.requires_grad)
+    return copy.deepcopy(model, known)
 
 
 @contextmanager
@@ -94,25 +105,6 @@ def counting() -> "Iterator[_Split]":
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter, _Split(counter) as split:
         yield split
-
-
-class _Passes(nn.Module):
-    """A forward and a backward pass in one call, in which weights may be replaced."""
-
-    def __init__(self, model: nn.Module, counts: "_Split") -> None:
-        super().__init__()
-        self._model, self._counts = model, [counts]
-
-    def forward(self, *places: Any, **names: Any) -> None:
-        found = self._model(*places, **names)
-        outputs = [
-            one
-            for one in tree_leaves(getattr(found, "logits", found))
-            if isinstance(one, torch.Tensor) and one.requires_grad
-        ]
-        self._counts[0].is_backward = True
-        if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
 
 
 class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -26,8 +26,9 @@ RANKS = 32
 """Ranks above which exchanges and lines become rarer in proportion, because they become longer."""
 AGES = 500
 """Later a line takes 1/AGES of the attempt's age, so their number grows with its logarithm."""
-COLUMNS = 16
-"""Of a rank: 6 phases in seconds, 6 counts of late steps, 3 sizes in bytes, steps to profile."""
+COLUMNS = 17
+"""Of a rank: 6 phases in seconds, 6 counts of late steps, 3 sizes in bytes, steps, and steps to
+profile."""
 LONGEST_NAME = 64
 """Bytes of a host's name that ranks exchange."""
 PAGE = resource.getpagesize()
@@ -73,20 +74,18 @@ class PhaseTimes:
         """Return this rank's row of the table of all ranks if it is due; else nothing."""
         world = self._run.world
         if not (self._is_due or self._is_last()):
-            return {"phase_steps": torch.zeros(0), "phases": torch.zeros(0)}
+            return {"phases": torch.zeros(0)}
         self._is_due, self._passed = False, 0.0
         steps, seconds, late = clock.take()
         table = torch.zeros(world.world_size, COLUMNS, dtype=torch.float64)
-        memory = self._sizes()
-        row = [*(one / max(1, steps) for one in seconds), *map(float, late), *memory]
+        row = [*(one / max(1, steps) for one in seconds), *late, *self._sizes(), steps]
         table[world.rank, :-1] = torch.tensor(row, dtype=torch.float64)
         if world.is_main and (request := ProfileRequest.read(self._run.run_dir.path)):
             with suppress(OSError):  # else it would be read again
                 ProfileRequest.place(self._run.run_dir.path).unlink()
                 asked = [rank for rank in request.ranks if 0 <= rank < world.world_size]
                 table[asked, -1] = float(request.steps)
-        count = torch.tensor([steps / world.world_size], dtype=torch.float64)
-        return {"phase_steps": count, "phases": table.flatten()}
+        return {"phases": table.flatten()}
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
         """Read the table if it was sent; decide whether it is due, the same on all ranks."""
@@ -94,11 +93,13 @@ class PhaseTimes:
         self._passed += passed
         self._age += passed
         self._is_due = self._passed >= WINDOW * self._scale
-        if agreed["phases"] and (steps := round(agreed["phase_steps"][0])):
+        if agreed["phases"]:
             table = np.array(agreed["phases"]).reshape(-1, COLUMNS)
-            self._read(Window(step, steps, table[:, :6], table[:, 6:12]), table[:, 12:15])
-            asked = int(table[self._run.world.rank, -1])
-            if asked:
+            steps = table[:, 15]
+            if steps.all():  # each rank has ended a step
+                window = Window(step, round(steps.mean()), table[:, :6], table[:, 6:12])
+                self._read(window, table[:, 12:15])
+            if asked := int(table[self._run.world.rank, -1]):
                 self._plan(step + 2, step + 2 + asked)
         return Action.CONTINUE
 

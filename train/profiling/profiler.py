@@ -90,7 +90,7 @@ class Profiler:
         if found:
             try:
                 found.end(self._step())
-            except OSError as error:
+            except (OSError, RuntimeError, ValueError) as error:  # torch leaves half a trace
                 text = f"rollcall: warning: rank {self._run.world.rank} could not write a profile"
                 print(f"{text}: {error}", file=sys.stderr, flush=True)
 
@@ -129,6 +129,7 @@ class _Profile:
         """Write what was found up to the step `last`."""
         self._range.__exit__(None, None, None)
         self._torch.stop()  # waits for the GPU
+        stacks = self._flames.end()
         (done, total), (before, since) = clock.totals(), self._before
         steps = max(1, done - before)
         seconds = [(now - then) / steps for now, then in zip(total, since, strict=True)]
@@ -138,7 +139,7 @@ class _Profile:
         folder.mkdir(parents=True, exist_ok=True)
         trace, flames = folder / f"trace-{rank}.json.gz", folder / f"python-{rank}.stacks"
         self._torch.export_chrome_trace(str(trace))
-        self._flames.write(flames)
+        flames.write_text(stacks)
         files = [trace.name, flames.name]
         if self._is_on_gpu:
             files.append(f"memory-{rank}.pickle")
