@@ -88,6 +88,30 @@ def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(first["memory"].values()) == pytest.approx(first["bytes"])
 
 
+def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
+    machines = Machines()
+    names = {"a100": "A100", "A100-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
+    names |= {"NVIDIA H100 80GB HBM3": "H100", "h200-141gb": "H200", "gb200": "GB200"}
+    assert {name: machines.chip(name).name for name in names} == names
+
+
+def test_nodes_that_share_links_and_odd_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Faster machines are left out if their nodes cannot be filled."""
+    assert plan.main(["llama-3-8b", "--gpus", "64", "--gpu", "gb200"]) == 0
+    assert "submit --nodes 16 --gpus-per-node 4" in capsys.readouterr().out
+    assert plan.main(["llama-3-8b", "--gpus", "7", "--gpu", "h100"]) == 0
+    assert "For more speed: 7 B200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["chips: 3", "just", "factors: {a: -1}", "fabrics: {efa: {}}", "{"]
+)
+def test_wrong_machines_are_refused(text: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    assert plan.main([*LINE, "--machines", str(own), "--fabric", "efa"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -96,12 +120,17 @@ def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ([*LINE, "--budget", "10"], "is less than the 4,194,304 tokens of one step"),
         ([*LINE, "--budget", "much"], "--budget much: expected a number of tokens or samples"),
         (["llama-3-8b", "--gpus", "63", "--gpu", "h100"], "such as 56 or 64"),
-        (["llama-3-405b", "--gpus", "8", "--gpu", "h100"], "does not fit on 8 H100-80GB"),
+        (["llama-3-405b", "--gpus", "8", "--gpu", "h100"], "does not fit on 8 H100"),
         ([*LINE, "--gpus", "512", "--batch", "3"], "no mesh divides a batch of 3 samples"),
         ([*LINE, "--failures", "many"], "--failures many: expected failures per node and day"),
-        ([*LINE, "--precision", "fp4"], "H100-80GB has no fp4; choose precision from"),
+        ([*LINE, "--precision", "fp4"], "H100 has no fp4; choose precision from"),
         (["llama-3-8b"], "expected --gpu with the name of a chip"),
         ([*LINE, "--machines", "missing.yaml"], "--machines missing.yaml: No such file"),
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h"], "unknown chip 'h'"),
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h100-pcie"], "H100 PCIe cannot be planned"),
+        ([*LINE, "--budget", "1e400"], "--budget 1e400: expected a number of tokens"),
+        ([*LINE, "--price", "2"], "--price and --failures need --budget"),
+        ([*LINE, "--nodes", "8"], "--gpus and --nodes say the same"),
         (["--validate", "missing"], "--validate missing: expected a folder with tables"),
     ],
 )
