@@ -61,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
     add("--batch", type=int, metavar="N", help="samples in a step of a known shape")
     add("--length", type=int, metavar="N", help="tokens of a sample of a known shape")
-    add("--precision", metavar="FORMAT", help="number format (default: bf16)")
+    add(
+        "--precision",
+        metavar="FORMAT",
+        help="number format (default: the recipe's, but bf16 for fp32)",
+    )
     add("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
@@ -84,6 +88,8 @@ def _check(options: argparse.Namespace) -> None:
         raise RefusedError(f"--price {options.price}: expected the price of a GPU-hour")
     if not options.budget and (options.price or options.failures):
         raise RefusedError("--price and --failures need --budget, such as --budget 15T")
+    if options.ranks and (options.gpu or options.gpus or options.nodes):
+        raise RefusedError("--ranks takes no --gpu, --gpus or --nodes")
     if options.gpus and options.nodes:
         raise RefusedError("--gpus and --nodes say the same; give one of them")
 
@@ -116,10 +122,12 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
             raise RefusedError(f"{first} is a known shape and takes no keys: {options.words[1]}")
         batch = options.batch or max(1, TOKENS // model.length)
     else:
+        if options.length:
+            raise RefusedError("--length is for a known shape; a recipe has data.seq_len")
         config = _config(options.words, first)
-        precision = options.precision or (
-            config.precision if config.precision != "fp32" else "bf16"
-        )
+        is_chosen = any(word.startswith("precision=") for word in options.words)
+        own = config.precision if is_chosen or config.precision != "fp32" else "bf16"
+        precision = options.precision or own
         batch = options.batch or config.data.global_batch
         model = _describe(config)
     machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)

@@ -41,6 +41,14 @@ def test_terms_add_up_and_follow_the_layout() -> None:
     assert again["matrix products"] == pytest.approx(seconds["matrix products"] * 4 / 3, rel=0.05)
 
 
+def test_fp32_moves_and_sends_twice_the_bytes() -> None:
+    layout = Layout(data=8, tensor=2, zero=3, micro=1, batch=64)
+    half = step_time.of(LLAMA, layout, H100)
+    full = step_time.of(LLAMA, dataclasses.replace(layout, precision="fp32"), H100)
+    assert full["other operations"] == pytest.approx(2 * half["other operations"])
+    assert full["tensor collectives"] == pytest.approx(2 * half["tensor collectives"], rel=0.1)
+
+
 def test_a_pipelines_bubble_is_what_1f1b_leaves() -> None:
     """Equal stages: one more micro-batch for each further stage, https://arxiv.org/abs/2104.04473."""
     layout = Layout(stages=4, micro=1, batch=8)
@@ -130,6 +138,8 @@ def test_wrong_machines_are_refused(text: str, tmp_path: Path) -> None:
         (["llama-3-8b", "--gpus", "8", "--gpu", "h100-pcie"], "H100 PCIe cannot be planned"),
         ([*LINE, "--budget", "1e400"], "--budget 1e400: expected a number of tokens"),
         ([*LINE, "--price", "2"], "--price and --failures need --budget"),
+        ([*LINE, "--ranks", "8"], "--ranks takes no --gpu"),
+        (["gpt", "--gpu", "h100", "--length", "9"], "--length is for a known shape"),
         ([*LINE, "--nodes", "8"], "--gpus and --nodes say the same"),
         (["--validate", "missing"], "--validate missing: expected a folder with tables"),
     ],
@@ -201,3 +211,24 @@ def test_validation_finds_errors_crashes_and_contradictions(tmp_path: Path) -> N
     assert consistent["time"]["median"] == pytest.approx(1 - 1 / 1.1)
     assert consistent["time with factor"]["worst"] == pytest.approx(0)
     assert consistent["recall"] == 1 and consistent["false alarms"] == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("step_time_s", "nan"), ("step_time_s", "0"), ("ffn", "1e400"), ("tp", "3")],
+)
+def test_rows_that_cannot_be_planned_are_left_out(
+    column: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _table(tmp_path)
+    lines = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))
+    lines[0][column] = value
+    with (tmp_path / "own.csv").open("w") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    rows, left_out = validate.read(str(tmp_path), Machines())
+    assert len(rows) == 3 and left_out[0].startswith("own.csv, line 2: ")
+    (tmp_path / "own.csv").write_bytes(b"\xff")
+    assert plan.main(["--validate", str(tmp_path)]) == 2
+    assert "own.csv" in capsys.readouterr().err
