@@ -8,6 +8,7 @@ rollcall plan --validate FOLDER                   # the planner's errors on meas
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -244,7 +245,8 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
         recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
     )
     share = -(-layout.batch // layout.data)
-    layout = Layout(**{**vars(layout), "micro": config.data.micro_batch or share})
+    micro = config.data.micro_batch if isinstance(config.data.micro_batch, int) else share
+    layout = dataclasses.replace(layout, micro=micro)
     model = _describe(config)
     seconds = step_time.of(model, layout, machine)
     factor = measured / seconds.total() * machine.factor

@@ -156,7 +156,8 @@ def test_wrong_words_get_one_sentence(
 
 def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A factor of the user's file makes the plan equal to the measurement."""
-    config = "data: {name: synthetic_tokens, seq_len: 64, num_classes: 32, global_batch: 8}"
+    config = "data: {name: synthetic_tokens, seq_len: 64, num_classes: 32, global_batch: 8, "
+    config += "micro_batch: auto}"
     (tmp_path / "config.yaml").write_text(f"{config}\nmodel: {{name: gpt}}\n")
     words = [str(tmp_path), "--gpu", "a100", "--json"]
     assert plan.main(words) == 2
