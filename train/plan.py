@@ -8,6 +8,7 @@ rollcall plan --validate FOLDER                   # the planner's errors on meas
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -56,17 +57,21 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="in the run")
     add("--nodes", type=int, metavar="N", help="in the run, instead of --gpus")
-    add("--gpu", metavar="CHIP", help="such as h100; machines.yaml lists all")
+    add("--gpu", metavar="CHIP", help="such as h100; rollcall/config/chips.yaml lists all")
     add("--node-size", type=int, metavar="K", help="GPUs or ranks on each node")
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
     add("--batch", type=int, metavar="N", help="samples in a step of a known shape")
     add("--length", type=int, metavar="N", help="tokens of a sample of a known shape")
-    add("--precision", metavar="FORMAT", help="number format (default: bf16)")
+    add(
+        "--precision",
+        metavar="FORMAT",
+        help="number format (default: the recipe's, but bf16 for fp32)",
+    )
     add("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
     add("--price", type=float, metavar="P", help="of a GPU-hour")
-    add("--failures", default="rsc-1", metavar="RATE", help="per node and day, or a published one")
+    add("--failures", metavar="RATE", help="per node and day, or a published one (default: rsc-1)")
     add("--machines", metavar="FILE", help="chips, fabrics, software and factors of your own")
     add("--validate", metavar="FOLDER", help="compare with the tables of a folder")
     add("--json", action="store_true", help="print JSON")
@@ -82,6 +87,12 @@ def _check(options: argparse.Namespace) -> None:
             raise RefusedError(f"--{name.replace('_', '-')} {value}: expected at least 1")
     if options.price is not None and not 0 < options.price < math.inf:
         raise RefusedError(f"--price {options.price}: expected the price of a GPU-hour")
+    if not options.budget and (options.price or options.failures):
+        raise RefusedError("--price and --failures need --budget, such as --budget 15T")
+    if options.ranks and (options.gpu or options.gpus or options.nodes):
+        raise RefusedError("--ranks takes no --gpu, --gpus or --nodes")
+    if options.gpus and options.nodes:
+        raise RefusedError("--gpus and --nodes say the same; give one of them")
 
 
 def _ranks(options: argparse.Namespace) -> str:
@@ -112,14 +123,16 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
             raise RefusedError(f"{first} is a known shape and takes no keys: {options.words[1]}")
         batch = options.batch or max(1, TOKENS // model.length)
     else:
+        if options.length:
+            raise RefusedError("--length is for a known shape; a recipe has data.seq_len")
         config = _config(options.words, first)
-        precision = options.precision or (
-            config.precision if config.precision != "fp32" else "bf16"
-        )
+        is_chosen = any(word.startswith("precision=") for word in options.words)
+        own = config.precision if is_chosen or config.precision != "fp32" else "bf16"
+        precision = options.precision or own
         batch = options.batch or config.data.global_batch
         model = _describe(config)
     machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)
-    gpus = options.gpus or (options.nodes or 1) * machine.node
+    gpus = options.gpus or (options.nodes or 1) * machine.host
     return _show(options, machines, model, machine, gpus, batch, precision, config)
 
 
@@ -151,11 +164,11 @@ def _show(
     if not found:
         raise RefusedError(_nothing_fits(model, machine, gpus, batch, precision))
     best = found[0]
-    nodes = math.ceil(gpus / machine.node)
+    nodes = math.ceil(gpus / machine.host)
     cost = None
     if options.budget:
         amount = run_cost.budget(options.budget)
-        failures = run_cost.rate(options.failures)
+        failures = run_cost.rate(options.failures or "rsc-1")
         cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
     if options.json:
         return report.as_json(found[: options.top], model, machine, cost)
@@ -165,7 +178,7 @@ def _show(
     planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
     keys = [w for w in options.words if "=" in w and w.partition("=")[0] not in planned]
     line = " ".join(
-        ["rollcall submit", f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.node)}"]
+        ["rollcall submit", f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}"]
         + [word for word in [name, *keys] if word]
         + best.words()
     )
@@ -232,7 +245,8 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
         recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
     )
     share = -(-layout.batch // layout.data)
-    layout = Layout(**{**vars(layout), "micro": config.data.micro_batch or share})
+    micro = config.data.micro_batch if isinstance(config.data.micro_batch, int) else share
+    layout = dataclasses.replace(layout, micro=micro)
     model = _describe(config)
     seconds = step_time.of(model, layout, machine)
     factor = measured / seconds.total() * machine.factor

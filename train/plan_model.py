@@ -1,13 +1,9 @@
 """Describe a model of the user's for the planner: one forward pass on the meta device."""
 
 import dataclasses
-import hashlib
-import json
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from rollcall.config import Config, ConfigError
 from rollcall.planning.model import Model, Part, Product, attention_flops, transformer
 from rollcall.planning.step_time import PASSES
-from rollcall.records.files import write_atomic
 from rollcall.train import models
 from rollcall.train.data import sets
 from rollcall.train.data.calling import outputs_of
@@ -37,32 +32,18 @@ PASSES_OF_STEP = 3
 
 
 def describe(config: Config) -> Model:
-    """Return the model of a configuration, from the cache if it has been described before.
+    """Return the model of a configuration.
 
     Raises:
         ConfigError: the model cannot run on the meta device.
     """
-    facts = {"model": config.model.model_dump(), "data": config.data.model_dump()}
-    digest = hashlib.sha256(json.dumps([facts, torch.__version__]).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "rollcall" / "shapes" / f"{digest[:32]}.json"
-    is_own = ":" in config.model.name  # its code may have changed
-    if not is_own and path.is_file():
-        return Model.read(json.loads(path.read_text()))
     world = World(Place("plan", world_size=1, local_world_size=1), torch.device("cpu"))
     source = sets.load(config.data, world, config.seed)
     if config.model.name == "gpt":
-        found = _gpt(config, source)
-    else:
-        order = Order.of_run(config, source)
-        example = next(training_batches(source, order, range(1), range(order.steps)))
-        found = traced(_empty(config, source), example, config.model.name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(found.values()))
-    except OSError:
-        pass  # a cache that cannot be written costs only time
-    return found
+        return _gpt(config, source)
+    order = Order.of_run(config, source)
+    example = next(training_batches(source, order, range(1), range(order.steps)))
+    return traced(_empty(config, source), example, config.model.name)
 
 
 def _gpt(config: Config, source: Source) -> Model:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -195,12 +197,27 @@ def bare() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1 and not dist.is_initialized():
         World.join(given[0].device)
-    _train(DistributedDataParallel if ranks > 1 else nn.Identity)
+    _train(DistributedDataParallel if ranks > 1 else None)
+
+
+def sharded() -> None:
+    """Train with the bare loop and FSDP2: a unit for each child that has weights, and the rest."""
+    world = World.join(given[0].device)
+    mesh = init_device_mesh(given[0].device, (world.world_size,))
+
+    def wrap(model: nn.Module) -> nn.Module:
+        for block in model.children():
+            if any(True for _ in block.parameters()):
+                fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    _train(wrap)
 
 
 def alone() -> None:
     """Train with the bare loop on this rank's share of each batch, beside the other ranks."""
-    _train(nn.Identity)
+    _train()
 
 
 def data_parallel() -> None:
@@ -216,11 +233,9 @@ def data_parallel() -> None:
     _train(wrap)
 
 
-def _train(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def _train(wrap: Callable[[nn.Module], nn.Module] | None = None) -> None:
     rank, ranks, batch = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given[0].batch
-    model, (inputs, targets), optimizer = _parts()
-    if wrap is not nn.Identity:
-        model = wrap(model)
+    model, (inputs, targets), optimizer = _parts(wrap)
     order = torch.randperm(len(inputs))
     for step in range(_steps()):
         start = step * batch % (len(inputs) // batch * batch)
@@ -344,11 +359,12 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "Fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),
+    "FSDP2": (sharded, ""),
     "alone": (alone, ""),
     "collectives": (collectives, ""),
     "DataParallel": (data_parallel, ""),
 }
-"""Each loop, and the package that it needs; without one, only `bench speedup` uses it."""
+"""Each loop, and the package that it needs; without one, only other tables use it."""
 
 
 def _devices() -> dict[str, Any]:
@@ -357,14 +373,16 @@ def _devices() -> dict[str, Any]:
     return {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
 
 
-def _parts() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.optim.Optimizer]:
+def _parts(
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], torch.optim.Optimizer]:
     """Return a timed model, all training digits with their targets, and an optimizer."""
     torch.manual_seed(0)
     source = digits(Data(), cast(World, None))  # no rank is asked for these files
     batch = cast(BatchDataset, source.train).__getitems__(list(range(source.train_size)))
     model = timed_model(Model(hidden_size=64), source)
     device = given[0].device
-    model.to(device)
+    model = wrap(model.to(device)) if wrap else model.to(device)
     data = batch.inputs.to(device), batch.targets.to(device)
     return model, data, torch.optim.AdamW(model.parameters(), RATE)
 

@@ -22,13 +22,23 @@ def main(argv: Sequence[str]) -> int:
     words.add_argument(
         "--pieces", action="store_true", help="show what rollcall's step consists of"
     )
+    words.add_argument(
+        "--strategy",
+        choices=("ddp", "zero3"),
+        default="ddp",
+        help="zero3: beside a loop with FSDP2 written by hand (default: ddp)",
+    )
     options = words.parse_args(argv)
-    ranks = options.nproc_per_node
+    ranks, is_sharded = options.nproc_per_node, options.strategy == "zero3"
+    if is_sharded and ranks < 2:
+        raise turns.BenchError("--strategy zero3 needs --nproc-per-node 2 or more")
     needed = {name: package for name, (_, package) in loops.LOOPS.items() if package}
     names = [name for name, package in needed.items() if importlib.util.find_spec(package)]
     for model in options.model:
-        settings = loops.Settings(model, options.steps, options.pieces)
+        settings = loops.Settings(model, options.steps, options.pieces, strategy=options.strategy)
         chosen = ["rollcall"] if options.pieces else names
+        if is_sharded and not options.pieces:
+            chosen = ["FSDP2", "rollcall"]
         ways = {name: partial(loops.measure, name, settings, ranks) for name in chosen}
         found = turns.take_turns(ways, options.repeats)
         title = f"one step, {model}, ranks: {ranks}, medians of {options.repeats} runs, in turns"
@@ -38,6 +48,6 @@ def main(argv: Sequence[str]) -> int:
             taken = [turns.cell(turns.column(found["rollcall"], one), turns.seconds) for one in own]
             turns.show(title, [("piece", "per step"), *zip(own, taken, strict=True)])
         else:
-            turns.compare(title, found, "bare")
+            turns.compare(title, found, chosen[0])
         print()
     return 0

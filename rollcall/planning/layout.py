@@ -50,6 +50,11 @@ class Layout:
         return self.data * self.tensor * self.stages * self.context
 
     @property
+    def width(self) -> int:
+        """Bytes of a value with which products compute."""
+        return 4 if self.precision in ("fp32", "tf32") else 2
+
+    @property
     def shards(self) -> int:
         """Data ranks that divide what `zero` says; pieces of a sequence share weights too."""
         return (self.shard or self.data) * self.context if self.zero else 1

@@ -1,4 +1,4 @@
-"""Chips, their links, and software, as machines.yaml and files of the user's describe them."""
+"""Chips, their links, and software, as chips.yaml, machines.yaml and the user's file say."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from rollcall.config import chips
 from rollcall.refusal import RefusedError
 from rollcall.text import did_you_mean
 
@@ -25,7 +26,8 @@ class Chip:
     flops: Mapping[str, float]  # by number format
     product: float  # the fraction of `flops` that large matrix products reach
     attention: float  # the same for fused attention
-    node: int = 8  # GPUs in a node
+    node: int = 8  # GPUs that the links inside join
+    host: int = 0  # GPUs of one host, if the links join several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,51 +60,81 @@ class Software:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A chip, the software that runs there, and the GPUs of a node."""
+    """A chip, the software that runs there, and the GPUs that the links inside join."""
 
     chip: Chip
     software: Software
     node: int
     factor: float = 1.0  # measured over predicted time of a step
 
+    @property
+    def host(self) -> int:
+        """GPUs of one host."""
+        return self.chip.host or self.node
+
 
 class Machines:
     """All chips, fabrics, software and factors that the planner knows."""
 
     def __init__(self, own: str | None = None) -> None:
-        """Read the shipped file and one of the user's; RefusedError if it cannot be used."""
+        """Read the shipped files and one of the user's; RefusedError if it cannot be used."""
         self._known: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())
-        self._known["factors"] = {}
-        if own:
-            for kind, entries in _read(own).items():
-                if kind not in self._known or not isinstance(entries, dict):
-                    raise RefusedError(
-                        f"{own}: unknown section '{kind}'; expected {', '.join(self._known)}"
-                    )
-                self._known[kind].update(entries)
+        self._known |= {"chips": chips.known(), "factors": {}}
+        if not own:
+            return
+        try:
+            for kind, entries in (yaml.safe_load(Path(own).read_text()) or {}).items():
+                if kind not in self._known:
+                    expected = ", ".join(self._known)
+                    raise RefusedError(f"{own}: unknown section '{kind}'; expected {expected}")
+                if kind == "chips":
+                    chips.update(self._known[kind], entries)
+                elif kind == "factors":
+                    self._known[kind] |= chips.numbers({kind: entries})[kind]
+                else:
+                    self._known[kind] |= {name: dict(entry) for name, entry in entries.items()}
+        except OSError as error:
+            raise RefusedError(f"--machines {own}: {error.strerror}") from None
+        except (AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
+            raise RefusedError(
+                f"--machines {own}: expected a YAML file with sections such as `chips:`, in the "
+                f"form of docs/plan.md: {' '.join(str(error).split())}"
+            ) from None
 
     def chip(self, word: str) -> Chip:
-        """Return the chip of a name; any case, and without its memory, will do."""
-        name = self._name("chips", word)
-        values = self._values("chips", name, Chip)
-        try:
-            for key in ("memory", "bandwidth", "inside", "between"):
-                values[key] *= 1e9
-            values["flops"] = {key: value * 1e12 for key, value in values["flops"].items()}
-            return Chip(name=name, **values)
-        except (KeyError, TypeError) as error:
-            raise RefusedError(f"--machines: chip '{name}' is incomplete: {error}") from None
+        """Return the chip of a name, such as h100 or the one that torch reports."""
+        table = self._known["chips"]
+        name = chips.find(word, table)
+        if not name:
+            whole = [entry for entry, values in table.items() if "memory" in values]
+            more = did_you_mean(word.upper(), whole) or f"; choose from {', '.join(whole)}"
+            raise RefusedError(f"unknown chip '{word}'{more}")
+        fields = {field.name: field for field in dataclasses.fields(Chip)}
+        values: dict[str, Any] = {k: v for k, v in table[name].items() if k in fields}
+        for key in ("node", "host"):
+            values |= {key: int(values[key])} if key in values else {}
+        needed = [key for key, field in fields.items() if field.default is dataclasses.MISSING]
+        if missing := [key for key in needed if key not in (*values, "name", "flops")]:
+            raise RefusedError(
+                f"{name} cannot be planned without its {', '.join(missing)}; give them in a file "
+                "for --machines (docs/plan.md)"
+            )
+        return Chip(name, flops={k: v for k, v in table[name].items() if k not in fields}, **values)
 
     def software(self, word: str, fabric: str | None = None) -> Software:
         """Return a program's numbers, or the default's if the program is not known."""
-        name = word if word in self._known["software"] else "default"
-        values = self._values("software", name, Software)
-        place = fabric or self._known["software"][name].get("fabric", "infiniband")
-        hop = self._known["fabrics"][self._name("fabrics", place)]["hop"] * 1e-6
-        for key in ("host", "stall"):
-            if key in values:
-                values[key] *= 1e-3
-        return Software(word, **values, hop=hop)
+        entry = dict(self._known["software"].get(word) or self._known["software"]["default"])
+        place = (fabric or entry.get("fabric", "infiniband")).lower()
+        if place not in self._known["fabrics"]:
+            choices = ", ".join(self._known["fabrics"])
+            raise RefusedError(f"unknown fabric '{place}'; choose from {choices}")
+        names = {field.name for field in dataclasses.fields(Software)}
+        values = {key: value for key, value in entry.items() if key in names}
+        try:
+            values |= {key: values[key] * 1e-3 for key in ("host", "stall") if key in values}
+            return Software(word, **values, hop=self._known["fabrics"][place]["hop"] * 1e-6)
+        except (KeyError, TypeError):
+            raise RefusedError("--machines: `hop`, `host` and `stall` must be numbers") from None
 
     def machine(
         self,
@@ -118,36 +150,7 @@ class Machines:
             raise RefusedError(
                 f"{found.name} has no {precision}; choose precision from {', '.join(found.flops)}"
             )
-        key = f"{found.name} {precision} {software}"
-        factor = float(self._known["factors"].get(key, 1.0))
-        links = found.node if found.node > 8 else node or found.node  # racks share NVLink
-        return Machine(found, self.software(software, fabric), links, factor)
-
-    def _name(self, kind: str, word: str) -> str:
-        known = self._known[kind]
-        family = word.lower().partition("-")[0]  # as in H200-141GB and H100-SXM5
-        matching = [name for name in known if name.lower().startswith(family)] if family else []
-        exact = [name for name in matching if name.lower() == word.lower()]
-        if not matching:
-            hint = did_you_mean(word.upper(), known)
-            raise RefusedError(
-                f"unknown {kind[:-1]} '{word}'{hint or f'; choose from {chr(44).join(known)}'}"
-            )
-        return (exact or matching)[-1]
-
-    def _values(self, kind: str, name: str, target: type) -> dict[str, Any]:
-        names = {field.name for field in dataclasses.fields(target)}
-        entry = self._known[kind][name]
-        return {key: value for key, value in entry.items() if key in names}
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(Path(path).read_text()) or {}
-    except OSError as error:
-        raise RefusedError(f"--machines {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise RefusedError(f"--machines {path}: not valid YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise RefusedError(f"--machines {path}: expected sections such as `chips:`")
-    return found
+        factor = self._known["factors"].get(f"{found.name} {precision} {software}", 1.0)
+        if found.host:  # a rack, whose hosts share the links
+            return Machine(found, self.software(software, fabric), found.node, factor)
+        return Machine(found, self.software(software, fabric), node or found.node, factor)

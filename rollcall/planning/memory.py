@@ -26,16 +26,16 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
 def stage(model: Model, layout: Layout, number: int, layers: int) -> Terms:
     """Return the terms of a rank of one stage."""
     count = held(model, layout, layers, number)
-    is_half = layout.precision not in ("fp32", "tf32")
+    is_half = layout.width == HALF
     shards, zero = layout.shards, layout.zero
     terms = Terms()
-    terms["weights"] = count * (HALF if is_half else 4) / (shards if zero == 3 else 1)
+    terms["weights"] = count * layout.width / (shards if zero == 3 else 1)
     terms["gradients"] = count * layout.gradient / (shards if zero >= 2 else 1)
     terms["optimizer state"] = count * (12 if is_half else 8) / (shards if zero else 1)
     if zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
-        terms["gathered layers"] = 3 * HALF * model.layer.weights / layout.tensor
+        terms["gathered layers"] = 3 * layout.width * model.layer.weights / layout.tensor
     flying = min(layout.micro_batches, layout.stages - number)
-    wide = 1 if is_half else 2
+    wide = layout.width / HALF
     one = _kept(model.layer, layout)
     if layout.recompute == "full":
         share = layout.context * (layout.tensor if layout.sequence else 1)

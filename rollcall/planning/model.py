@@ -103,20 +103,6 @@ class Model:
         forward = [self.first.flops(), self.layer.flops() * self.layers, self.last.flops()]
         return self.exact_flops or 3 * sum(forward)
 
-    def values(self) -> dict[str, Any]:
-        """Return the model as JSON can store it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def read(cls, values: dict[str, Any]) -> "Model":
-        """Return the model that `values` stored."""
-        for name in ("first", "layer", "last"):
-            part = dict(values[name])
-            part["products"] = tuple(Product(*product) for product in part["products"])
-            part["attention"] = part["attention"] and Attention(*part["attention"])
-            values = {**values, name: Part(**part)}
-        return cls(**values)
-
 
 def transformer(
     name: str,

@@ -23,7 +23,7 @@ def headline(model: Model, machine: Machine, gpus: int, batch: int, precision: s
     per = f" of {model.length:,} tokens" if model.length > 1 else ""
     return (
         f"{model.name}: {model.weights:,} parameters, {batch:,} samples{per} a step, {precision}, "
-        f"on {gpus:,} {machine.chip.name}, {machine.node} a node"
+        f"on {gpus:,} {machine.chip.name} with {size(machine.chip.memory)}, {machine.host} a node"
     )
 
 
@@ -54,11 +54,10 @@ def choices(found: Sequence[Choice], model: Model, machine: Machine) -> list[str
 
 def why(choice: Choice, machine: Machine) -> list[str]:
     """Return the terms of the fullest rank's memory and of the slowest rank's step."""
-    usable = machine.chip.memory
     rows = [["memory of the fullest rank", "bytes", ""]]
     for name, value in choice.bytes.items():
         rows.append([f"  {name}", size(value), f"{value / choice.bytes.total():.1%}"])
-    left = f"of {size(usable)}"
+    left = f"of {size(machine.chip.memory)}"
     rows.append(["  sum", size(choice.bytes.total()), left])
     rows.append(["step of the slowest rank", "time", ""])
     for name, value in choice.seconds.items():

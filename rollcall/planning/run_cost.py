@@ -47,7 +47,7 @@ def budget(text: str) -> float:
         number = float(match[1]) if match else math.nan
     except ValueError:
         number = math.nan
-    if not match or not number > 0:
+    if not match or not 0 < number < 1e30:
         raise RefusedError(
             f"--budget {text}: expected a number of tokens or samples such as 15T or 300e9"
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 
 from rollcall.config.mesh import show
 from rollcall.planning import memory, step_time
@@ -59,11 +60,12 @@ def search(model: Model, gpus: int, batch: int, machine: Machine, precision: str
     Raises:
         RefusedError: the number of GPUs, or the batch, cannot be divided.
     """
-    if gpus > machine.node and gpus % machine.node:
-        whole = gpus // machine.node * machine.node
+    host = machine.host
+    if gpus > host and gpus % host:
+        whole = gpus // host * host
         raise RefusedError(
-            f"--gpus {gpus}: expected a multiple of the {machine.node} GPUs of a node, such as "
-            f"{whole} or {whole + machine.node}"
+            f"--gpus {gpus}: expected a multiple of the {host} GPUs of a node, such as "
+            f"{whole} or {whole + host}"
         )
     best: dict[tuple[int, ...], Choice] = {}
     for layout in layouts(model, gpus, batch, machine, precision):
@@ -134,18 +136,18 @@ def levers(
     found = []
 
     def speed(name: str, other: Machine, gpus: int, batch: int, format_: str) -> None:
-        choices = search(model, gpus, batch, other, format_)
-        if choices:
-            rate = batch / choices[0].time
-            found.append((name, rate / (layout.batch / best.time)))
+        with suppress(RefusedError):  # these GPUs do not fill whole nodes
+            for choice in search(model, gpus, batch, other, format_)[:1]:
+                found.append((name, batch / choice.time / (layout.batch / best.time)))
 
     size = layout.ranks, layout.batch
     speed(f"{2 * size[0]} GPUs", machine, 2 * size[0], size[1], precision)
     speed(f"{2 * size[0]} GPUs and twice the batch", machine, 2 * size[0], 2 * size[1], precision)
-    for name in ("H100-80GB", "B200"):
-        if name != machine.chip.name and precision in machines.chip(name).flops:
-            other = dataclasses.replace(machine, chip=machines.chip(name))
-            speed(f"{size[0]} {name}", other, *size, precision)
+    for chip in map(machines.chip, ("H100", "B200")):
+        if chip.name != machine.chip.name and precision in chip.flops:
+            node = min(machine.node, chip.node)
+            other = dataclasses.replace(machine, chip=chip, node=node, factor=1.0)
+            speed(f"{size[0]} {chip.name}", other, *size, precision)
     if precision == "bf16" and "fp8" in machine.chip.flops:
         speed("precision=fp8", machine, *size, "fp8")
     return sorted(found, key=lambda pair: -pair[1])

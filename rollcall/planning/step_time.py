@@ -55,7 +55,7 @@ def work(part: Part, layout: Layout, machine: Machine, forwards: int = 1) -> Ter
     `forwards` is 2 if the backward pass repeats the forward pass.
     """
     chip, tensor, context = machine.chip, layout.tensor, layout.context
-    moving = chip.bandwidth * MOVING
+    moving, wide = chip.bandwidth * MOVING, layout.width / HALF
     passes = forwards + 2  # products of a backward pass: one for the input, one for the weight
     is_fp8 = layout.precision == "fp8" and part.cut_weights > 0 and part.messages > 0
     peak = chip.flops[layout.precision if is_fp8 or layout.precision != "fp8" else "bf16"]
@@ -65,7 +65,7 @@ def work(part: Part, layout: Layout, machine: Machine, forwards: int = 1) -> Ter
         k = inner / (tensor if cut == "inner" else 1)
         n = columns / (tensor if cut == "columns" else 1)
         flops += 2 * m * k * n
-        moved += HALF * (m * k + k * n + m * n)
+        moved += layout.width * (m * k + k * n + m * n)
         if is_fp8:  # operands are read in 16 bits and written in 8, twice
             moved += 2 * HALF * (m * k + k * n)
     terms = Terms()
@@ -81,19 +81,19 @@ def work(part: Part, layout: Layout, machine: Machine, forwards: int = 1) -> Ter
             scores = attention.heads * attention.length**2 * share
             flops *= 2 if attention.causal else 1  # nothing is skipped
             terms["attention"] = passes * flops / (half * chip.product)
-            terms["attention"] += passes / 3 * SCORES * scores / moving
+            terms["attention"] += passes / 3 * SCORES * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
-    moved = (whole + part.cut_moved / tensor) * layout.micro / context
+    moved = (whole + part.cut_moved / tensor) * wide * layout.micro / context
     terms["other operations"] = passes / 3 * PASSES * moved / moving
     if part.messages and tensor > 1:
-        size = part.boundary * layout.micro / context
+        size = part.boundary * wide * layout.micro / context
         one = ring(size, tensor, min(tensor, machine.node), machine)
         again = 1.5 if forwards > 1 else 1
         terms["tensor collectives"] = 2 * again * part.messages * one
     if part.attention and context > 1:  # queries, keys, values and outputs change their cut
         _, heads, width, kv_heads = part.attention[:4]
         values = part.attention.length * width * 2 * (heads + kv_heads)
-        size = HALF * values * layout.micro / tensor / context
+        size = layout.width * values * layout.micro / tensor / context
         local = max(1, min(context, machine.node // tensor))
         one = ring(size, context, local, machine)
         terms["context collectives"] = (forwards + 1) * one
@@ -164,7 +164,7 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     if layout.zero < 3:
         value = layout.gradient
         if count > 1:  # read the gradient, read and write the sum
-            terms["adding gradients"] = count * most * (HALF + 2 * value) / moving
+            terms["adding gradients"] = count * most * (layout.width + 2 * value) / moving
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
         exchange = _exchange(most, group, local, layout, machine)
         terms["data collectives"] = max(0.0, exchange - hidden)
@@ -176,7 +176,7 @@ def _gather(slot: Terms, model: Model, layout: Layout, layers: int, machine: Mac
     """Add what the gathers and scatters of ZeRO 3 take beyond the computation that hides them."""
     group = layout.shards
     local = max(1, min(group, machine.node // layout.tensor))
-    size = model.layer.weights / layout.tensor * HALF
+    size = model.layer.weights / layout.tensor * layout.width
     exchange = 3 * layers * ring(size, group, local, machine)
     if layout.data * layout.context > group:  # replicas of the shards add up their gradients
         replicas = layout.data * layout.context // group
@@ -187,7 +187,7 @@ def _gather(slot: Terms, model: Model, layout: Layout, layers: int, machine: Mac
 def _exchange(weights: float, group: int, local: int, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
     size = weights * layout.gradient
-    back = size if not layout.zero else weights * HALF
+    back = size if not layout.zero else weights * layout.width
     exchange = ring(size, group, local, machine) + ring(back, group, local, machine)
     steps = 2 * math.log2(max(1, group / local))  # of a tree between the nodes
     return exchange + size / BUCKET * steps * machine.software.hop
@@ -195,7 +195,7 @@ def _exchange(weights: float, group: int, local: int, layout: Layout, machine: M
 
 def _message(model: Model, layout: Layout, machine: Machine) -> float:
     """Seconds in which a stage hands on a micro-batch, and its gradient back."""
-    size = model.layer.boundary * layout.micro / layout.context
+    size = model.layer.boundary * layout.width / HALF * layout.micro / layout.context
     size /= layout.tensor if layout.sequence else 1
     if layout.ranks // layout.stages < machine.node:
         return 2 * (size / (machine.chip.inside * LINKS_INSIDE) + HOP_INSIDE)

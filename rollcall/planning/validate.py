@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import statistics
 import zlib
 from collections import defaultdict
@@ -73,17 +74,20 @@ def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
         raise RefusedError(f"--validate {folder}: expected a folder with tables *.csv")
     rows, left_out = [], []
     for path in files:
-        with path.open(newline="") as file:
-            for number, cells in enumerate(csv.DictReader(file), 2):
-                if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
-                    raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
-                if cells.get("arch", "dense") not in ("", "dense"):
-                    left_out.append(f"{path.name}: {cells['arch']} models are not planned")
-                    continue
-                try:
-                    rows.append(_row(cells, machines))
-                except (ValueError, ZeroDivisionError, RefusedError) as error:
-                    left_out.append(f"{path.name}, line {number}: {error}")
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RefusedError(f"--validate {path}: {error}") from None
+        for number, cells in enumerate(csv.DictReader(text.splitlines(), restval=""), 2):
+            if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
+                raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
+            if cells.get("arch", "dense") not in ("", "dense"):
+                left_out.append(f"{path.name}: {cells['arch']} models are not planned")
+                continue
+            try:
+                rows.append(_row(cells, machines))
+            except (ValueError, ArithmeticError, RefusedError) as error:
+                left_out.append(f"{path.name}, line {number}: {error}")
     return rows, left_out
 
 
@@ -103,6 +107,8 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     names = {"tensor": "tp", "stages": "pp", "context": "cp", "chunks": "vp", "micro": "mbs"}
     degrees = {name: whole(column) for name, column in names.items()}
     spread = degrees["tensor"] * degrees["stages"] * degrees["context"]
+    if whole("gpus") % spread:
+        raise ValueError(f"{whole('gpus')} GPUs cannot be cut into groups of {spread}")
     layout = Layout(
         **degrees,
         data=whole("gpus") // spread,
@@ -113,6 +119,8 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
         precision=precision,
     )
     seconds = float(cells["step_time_s"]) if cells["step_time_s"] else None
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"step_time_s: expected seconds above 0, got {seconds}")
     ran = cells["status"] in ("", "ok")
     held = float(cells["mem_gb"]) * 2**30 if cells["mem_gb"] and ran else None
     chunks = layout.stages * layout.chunks

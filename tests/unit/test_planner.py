@@ -41,6 +41,14 @@ def test_terms_add_up_and_follow_the_layout() -> None:
     assert again["matrix products"] == pytest.approx(seconds["matrix products"] * 4 / 3, rel=0.05)
 
 
+def test_fp32_moves_and_sends_twice_the_bytes() -> None:
+    layout = Layout(data=8, tensor=2, zero=3, micro=1, batch=64)
+    half = step_time.of(LLAMA, layout, H100)
+    full = step_time.of(LLAMA, dataclasses.replace(layout, precision="fp32"), H100)
+    assert full["other operations"] == pytest.approx(2 * half["other operations"])
+    assert full["tensor collectives"] == pytest.approx(2 * half["tensor collectives"], rel=0.1)
+
+
 def test_a_pipelines_bubble_is_what_1f1b_leaves() -> None:
     """Equal stages: one more micro-batch for each further stage, https://arxiv.org/abs/2104.04473."""
     layout = Layout(stages=4, micro=1, batch=8)
@@ -88,6 +96,30 @@ def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(first["memory"].values()) == pytest.approx(first["bytes"])
 
 
+def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
+    machines = Machines()
+    names = {"a100": "A100", "A100-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
+    names |= {"NVIDIA H100 80GB HBM3": "H100", "h200-141gb": "H200", "gb200": "GB200"}
+    assert {name: machines.chip(name).name for name in names} == names
+
+
+def test_nodes_that_share_links_and_odd_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Faster machines are left out if their nodes cannot be filled."""
+    assert plan.main(["llama-3-8b", "--gpus", "64", "--gpu", "gb200"]) == 0
+    assert "submit --nodes 16 --gpus-per-node 4" in capsys.readouterr().out
+    assert plan.main(["llama-3-8b", "--gpus", "7", "--gpu", "h100"]) == 0
+    assert "For more speed: 7 B200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["chips: 3", "just", "factors: {a: -1}", "fabrics: {efa: {}}", "{"]
+)
+def test_wrong_machines_are_refused(text: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    assert plan.main([*LINE, "--machines", str(own), "--fabric", "efa"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -96,12 +128,19 @@ def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ([*LINE, "--budget", "10"], "is less than the 4,194,304 tokens of one step"),
         ([*LINE, "--budget", "much"], "--budget much: expected a number of tokens or samples"),
         (["llama-3-8b", "--gpus", "63", "--gpu", "h100"], "such as 56 or 64"),
-        (["llama-3-405b", "--gpus", "8", "--gpu", "h100"], "does not fit on 8 H100-80GB"),
+        (["llama-3-405b", "--gpus", "8", "--gpu", "h100"], "does not fit on 8 H100"),
         ([*LINE, "--gpus", "512", "--batch", "3"], "no mesh divides a batch of 3 samples"),
         ([*LINE, "--failures", "many"], "--failures many: expected failures per node and day"),
-        ([*LINE, "--precision", "fp4"], "H100-80GB has no fp4; choose precision from"),
+        ([*LINE, "--precision", "fp4"], "H100 has no fp4; choose precision from"),
         (["llama-3-8b"], "expected --gpu with the name of a chip"),
         ([*LINE, "--machines", "missing.yaml"], "--machines missing.yaml: No such file"),
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h"], "unknown chip 'h'"),
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h100-pcie"], "H100 PCIe cannot be planned"),
+        ([*LINE, "--budget", "1e400"], "--budget 1e400: expected a number of tokens"),
+        ([*LINE, "--price", "2"], "--price and --failures need --budget"),
+        ([*LINE, "--ranks", "8"], "--ranks takes no --gpu"),
+        (["gpt", "--gpu", "h100", "--length", "9"], "--length is for a known shape"),
+        ([*LINE, "--nodes", "8"], "--gpus and --nodes say the same"),
         (["--validate", "missing"], "--validate missing: expected a folder with tables"),
     ],
 )
@@ -117,7 +156,8 @@ def test_wrong_words_get_one_sentence(
 
 def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A factor of the user's file makes the plan equal to the measurement."""
-    config = "data: {name: synthetic_tokens, seq_len: 64, num_classes: 32, global_batch: 8}"
+    config = "data: {name: synthetic_tokens, seq_len: 64, num_classes: 32, global_batch: 8, "
+    config += "micro_batch: auto}"
     (tmp_path / "config.yaml").write_text(f"{config}\nmodel: {{name: gpt}}\n")
     words = [str(tmp_path), "--gpu", "a100", "--json"]
     assert plan.main(words) == 2
@@ -172,3 +212,24 @@ def test_validation_finds_errors_crashes_and_contradictions(tmp_path: Path) -> N
     assert consistent["time"]["median"] == pytest.approx(1 - 1 / 1.1)
     assert consistent["time with factor"]["worst"] == pytest.approx(0)
     assert consistent["recall"] == 1 and consistent["false alarms"] == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("step_time_s", "nan"), ("step_time_s", "0"), ("ffn", "1e400"), ("tp", "3")],
+)
+def test_rows_that_cannot_be_planned_are_left_out(
+    column: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _table(tmp_path)
+    lines = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))
+    lines[0][column] = value
+    with (tmp_path / "own.csv").open("w") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    rows, left_out = validate.read(str(tmp_path), Machines())
+    assert len(rows) == 3 and left_out[0].startswith("own.csv, line 2: ")
+    (tmp_path / "own.csv").write_bytes(b"\xff")
+    assert plan.main(["--validate", str(tmp_path)]) == 2
+    assert "own.csv" in capsys.readouterr().err

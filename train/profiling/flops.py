@@ -2,28 +2,24 @@
 
 import copy
 import platform
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from rollcall import config as schema
-from rollcall.config import ConfigError
+from rollcall.config import chips
 from rollcall.train.data.calling import arguments_of
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.run import Run
 
 META = torch.device("meta")
-CHIPS = Path(schema.__file__).with_name("chips.yaml")
 
 
 class Operations(NamedTuple):
@@ -142,25 +138,9 @@ def chip_name(device: torch.device) -> str:
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
     """Return the dense operations per second of a chip in a number format; None if unknown.
 
-    The longest name of chips.yaml, or of the file `more`, that the chip's name contains counts.
-
     Raises:
-        ConfigError: the file cannot be read, or has another form.
+        ConfigError: the file `more`, which adds to chips.yaml, cannot be used.
     """
-    table = {**_read(CHIPS), **(_read(Path(more)) if more else {})}
-    fitting = [name for name in table if re.search(rf"(?i)\b{re.escape(name)}\b", chip)]
-    return table[max(fitting, key=len)].get(precision) if fitting else None
-
-
-def _read(path: Path) -> dict[str, dict[str, float]]:
-    try:
-        found = yaml.safe_load(path.read_text())
-        return {
-            str(name): {key: float(value) for key, value in peaks.items() if key != "source"}
-            for name, peaks in found.items()
-        }
-    except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"log.chips={path}: expected a YAML file of chips such as 'H100: {{bf16: 989e12}}', "
-            f"with operations per second by precision: {error}"
-        ) from None
+    table = chips.known(more)
+    name = chips.find(chip, table)
+    return table[name].get(precision) if name else None

@@ -1,0 +1,65 @@
+"""The table of chips: chips.yaml, and files of the same form."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcall.config.schema import ConfigError
+
+FILE = Path(__file__).with_name("chips.yaml")
+Chips = dict[str, dict[str, float]]
+"""The numbers of each chip, by name and key."""
+
+
+def known(own: str | None = None) -> Chips:
+    """Return the chips of chips.yaml, and those of a file for `log.chips`.
+
+    Raises:
+        ConfigError: the file cannot be read, or has another form.
+    """
+    table = numbers(yaml.safe_load(FILE.read_text()))
+    if own:
+        try:
+            update(table, yaml.safe_load(Path(own).read_text()))
+        except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(
+                f"log.chips={own}: expected a YAML file of chips such as 'H100: {{bf16: 989e12}}', "
+                f"with operations per second by precision: {error}"
+            ) from None
+    return table
+
+
+def numbers(found: Any) -> Chips:
+    """Return the numbers of each chip of a YAML file.
+
+    Raises:
+        AttributeError, TypeError, ValueError: the file has another form.
+    """
+    table = {
+        str(name): {key: float(v) for key, v in chip.items() if key not in ("source", "fitted")}
+        for name, chip in found.items()
+    }
+    for name, chip in table.items():
+        for key, value in chip.items():
+            if not value > 0:
+                raise ValueError(f"{name}: {key}: expected a number above 0")
+    return table
+
+
+def update(table: Chips, found: Any) -> None:
+    """Add chips of a YAML file to a table, or replace some of their values."""
+    for name, chip in numbers(found).items():
+        table[name] = table.get(name, {}) | chip
+
+
+def find(name: str, table: Iterable[str]) -> str | None:
+    """Return the longest entry whose words are all in a chip's name, in any order and case."""
+    fitting = [entry for entry in table if _words(entry) <= _words(name)]
+    return max(fitting, key=len, default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[\w.]+", name.lower()))
