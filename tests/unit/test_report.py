@@ -91,6 +91,16 @@ def test_a_run_on_fewer_ranks_after_a_restart(tmp_path: Path) -> None:
     assert "Step time by rank" in report(run)
 
 
+def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
+    run = make(tmp_path, "again")
+    for step, seconds in ((10, 0.1), (20, 0.9), (15, 0.2), (20, 0.2)):
+        phases = {name: [seconds] for name in Phases.PHASES}
+        Phases(step, 5 if step == 15 else 10, 0.0, 6 * seconds, phases).append(run.path)
+    found = curves.timing(run)
+    assert found is not None and found.steps.tolist() == [10, 20]
+    assert found.over_time[0].tolist() == pytest.approx([0.1, 0.2])
+
+
 def test_what_comes_from_files_is_text_in_a_report(tmp_path: Path) -> None:
     name = "<script>alert(2)<!--"  # a slash cannot be in a name
     run = make(tmp_path, name, lr=json.dumps(EVIL))
