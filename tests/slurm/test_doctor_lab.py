@@ -144,7 +144,8 @@ def test_network_names_the_host_with_a_slow_link(own_lab: Lab, tmp_path: Path) -
     found = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])
     assert found["hosts"] == ["n1", "n2", "n3", "n4"] and found["interface"] == "eth0"
     # The limit delays what n2 sends, and by that the acknowledgements of what it receives.
-    assert "slow host: n2 sends" in found["slow"][0], found
-    assert all(text.startswith("slow host: n2 ") for text in found["slow"]), found
+    # On a busy machine the others are slow too, and only some of its links may stand out.
+    first = ("slow host: n2 ", "slow link: n2 to ")
+    assert found["slow"] and all(text.startswith(first) for text in found["slow"]), found
     assert {row["kind"] for row in found["collectives"]} >= {"all-reduce", "all-to-all"}
     assert all(row["bus"] > 0 for row in found["collectives"])
