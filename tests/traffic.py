@@ -41,7 +41,7 @@ def record(roots: list[Path]) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     pending = iter(roots)
     gradient, apply, make = Update.gradient, Update.apply, dist.P2POp.__init__
-    state: dict[str, Any] = {"own": None, "root": None, "lines": []}
+    state: dict[str, Any] = {"own": None, "root": None, "lines": [], "on": False}
     passed: list[tuple[int, str]] = []  # what the recorder does not see, and what came before
 
     def begin(update: Update, batch: Any, step: int, *rest: Any) -> None:
@@ -61,12 +61,16 @@ def record(roots: list[Path]) -> None:
 
     @contextmanager
     def _watched(step: int) -> Iterator[None]:
+        if step != STEP:
+            yield
+            return
         before = _newest()
         passed.clear()
+        state["on"] = True
         yield
-        if step == STEP:
-            both = [*_since(before), *((at + 0.5, line) for at, line in passed)]
-            state["lines"] += [line for _, line in sorted(both, key=itemgetter(0))]
+        state["on"] = False
+        both = [*_since(before), *((at + 0.5, line) for at, line in passed)]
+        state["lines"] += [line for _, line in sorted(both, key=itemgetter(0))]
 
     def make_and_note(
         one: dist.P2POp,
@@ -77,9 +81,10 @@ def record(roots: list[Path]) -> None:
         **more: Any,
     ) -> None:
         make(one, op, tensor, peer, *rest, **more)
-        what = f"send to {one.peer}" if op is dist.isend else f"receive from {one.peer}"
-        kind = str(tensor.dtype).removeprefix("torch.float32") or "float"
-        passed.append((_newest(), f"{what} {tensor.nbytes:,} B {kind}"))
+        if state["on"]:
+            what = f"send to {one.peer}" if op is dist.isend else f"receive from {one.peer}"
+            kind = str(tensor.dtype).removeprefix("torch.float32") or "float"
+            passed.append((_newest(), f"{what} {tensor.nbytes:,} B {kind}"))
 
     setattr(Update, "gradient", begin)  # noqa: B010
     setattr(Update, "apply", end)  # noqa: B010
