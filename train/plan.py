@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollcall.config import Config, ConfigError, parse
+from rollcall.parser import parser as command_parser
 from rollcall.planning import memory, report, run_cost, search, step_time, validate
 from rollcall.planning.layout import Layout
 from rollcall.planning.machine import Machine, Machines
@@ -48,12 +49,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rollcall plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("plan", __doc__)
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="in the run")
     add("--nodes", type=int, metavar="N", help="in the run, instead of --gpus")

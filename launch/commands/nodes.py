@@ -3,12 +3,12 @@
 `submit --preflight` avoids them. A report counts for a week.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from rollcall.parser import parser as command_parser
 from rollcall.records.nodes import NodeReport
 from rollcall.refusal import RefusedError
 from rollcall.text import listed, table
@@ -16,12 +16,7 @@ from rollcall.text import listed, table
 
 def main(argv: Sequence[str]) -> int:
     """List or forget reports; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rollcall nodes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("nodes", __doc__)
     forget = "forget what is known of these nodes, or of all"
     parser.add_argument("--forget", nargs="*", metavar="HOST", help=forget)
     parser.add_argument("--json", action="store_true", help="print JSON")

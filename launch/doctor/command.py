@@ -16,6 +16,7 @@ from rollcall import hosts
 from rollcall.launch.doctor import report
 from rollcall.launch.doctor.check import Node
 from rollcall.launch.doctor.checkup import examine
+from rollcall.parser import parser as command_parser
 from rollcall.process import leave
 from rollcall.records.files import write_atomic
 
@@ -25,12 +26,7 @@ MARK = "rollcall-doctor"
 
 def main(argv: Sequence[str]) -> int:
     """Check this machine; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rollcall doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("doctor", __doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="only the checks that take no more than seconds")
     add("--all", action="store_true", help="also list the checks that pass or do not apply")

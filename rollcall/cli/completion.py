@@ -5,12 +5,12 @@ source <(rollcall completion zsh)             # in ~/.zshrc, after compinit
 rollcall completion fish | source             # in ~/.config/fish/config.fish
 """
 
-import argparse
 import shlex
 from collections.abc import Sequence
 
 from rollcall.commands import COMMANDS
 from rollcall.config import describe, recipes
+from rollcall.parser import parser as command_parser
 from rollcall.planning.model import shapes
 
 WITH_KEYS = ("train", "submit", "plan", "explain", "verify", "matrix")
@@ -51,12 +51,7 @@ complete -c rollcall -n "__fish_seen_subcommand_from {with_keys}" -a "{recipes} 
 
 def main(argv: Sequence[str]) -> int:
     """Print the script of one shell; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rollcall completion",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("completion", __doc__)
     scripts = {"bash": BASH, "zsh": ZSH, "fish": FISH}
     parser.add_argument("shell", choices=scripts)
     shell = parser.parse_args(argv).shell
