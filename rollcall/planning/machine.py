@@ -26,6 +26,7 @@ class Chip:
     flops: Mapping[str, float]  # by number format
     product: float  # the fraction of `flops` that large matrix products reach
     attention: float  # the same for fused attention
+    tuned: float  # the same for kernels written for this chip
     node: int = 8  # GPUs that the links inside join
     host: int = 0  # GPUs of one host, if the links join several
 
@@ -36,10 +37,15 @@ class Software:
 
     Attributes:
         host: in which a process starts the kernels of one layer, forward and backward.
-        stall: that each further tensor rank adds to a layer if a pipeline crosses nodes.
+        stall: for each tensor rank, that a layer waits if a pipeline crosses nodes.
         hop: of one step of a ring between nodes.
         attention: speed relative to the chip's fused attention.
+        tuned: whether attention has kernels for each generation of chips.
         fused: whether attention keeps no (length, length) matrix.
+        passes: bytes that other kernels move, relative to eager ones.
+        reduce: bytes of a value of the gradients that data ranks send.
+        exposed: part of the tensor collectives that no product hides.
+        early: whether recomputation leaves out a layer's last product, as torch's does.
         sequence: whether tensor ranks divide the activations between the cut layers.
         overlap: whether gradients travel during the backward pass also if ZeRO divides them.
         balanced: whether the head counts as layers when stages are cut.
@@ -49,9 +55,14 @@ class Software:
     name: str
     host: float = 2e-3
     stall: float = 0.0
-    hop: float = 1e-5
+    hop: float = 4e-6
     attention: float = 1.0
+    tuned: bool = False
     fused: bool = True
+    passes: float = 1.0
+    reduce: int = 4
+    exposed: float = 1.0
+    early: bool = True
     sequence: bool = True
     overlap: bool = True
     balanced: bool = False
@@ -121,9 +132,12 @@ class Machines:
             )
         return Chip(name, flops={k: v for k, v in table[name].items() if k not in fields}, **values)
 
-    def software(self, word: str, fabric: str | None = None) -> Software:
-        """Return a program's numbers, or the default's if the program is not known."""
-        entry = dict(self._known["software"].get(word) or self._known["software"]["default"])
+    def software(self, word: str, chip: str = "", fabric: str | None = None) -> Software:
+        """Return the numbers of the program whose entry's words are most in name and chip."""
+        known = self._known["software"]
+        text = f"{word} {chip}".lower()
+        fitting = [name for name in known if all(part in text for part in name.lower().split())]
+        entry = dict(known[max(fitting, key=len, default="default")])
         place = (fabric or entry.get("fabric", "infiniband")).lower()
         if place not in self._known["fabrics"]:
             choices = ", ".join(self._known["fabrics"])
@@ -151,6 +165,5 @@ class Machines:
                 f"{found.name} has no {precision}; choose precision from {', '.join(found.flops)}"
             )
         factor = self._known["factors"].get(f"{found.name} {precision} {software}", 1.0)
-        if found.host:  # a rack, whose hosts share the links
-            return Machine(found, self.software(software, fabric), found.node, factor)
-        return Machine(found, self.software(software, fabric), node or found.node, factor)
+        size = found.node if found.host else node or found.node  # a rack's hosts share the links
+        return Machine(found, self.software(software, found.name, fabric), size, factor)

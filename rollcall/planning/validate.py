@@ -20,14 +20,18 @@ from rollcall.text import table
 FITTED = {"llmfoundry", "ultrascale", "vtrain_single"}
 """Tables whose rows have had a say in the fitted numbers: half of their cells."""
 EQUAL = 1.05
-"""Equal layouts whose times differ by more than this factor contradict each other."""
+"""A row that took so many times as long as an equal one was disturbed."""
 TWINS = 1.25
 """The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
+STAGES = 2.0
+"""The same for the time of a micro-batch in a stage that has no more layers."""
 STALLED = 0.02
 """A run below this fraction of the chip's peak waited for something that no layout explains."""
 NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
 OTHERS = ("kv_heads", "gated", "tied", "zero", "step_time_s", "mem_gb", "status")
 SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
+STAGE = ("table", "model", "layers", "hidden", "seq", "gpu", "precision", "software")
+STAGE += ("tp", "cp", "sp", "recompute", "mbs")
 DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
 
 
@@ -134,23 +138,32 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
 
 
 def contradicted(rows: Sequence[Row]) -> set[int]:
-    """Return the places of rows that other rows contradict, or that stalled."""
-    equal, twins = defaultdict(list), defaultdict(list)
-    for place, row in enumerate(rows):
-        twins[row.cell + row.key(*DEGREES)].append(place)
-        equal[row.cell + row.key(*DEGREES, "zero")].append(place)
+    """Return the places of rows that a faster row contradicts, or that stalled.
+
+    A run can be slower than its layout allows, but not faster; so of two rows that cannot both be
+    right, the slower one is disturbed. No prediction has a say in this.
+    """
+    groups = defaultdict(list)
     found = set()
-    for groups, most in ((equal, EQUAL), (twins, TWINS)):
-        for places in groups.values():
-            times = [s for place in places if (s := rows[place].seconds)]
-            both = len({rows[place].ran for place in places}) > 1 and groups is equal
-            zeros = groups is equal or {rows[p].cells["zero"] for p in places} <= {"0", "1", ""}
-            if both or (zeros and times and max(times) > most * min(times)):
-                found |= set(places)
     for place, row in enumerate(rows):
-        peak = row.machine.chip.flops[row.layout.precision] * row.layout.ranks
-        if row.seconds and row.model.flops() * row.layout.batch < STALLED * peak * row.seconds:
+        layout, seconds = row.layout, row.seconds
+        equal = row.cell + row.key(*DEGREES)
+        groups[EQUAL, *equal, row.cells["zero"]].append((0, seconds or math.inf, place))
+        if not seconds:
+            continue
+        if layout.zero < 2:
+            groups[TWINS, *equal].append((0, seconds, place))
+        slot = seconds / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
+        groups[STAGES, *row.key(*STAGE)].append((layout.stages, slot, place))
+        peak = row.machine.chip.flops[layout.precision] * layout.ranks
+        if row.model.flops() * layout.batch < STALLED * peak * seconds:
             found.add(place)
+    for (most, *_), members in groups.items():
+        least = math.inf
+        for _, value, place in sorted(members):
+            least = min(least, value)
+            if value > float(most) * least:
+                found.add(place)
     return found
 
 
