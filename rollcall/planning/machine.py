@@ -53,7 +53,7 @@ class Software:
     """
 
     name: str
-    host: float = 2e-3
+    host: float = 3.5e-3
     stall: float = 0.0
     hop: float = 4e-6
     attention: float = 1.0

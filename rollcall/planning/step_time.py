@@ -18,11 +18,11 @@ PASSES = 1.6
 SCORES = 70
 """Bytes moved for each attention score, forward and backward, without fused attention: scale, mask,
 softmax in fp32, casts and dropout, each a kernel."""
-LINKS_INSIDE = 0.75
+LINKS_INSIDE = 0.7
 """Fraction of the links inside a node that collectives reach. Fitted."""
 LINKS_BETWEEN = 0.5
 """Fraction of the links between nodes that collectives reach. Fitted."""
-SLOWED = 0.45
+SLOWED = 0.5
 """Time by which a collective slows the computation beside it, relative to it. Fitted."""
 HOP_INSIDE = 1e-5
 """Seconds of one step of a ring inside a node, with the kernel's start."""

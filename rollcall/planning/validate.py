@@ -23,15 +23,15 @@ EQUAL = 1.05
 """A row that took so many times as long as an equal one was disturbed."""
 TWINS = 1.25
 """The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
-STAGES = 2.0
-"""The same for the time of a micro-batch in a stage that has no more layers."""
+SLOTS = 2.0
+"""The same for the time of a micro-batch in a pipeline of no fewer stages, so no more layers each."""
 STALLED = 0.02
 """A run below this fraction of the chip's peak waited for something that no layout explains."""
 NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
 OTHERS = ("kv_heads", "gated", "tied", "zero", "step_time_s", "mem_gb", "status")
 SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
 STAGE = ("table", "model", "layers", "hidden", "seq", "gpu", "precision", "software")
-STAGE += ("tp", "cp", "sp", "recompute", "mbs")
+STAGE += ("tp", "cp", "sp", "recompute")
 DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
 
 
@@ -58,6 +58,12 @@ class Row(NamedTuple):
         """Predicted over measured time."""
         assert self.seconds
         return self.predicted / self.seconds
+
+    @property
+    def slot(self) -> float:
+        """Seconds of a micro-batch, if the pipeline's bubble lasts as many of them."""
+        layout = self.layout
+        return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
 
     @property
     def cell(self) -> tuple[str, ...]:
@@ -143,27 +149,26 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
     A run can be slower than its layout allows, but not faster; so of two rows that cannot both be
     right, the slower one is disturbed. No prediction has a say in this.
     """
-    groups = defaultdict(list)
+    equal, pipelines = defaultdict(list), defaultdict(list)
     found = set()
     for place, row in enumerate(rows):
         layout, seconds = row.layout, row.seconds
-        equal = row.cell + row.key(*DEGREES)
-        groups[EQUAL, *equal, row.cells["zero"]].append((0, seconds or math.inf, place))
-        if not seconds:
-            continue
-        if layout.zero < 2:
-            groups[TWINS, *equal].append((0, seconds, place))
-        slot = seconds / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
-        groups[STAGES, *row.key(*STAGE)].append((layout.stages, slot, place))
+        key = row.cell + row.key(*DEGREES)
+        equal[EQUAL, *key, row.cells["zero"]].append((seconds or math.inf, place))
+        if seconds and layout.zero < 2:
+            equal[TWINS, *key].append((seconds, place))
+        if seconds and layout.stages > 1:
+            pipelines[row.key(*STAGE)].append((place, layout.stages, layout.micro, row.slot))
         peak = row.machine.chip.flops[layout.precision] * layout.ranks
-        if row.model.flops() * layout.batch < STALLED * peak * seconds:
+        if seconds and row.model.flops() * layout.batch < STALLED * peak * seconds:
             found.add(place)
-    for (most, *_), members in groups.items():
-        least = math.inf
-        for _, value, place in sorted(members):
-            least = min(least, value)
-            if value > float(most) * least:
-                found.add(place)
+    for (most, *_), members in equal.items():
+        found |= {place for seconds, place in members if seconds > float(most) * min(members)[0]}
+    for stages in pipelines.values():
+        for place, count, micro, slot in stages:
+            for _, fewer, size, other in stages:
+                if fewer <= count and slot > SLOTS * other * max(1, micro / size):
+                    found.add(place)
     return found
 
 
