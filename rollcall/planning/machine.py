@@ -43,6 +43,9 @@ class Software:
         tuned: whether attention has kernels for each generation of chips.
         fused: whether attention keeps no (length, length) matrix.
         passes: bytes that other kernels move, relative to eager ones.
+        kept: bytes that activations take for each byte counted: copies of eager kernels.
+        loss: bytes kept for each output of the model: values, probabilities, gradients, casts.
+        copies: whether weights are kept in 16 bits, and in fp32 with the optimizer's state.
         reduce: bytes of a value of the gradients that data ranks send.
         exposed: part of the tensor collectives that no product hides.
         early: whether recomputation leaves out a layer's last product, as torch's does.
@@ -60,6 +63,9 @@ class Software:
     tuned: bool = False
     fused: bool = True
     passes: float = 1.0
+    kept: float = 1.3
+    loss: float = 14.0
+    copies: bool = False
     reduce: int = 4
     exposed: float = 1.0
     early: bool = True

@@ -162,7 +162,7 @@ def transformer(
         # Cast to fp32, softmax and its gradient in fp32, cast back.
         cut_moved=14 * logits,
         saved=2 * row,
-        cut_saved=5 * logits,  # in 16 bits, in fp32, and the probabilities in fp32
+        cut_saved=vocab * length,  # a byte for each output; `Software.loss` says how many
         boundary=0,
         messages=0,
     )

@@ -140,7 +140,7 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     needed = memory.of(model, layout, machine)
     predicted = step_time.of(model, layout, machine).total()
     fits = memory.fits(needed, machine)
-    return Row(cells, machine, layout, model, seconds, held, ran, predicted, needed.total(), fits)
+    return Row(cells, machine, layout, model, seconds, held, ran, predicted, needed.total() - memory.CONTEXT, fits)
 
 
 def contradicted(rows: Sequence[Row]) -> set[int]:
@@ -208,7 +208,7 @@ def _errors(rows: Sequence[Row]) -> dict[str, Any]:
         "memory": _spread(held),
         "factors": {" ".join(key): round(factor, 3) for key, factor in factors.items()},
         "recall": _share(not row.fits for row in crashed),
-        "false alarms": _share(not row.fits for row in ran) if crashed else None,
+        "false alarms": _share(not row.fits for row in ran),
         "regret": {
             "cells": len(regrets),
             "median": statistics.median(regrets) if regrets else None,
