@@ -193,7 +193,7 @@ def _show(
     if cost:
         lines += ["", *report.run(cost, gpus, options.price)]
     if options.why:
-        lines += ["", *report.why(best, machine)]
+        lines += ["", *report.why(best, model, machine)]
     return "\n".join(lines)
 
 
@@ -256,7 +256,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
             f"{directory.name}: a step took {duration(measured)}, of which "
             f"{duration(measured * waits)} waiting for data; the plan says "
             f"{duration(seconds.total())} on {ranks} {machine.chip.name}.",
-            *report.why(best, machine),
+            *report.why(best, model, machine),
             f"Measured beyond the plan: {duration(abs(measured - seconds.total()))} "
             f"{'more' if measured > seconds.total() else 'less'}. To plan with it, write "
             f'`factors: {{"{key}": {factor:.3f}}}` to a file and name it with --machines.',

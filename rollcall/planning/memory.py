@@ -33,7 +33,7 @@ def stage(
     terms["gradients"] = count * FULL / (shards if zero >= 2 else 1)
     terms["optimizer state"] = count * (12 if copies else 8) / (shards if zero else 1)
     if zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
-        terms["gathered layers"] = 3 * layout.width * model.layer.weights / layout.tensor
+        terms["gathered layers"] = (2 * layout.width + FULL) * model.layer.weights / layout.tensor
     flying: float = min(layout.micro_batches, layout.stages - number)
     wide = layout.width / HALF
     if layout.chunks > 1:  # the interleaved schedule of https://arxiv.org/abs/2104.04473

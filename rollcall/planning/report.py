@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from rollcall.planning import traffic
 from rollcall.planning.machine import Machine
 from rollcall.planning.model import Model
 from rollcall.planning.run_cost import RunCost
@@ -52,8 +53,8 @@ def choices(found: Sequence[Choice], model: Model, machine: Machine) -> list[str
     return table(rows)
 
 
-def why(choice: Choice, machine: Machine) -> list[str]:
-    """Return the terms of the fullest rank's memory and of the slowest rank's step."""
+def why(choice: Choice, model: Model, machine: Machine) -> list[str]:
+    """Return the terms of a rank's memory and step, and the bytes that it sends."""
     rows = [["memory of the fullest rank", "bytes", ""]]
     for name, value in choice.bytes.items():
         rows.append([f"  {name}", size(value), f"{value / choice.bytes.total():.1%}"])
@@ -63,6 +64,9 @@ def why(choice: Choice, machine: Machine) -> list[str]:
     for name, value in choice.seconds.items():
         rows.append([f"  {name}", duration(value), f"{value / choice.time:.1%}"])
     rows.append(["  sum", duration(choice.time), ""])
+    if choice.layout.stages == 1 and (sent := traffic.of_step(model, choice.layout)):
+        rows.append(["collectives of a rank", "bytes", ""])
+        rows += [[f"  {name}", size(value), ""] for name, value in sent.items()]
     return table(rows)
 
 

@@ -91,8 +91,9 @@ def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
         for number, cells in enumerate(csv.DictReader(text.splitlines(), restval=""), 2):
             if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
                 raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
-            if cells.get("arch", "dense") not in ("", "dense"):
-                left_out.append(f"{path.name}: {cells['arch']} models are not planned")
+            if cells.get("arch", "") not in ("", "dense") or cells.get("ep", "") not in ("", "0", "1"):
+                why = "only dense models are planned; no column says how many experts there are"
+                left_out.append(f"{path.name}, line {number}: {why}")
                 continue
             try:
                 rows.append(_row(cells, machines))
