@@ -33,46 +33,26 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Software:
-    """The numbers of a program, in seconds.
-
-    Attributes:
-        host: in which a process starts the kernels of one layer, forward and backward.
-        stall: for each tensor rank, that a layer waits if a pipeline crosses nodes.
-        hop: of one step of a ring between nodes.
-        attention: speed relative to the chip's fused attention.
-        tuned: whether attention has kernels for each generation of chips.
-        fused: whether attention keeps no (length, length) matrix.
-        passes: bytes that other kernels move, relative to eager ones.
-        kept: bytes that activations take for each byte counted: copies of eager kernels.
-        loss: bytes kept for each output of the model: values, probabilities, gradients, casts.
-        copies: whether weights are kept in 16 bits, and in fp32 with the optimizer's state.
-        reduce: bytes of a value of the gradients that data ranks send.
-        exposed: part of the tensor collectives that no product hides.
-        early: whether recomputation leaves out a layer's last product, as torch's does.
-        sequence: whether tensor ranks divide the activations between the cut layers.
-        overlap: whether gradients travel during the backward pass also if ZeRO divides them.
-        balanced: whether the head counts as layers when stages are cut.
-        fills: whether a pipeline needs a micro-batch for each stage but one.
-    """
+    """The numbers of a program; machines.yaml explains them. Times are in seconds."""
 
     name: str
-    host: float = 3.5e-3
-    stall: float = 0.0
-    hop: float = 4e-6
-    attention: float = 1.0
-    tuned: bool = False
-    fused: bool = True
-    passes: float = 1.0
-    kept: float = 1.3
-    loss: float = 14.0
-    copies: bool = False
-    reduce: int = 4
-    exposed: float = 1.0
-    early: bool = True
-    sequence: bool = True
-    overlap: bool = True
-    balanced: bool = False
-    fills: bool = False
+    host: float
+    stall: float
+    hop: float
+    attention: float
+    tuned: bool
+    fused: bool
+    passes: float
+    kept: float
+    loss: float
+    copies: bool
+    reduce: int
+    exposed: float
+    early: bool
+    sequence: bool
+    overlap: bool
+    balanced: bool
+    fills: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +123,16 @@ class Machines:
         known = self._known["software"]
         text = f"{word} {chip}".lower()
         fitting = [name for name in known if all(part in text for part in name.lower().split())]
-        entry = dict(known[max(fitting, key=len, default="default")])
-        place = (fabric or entry.get("fabric", "infiniband")).lower()
+        values = {**known["default"], **known[max(fitting, key=len, default="default")]}
+        place = (fabric or values["fabric"]).lower()
         if place not in self._known["fabrics"]:
             choices = ", ".join(self._known["fabrics"])
             raise RefusedError(f"unknown fabric '{place}'; choose from {choices}")
-        names = {field.name for field in dataclasses.fields(Software)}
-        values = {key: value for key, value in entry.items() if key in names}
         try:
-            values |= {key: values[key] * 1e-3 for key in ("host", "stall") if key in values}
-            return Software(word, **values, hop=self._known["fabrics"][place]["hop"] * 1e-6)
+            values["hop"] = self._known["fabrics"][place]["hop"] * 1e-6
+            values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
+            names = [field.name for field in dataclasses.fields(Software)][1:]
+            return Software(word, **{name: values[name] for name in names})
         except (KeyError, TypeError):
             raise RefusedError("--machines: `hop`, `host` and `stall` must be numbers") from None
 

@@ -20,9 +20,7 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     return max(every, key=Terms.total)
 
 
-def stage(
-    model: Model, layout: Layout, machine: Machine, number: int, layers: int
-) -> Terms:
+def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: int) -> Terms:
     """Return the terms of a rank of one stage."""
     count = held(model, layout, layers, number)
     is_half = layout.width == HALF

@@ -39,14 +39,15 @@ MIXED = 4
 """Norm that joins the host's and the GPU's time of a layer, whose kernels differ in size."""
 
 
-def ring(size: float, ranks: int, local: int, machine: Machine) -> float:
+def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
     """Seconds of an all-gather or reduce-scatter of `size` bytes; an all-reduce is both.
 
-    `local` of the ranks share a node; each brings one link to other nodes.
+    Neighbours are `apart` ranks from each other; each brings one link to other nodes.
     """
     if ranks == 1:
         return 0.0
     rate, hop = machine.chip.inside * LINKS_INSIDE, HOP_INSIDE
+    local = max(1, min(ranks, machine.node // apart))
     if local < ranks:
         rate = min(rate, local * machine.chip.between * LINKS_BETWEEN)
         hop = machine.software.hop
@@ -91,14 +92,14 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
     terms["other operations"] = (3 + again) / 3 * software.passes * PASSES * moved / moving
     if part.messages and tensor > 1:
         size = part.boundary * wide * share
-        one = ring(size, tensor, min(tensor, machine.node), machine)
-        terms["tensor collectives"] = software.exposed * (2 + again) * part.messages * one
+        exchange = (2 + again) * part.messages * ring(size, tensor, 1, machine)
+        terms["tensor collectives"] = software.exposed * exchange
     if part.attention and layout.context > 1:  # queries, keys, values and outputs change their cut
         _, heads, width, kv_heads = part.attention[:4]
         values = part.attention.length * width * 2 * (heads + kv_heads)
         size = layout.width * values * share / tensor
-        local = max(1, min(layout.context, machine.node // tensor))
-        terms["context collectives"] = (2 + again) * ring(size, layout.context, local, machine)
+        exchange = (2 + again) * ring(size, layout.context, tensor, machine)
+        terms["context collectives"] = exchange
     return terms
 
 
@@ -133,8 +134,6 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     host = software.host * (4 if layout.recompute == "full" else 3) / 3
     stalls = stages > 1 and tensor > 1 and layout.ranks > machine.node
     stall = host + software.stall * tensor if stalls else 0.0
-    group = layout.data * layout.context
-    local = max(1, min(group, machine.node // tensor))
     found: dict[tuple[int, bool, bool], Terms] = {}
     slots = []
     most = 0.0
@@ -143,16 +142,15 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
         if ends not in found:
             most = max(most, held(model, layout, layers, stage))
             slot = Terms({name: seconds * layers for name, seconds in layer.items()})
-            for part in [first] * ends[1] + [last] * ends[2]:
-                for name, seconds in part.items():
-                    slot.add(name, seconds)
+            for name, seconds in [*first.items()] * ends[1] + [*last.items()] * ends[2]:
+                slot.add(name, seconds)
             busy = slot.total()
             launched = layers + (ends[1] + ends[2]) / 2
             joined = (busy**MIXED + (launched * host) ** MIXED) ** (1 / MIXED)
             slot["waiting for the host"] = max(joined, launched * stall) - busy
             if layout.zero == 3:
-                exchange = _gathers(model, layout, layers, machine)
-                slot["data collectives"] = beside(exchange, slot.total())
+                gathers = layers * _gathers(model, layout, machine)
+                slot["data collectives"] = _beside(gathers, slot.total())
             if stages > 1:
                 slot["pipeline messages"] = layout.chunks * _message(model, layout, machine)
             found[ends] = slot
@@ -165,39 +163,40 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     if layout.zero < 3:
         if count > 1:  # read the gradient, read and write the sum
             terms["adding gradients"] = count * most * (layout.width + 2 * FULL) / moving
-        exchange = _exchange(most, group, local, layout, machine)
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
-        terms["data collectives"] = beside(exchange, hidden)
+        terms["data collectives"] = _beside(_exchange(most, layout, machine), hidden)
     terms["optimizer"] = most / layout.shards * UPDATE / moving
     return Terms({name: seconds * machine.factor for name, seconds in terms.items() if seconds})
 
 
-def beside(exchange: float, computation: float) -> float:
+def _beside(exchange: float, computation: float) -> float:
     """Seconds that an exchange adds to the computation that it overlaps."""
     return max(SLOWED * min(exchange, computation), exchange - computation)
 
 
-def _gathers(model: Model, layout: Layout, layers: int, machine: Machine) -> float:
-    """Seconds in which ZeRO 3 gathers weights twice and scatters gradients, for a micro-batch."""
-    group = layout.shards
-    local = max(1, min(group, machine.node // layout.tensor))
-    values = model.layer.weights / layout.tensor
-    exchange = 2 * layers * ring(values * layout.width, group, local, machine)
-    exchange += layers * ring(values * machine.software.reduce, group, local, machine)
-    if layout.data * layout.context > group:  # replicas of the shards add up their gradients
-        replicas = layout.data * layout.context // group
-        size = values * machine.software.reduce / group
-        exchange += 2 * layers * ring(size, replicas, 1, machine) / layout.micro_batches
-    return exchange
+def _gathers(model: Model, layout: Layout, machine: Machine) -> float:
+    """Seconds in which ZeRO 3 gathers a layer twice and scatters its gradients."""
+    group, tensor, sent = layout.shards, layout.tensor, machine.software.reduce
+    values = model.layer.weights / tensor
+    exchange = 2 * ring(values * layout.width, group, tensor, machine)
+    exchange += ring(values * sent, group, tensor, machine)
+    replicas = layout.data * layout.context // group  # they add up their shards' gradients
+    added = 2 * ring(values * sent / group, replicas, group * tensor, machine)
+    return exchange + added / layout.micro_batches
 
 
-def _exchange(weights: float, group: int, local: int, layout: Layout, machine: Machine) -> float:
+def _exchange(weights: float, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
+    group, tensor = layout.data * layout.context, layout.tensor
     size = weights * machine.software.reduce
     back = weights * layout.width if layout.zero else size
-    exchange = ring(size, group, local, machine) + ring(back, group, local, machine)
-    steps = 2 * math.log2(max(1, group / local))  # of a tree between the nodes
-    return exchange + size / BUCKET * steps * machine.software.hop
+    nodes = group * tensor / machine.node
+    hops = 2 * math.log2(max(1, min(nodes, group)))  # of a tree between the nodes
+    return (
+        ring(size, group, tensor, machine)
+        + ring(back, group, tensor, machine)
+        + size / BUCKET * hops * machine.software.hop
+    )
 
 
 def _message(model: Model, layout: Layout, machine: Machine) -> float:

@@ -6,7 +6,7 @@ import math
 import statistics
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +24,14 @@ EQUAL = 1.05
 TWINS = 1.25
 """The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
 SLOTS = 2.0
-"""The same for the time of a micro-batch in a pipeline of no fewer stages, so no more layers each."""
+"""The same for a micro-batch in a pipeline of as many stages or more, so no more layers each."""
 STALLED = 0.02
 """A run below this fraction of the chip's peak waited for something that no layout explains."""
 NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
 OTHERS = ("kv_heads", "gated", "tied", "zero", "step_time_s", "mem_gb", "status")
 SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
+SPREADS = {"time": ("p90", "worst", "sign"), "factored": ("p90", "worst")}
+SPREADS |= {"memory": ("p90", "worst"), "regret": ("p90",)}
 STAGE = ("table", "model", "layers", "hidden", "seq", "gpu", "precision", "software")
 STAGE += ("tp", "cp", "sp", "recompute")
 DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
@@ -91,7 +93,11 @@ def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
         for number, cells in enumerate(csv.DictReader(text.splitlines(), restval=""), 2):
             if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
                 raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
-            if cells.get("arch", "") not in ("", "dense") or cells.get("ep", "") not in ("", "0", "1"):
+            if cells.get("arch", "") not in ("", "dense") or cells.get("ep", "") not in (
+                "",
+                "0",
+                "1",
+            ):
                 why = "only dense models are planned; no column says how many experts there are"
                 left_out.append(f"{path.name}, line {number}: {why}")
                 continue
@@ -141,7 +147,18 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     needed = memory.of(model, layout, machine)
     predicted = step_time.of(model, layout, machine).total()
     fits = memory.fits(needed, machine)
-    return Row(cells, machine, layout, model, seconds, held, ran, predicted, needed.total() - memory.CONTEXT, fits)
+    return Row(
+        cells,
+        machine,
+        layout,
+        model,
+        seconds,
+        held,
+        ran,
+        predicted,
+        needed.total() - memory.CONTEXT,
+        fits,
+    )
 
 
 def contradicted(rows: Sequence[Row]) -> set[int]:
@@ -175,16 +192,14 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
 
 def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the errors of each table: of all rows, of the consistent, and of the held-out ones."""
-    kinds: list[tuple[str, Callable[[int], bool]]] = []
     bad = contradicted(rows)
-    kinds.append(("all", lambda place: True))  # noqa: ARG005
-    kinds.append(("consistent", lambda place: place not in bad))
-    kinds.append(("held out", lambda place: place not in bad and not rows[place].was_fitted))
+    consistent = [row for place, row in enumerate(rows) if place not in bad]
+    held_out = [row for row in consistent if not row.was_fitted]
+    kinds = {"all": rows, "consistent": consistent, "held out": held_out}
     lines = []
     for name in dict.fromkeys(row.cells["table"] for row in rows):
-        for kind, take in kinds:
-            chosen = [row for p, row in enumerate(rows) if row.cells["table"] == name and take(p)]
-            if chosen:
+        for kind, members in kinds.items():
+            if chosen := [row for row in members if row.cells["table"] == name]:
                 lines.append({"table": name, "rows": kind, **_errors(chosen)})
     return lines
 
@@ -195,58 +210,40 @@ def _errors(rows: Sequence[Row]) -> dict[str, Any]:
     for row in timed:
         groups[row.key("gpu", "precision", "software")].append(row.ratio)
     factors = {key: 1 / statistics.median(found) for key, found in groups.items()}
-    with_factor = [row.ratio * factors[row.key("gpu", "precision", "software")] for row in timed]
-    plain = [row.ratio for row in timed]
-    held = [row.needed / row.bytes for row in rows if row.bytes and row.needed]
-    crashed = [row for row in rows if not row.ran]
-    ran = [row for row in rows if row.ran]
-    regrets = _regrets(timed)
+    cells = defaultdict(list)
+    for row in timed:
+        cells[row.cell].append(row)
     return {
         "count": len(rows),
         "fitted": sum(row.was_fitted for row in rows),
-        "time": _spread(plain),
-        "time with factor": _spread(with_factor),
-        "memory": _spread(held),
+        "time": _spread([row.ratio for row in timed]),
+        "factored": _spread(
+            [row.ratio * factors[row.key("gpu", "precision", "software")] for row in timed]
+        ),
+        "memory": _spread([row.needed / row.bytes for row in rows if row.bytes and row.needed]),
+        "recall": _share(not row.fits for row in rows if not row.ran),
+        "alarms": _share(not row.fits for row in rows if row.ran),
+        "regret": _spread([1 + _regret(found) for found in cells.values() if len(found) > 1]),
+        "cells": sum(len(found) > 1 for found in cells.values()),
         "factors": {" ".join(key): round(factor, 3) for key, factor in factors.items()},
-        "recall": _share(not row.fits for row in crashed),
-        "false alarms": _share(not row.fits for row in ran),
-        "regret": {
-            "cells": len(regrets),
-            "median": statistics.median(regrets) if regrets else None,
-            "p90": _p90(regrets),
-        },
     }
 
 
-def _regrets(rows: Sequence[Row]) -> list[float]:
-    """Return how much slower the chosen layout is than the best, for each cell with a choice."""
-    cells = defaultdict(list)
-    for row in rows:
-        cells[row.cell].append(row)
-    regrets = []
-    for found in cells.values():
-        choices = [row for row in found if row.fits] or found
-        best = min(choices, key=lambda row: row.predicted / row.layout.batch)
-        times = [(row.seconds or 0) / row.layout.batch for row in found]
-        if len(found) > 1:
-            regrets.append((best.seconds or 0) / best.layout.batch / min(times) - 1)
-    return regrets
+def _regret(rows: Sequence[Row]) -> float:
+    """Return how much slower the layout that the planner chooses is than the best."""
+    fitting = [row for row in rows if row.fits] or rows
+    chosen = min(fitting, key=lambda row: row.predicted / row.layout.batch)
+    times = {id(row): (row.seconds or 0) / row.layout.batch for row in rows}
+    return times[id(chosen)] / min(times.values()) - 1
 
 
 def _spread(ratios: Sequence[float]) -> dict[str, float] | None:
     if not ratios:
         return None
     errors = sorted(abs(ratio - 1) for ratio in ratios)
-    return {
-        "median": statistics.median(errors),
-        "p90": errors[int(0.9 * (len(errors) - 1))],
-        "worst": errors[-1],
-        "sign": statistics.median(ratios) - 1,
-    }
-
-
-def _p90(values: Sequence[float]) -> float | None:
-    return sorted(values)[int(0.9 * (len(values) - 1))] if values else None
+    p90 = errors[int(0.9 * (len(errors) - 1))]
+    sign = statistics.median(ratios) - 1
+    return {"median": statistics.median(errors), "p90": p90, "worst": errors[-1], "sign": sign}
 
 
 def _share(found: Iterable[bool]) -> float | None:
@@ -261,41 +258,26 @@ def show(folder: str, machines: Machines, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"tables": lines, "left out": left_out}, indent=2))
         return
-
-    def percent(value: float | None, sign: str = "") -> str:
-        return "–" if value is None else f"{100 * value:{sign}.1f}%"
-
-    def words(spread: dict[str, float] | None) -> list[str]:
-        keys = ("median", "p90", "worst")
-        return [percent(spread[key] if spread else None) for key in keys]
-
-    cells = ["table", "rows", "count", "fitted", "time", "p90", "worst", "sign", "factored", "p90"]
-    cells += ["worst", "memory", "p90", "worst", "recall", "alarms", "regret", "p90", "cells"]
-    shown = [cells]
+    keys = [key for key in lines[0] if key != "factors"] if lines else []
+    shown = [[word for key in keys for word in (key, *SPREADS.get(key, ()))]]
     for line in lines:
-        time = line["time"]
-        shown.append(
-            [
-                *(str(line[key]) for key in ("table", "rows", "count", "fitted")),
-                *words(time),
-                percent(time["sign"] if time else None, "+"),
-                *words(line["time with factor"]),
-                *words(line["memory"]),
-                percent(line["recall"]),
-                percent(line["false alarms"]),
-                percent(line["regret"]["median"]),
-                percent(line["regret"]["p90"]),
-                str(line["regret"]["cells"]),
-            ]
-        )
+        cells = []
+        for key in keys:
+            value, more = line[key], SPREADS.get(key)
+            if more:
+                value = [(value or {}).get(name) for name in ("median", *more)]
+            for one in value if isinstance(value, list) else [value]:
+                is_share = more or key in ("recall", "alarms")
+                cells.append(str(one) if not is_share else "–" if one is None else f"{one:.1%}")
+        shown.append(cells)
     print("\n".join(table(shown)))
     for line in lines:
-        if line["rows"] == "consistent":
+        if line["rows"] == "consistent" and line["factors"]:
             factors = ", ".join(f"{key} {value}" for key, value in line["factors"].items())
             print(f"{line['table']}: measured over predicted time: {factors}")
     print(
         "time, factored, memory, regret: medians of the absolute errors; fitted: rows that had a "
-        "say in the fitted numbers; consistent: without rows that equal rows contradict or that "
+        "say in the fitted numbers; consistent: without rows that others contradict or that "
         f"ran below {STALLED:.0%} of the chip's peak; held out: consistent, and not fitted."
     )
     if left_out:
