@@ -43,7 +43,9 @@ def describe(config: Config) -> Model:
         return _gpt(config, source)
     order = Order.of_run(config, source)
     example = next(training_batches(source, order, range(1), range(order.steps)))
-    return traced(_empty(config, source), example, config.model.name)
+    with torch.device("meta"):
+        model = models.build(config.model, source)
+    return traced(model, example, config.model.name)
 
 
 def _gpt(config: Config, source: Source) -> Model:
@@ -63,11 +65,6 @@ def _gpt(config: Config, source: Source) -> Model:
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
     masked = model.layers * attention_flops(model.layer.attention) if model.layer.attention else 0
     return dataclasses.replace(model, exact_flops=model.flops() + (3.5 * 2 - 3) * masked)
-
-
-def _empty(config: Config, source: Source) -> nn.Module:
-    with torch.device("meta"):
-        return models.build(config.model, source)
 
 
 def traced(model: nn.Module, example: Batch, name: str) -> Model:

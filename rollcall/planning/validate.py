@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollcall.planning import memory, step_time
-from rollcall.planning.layout import Layout
+from rollcall.planning.layout import Layout, Terms
 from rollcall.planning.machine import Machine, Machines
 from rollcall.planning.model import Model, transformer
 from rollcall.refusal import RefusedError
@@ -27,33 +27,42 @@ SLOTS = 2.0
 """The same for a micro-batch in a pipeline of as many stages or more, so no more layers each."""
 STALLED = 0.02
 """A run below this fraction of the chip's peak waited for something that no layout explains."""
+COLUMNS = (
+    "table model layers hidden heads kv_heads ffn vocab gated tied seq gpu gpus precision dp tp pp "
+    "cp vp zero sp recompute mbs gbs software step_time_s mem_gb status"
+)
 NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
-OTHERS = ("kv_heads", "gated", "tied", "zero", "step_time_s", "mem_gb", "status")
 SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
+DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
+STAGE = [name for name in (*SHAPE, "software", "tp", "cp", "sp", "recompute") if name != "gpus"]
 SPREADS = {"time": ("p90", "worst", "sign"), "factored": ("p90", "worst")}
 SPREADS |= {"memory": ("p90", "worst"), "regret": ("p90",)}
-STAGE = ("table", "model", "layers", "hidden", "seq", "gpu", "precision", "software")
-STAGE += ("tp", "cp", "sp", "recompute")
-DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
 
 
 class Row(NamedTuple):
-    """A measurement, what the planner says of it, and what speaks against it."""
+    """A measurement, and what the planner says of it: a time of 0 if it cannot run."""
 
     cells: dict[str, str]
     machine: Machine
     layout: Layout
     model: Model
     seconds: float | None  # measured
-    bytes: float | None
-    ran: bool
     predicted: float
-    needed: float
-    fits: bool
+    needed: Terms
 
     def key(self, *columns: str) -> tuple[str, ...]:
         """Return the values of some columns."""
         return tuple(self.cells[name] for name in columns)
+
+    @property
+    def ran(self) -> bool:
+        """Whether the measured run did not crash."""
+        return self.cells["status"] in ("", "ok")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the planner says that it runs."""
+        return self.predicted > 0 and memory.fits(self.needed, self.machine)
 
     @property
     def ratio(self) -> float:
@@ -66,11 +75,6 @@ class Row(NamedTuple):
         """Seconds of a micro-batch, if the pipeline's bubble lasts as many of them."""
         layout = self.layout
         return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
-
-    @property
-    def cell(self) -> tuple[str, ...]:
-        """The rows among which a user would choose."""
-        return self.key(*SHAPE)
 
     @property
     def was_fitted(self) -> bool:
@@ -91,16 +95,8 @@ def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
         except (OSError, UnicodeDecodeError) as error:
             raise RefusedError(f"--validate {path}: {error}") from None
         for number, cells in enumerate(csv.DictReader(text.splitlines(), restval=""), 2):
-            if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
+            if missing := set(COLUMNS.split()) - cells.keys():
                 raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
-            if cells.get("arch", "") not in ("", "dense") or cells.get("ep", "") not in (
-                "",
-                "0",
-                "1",
-            ):
-                why = "only dense models are planned; no column says how many experts there are"
-                left_out.append(f"{path.name}, line {number}: {why}")
-                continue
             try:
                 rows.append(_row(cells, machines))
             except (ValueError, ArithmeticError, RefusedError) as error:
@@ -112,6 +108,8 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     def whole(name: str, default: int = 1) -> int:
         return int(float(cells[name])) if cells.get(name) else default
 
+    if cells.get("arch", "") not in ("", "dense") or whole("ep") > 1:
+        raise ValueError("only dense models are planned: no column says how many experts there are")
     if empty := [name for name in NUMBERS if not cells[name]]:
         raise ValueError(f"no {', '.join(empty)}")
     precision = "fp8" if "fp8" in cells["precision"] else cells["precision"] or "bf16"
@@ -138,27 +136,12 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     seconds = float(cells["step_time_s"]) if cells["step_time_s"] else None
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"step_time_s: expected seconds above 0, got {seconds}")
-    ran = cells["status"] in ("", "ok")
-    held = float(cells["mem_gb"]) * 2**30 if cells["mem_gb"] and ran else None
-    chunks = layout.stages * layout.chunks
     few = machine.software.fills and layout.micro_batches < layout.stages - 1
-    if chunks > model.layers or few:
-        return Row(cells, machine, layout, model, seconds, held, ran, 0.0, 0.0, False)
+    if layout.stages * layout.chunks > model.layers or few:
+        return Row(cells, machine, layout, model, seconds, 0.0, Terms())
     needed = memory.of(model, layout, machine)
     predicted = step_time.of(model, layout, machine).total()
-    fits = memory.fits(needed, machine)
-    return Row(
-        cells,
-        machine,
-        layout,
-        model,
-        seconds,
-        held,
-        ran,
-        predicted,
-        needed.total() - memory.CONTEXT,
-        fits,
-    )
+    return Row(cells, machine, layout, model, seconds, predicted, needed)
 
 
 def contradicted(rows: Sequence[Row]) -> set[int]:
@@ -171,7 +154,7 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
     found = set()
     for place, row in enumerate(rows):
         layout, seconds = row.layout, row.seconds
-        key = row.cell + row.key(*DEGREES)
+        key = row.key(*SHAPE, *DEGREES)
         equal[EQUAL, *key, row.cells["zero"]].append((seconds or math.inf, place))
         if seconds and layout.zero < 2:
             equal[TWINS, *key].append((seconds, place))
@@ -212,7 +195,7 @@ def _errors(rows: Sequence[Row]) -> dict[str, Any]:
     factors = {key: 1 / statistics.median(found) for key, found in groups.items()}
     cells = defaultdict(list)
     for row in timed:
-        cells[row.cell].append(row)
+        cells[row.key(*SHAPE)].append(row)
     return {
         "count": len(rows),
         "fitted": sum(row.was_fitted for row in rows),
@@ -220,7 +203,13 @@ def _errors(rows: Sequence[Row]) -> dict[str, Any]:
         "factored": _spread(
             [row.ratio * factors[row.key("gpu", "precision", "software")] for row in timed]
         ),
-        "memory": _spread([row.needed / row.bytes for row in rows if row.bytes and row.needed]),
+        "memory": _spread(
+            [
+                (row.needed.total() - memory.CONTEXT) / 2**30 / float(row.cells["mem_gb"])
+                for row in rows
+                if row.cells["mem_gb"] and row.ran and row.needed
+            ]
+        ),
         "recall": _share(not row.fits for row in rows if not row.ran),
         "alarms": _share(not row.fits for row in rows if row.ran),
         "regret": _spread([1 + _regret(found) for found in cells.values() if len(found) > 1]),
