@@ -12,6 +12,7 @@ from rollcall.refusal import RefusedError
 from rollcall.text import did_you_mean
 
 FILE = Path(__file__).with_name("machines.yaml")
+FIXED = ("name", "flops")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +20,16 @@ class Chip:
     """One GPU and its links, in bytes, seconds and FLOP per second."""
 
     name: str
+    flops: Mapping[str, float]  # by number format
     memory: float
     bandwidth: float
     inside: float  # of the links to the GPUs of its node, in one direction
     between: float  # of its share of the links between nodes
-    flops: Mapping[str, float]  # by number format
     product: float  # the fraction of `flops` that large matrix products reach
     attention: float  # the same for fused attention
     tuned: float  # the same for kernels written for this chip
-    node: int = 8  # GPUs that the links inside join
-    host: int = 0  # GPUs of one host, if the links join several
+    node: int  # GPUs that the links inside join
+    host: int  # GPUs of one host, if the links join several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +107,16 @@ class Machines:
             whole = [entry for entry, values in table.items() if "memory" in values]
             more = did_you_mean(word.upper(), whole) or f"; choose from {', '.join(whole)}"
             raise RefusedError(f"unknown chip '{word}'{more}")
-        fields = {field.name: field for field in dataclasses.fields(Chip)}
-        values: dict[str, Any] = {k: v for k, v in table[name].items() if k in fields}
-        for key in ("node", "host"):
-            values |= {key: int(values[key])} if key in values else {}
-        needed = [key for key, field in fields.items() if field.default is dataclasses.MISSING]
-        if missing := [key for key in needed if key not in (*values, "name", "flops")]:
+        numbers = {"node": 8, "host": 0, **table[name]}
+        fields = [field.name for field in dataclasses.fields(Chip) if field.name not in FIXED]
+        if missing := [key for key in fields if key not in numbers]:
             raise RefusedError(
                 f"{name} cannot be planned without its {', '.join(missing)}; give them in a file "
                 "for --machines (docs/plan.md)"
             )
-        return Chip(name, flops={k: v for k, v in table[name].items() if k not in fields}, **values)
+        values: dict[str, Any] = {key: numbers.pop(key) for key in fields}
+        counts = {key: int(values[key]) for key in ("node", "host")}
+        return Chip(name, numbers, **{**values, **counts})
 
     def software(self, word: str, chip: str = "", fabric: str | None = None) -> Software:
         """Return the numbers of the program whose entry's words are most in name and chip."""
