@@ -137,7 +137,7 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"step_time_s: expected seconds above 0, got {seconds}")
     few = machine.software.fills and layout.micro_batches < layout.stages - 1
-    if layout.stages * layout.chunks > model.layers or few:
+    if layout.stages * layout.chunks > model.layers + 2 or few:  # both ends may count as layers
         return Row(cells, machine, layout, model, seconds, 0.0, Terms())
     needed = memory.of(model, layout, machine)
     predicted = step_time.of(model, layout, machine).total()
@@ -155,16 +155,16 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
     for place, row in enumerate(rows):
         layout, seconds = row.layout, row.seconds
         key = row.key(*SHAPE, *DEGREES)
-        equal[EQUAL, *key, row.cells["zero"]].append((seconds or math.inf, place))
+        equal[EQUAL, (*key, row.cells["zero"])].append((seconds or math.inf, place))
         if seconds and layout.zero < 2:
-            equal[TWINS, *key].append((seconds, place))
+            equal[TWINS, key].append((seconds, place))
         if seconds and layout.stages > 1:
             pipelines[row.key(*STAGE)].append((place, layout.stages, layout.micro, row.slot))
         peak = row.machine.chip.flops[layout.precision] * layout.ranks
         if seconds and row.model.flops() * layout.batch < STALLED * peak * seconds:
             found.add(place)
-    for (most, *_), members in equal.items():
-        found |= {place for seconds, place in members if seconds > float(most) * min(members)[0]}
+    for (most, _), members in equal.items():
+        found |= {place for seconds, place in members if seconds > most * min(members)[0]}
     for stages in pipelines.values():
         for place, count, micro, slot in stages:
             for _, fewer, size, other in stages:
