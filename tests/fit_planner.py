@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rollcall.planning import step_time, validate
-from rollcall.planning.machine import Machine, Machines
+from rollcall.planning.machine import Machine, Machines, Software
 
 START = {"PASSES": 1.3, "LINKS_INSIDE": 0.7, "LINKS_BETWEEN": 0.6, "SLOWED": 0.3}
 START |= {"A100 product": 0.75, "A100 attention": 0.45, "H100 product": 0.75}
@@ -31,12 +31,13 @@ Numbers = dict[str, float]
 
 def with_numbers(machine: Machine, numbers: Numbers) -> Machine:
     """Return a machine with the numbers of its chip and program."""
-    parts = {}
-    for part in (machine.chip, machine.software):
-        name = part.name.split("-")[0] if part is machine.chip else part.name
-        found = {key.split()[1]: value for key, value in numbers.items() if key.split()[0] == name}
-        parts["chip" if part is machine.chip else "software"] = dataclasses.replace(part, **found)
-    return dataclasses.replace(machine, **parts)
+
+    def of(name: str) -> Numbers:
+        return {key.split()[1]: numbers[key] for key in numbers if key.startswith(f"{name} ")}
+
+    chip = dataclasses.replace(machine.chip, **of(machine.chip.name.split("-")[0]))
+    software = Software(**vars(machine.software) | of(machine.software.name))
+    return dataclasses.replace(machine, chip=chip, software=software)
 
 
 def ratios(rows: list[validate.Row], numbers: Numbers) -> list[float]:
@@ -44,7 +45,7 @@ def ratios(rows: list[validate.Row], numbers: Numbers) -> list[float]:
     for key, value in numbers.items():
         if " " not in key:
             setattr(step_time, key, value)
-    machines: dict[Machine, Machine] = {}
+    machines: dict[tuple[str, str, int], Machine] = {}
     found = []
     for row in rows:
         key = (row.machine.chip.name, row.machine.software.name, row.machine.node)
@@ -86,7 +87,8 @@ def show(name: str, rows: list[validate.Row], numbers: Numbers) -> None:
     errors = [abs(ratio - 1) for ratio in found]
     factored = [abs(ratio / middle[key] - 1) for key, ratio in zip(keys, found, strict=True)]
     print(
-        f"{name}: median {statistics.median(errors):.1%}, sign {statistics.median(found) - 1:+.1%}, "
+        f"{name}: median {statistics.median(errors):.1%}, "
+        f"sign {statistics.median(found) - 1:+.1%}, "
         f"with a factor {statistics.median(factored):.1%}; "
         + ", ".join(f"{key} {value:.3g}" for key, value in numbers.items())
     )

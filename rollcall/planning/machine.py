@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -32,28 +33,8 @@ class Chip:
     host: int  # GPUs of one host, if the links join several
 
 
-@dataclasses.dataclass(frozen=True)
-class Software:
-    """The numbers of a program; machines.yaml explains them. Times are in seconds."""
-
-    name: str
-    host: float
-    stall: float
-    hop: float
-    attention: float
-    tuned: bool
-    fused: bool
-    passes: float
-    kept: float
-    loss: float
-    copies: bool
-    reduce: int
-    exposed: float
-    early: bool
-    sequence: bool
-    overlap: bool
-    balanced: bool
-    fills: bool
+class Software(SimpleNamespace):
+    """The numbers of a program, by the names that machines.yaml explains; times are in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +88,7 @@ class Machines:
             whole = [entry for entry, values in table.items() if "memory" in values]
             more = did_you_mean(word.upper(), whole) or f"; choose from {', '.join(whole)}"
             raise RefusedError(f"unknown chip '{word}'{more}")
-        numbers = {"node": 8, "host": 0, **table[name]}
+        numbers = {"node": 8, "host": 0, "tuned": table[name].get("attention", 0), **table[name]}
         fields = [field.name for field in dataclasses.fields(Chip) if field.name not in FIXED]
         if missing := [key for key in fields if key not in numbers]:
             raise RefusedError(
@@ -131,8 +112,7 @@ class Machines:
         try:
             values["hop"] = self._known["fabrics"][place]["hop"] * 1e-6
             values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
-            names = [field.name for field in dataclasses.fields(Software)][1:]
-            return Software(word, **{name: values[name] for name in names})
+            return Software(**{**values, "name": word})
         except (KeyError, TypeError):
             raise RefusedError("--machines: `hop`, `host` and `stall` must be numbers") from None
 

@@ -188,21 +188,19 @@ def _gathers(model: Model, layout: Layout, machine: Machine) -> float:
 def _exchange(weights: float, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
     group, tensor = layout.data * layout.context, layout.tensor
-    size = weights * machine.software.reduce
+    size: float = weights * machine.software.reduce
     back = weights * layout.width if layout.zero else size
-    nodes = group * tensor / machine.node
-    hops = 2 * math.log2(max(1, min(nodes, group)))  # of a tree between the nodes
-    return (
-        ring(size, group, tensor, machine)
-        + ring(back, group, tensor, machine)
-        + size / BUCKET * hops * machine.software.hop
-    )
+    exchange = ring(size, group, tensor, machine) + ring(back, group, tensor, machine)
+    nodes = min(group * tensor / machine.node, group)
+    hop: float = machine.software.hop * 2 * math.log2(max(1, nodes))  # of a tree between nodes
+    return exchange + size / BUCKET * hop
 
 
 def _message(model: Model, layout: Layout, machine: Machine) -> float:
     """Seconds in which a stage hands on a micro-batch, and its gradient back."""
     size = model.layer.boundary * layout.width / HALF * layout.micro / layout.context
     size /= layout.tensor if layout.sequence else 1
-    if layout.ranks // layout.stages < machine.node:
-        return 2 * (size / (machine.chip.inside * LINKS_INSIDE) + HOP_INSIDE)
-    return 2 * (size / (machine.chip.between * LINKS_BETWEEN) + machine.software.hop)
+    rate, hop = machine.chip.inside * LINKS_INSIDE, HOP_INSIDE
+    if layout.ranks // layout.stages >= machine.node:
+        rate, hop = machine.chip.between * LINKS_BETWEEN, machine.software.hop
+    return 2 * (size / rate + hop)

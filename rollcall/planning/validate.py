@@ -6,7 +6,7 @@ import math
 import statistics
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,6 @@ NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
 SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
 DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
 STAGE = [name for name in (*SHAPE, "software", "tp", "cp", "sp", "recompute") if name != "gpus"]
-SPREADS = {"time": ("p90", "worst", "sign"), "factored": ("p90", "worst")}
-SPREADS |= {"memory": ("p90", "worst"), "regret": ("p90",)}
 
 
 class Row(NamedTuple):
@@ -189,55 +187,51 @@ def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _errors(rows: Sequence[Row]) -> dict[str, Any]:
     timed = [row for row in rows if row.seconds and row.predicted]
-    groups = defaultdict(list)
+    groups, cells = defaultdict(list), defaultdict(list)
     for row in timed:
         groups[row.key("gpu", "precision", "software")].append(row.ratio)
-    factors = {key: 1 / statistics.median(found) for key, found in groups.items()}
-    cells = defaultdict(list)
-    for row in timed:
         cells[row.key(*SHAPE)].append(row)
+    factors = {key: 1 / statistics.median(found) for key, found in groups.items()}
+    factored = [ratio * factor for key, factor in factors.items() for ratio in groups[key]]
+    held = [row for row in rows if row.cells["mem_gb"] and row.ran and row.needed]
+    needed = [(row.needed.total() - memory.CONTEXT) / 2**30 for row in held]
+    memories = [one / float(row.cells["mem_gb"]) for one, row in zip(needed, held, strict=True)]
+    regrets = [_regret(found) for found in cells.values() if len(found) > 1]
     return {
         "count": len(rows),
         "fitted": sum(row.was_fitted for row in rows),
-        "time": _spread([row.ratio for row in timed]),
-        "factored": _spread(
-            [row.ratio * factors[row.key("gpu", "precision", "software")] for row in timed]
-        ),
-        "memory": _spread(
-            [
-                (row.needed.total() - memory.CONTEXT) / 2**30 / float(row.cells["mem_gb"])
-                for row in rows
-                if row.cells["mem_gb"] and row.ran and row.needed
-            ]
-        ),
-        "recall": _share(not row.fits for row in rows if not row.ran),
-        "alarms": _share(not row.fits for row in rows if row.ran),
-        "regret": _spread([1 + _regret(found) for found in cells.values() if len(found) > 1]),
-        "cells": sum(len(found) > 1 for found in cells.values()),
+        **_spread("time", [row.ratio for row in timed], "p90", "worst", "sign"),
+        **_spread("factored", factored, "p90", "worst"),
+        **_spread("memory", memories, "p90", "worst"),
+        "recall": _share([not row.fits for row in rows if not row.ran]),
+        "alarms": _share([not row.fits for row in rows if row.ran]),
+        **_spread("regret", regrets, "p90"),
+        "cells": len(regrets),
         "factors": {" ".join(key): round(factor, 3) for key, factor in factors.items()},
     }
 
 
 def _regret(rows: Sequence[Row]) -> float:
-    """Return how much slower the layout that the planner chooses is than the best."""
-    fitting = [row for row in rows if row.fits] or rows
-    chosen = min(fitting, key=lambda row: row.predicted / row.layout.batch)
-    times = {id(row): (row.seconds or 0) / row.layout.batch for row in rows}
-    return times[id(chosen)] / min(times.values()) - 1
+    """Return the time per sample of the layout that the planner chooses, relative to the best."""
+    times = {place: (row.seconds or 0) / row.layout.batch for place, row in enumerate(rows)}
+    fitting = [place for place in times if rows[place].fits] or list(times)
+    chosen = min(fitting, key=lambda place: rows[place].predicted / rows[place].layout.batch)
+    return times[chosen] / min(times.values())
 
 
-def _spread(ratios: Sequence[float]) -> dict[str, float] | None:
-    if not ratios:
-        return None
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
-    p90 = errors[int(0.9 * (len(errors) - 1))]
-    sign = statistics.median(ratios) - 1
-    return {"median": statistics.median(errors), "p90": p90, "worst": errors[-1], "sign": sign}
+def _spread(name: str, ratios: Sequence[float], *more: str) -> dict[str, float | None]:
+    """Return the median of the errors, and others of their statistics."""
+    found: dict[str, float | None] = dict.fromkeys(("median", *more))
+    if ratios:
+        errors = sorted(abs(ratio - 1) for ratio in ratios)
+        found["median"], sign = statistics.median(errors), statistics.median(ratios) - 1
+        all_ = {"p90": errors[int(0.9 * (len(errors) - 1))], "worst": errors[-1], "sign": sign}
+        found |= {key: all_[key] for key in more}
+    return {name if key == "median" else f"{name} {key}": value for key, value in found.items()}
 
 
-def _share(found: Iterable[bool]) -> float | None:
-    known = list(found)
-    return sum(known) / len(known) if known else None
+def _share(found: Sequence[bool]) -> float | None:
+    return sum(found) / len(found) if found else None
 
 
 def show(folder: str, machines: Machines, as_json: bool) -> None:
@@ -247,18 +241,10 @@ def show(folder: str, machines: Machines, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"tables": lines, "left out": left_out}, indent=2))
         return
-    keys = [key for key in lines[0] if key != "factors"] if lines else []
-    shown = [[word for key in keys for word in (key, *SPREADS.get(key, ()))]]
+    shown = [[key.split()[-1] for key in line][:-1] for line in lines[:1]]
     for line in lines:
-        cells = []
-        for key in keys:
-            value, more = line[key], SPREADS.get(key)
-            if more:
-                value = [(value or {}).get(name) for name in ("median", *more)]
-            for one in value if isinstance(value, list) else [value]:
-                is_share = more or key in ("recall", "alarms")
-                cells.append(str(one) if not is_share else "–" if one is None else f"{one:.1%}")
-        shown.append(cells)
+        values = [f"{one:.1%}" if isinstance(one, float) else one for one in line.values()]
+        shown.append(["–" if one is None else str(one) for one in values[:-1]])
     print("\n".join(table(shown)))
     for line in lines:
         if line["rows"] == "consistent" and line["factors"]:
