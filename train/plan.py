@@ -58,11 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
     add("--batch", type=int, metavar="N", help="samples in a step of a known shape")
     add("--length", type=int, metavar="N", help="tokens of a sample of a known shape")
-    add(
-        "--precision",
-        metavar="FORMAT",
-        help="number format (default: the recipe's, but bf16 for fp32)",
-    )
+    add("--precision", metavar="FORMAT", help="number format (default: bf16, or the recipe's)")
     add("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
@@ -128,7 +124,9 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         own = config.precision if is_chosen or config.precision != "fp32" else "bf16"
         precision = options.precision or own
         batch = options.batch or config.data.global_batch
-        model = _describe(config)
+        from rollcall.train import plan_model  # late: it imports torch
+
+        model = plan_model.describe(config)
     machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)
     gpus = options.gpus or (options.nodes or 1) * machine.host
     found = search.search(model, gpus, batch, machine, precision)
@@ -170,12 +168,6 @@ def _config(words: Sequence[str], first: str) -> Config:
     except ConfigError as error:
         hint = did_you_mean(first, shapes()) if first and "recipe" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from None
-
-
-def _describe(config: Config) -> Model:
-    from rollcall.train import plan_model  # late: it imports torch
-
-    return plan_model.describe(config)
 
 
 def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precision: str) -> str:
@@ -220,7 +212,9 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     share = -(-layout.batch // layout.data)
     micro = config.data.micro_batch if isinstance(config.data.micro_batch, int) else share
     layout = dataclasses.replace(layout, micro=micro)
-    model = _describe(config)
+    from rollcall.train import plan_model  # late: it imports torch
+
+    model = plan_model.describe(config)
     seconds = step_time.of(model, layout, machine)
     factor = measured / seconds.total() * machine.factor
     key = f"{machine.chip.name} {precision} default"

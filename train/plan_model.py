@@ -186,7 +186,6 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         share = rows * (max(1, layers) if place == "layer" else 1)
         products = self._products.get(place, Counter())
         return Part(
-            place,
             weights=round(self._weights[place] * rows / share),
             products=tuple(
                 Product(rows_ * count / share, inner, columns)

@@ -28,7 +28,6 @@ class RunCost(NamedTuple):
     steps: int
     busy: float  # in steps
     checkpoint: int
-    pause: float
     interval: float  # between checkpoints
     between_failures: float
     failures: float
@@ -93,6 +92,4 @@ def cost(
         )
     busy = steps * step
     whole = busy / (1 - lost)
-    return RunCost(
-        steps, busy, model.weights * STATE, PAUSE, interval, between, whole / between, 1 - lost
-    )
+    return RunCost(steps, busy, model.weights * STATE, interval, between, whole / between, 1 - lost)

@@ -84,8 +84,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
             terms["attention"] = flops / rate * (forwards + BACKWARD) * 3.5 / (1 + BACKWARD)
         else:
             scores = attention.heads * attention.length**2 * share / tensor
-            flops *= 2 if attention.causal else 1  # nothing is skipped
-            terms["attention"] = (forwards + 2) * flops / chip.product
+            terms["attention"] = (forwards + 2) * 2 * flops / chip.product  # nothing is skipped
             terms["attention"] += (forwards + 2) / 3 * SCORES * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
     moved = (whole + part.cut_moved / tensor) * wide * share
@@ -95,8 +94,8 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         exchange = (2 + again) * part.messages * ring(size, tensor, 1, machine)
         terms["tensor collectives"] = software.exposed * exchange
     if part.attention and layout.context > 1:  # queries, keys, values and outputs change their cut
-        _, heads, width, kv_heads = part.attention[:4]
-        values = part.attention.length * width * 2 * (heads + kv_heads)
+        length, heads, width, kv_heads = part.attention
+        values = length * width * 2 * (heads + kv_heads)
         size = layout.width * values * share / tensor
         exchange = (2 + again) * ring(size, layout.context, tensor, machine)
         terms["context collectives"] = exchange
