@@ -28,7 +28,7 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     terms = Terms()
     copies = software.copies and is_half
     terms["weights"] = count * (HALF if copies else FULL) / (shards if zero == 3 else 1)
-    terms["gradients"] = count * FULL / (shards if zero >= 2 else 1)
+    terms["gradients"] = count * software.gradient / (shards if zero >= 2 else 1)
     terms["optimizer state"] = count * (12 if copies else 8) / (shards if zero else 1)
     if zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
         terms["gathered layers"] = (2 * layout.width + FULL) * model.layer.weights / layout.tensor

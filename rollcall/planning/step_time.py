@@ -70,7 +70,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         k = inner / (tensor if cut == "inner" else 1)
         n = columns / (tensor if cut == "columns" else 1)
         moved = layout.width * (m * k + k * n + m * n)
-        if is_fp8:  # operands are read in 16 bits and written in 8, twice
+        if is_fp8 and not software.tuned:  # operands are read in 16 bits and written in 8, twice
             moved += 2 * HALF * (m * k + k * n)
         # Nothing keeps the output of a layer's last product, so torch does not compute it again.
         is_kept = part.attention and software.early and place == len(part.products) - 1
@@ -161,7 +161,8 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     terms["pipeline bubble"] = (sum(totals) - slowest) / layout.chunks
     if layout.zero < 3:
         if count > 1:  # read the gradient, read and write the sum
-            terms["adding gradients"] = count * most * (layout.width + 2 * FULL) / moving
+            moved = layout.width + 2 * software.gradient
+            terms["adding gradients"] = count * most * moved / moving
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
         terms["data collectives"] = _beside(_exchange(most, layout, machine), hidden)
     terms["optimizer"] = most / layout.shards * UPDATE / moving
