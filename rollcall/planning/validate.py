@@ -20,11 +20,11 @@ from rollcall.text import table
 FITTED = {"llmfoundry", "ultrascale", "vtrain_single"}
 """Tables whose rows have had a say in the fitted numbers: half of their cells."""
 EQUAL = 1.05
-"""A row that took so many times as long as an equal one was disturbed."""
+"""A row was disturbed if its time is this multiple of an equal row's, or more."""
 TWINS = 1.25
 """The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
 SLOTS = 2.0
-"""The same for a micro-batch in a pipeline of as many stages or more, so no more layers each."""
+"""The same for a micro-batch in a pipeline whose stages have no more layers."""
 STALLED = 0.02
 """A run below this fraction of the chip's peak waited for something that no layout explains."""
 COLUMNS = (
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
     @property
     def slot(self) -> float:
-        """Seconds of a micro-batch, if the pipeline's bubble lasts as many of them."""
+        """Seconds of a micro-batch, with the pipeline's bubble counted in micro-batches."""
         layout = self.layout
         return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
 

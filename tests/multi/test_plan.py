@@ -1,4 +1,4 @@
-"""`train plan` tells of any number of ranks what those ranks would tell."""
+"""`rollcall plan` says of any number of ranks what real and imaginary ranks do."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _count(rank: int, port: int, file: Path) -> None:
 
 
 def _step(config: Config, world: World, degrees: Any) -> list[Any]:
-    """What two micro-batches of two rows count, and what the planner says of them."""
+    """Count two micro-batches of two rows, and return what the planner says of them."""
     source = sets.load(config.data, world)
     batch = next(validation_batches(source, 2, 0, 1))
     strategy = Strategy(config, world, losses.Objective(losses.of(config)))
