@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rollcall.installation import ROOT
+from rollcall.installation import environment
 from rollcall.text import size, table
 
 Figures = dict[str, float]
@@ -156,6 +156,7 @@ def compare(title: str, of_ways: Mapping[str, Sequence[Figures]], base: str) -> 
 @contextlib.contextmanager
 def started(words: Sequence[str], **options: object) -> Iterator[subprocess.Popen[str]]:
     """Start a command; at the end, kill what is left of it and of its children."""
+    options = {"env": environment(), **options}
     process: subprocess.Popen[str] = subprocess.Popen(words, text=True, **options)  # type: ignore[call-overload]
     try:
         yield process
@@ -178,12 +179,11 @@ def timed(
         BenchError: it failed.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    path = [str(first_on_path)] if first_on_path else []
-    python = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # for another cwd
-    env = {"PATH": [*path, os.environ["PATH"]], "PYTHONPATH": python}
-    joined = {name: os.pathsep.join(filter(None, places)) for name, places in env.items()}
+    env = environment()
+    if first_on_path:
+        env["PATH"] = os.pathsep.join((str(first_on_path), env["PATH"]))
     output_to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with started(words, env=os.environ | joined, cwd=cwd, **output_to) as process:
+    with started(words, env=env, cwd=cwd, **output_to) as process:
         output, _ = process.communicate()
     taken, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode:
