@@ -51,17 +51,24 @@ def count(text: str) -> int:
 def begin(argv: Sequence[str]) -> None:
     """Print the command, the machine with its load, and the versions."""
     print(f"$ rollcall bench {shlex.join(argv)}")
+    for name, text in surroundings().items():
+        print(f"{name}: {text}")
+    print(flush=True)
+
+
+def surroundings() -> dict[str, str]:
+    """Describe the machine with its load, and the versions."""
     memory = size(psutil.virtual_memory().total)
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     busy = ", which is much: compare ratios, not times" * (load > cores / 2)
     parts = [f"{cores} cores ({_processor()})", memory, *_gpus()]
-    print(f"machine: {', '.join(parts)}; load {load:.1f}{busy}")
     named = ("rollcall", "torch", "lightning", "accelerate")
     found = {"Python": platform.python_version()}
     for name in named:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    print(f"versions: {', '.join(map(' '.join, found.items()))}\n", flush=True)
+    machine = f"{', '.join(parts)}; load {load:.1f}{busy}"
+    return {"machine": machine, "versions": ", ".join(map(" ".join, found.items()))}
 
 
 def _processor() -> str:
