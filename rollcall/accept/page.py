@@ -10,12 +10,12 @@ from rollcall.records.files import append_line, read_lines, write_atomic
 from rollcall.text import duration
 
 FILE = "accept.jsonl"
-"""Facts, and a line when a check begins and when it ends; rank 0 writes it."""
+"""Facts of each attempt, and a line when a check begins and when it ends; rank 0 writes it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a check; `text` is what was found, the cause, or why it does not apply."""
+    """A check, its time in seconds, and what it found, why it failed or why it does not apply."""
 
     check: str
     state: Literal["", "began", "passed", "failed", "not applicable"] = ""
@@ -25,11 +25,7 @@ class Row:
 
 @dataclass
 class Page:
-    """All results of one machine or allocation.
-
-    Attributes:
-        facts: the machine, versions and command, by name.
-    """
+    """All results of one machine or allocation; `facts` are the machine and the versions."""
 
     title: str
     facts: dict[str, str] = field(default_factory=dict)
@@ -37,28 +33,31 @@ class Page:
 
     @property
     def failed(self) -> bool:
-        """Whether a check failed, or none ran."""
+        """Whether a check failed or did not end, or none ran."""
         return not self.rows or any(row.state in ("failed", "began") for row in self.rows)
 
     def markdown(self) -> str:
-        """Return the page as Markdown that a terminal shows well, too."""
+        """Return the page as Markdown whose tables a terminal shows well, too."""
         states = [row.state for row in self.rows]
-        counts = [f"{states.count(it)} {it}" for it in dict.fromkeys(sorted(states))]
+        counts = ", ".join(f"{states.count(it)} {it}" for it in sorted({*states}))
         total = duration(sum(row.seconds for row in self.rows))
-        lines = [f"# {self.title}", "", f"{'FAILED' if self.failed else 'Passed'}: "]
-        lines[-1] += f"{', '.join(counts) or 'no check ran'}; {total}."
         cells = [(row.check, row.state, duration(row.seconds), row.text) for row in self.rows]
-        lines += ["", *_table([*self.facts.items()], ("fact", ""))]
-        return "\n".join([*lines, "", *_table(cells, ("check", "result", "time", "found")), ""])
+        lines = [
+            f"# {self.title}",
+            "",
+            f"{'FAILED' if self.failed else 'Passed'}: {counts}; {total}.",
+        ]
+        lines += ["", *_table([("fact", ""), *self.facts.items()]), ""]
+        return "\n".join([*lines, *_table([("check", "result", "time", "found"), *cells]), ""])
 
     def write(self, place: Path) -> None:
-        """Write the page beside `place`, as Markdown and as JSON."""
-        write_atomic(place.with_suffix(".md"), self.markdown())
-        write_atomic(place.with_suffix(".json"), json.dumps(asdict(self), indent=1) + "\n")
+        """Write the page to `place`.md and `place`.json."""
+        write_atomic(Path(f"{place}.md"), self.markdown())
+        write_atomic(Path(f"{place}.json"), json.dumps(asdict(self), indent=1) + "\n")
 
 
-def _table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> Iterator[str]:
-    safe = [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in [head, *rows]]
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    safe = [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(*safe, strict=True)]
     widths[-1] = 3  # it holds sentences
     for row in [safe[0], ["-" * width for width in widths], *safe[1:]]:
