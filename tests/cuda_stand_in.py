@@ -121,7 +121,8 @@ class Stream:
         self.cuda.time += 1e-3
         if self.cuda.error is None:
             try:
-                run()
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+                    run()
             except Exception as error:
                 self.cuda.error = error
 
@@ -477,7 +478,7 @@ class Cuda:
 
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Do an operation of PyTorch on the host, or queue it."""
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunction():
             return self._dispatch(func, args, kwargs)
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -489,6 +490,11 @@ class Cuda:
         to_device = target is not None and torch.device(target).type == "cuda"
         if not on_device and not to_device:
             return self._on_host(func, args, kwargs, name, pins)
+        if torch.Tag.inplace_view in func.tags:  # such as squeeze_
+            func(*tree_map(_plain, args), **kwargs)
+            with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                func(*args, **kwargs)
+            return args[0]
         if func.is_view or name in LIKE_VIEWS | METADATA:
             found = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
             lease = on_device[0].lease
@@ -521,6 +527,9 @@ class Cuda:
         if "device" in kwargs:
             kwargs = kwargs | {"device": "cpu"}
         uses = list(_uses(func, args, kwargs))
+        for one, _ in uses:
+            if not isinstance(one, DeviceTensor):  # a number is passed by value
+                self.touch_on_host(one, False, name)
         plain, named = tree_map(_argument, (args, kwargs))
         changed = [one for one, writes in uses if writes]
         results: Any = None
@@ -548,7 +557,7 @@ class Cuda:
             results = tree_map_only(torch.Tensor, lambda one: self.empty(one, stream), shapes)
             uses += [(one, True) for one in tree_leaves(results)]
         self._note(uses, stream, name)
-        filled = [_plain(one) for one in tree_leaves(results)] if not changed else []
+        filled = [_argument(one) for one in tree_leaves(results)] if not changed else []
 
         def compute() -> None:
             found = run()
@@ -580,7 +589,7 @@ class Cuda:
         if isinstance(source, DeviceTensor):
             device = source.device
         stream = self.current_stream(device)
-        from_, into = _plain(source), _plain(target)
+        from_, into = _plain(source).detach(), _plain(target).detach()
         if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
             if target.device != device:  # PyTorch lets the two streams wait for each other
                 stream.wait_stream(self.current_stream(target.device))
@@ -651,6 +660,14 @@ class Cuda:
         for name, value in self._names().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.accelerator, "current_stream", self.current_stream)
+        group = torch._C._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+        patch.setattr(
+            torch._C,
+            "_group_tensors_by_device_and_dtype",
+            lambda lists, *given: {
+                (found[0][0][0].device, key[1]): found for key, found in group(lists, *given).items()
+            },
+        )
         memory, history = torch.cuda.memory, "_record_memory_history"
         patch.setattr(memory, "_dump_snapshot", self._dump)
         patch.setattr(memory, history, lambda *_, **__: self.log.append("history"))
@@ -733,10 +750,10 @@ def _numbered(value: Any) -> Any:
 
 
 def _argument(value: Any) -> Any:
-    """Return an argument as a kernel gets it: a number from the host by value."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor):
-        return value.clone()
-    return _plain(value)
+    """Return an argument as a kernel gets it: its form of now, and numbers from the host."""
+    if isinstance(value, DeviceTensor):
+        return value.plain.detach()
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _meta(tensor: Any) -> Any:
