@@ -56,7 +56,14 @@ EARLY, REUSED = "use before ready", "reuse before done"
 ROUND = 512
 """Bytes; the allocator's smallest block."""
 LIKE_VIEWS = {"_unsafe_view", "detach", "alias", "lift_fresh"}
-METADATA = {"is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "is_pinned"}
+METADATA = {
+    "is_same_size",
+    "sym_size",
+    "sym_stride",
+    "sym_numel",
+    "sym_storage_offset",
+    "is_pinned",
+}
 COPIES = {"_to_copy", "copy_"}
 
 Order = dict[int, int]
@@ -225,7 +232,7 @@ class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return Cuda.now.dispatch(func, args, kwargs or {})  # of a thread without the mode
 
     @property
@@ -275,7 +282,7 @@ class Functions(TorchFunctionMode):
 
     READERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.__repr__)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.READERS and not isinstance(args[0], DeviceTensor):
             Cuda.now.touch_on_host(args[0], False, func.__name__)
         if func is torch.Tensor.to:  # without a number it would ask the driver
@@ -286,7 +293,7 @@ class Functions(TorchFunctionMode):
 class Dispatches(TorchDispatchMode):
     """Everything else."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return Cuda.now.dispatch(func, args, kwargs or {})
 
 
@@ -510,7 +517,9 @@ class Cuda:
             return self._on_host(func, tree_map(_meta, args), kwargs, name, pins)  # empty_like
         for one in leaves:
             if not isinstance(one, DeviceTensor) and one.ndim and not to_device:
-                raise RuntimeError(f"{name}: expected all tensors to be on {device}, got one on cpu")
+                raise RuntimeError(
+                    f"{name}: expected all tensors to be on {device}, got one on cpu"
+                )
         return self._queue(func, args, kwargs, name, self.current_stream(device))
 
     def _on_host(self, func: Any, args: Any, kwargs: Any, name: str, pins: bool) -> Any:
@@ -665,7 +674,8 @@ class Cuda:
             torch._C,
             "_group_tensors_by_device_and_dtype",
             lambda lists, *given: {
-                (found[0][0][0].device, key[1]): found for key, found in group(lists, *given).items()
+                (found[0][0][0].device, key[1]): found
+                for key, found in group(lists, *given).items()
             },
         )
         memory, history = torch.cuda.memory, "_record_memory_history"
@@ -727,8 +737,8 @@ class Cuda:
             "default_generators": self.generators,
             "manual_seed_all": lambda seed: [one.manual_seed(seed) for one in self.generators],
             "get_rng_state": lambda device=None: self.generators[index(device)].get_state(),
-            "set_rng_state": lambda state, device=None: (
-                self.generators[index(device)].set_state(state)
+            "set_rng_state": lambda state, device=None: self.generators[index(device)].set_state(
+                state
             ),
         }
 
