@@ -1,10 +1,10 @@
 """A stand-in for CUDA in a process without a GPU: it runs everything late, and reports races.
 
-Inside `with Cuda() as cuda:`, tensors on "cuda" are CPU tensors of the class `DeviceTensor`. What is
-done with them is queued on the current stream, and takes place only when the host waits for it: so
-code that waits for too little reads wrong bytes. Each access to memory is also compared with those
-before it, by what is ordered before what (as vector clocks in a race detector), whatever happens to
-run first. `cuda.reports` then says
+Inside `with Cuda() as cuda:`, tensors on "cuda" are CPU tensors, of the class `DeviceTensor`. What
+is done with them is queued on the current stream, and takes place only when the host waits for it:
+so code that waits for too little reads wrong bytes. Each access to memory is also compared with
+those before it, by what is ordered before what (as with vector clocks in a race detector), whatever
+happens to run first. `cuda.reports` then says
 
 - use before ready: something reads memory that may not have been written yet;
 - reuse before done: something writes memory that may still be read or written.
@@ -318,6 +318,7 @@ class Cuda:
         self.ranges: list[str] = []  # of nvtx, open now
         self.log: list[str] = []  # calls that only a tool outside sees
         self.generators = [torch.Generator().manual_seed(n) for n in range(devices)]
+        self.others = 1  # by which sums are multiplied, for ranks that are not there
         self._current = threading.local()
         self._lock = threading.RLock()
         self._patches = contextlib.ExitStack()
@@ -433,6 +434,11 @@ class Cuda:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return self.capacity - self.reserved[self.device(device).index], self.capacity
+
+    def _capture(self, what: str) -> None:
+        self.log.append(what)
+        if any(stream.queue for stream in self.streams):
+            self.reports.append(f"{EARLY}: the profiler misses what runs after its {what}")
 
     def _dump(self, path: str) -> None:
         self.log.append("dump")
@@ -651,7 +657,12 @@ class Cuda:
             current, nccl = self.current_stream(tensor.device), self.nccl[tensor.device.index]
             nccl.wait_stream(current)
             self._note([(tensor, True)], nccl, real.__name__)
-            nccl.add(lambda: real(_plain(tensor), *args, **kwargs))
+
+            def run() -> None:
+                real(_plain(tensor), *args, **kwargs)
+                _plain(tensor).mul_(self.others)
+
+            nccl.add(run)
             end = nccl.mark()
             work = SimpleNamespace(wait=lambda: self.current_stream(tensor.device).wait_for(end))
             work.tensor = tensor  # until the work is gone, its memory is kept
@@ -683,13 +694,13 @@ class Cuda:
         patch.setattr(memory, history, lambda *_, **__: self.log.append("history"))
         patch.setattr(torch.cuda.nvtx, "range_push", self.ranges.append)
         patch.setattr(torch.cuda.nvtx, "range_pop", self.ranges.pop)
-        patch.setattr(torch.cuda.profiler, "start", lambda: self.log.append("start"))
-        patch.setattr(torch.cuda.profiler, "stop", lambda: self.log.append("stop"))
+        patch.setattr(torch.cuda.profiler, "start", lambda: self._capture("start"))
+        patch.setattr(torch.cuda.profiler, "stop", lambda: self._capture("stop"))
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: self._pinned(tensor))
         patch.setattr(dist, "all_reduce", self.collective(dist.all_reduce))
         join = dist.init_process_group
         patch.setattr(  # NCCL's part is here
-            dist, "init_process_group", lambda backend, **given: join("gloo", **given)
+            dist, "init_process_group", lambda _, **given: join("gloo", **given)
         )
         # Else a module keeps its parameters, and takes over the bytes only.
         swaps = torch.__future__.get_swap_module_params_on_conversion()

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
 
-from rollcall.train.dist.device import mark_time
-
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, OTHER, AWAY = range(7)
 """Places of the phases in lists, as in `Phases.PHASES`; what is AWAY is not part of a step."""
 NEVER = [float("inf")] * 6
@@ -143,7 +141,9 @@ class Clock:
             self._spent[self._phase] += now - self._since
             self._since = now
         else:
-            self._marks.append((phase, mark_time(self._device, self._pool)))
+            event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append((phase, event))
         self._phase = phase
 
     def _fold(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from rollcall import hosts
+
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done everything."""
@@ -70,13 +72,6 @@ class Copied:
         return self._values.tolist()
 
 
-def mark_time(device: torch.device, spare: list[Any]) -> Any:
-    """Return an event at the end of a GPU's queue: one of `spare`, or a new one."""
-    event = spare.pop() if spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 def free_memory(device: torch.device) -> int:
     """Return the bytes of a GPU that PyTorch holds or may still take."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -93,3 +88,9 @@ def release_memory(device: torch.device) -> None:
     """Return what PyTorch keeps for later to the GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def chip_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if is_gpu else hosts.processor()
