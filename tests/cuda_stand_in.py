@@ -252,9 +252,7 @@ class DeviceTensor(torch.Tensor):
         device = Cuda.now.device(device) if device and device.type == "cuda" else device
         if not copy and device in (None, self.device) and dtype in (None, self.dtype):
             return self
-        given = {"dtype": dtype, "device": device, "non_blocking": non_blocking}
-        found: torch.Tensor = torch.ops.aten._to_copy.default(self, **given)
-        return found
+        return _moved(self, {"dtype": dtype, "device": device, "non_blocking": non_blocking})
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.to("cpu")
@@ -275,6 +273,23 @@ class DeviceTensor(torch.Tensor):
         copied = self.detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         return copied
+
+
+class _Move(torch.autograd.Function):
+    """A copy whose gradient goes back to the device, which the autograd engine does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, given: Any) -> torch.Tensor:
+        ctx.back = tensor.device, tensor.dtype
+        found: torch.Tensor = torch.ops.aten._to_copy.default(tensor, **given)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].to(*ctx.back), None
+
+
+_moved: Callable[..., torch.Tensor] = _Move.apply
 
 
 class Functions(TorchFunctionMode):
@@ -526,6 +541,8 @@ class Cuda:
                 raise RuntimeError(
                     f"{name}: expected all tensors to be on {device}, got one on cpu"
                 )
+        if len({one.device for one in on_device}) > 1:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
         return self._queue(func, args, kwargs, name, self.current_stream(device))
 
     def _on_host(self, func: Any, args: Any, kwargs: Any, name: str, pins: bool) -> Any:
@@ -680,15 +697,7 @@ class Cuda:
         for name, value in self._names().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.accelerator, "current_stream", self.current_stream)
-        group = torch._C._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
-        patch.setattr(
-            torch._C,
-            "_group_tensors_by_device_and_dtype",
-            lambda lists, *given: {
-                (found[0][0][0].device, key[1]): found
-                for key, found in group(lists, *given).items()
-            },
-        )
+        patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", _grouped)
         memory, history = torch.cuda.memory, "_record_memory_history"
         patch.setattr(memory, "_dump_snapshot", self._dump)
         patch.setattr(memory, history, lambda *_, **__: self.log.append("history"))
@@ -732,6 +741,7 @@ class Cuda:
             "set_device": self.set_device,
             "synchronize": self.synchronize,
             "is_current_stream_capturing": lambda: False,
+            "is_bf16_supported": lambda *_: True,
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "_lazy_init": lambda: None,
@@ -762,6 +772,17 @@ def _plain(tensor: Any) -> Any:
 def _wrap(plain: torch.Tensor, lease: Lease) -> DeviceTensor:
     found: DeviceTensor = torch.Tensor._make_subclass(DeviceTensor, plain)  # type: ignore[assignment]
     found.plain, found.lease = plain, lease
+    return found
+
+
+def _grouped(lists: Any, _: bool = False) -> dict[tuple[torch.device, torch.dtype], Any]:
+    """Group the tensors at the same place of several lists, as optimizers do."""
+    found: dict[tuple[torch.device, torch.dtype], Any] = {}
+    for place, first in enumerate(lists[0]):
+        group, places = found.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        places.append(place)
+        for column, given in zip(group, lists, strict=True):
+            column += given[place : place + 1]
     return found
 
 
