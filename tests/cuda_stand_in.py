@@ -76,16 +76,16 @@ def _join(order: Order, other: Mapping[int, int]) -> None:
 
 
 class Marker(NamedTuple):
-    """A place in a stream, behind its first `count` operations."""
+    """A place in a stream, behind its first `place` operations."""
 
     stream: Stream
-    count: int
+    place: int
     order: Order  # what is ordered before it
     time: list[float]  # when it was passed, if it was
 
     @property
     def is_passed(self) -> bool:
-        return self.stream.done >= self.count
+        return self.stream.done >= self.place
 
 
 class Stream:
@@ -159,7 +159,7 @@ class Event:
     """A place in a stream: torch.cuda.Event."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self.has_time, self.marker = enable_timing, None
+        self.has_time = enable_timing
         self.marker: Marker | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -198,7 +198,7 @@ class Access(NamedTuple):
     start: int
     end: int
     stream: int
-    count: int
+    place: int
     writes: bool
     name: str
 
@@ -241,8 +241,8 @@ class DeviceTensor(torch.Tensor):
         assert stream is not None
         return stream.device
 
-    is_cuda = property(lambda _: True)  # type: ignore[assignment]
-    is_cpu = property(lambda _: False)  # type: ignore[assignment]
+    is_cuda = property(lambda _: True)
+    is_cpu = property(lambda _: False)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         copy = kwargs.pop("copy", False)
@@ -481,7 +481,7 @@ class Cuda:
         where = f"stream {own}" if stream else "the host"
         kept = []
         for other in block.accesses:
-            is_known = other.stream == own or known.get(other.stream, 0) >= other.count
+            is_known = other.stream == own or known.get(other.stream, 0) >= other.place
             if other.start < end and start < other.end and (writes or other.writes):
                 if not is_known:
                     kind = EARLY if other.writes and not writes else REUSED
@@ -747,6 +747,9 @@ class Cuda:
             "_lazy_init": lambda: None,
             "device_count": lambda: self.devices,
             "get_device_name": lambda _=None: "NVIDIA stand-in",
+            "get_device_properties": lambda _=None: SimpleNamespace(
+                total_memory=self.capacity, multi_processor_count=1, major=9
+            ),
             "get_device_capability": lambda _=None: (9, 0),
             "empty_cache": self.empty_cache,
             "mem_get_info": self.mem_get_info,

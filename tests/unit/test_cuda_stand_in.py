@@ -51,7 +51,8 @@ class Reporter:
     """A member with numbers on the device and on the host."""
 
     def __init__(self, cuda: Cuda) -> None:
-        self._step, self.agreed, self._cuda = torch.zeros((), device=GPU), [], cuda
+        self._step, self._cuda = torch.zeros((), device=GPU), cuda
+        self.agreed: list[tuple[int, dict[str, Any]]] = []
         self.waits = 0
 
     def report(self) -> Mapping[str, Any]:
@@ -70,6 +71,7 @@ def agreement(cuda: Cuda, world: World, path: Path) -> None:  # noqa: ARG001
     cuda.others = 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_world_size", lambda: 2)
+        patch.setattr("rollcall.train.dist.agreement.SPACING", 1e6)  # only what is due is sent
         member = Reporter(cuda)
         one = Agreement([member], GPU)
         for step in range(1, 6):
