@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from rollcall import hosts
 from rollcall.installation import environment
 from rollcall.text import size, table
 
@@ -61,7 +62,7 @@ def surroundings() -> dict[str, str]:
     memory = size(psutil.virtual_memory().total)
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     busy = ", which is much: compare ratios, not times" * (load > cores / 2)
-    parts = [f"{cores} cores ({_processor()})", memory, *_gpus()]
+    parts = [f"{cores} cores ({hosts.processor()})", memory, *_gpus()]
     named = ("rollcall", "torch", "lightning", "accelerate")
     found = {"Python": platform.python_version()}
     for name in named:
@@ -69,14 +70,6 @@ def surroundings() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
     machine = f"{', '.join(parts)}; load {load:.1f}{busy}"
     return {"machine": machine, "versions": ", ".join(map(" ".join, found.items()))}
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _gpus() -> list[str]:

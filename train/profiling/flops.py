@@ -1,10 +1,8 @@
 """Count the floating-point operations of a step, and compare them with what the chip can do."""
 
 import copy
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rollcall.config import chips
 from rollcall.train.data.calling import arguments_of
 from rollcall.train.data.source import Batch, Source
+from rollcall.train.dist.device import chip_name
 from rollcall.train.dist.run import Run
 
 META = torch.device("meta")
@@ -124,15 +123,6 @@ class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def found(self) -> Operations:
         return Operations(*self._counts)
-
-
-def chip_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:

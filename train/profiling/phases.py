@@ -15,6 +15,7 @@ from rollcall.records.phases import Phases
 from rollcall.records.profile import ProfileRequest
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.clock import clock
+from rollcall.train.dist.device import peaks
 from rollcall.train.dist.run import Run
 from rollcall.train.profiling.verdict import GrowingMemory, LateRanks, Window, limits
 
@@ -159,7 +160,4 @@ class PhaseTimes:
         resident = float(Path("/proc/self/statm").read_text().split()[1]) * PAGE
         if not self._is_on_gpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0, 0.0, resident
-        device = self._run.world.device
-        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return float(peaks[0]), float(peaks[1]), resident
+        return *peaks(self._run.world.device), resident

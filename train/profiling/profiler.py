@@ -16,6 +16,7 @@ from rollcall.config import ConfigError
 from rollcall.records.phases import Phases
 from rollcall.records.profile import Profile
 from rollcall.train.dist.clock import COMMUNICATION, OTHER, clock
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.run import Run
 from rollcall.train.profiling.flames import Flames
 
@@ -178,7 +179,7 @@ class _Nsight(_Profile):
 
     def __init__(self, run: Run, first: int) -> None:
         self._first, self._depth = first, 0
-        torch.cuda.synchronize(run.world.device)
+        synchronize(run.world.device)
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
         torch.cuda.nvtx.range_push(Phases.PHASES[OTHER])  # type: ignore[no-untyped-call]
@@ -192,7 +193,7 @@ class _Nsight(_Profile):
     def end(self, last: int) -> None:  # noqa: ARG002
         """End the capture."""
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        synchronize(torch.device("cuda"))
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
