@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rollcall import hosts
+from rollcall import fabric, hosts
 from rollcall.config import ConfigError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -292,6 +292,7 @@ def _meet(place: Place) -> dist.Store:
         own = hosts.route(peers[0])
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", own.interface)
+        os.environ.update(fabric.settings(os.environ))
     port = int(os.environ.setdefault("MASTER_PORT", str(hosts.port(place.key))))
     listener = None
     if "MASTER_ADDR" not in os.environ:
