@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from rollcall.fabric import SYSROOT
+from rollcall.fabric import SYSROOT as SYSROOT
 
 State: TypeAlias = Literal["ok", "warning", "bad", "not applicable"]
 Value: TypeAlias = str | float | dict[str, str] | None
