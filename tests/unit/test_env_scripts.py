@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_env_run import wheel
+from wheels import wheel
 
 ENV = Path(__file__).parents[2] / "env"
 PROJECT = """[project]
