@@ -16,6 +16,7 @@ import pytest
 from rollcall.launch.commands.goodput import main
 from rollcall.launch.runs import states
 from rollcall.launch.runs.goodput import goodput
+from rollcall.records.phases import Phases
 from rollcall.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
@@ -88,5 +89,7 @@ def test_every_second_of_a_run_with_two_kills_and_a_preemption_is_booked_once(
     assert 60 * STEP * 0.8 < shares["productive"] < 60 * STEP * 1.6 + 1  # the preempted step waits
     assert shares["lost"] > 2  # both hung for a second
     assert PAUSE < shares["restart"] < PAUSE + 8
+    steps = [line.step for line in Phases.read(run.path)]
+    assert steps == sorted({*steps}) and steps[-1] == 60, steps
     assert main(["--json", "--root", str(tmp_path / "runs"), "a"]) == 0
     assert json.loads(capsys.readouterr().out)["shares"] == shares
