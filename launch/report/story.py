@@ -43,7 +43,9 @@ NOT_CURVES = ("epoch", "slowest_rank", "unreadable", "step", "time")
 """Numbers of a logged step that get no curve."""
 TITLES = {
     **{"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Gradient norm"},
-    "samples_per_second": "Throughput, samples/s",
+    **{"samples_per_second": "Throughput, samples/s", "tokens_per_second": "Throughput, tokens/s"},
+    **{"flops_per_second": "Operations of the model, FLOP/s", "mfu": "MFU"},
+    "slowest_ratio": "Step time of the slowest rank / that of the others",
     "data_wait": "Share of time spent waiting for data",
 }
 """Names of curves in words; of others, the name in the file without underscores."""
