@@ -1,5 +1,7 @@
 """The table of chips: chips.yaml, and files of the same form."""
 
+import contextlib
+import platform
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +14,15 @@ from rollcall.config.schema import ConfigError
 FILE = Path(__file__).with_name("chips.yaml")
 Chips = dict[str, dict[str, float]]
 """The numbers of each chip, by name and key."""
+
+
+def processor() -> str:
+    """Return the name of this machine's CPU, or its architecture where the kernel has no name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def known(own: str | None = None) -> Chips:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rollcall import hosts
 from rollcall.config import ConfigError
+from rollcall.config.chips import processor
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = timedelta(minutes=5)
@@ -324,3 +325,8 @@ def _listen(address: str, port: int) -> int:
             f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_PORT to "
             "another port, the same for all ranks"
         ) from None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()

@@ -1,10 +1,8 @@
 """Count the floating-point operations of a step, and compare them with what the chip can do."""
 
 import copy
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from rollcall.config import chips
 from rollcall.train.data.calling import arguments_of
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import device_name
 
 META = torch.device("meta")
 
@@ -52,7 +51,7 @@ def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[
     is_tensor = isinstance(example.inputs, torch.Tensor)
     if is_tensor and len(source.shape) == 1 and not example.inputs.is_floating_point():
         found["tokens_per_second"] = float(source.shape[0])
-    peak = peak_of(chip_name(world.device), config.precision, config.log.chips)
+    peak = peak_of(device_name(world.device), config.precision, config.log.chips)
     operations = operations_of(model, example) if world.is_main else None
     if operations is None or not operations.model:
         return found
@@ -125,15 +124,6 @@ class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def found(self) -> Operations:
         return Operations(*self._counts)
-
-
-def chip_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
