@@ -119,7 +119,8 @@ def _row(found: Mapping[str, np.ndarray], name: str, k: int, scaling: str) -> tu
     serial = ((k - faster) if is_weak else (k / faster - 1)) / (k - 1)
     # The speed-up of double the ranks, by the law of Gustafson or Amdahl.
     part, double = np.maximum(0.0, serial), 2 * k
-    expected = double - part * (double - 1) if is_weak else 1 / (part + (1 - part) / double)
+    weak, strong = double - part * (double - 1), 1 / (part + (1 - part) / double)
+    expected = np.maximum(0.0, weak if is_weak else strong)
     cells = [
         *(name, str(k), cell(step, seconds), cell(faster)),
         *(cell(faster / k, "{:.0%}".format), cell(serial, "{:.0%}".format)),
