@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -105,21 +105,22 @@ def medians(found: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
     }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: Iterable[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median; the range of fewer than six values."""
-    ordered, number = sorted(values), len(values)
-    outside, place = 0.0, -1
+    ordered = sorted(values)
+    outside, place, number = 0.0, -1, len(ordered)
     while outside <= 0.025 and place < number // 2:
         place += 1
         outside += math.comb(number, place) / 2**number
     return ordered[max(0, place - 1)], ordered[number - 1 - max(0, place - 1)]
 
 
-def cell(values: Sequence[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
+def cell(values: Iterable[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
     """Return a median with its 95 % interval."""
-    low, high = (shown(value) for value in interval(values))
-    own = shown(statistics.median(values))
-    return own if len(values) == 1 else f"{own} [{low}, {high}]"
+    numbers = list(values)
+    low, high = map(shown, interval(numbers))
+    own = shown(statistics.median(numbers))
+    return own if len(numbers) == 1 else f"{own} [{low}, {high}]"
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:

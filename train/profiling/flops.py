@@ -40,7 +40,8 @@ def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[
     `tokens_per_second` for sequences; `flops_per_second`, the model's own operations on all ranks;
     `recomputed_flops_per_second`, if there are any. If the peak of the chip is known, `mfu`: the
     share of it that the model's own operations take, without recomputed ones; see Chowdhery et al.,
-    PaLM, appendix B, https://arxiv.org/abs/2204.02311. The model must not be spread yet.
+    PaLM, appendix B, https://arxiv.org/abs/2204.02311. The model must not be spread yet. Rank 0
+    alone counts operations, because no other rank writes these figures.
 
     Raises:
         ConfigError: `log.chips` cannot be read.
@@ -51,7 +52,7 @@ def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[
     if is_tensor and len(source.shape) == 1 and not example.inputs.is_floating_point():
         found["tokens_per_second"] = float(source.shape[0])
     peak = peak_of(chip_name(world.device), config.precision, config.log.chips)
-    operations = operations_of(model, example)
+    operations = operations_of(model, example) if world.is_main else None
     if operations is None or not operations.model:
         return found
     samples = len(example.weights)
