@@ -159,6 +159,13 @@ class Loss:
                 )
         return losses, weights
 
+    def total(self, outputs: Any, targets: Any) -> torch.Tensor | None:
+        """Return the sum over all rows; None if it takes no less time than the loss of each."""
+        if self.function is not per_sample_loss or self.is_weighted or targets.ndim != 1:
+            return None
+        self._check(outputs, targets)
+        return functional.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
+
     def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs and the targets that they predict: the next tokens, for `next_token`."""
         if self.name != "next_token":
@@ -303,6 +310,7 @@ class Objective:
         # For a loss that returns weights: their sum and the sum of samples in each call.
         self.weights: list[torch.Tensor] = []
         self._slope = torch.tensor(torch.nan)
+        self._ones: torch.Tensor | None = None  # weights of rows that all count
 
     def __call__(
         self, outputs: Any, targets: Any, counts: torch.Tensor, guard: bool = True
@@ -312,6 +320,10 @@ class Objective:
         `counts` is zero for rows that do not count. Without `guard`, the backward pass must begin
         with `slope`, which is quicker.
         """
+        if not guard and self.seen is None and self._are_ones(counts):
+            total = self.loss.total(outputs, targets)
+            if total is not None:
+                return total
         losses, weights = self.loss.of_rows(outputs, targets)
         samples = counts.sum() if self.loss.is_weighted else counts
         weights = losses if weights is None else weights
@@ -340,13 +352,19 @@ class Objective:
         if self.seen is not None:
             self.seen.append(losses.detach().expand(rows))
         # To multiply by ones changes no bit.
-        are_ones = counts.is_cpu and bool((counts.numpy() == 1).all())
-        total = losses.sum() if are_ones else (losses * counts).sum()
+        total = losses.sum() if self._are_ones(counts) else (losses * counts).sum()
         if not guard:
             return total
         scale = self.scaler.scale if self.scaler else torch.ones((), device=losses.device)
         guarded: torch.Tensor = _Guarded.apply(total, scale)
         return guarded
+
+    def _are_ones(self, counts: torch.Tensor) -> bool:
+        if counts is not self._ones:  # mostly those of the step before
+            if not counts.is_cpu or (counts.numpy() != 1).any():
+                return False
+            self._ones = counts
+        return True
 
     def sums_of_weights(self, device: torch.device) -> torch.Tensor:
         """Return the sums of weights and of samples over this rank's calls of a step: (2,)."""
