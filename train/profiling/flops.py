@@ -52,7 +52,7 @@ def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[
     if is_tensor and len(source.shape) == 1 and not example.inputs.is_floating_point():
         found["tokens_per_second"] = float(source.shape[0])
     peak = peak_of(chip_name(world.device), config.precision, config.log.chips)
-    operations = operations_of(model, example)
+    operations = operations_of(model, example) if world.is_main else None  # which alone logs
     if operations is None or not operations.model:
         return found
     samples = len(example.weights)
