@@ -4,13 +4,16 @@ A host's own name does not help: Debian maps it to 127.0.1.1, so torch would lis
 Instead, a host asks the kernel by which address and interface it reaches the others.
 """
 
+import contextlib
 import itertools
 import os
+import platform
 import re
 import socket
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 FIRST_PORT, PORTS = 20000, 10000
 """Ports of a rendezvous. Linux assigns the ports from 32768 on to outgoing connections."""
@@ -154,6 +157,15 @@ def _interface(address: str) -> str:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return str(name)
     raise HostError(f"no network interface of {socket.gethostname()} has the address {address}")
+
+
+def processor() -> str:
+    """Return the name of this host's processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def usable_cpus() -> int:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from rollcall.hosts import processor
 from rollcall.installation import ROOT
 from rollcall.text import size, table
 
@@ -54,7 +55,7 @@ def begin(argv: Sequence[str]) -> None:
     memory = size(psutil.virtual_memory().total)
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     busy = ", which is much: compare ratios, not times" * (load > cores / 2)
-    parts = [f"{cores} cores ({_processor()})", memory, *_gpus()]
+    parts = [f"{cores} cores ({processor()})", memory, *_gpus()]
     print(f"machine: {', '.join(parts)}; load {load:.1f}{busy}")
     named = ("rollcall", "torch", "lightning", "accelerate")
     found = {"Python": platform.python_version()}
@@ -62,14 +63,6 @@ def begin(argv: Sequence[str]) -> None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     print(f"versions: {', '.join(map(' '.join, found.items()))}\n", flush=True)
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _gpus() -> list[str]:

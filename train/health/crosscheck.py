@@ -19,6 +19,7 @@ from torch import nn
 from rollcall.config import Config
 from rollcall.text import dotted
 from rollcall.train.dist.world import World
+from rollcall.train.profiling import flops
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -92,7 +93,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": flops.chip_name(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -113,10 +114,3 @@ def code() -> dict[str, str]:
         if file.endswith(".py") and Path(file).is_absolute():  # torch invents some file names
             _hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return {name: text for name, text in _hashes.items() if text}
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -161,9 +161,11 @@ class Loss:
 
     def total(self, outputs: Any, targets: Any) -> torch.Tensor | None:
         """Return the sum over all rows; None if it takes no less time than the loss of each."""
-        if self.function is not per_sample_loss or self.is_weighted or targets.ndim != 1:
+        if self.function is not per_sample_loss or self.is_weighted:
             return None
         self._check(outputs, targets)
+        if targets.ndim > 1:
+            return None
         return functional.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
 
     def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -309,7 +311,6 @@ class Objective:
         self.seen: list[torch.Tensor] | None = None  # a list collects the losses of every call
         # For a loss that returns weights: their sum and the sum of samples in each call.
         self.weights: list[torch.Tensor] = []
-        self._slope = torch.tensor(torch.nan)
         self._ones: torch.Tensor | None = None  # weights of rows that all count
 
     def __call__(
@@ -338,9 +339,7 @@ class Objective:
         if total.is_cpu and self.scaler is None:
             if not math.isfinite(total.item()):
                 scale = math.nan
-            if self._slope.item() != scale:  # mostly the one of the step before
-                self._slope = torch.tensor(scale, dtype=total.dtype)
-            return self._slope
+            return torch.tensor(scale, dtype=total.dtype)
         by = scale * self.scaler.scale if self.scaler else scale
         return by + 0 * total.detach()
 

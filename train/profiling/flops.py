@@ -1,10 +1,8 @@
 """Count the floating-point operations of a step, and compare them with what the chip can do."""
 
 import copy
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config import chips
+from rollcall.hosts import processor
 from rollcall.train.data.calling import arguments_of
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.run import Run
@@ -128,11 +127,7 @@ class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def chip_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
