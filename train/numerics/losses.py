@@ -160,7 +160,7 @@ class Loss:
         return losses, weights
 
     def total(self, outputs: Any, targets: Any) -> torch.Tensor | None:
-        """Return the sum over all rows; None if it takes no less time than the loss of each."""
+        """Return the sum over all rows; None if the loss of each is as quick."""
         if self.function is not per_sample_loss or self.is_weighted:
             return None
         self._check(outputs, targets)
@@ -359,7 +359,7 @@ class Objective:
         return guarded
 
     def _are_ones(self, counts: torch.Tensor) -> bool:
-        if counts is not self._ones:  # mostly those of the step before
+        if counts is not self._ones:  # as in most steps
             if not counts.is_cpu or (counts.numpy() != 1).any():
                 return False
             self._ones = counts
