@@ -311,7 +311,6 @@ class Objective:
         self.seen: list[torch.Tensor] | None = None  # a list collects the losses of every call
         # For a loss that returns weights: their sum and the sum of samples in each call.
         self.weights: list[torch.Tensor] = []
-        self._ones: torch.Tensor | None = None  # weights of rows that all count
 
     def __call__(
         self, outputs: Any, targets: Any, counts: torch.Tensor, guard: bool = True
@@ -321,10 +320,9 @@ class Objective:
         `counts` is zero for rows that do not count. Without `guard`, the backward pass must begin
         with `slope`, which is quicker.
         """
-        if not guard and self.seen is None and self._are_ones(counts):
-            total = self.loss.total(outputs, targets)
-            if total is not None:
-                return total
+        is_plain = not guard and self.seen is None and _are_ones(counts)
+        if is_plain and (total := self.loss.total(outputs, targets)) is not None:
+            return total
         losses, weights = self.loss.of_rows(outputs, targets)
         samples = counts.sum() if self.loss.is_weighted else counts
         weights = losses if weights is None else weights
@@ -351,23 +349,20 @@ class Objective:
         if self.seen is not None:
             self.seen.append(losses.detach().expand(rows))
         # To multiply by ones changes no bit.
-        total = losses.sum() if self._are_ones(counts) else (losses * counts).sum()
+        total = losses.sum() if _are_ones(counts) else (losses * counts).sum()
         if not guard:
             return total
         scale = self.scaler.scale if self.scaler else torch.ones((), device=losses.device)
         guarded: torch.Tensor = _Guarded.apply(total, scale)
         return guarded
 
-    def _are_ones(self, counts: torch.Tensor) -> bool:
-        if counts is not self._ones:  # as in most steps
-            if not counts.is_cpu or (counts.numpy() != 1).any():
-                return False
-            self._ones = counts
-        return True
-
     def sums_of_weights(self, device: torch.device) -> torch.Tensor:
         """Return the sums of weights and of samples over this rank's calls of a step: (2,)."""
         return sum(self.weights, torch.zeros(2, dtype=torch.float64, device=device))
+
+
+def _are_ones(counts: torch.Tensor) -> bool:
+    return counts.is_cpu and bool((counts.numpy() == 1).all())
 
 
 class _Guarded(torch.autograd.Function):

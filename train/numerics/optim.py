@@ -190,19 +190,14 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         return
     with torch.no_grad():
         for group in own.param_groups:
-            beta1, beta2 = group["betas"]
-            weights, gradients, means, squares, _, steps = lists = [], [], [], [], [], []  # type: ignore[var-annotated]
+            lists: list[list[torch.Tensor]] = [[], [], [], [], [], []]
             own._init_group(group, *lists)
-            if weights:
-                torch._foreach_add_(steps, 1)
-                is_adamw = group["decoupled_weight_decay"]
-                (torch._fused_adamw_ if is_adamw else torch._fused_adam_)(
-                    *(weights, gradients, means, squares, [], steps),
-                    **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")},
-                    beta1=beta1,
-                    beta2=beta2,
-                    amsgrad=False,
-                )
+            if lists[0]:
+                torch._foreach_add_(lists[-1], 1)
+                decoupled, betas = group["decoupled_weight_decay"], group["betas"]
+                options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+                options |= {"beta1": betas[0], "beta2": betas[1], "amsgrad": False}
+                (torch._fused_adamw_ if decoupled else torch._fused_adam_)(*lists, **options)
 
 
 def ratios(config: Optim, optimizer: torch.optim.Optimizer) -> list[float]:
