@@ -4,7 +4,6 @@ A host's own name does not help: Debian maps it to 127.0.1.1, so torch would lis
 Instead, a host asks the kernel by which address and interface it reaches the others.
 """
 
-import contextlib
 import itertools
 import os
 import platform
@@ -160,12 +159,10 @@ def _interface(address: str) -> str:
 
 
 def processor() -> str:
-    """Return the name of this host's processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    """Return the name of this machine's CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def usable_cpus() -> int:

@@ -31,6 +31,7 @@ from rollcall.bench import turns
 from rollcall.config.schema import Data, Model
 from rollcall.train.data.sets.digits import digits
 from rollcall.train.data.source import BatchDataset, Source
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
 from rollcall.train.models.cnn import cnn
 from rollcall.train.models.mlp import mlp
@@ -124,8 +125,8 @@ def timed_model(config: Model, source: Source) -> nn.Module:
         if not module.training or not torch.is_grad_enabled():
             return
         number = next(passes)
-        if settings.device == "cuda" and number in (settings.warm_up, _steps()):
-            torch.cuda.synchronize()
+        if number in (settings.warm_up, _steps()):
+            _wait()
         now = time.perf_counter(), time.process_time()
         if number == settings.warm_up:
             begun[:] = now
@@ -258,8 +259,7 @@ def collectives() -> None:
 
 
 def _wait() -> None:
-    if given[0].device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(torch.device(given[0].device))
 
 
 def _all_reduce(whole: torch.Tensor, _: torch.Tensor) -> None:

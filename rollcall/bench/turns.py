@@ -17,13 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from rollcall.hosts import processor
-from rollcall.installation import ROOT
+from rollcall import hosts
+from rollcall.installation import environment
 from rollcall.text import size, table
 
 Figures = dict[str, float]
@@ -52,17 +52,24 @@ def count(text: str) -> int:
 def begin(argv: Sequence[str]) -> None:
     """Print the command, the machine with its load, and the versions."""
     print(f"$ rollcall bench {shlex.join(argv)}")
+    for name, text in surroundings().items():
+        print(f"{name}: {text}")
+    print(flush=True)
+
+
+def surroundings() -> dict[str, str]:
+    """Describe the machine with its load, and the versions."""
     memory = size(psutil.virtual_memory().total)
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     busy = ", which is much: compare ratios, not times" * (load > cores / 2)
-    parts = [f"{cores} cores ({processor()})", memory, *_gpus()]
-    print(f"machine: {', '.join(parts)}; load {load:.1f}{busy}")
+    parts = [f"{cores} cores ({hosts.processor()})", memory, *_gpus()]
     named = ("rollcall", "torch", "lightning", "accelerate")
     found = {"Python": platform.python_version()}
     for name in named:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    print(f"versions: {', '.join(map(' '.join, found.items()))}\n", flush=True)
+    machine = f"{', '.join(parts)}; load {load:.1f}{busy}"
+    return {"machine": machine, "versions": ", ".join(map(" ".join, found.items()))}
 
 
 def _gpus() -> list[str]:
@@ -101,21 +108,22 @@ def medians(found: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
     }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: Iterable[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median; the range of fewer than six values."""
-    ordered, number = sorted(values), len(values)
-    outside, place = 0.0, -1
+    ordered = sorted(values)
+    outside, place, number = 0.0, -1, len(ordered)
     while outside <= 0.025 and place < number // 2:
         place += 1
         outside += math.comb(number, place) / 2**number
     return ordered[max(0, place - 1)], ordered[number - 1 - max(0, place - 1)]
 
 
-def cell(values: Sequence[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
+def cell(values: Iterable[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
     """Return a median with its 95 % interval."""
-    low, high = (shown(value) for value in interval(values))
-    own = shown(statistics.median(values))
-    return own if len(values) == 1 else f"{own} [{low}, {high}]"
+    numbers = list(values)
+    low, high = map(shown, interval(numbers))
+    own = shown(statistics.median(numbers))
+    return own if len(numbers) == 1 else f"{own} [{low}, {high}]"
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
@@ -152,6 +160,7 @@ def compare(title: str, of_ways: Mapping[str, Sequence[Figures]], base: str) -> 
 @contextlib.contextmanager
 def started(words: Sequence[str], **options: object) -> Iterator[subprocess.Popen[str]]:
     """Start a command; at the end, kill what is left of it and of its children."""
+    options = {"env": environment(), **options}
     process: subprocess.Popen[str] = subprocess.Popen(words, text=True, **options)  # type: ignore[call-overload]
     try:
         yield process
@@ -174,12 +183,11 @@ def timed(
         BenchError: it failed.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    path = [str(first_on_path)] if first_on_path else []
-    python = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # for another cwd
-    env = {"PATH": [*path, os.environ["PATH"]], "PYTHONPATH": python}
-    joined = {name: os.pathsep.join(filter(None, places)) for name, places in env.items()}
+    env = environment()
+    if first_on_path:
+        env["PATH"] = os.pathsep.join((str(first_on_path), env["PATH"]))
     output_to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with started(words, env=os.environ | joined, cwd=cwd, **output_to) as process:
+    with started(words, env=env, cwd=cwd, **output_to) as process:
         output, _ = process.communicate()
     taken, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode:

@@ -18,8 +18,8 @@ from torch import nn
 
 from rollcall.config import Config
 from rollcall.text import dotted
+from rollcall.train.dist.device import chip_name
 from rollcall.train.dist.world import World
-from rollcall.train.profiling import flops
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -93,7 +93,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": flops.chip_name(device),
+        "device": chip_name(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
