@@ -69,11 +69,13 @@ def sentences(count: int = 50) -> Any:
 def words() -> Any:
     from rollcall.train.data.source import Source
 
-    return Source(Sentences(50), Sentences(11))
+    return Source(Sentences(50), Sentences(11), classes=WORDS)
 
 
 def stream(kind: str = "counted") -> Any:
-    return Counted(23) if kind == "counted" else Plain(), Sentences(11)
+    from rollcall.train.data.source import Source
+
+    return Source(Counted(23) if kind == "counted" else Plain(), Sentences(11), classes=WORDS)
 
 
 def write_shards(folder: Path, count: int = 23, size: int = 6) -> None:

@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ DECAYS = {"weight_decay", "lambd"}
 """Options of a group with which a step changes weights whose gradient is zero."""
 COUNTERS = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
 """Parts of a state that a step changes even with a gradient of zero, and what they begin with."""
+PASSED = {"lr", "weight_decay", "momentum", "fused", "foreach"}
+"""Options that `_build` passes itself."""
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "auto": {},
     "fused": {"fused": True},
@@ -86,35 +89,61 @@ def build(config: Optim, groups: Groups) -> torch.optim.Optimizer:
 def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     if name.lower() == MUON:
         use_whole_matrices()
-    optimizer = arguments.call(
-        "optim.name",
-        "optim.args",
-        name,
-        config.args if name == config.name else {},
-        params=groups,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        config=config,
-        **({"momentum": config.momentum} if name == "sgd" else {}),
-        **_implementation(config, name, groups),
-    )
+    args = config.args if name == config.name else {}
+    given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "config": config}
+    given |= _implementation(config, name, groups)
+    if name == "sgd":
+        given["momentum"] = config.momentum
+    chosen = [  # before the optimizer adds its defaults
+        {option: group[option] for option in group.keys() - {"params", "optimizer"}}
+        for group in groups
+    ]
+    with _explained(name):
+        optimizer = arguments.call("optim.name", "optim.args", name, args, params=groups, **given)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
-    options = {option for group in groups for option in group} - {"params", "optimizer"}
-    for option in sorted(options - {*optimizer.defaults}):
+    for option in sorted({*chain(*chosen)} - {*optimizer.defaults}):
         known = ", ".join(optimizer.defaults)
         raise ConfigError(
             f"optim.groups: {name} has no option '{option}'"
             f"{did_you_mean(option, optimizer.defaults) or f'; it has {known}'}"
         )
+    weight = groups[0]["params"][0]
+    for options in chosen if ":" not in name and not weight.is_meta else ():
+        _try(name, options, args, given, weight)
     if name == "sgd" and optimizer.defaults.get("fused") and config.momentum:
         # A skipped first step of the fused kernel leaves momentum uninitialized (2.15).
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def _try(name: str, options: dict[str, Any], args: Any, given: Any, weight: torch.Tensor) -> None:
+    """Make a step of a small matrix with the options of a group; ConfigError if that fails."""
+    own = {option: options.pop(option) for option in PASSED & options.keys()}
+    trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
+    trial.grad = torch.ones_like(trial)
+    key, values = "optim.groups" if options else "optim.args", {**args, **options}
+    with _explained(name):
+        arguments.call("optim.name", key, name, values, **{**given, **own}, params=[trial]).step()
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Make one sentence of what torch's optimizers raise; errors of the user's stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        if ":" in name or isinstance(error, ConfigError):
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"optim.name={name} cannot make a step with these optim.args and optim.groups: "
+            f"{reason}; change them, or choose another optimizer"
+        ) from error
 
 
 def _implementation(config: Optim, name: str, groups: Groups) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rollcall.config import arguments
 from rollcall.config.catalog import DATA_SETS
 from rollcall.config.plugin import load_attribute
 from rollcall.config.schema import ConfigError, Data
+from rollcall.train.data.packing import packed
 from rollcall.train.data.reader import Reader, Selection
 from rollcall.train.data.source import InMemory, ReadFiles, Source
 from rollcall.train.data.stream import Stream, adapted
@@ -30,11 +31,11 @@ def load(config: Data, world: World, seed: int = 0) -> Source:
         )
     given = {"config": config, "world": world}
     source = arguments.call("data.name", "data.args", config.name, config.args, **given)
-    source = _source(source, config, seed)
+    source = _source(source, config, seed, world)
     return replace(source, read=source.read or _reader(config, source.classes))
 
 
-def _source(made: Any, config: Data, seed: int) -> Source:
+def _source(made: Any, config: Data, seed: int, world: World) -> Source:
     """Return the source that a function of the user's returned, in whatever form."""
     found: Source
     if isinstance(made, Source):
@@ -53,13 +54,18 @@ def _source(made: Any, config: Data, seed: int) -> Source:
     collate = found.form.collate
     if config.collate:
         collate = arguments.call("data.collate", "data.collate", config.collate, {})
-    form = replace(
-        found.form, target=config.target, pad=config.pad, mask=config.mask, collate=collate
-    )
-    train, validation = (
-        adapted(samples, config.name, seed) for samples in (found.train, found.validation)
-    )
-    count = found.validation_size
+    given = {key: getattr(config, key) for key in ("target", "pad", "mask")}
+    form = replace(found.form, **given, pack=config.pack or 0, collate=collate)
+
+    def ready(samples: Any) -> Any:
+        is_empty = isinstance(samples, InMemory) and not len(samples)
+        if config.pack and not is_empty:
+            samples = packed(samples, form, world, config.name)
+        return adapted(samples, config.name, seed)
+
+    every: list[Any] = [found.train, found.validation, *found.further.values()]
+    train, validation, *others = map(ready, every)
+    size, count = (-1, -1) if config.pack else (found.train_size, found.validation_size)
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
     names = tuple(found.names or getattr(found.train, "classes", None) or ())
@@ -67,13 +73,15 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         found,
         train=train,
         validation=validation,
+        train_size=size,
         validation_size=count,
-        further={name: adapted(one, config.name, seed) for name, one in found.further.items()},
+        further=dict(zip([*found.further], others, strict=True)),
         form=form,
         names=names,
         classes=found.classes or len(names),
     )
-    return replace(known, shape=found.shape or _shape(known, config.name))
+    shape = (config.pack,) if config.pack else found.shape
+    return replace(known, shape=shape or _shape(known, config.name))
 
 
 def _shape(source: Source, name: str) -> tuple[int, ...]:
