@@ -84,15 +84,11 @@ LLAMA = (
     *("model.args.num_attention_heads=4", "model.args.num_key_value_heads=4"),
 )
 TEXT = (*BASE, *SHORT, "data.name=user_tasks:words", "data.pad=true", "train.loss=next_token")
-BERT = (
-    *("model.name=transformers", "model.args.base=bert", "model.args.hidden_size=16"),
-    *("model.args.auto=AutoModelForMaskedLM", "model.args.num_hidden_layers=2"),
-    *("model.args.num_attention_heads=4", "model.args.intermediate_size=32"),
-    *("model.args.hidden_dropout_prob=0", "model.args.attention_probs_dropout_prob=0"),
-)
 VIT = (
     *("digits", *BASE, *SHORT, "model.name=transformers", "model.args.base=vit"),
-    *("model.args.patch_size=2", *BERT[2:3], *BERT[4:]),
+    *("model.args.patch_size=2", "model.args.hidden_size=16", "model.args.num_hidden_layers=2"),
+    *("model.args.num_attention_heads=4", "model.args.intermediate_size=32"),
+    *("model.args.hidden_dropout_prob=0", "model.args.attention_probs_dropout_prob=0"),
 )
 
 TASKS = {
@@ -109,16 +105,12 @@ TASKS = {
     "tuned": TUNED,
     "llama": (*TEXT, *LLAMA),
     "packedllama": (*PACKED, "data.name=user_tasks:words", *LLAMA),
-    "packedbert": (
-        *(*PACKED[:-1], "data.name=user_tasks:words", *BERT, "train.loss=model"),
-        "train.loss_args.counts=labels",
-    ),
     "adapters": (*TEXT, *LLAMA, "model.args.lora={r: 2, target_modules: [q_proj, v_proj]}"),
     "vit": VIT,
 }
 PACKAGES = {
     **dict.fromkeys(("hubmap", "hubstream", "hubshuffled"), "datasets"),
-    **dict.fromkeys(("llama", "packedllama", "packedbert", "vit"), "transformers"),
+    **dict.fromkeys(("llama", "packedllama", "vit"), "transformers"),
     "adapters": "peft",
 }
 """What a task needs besides rollcall."""
@@ -162,7 +154,6 @@ CELLS = {
     "tuned-zero3": Cell(4, "zero3"),
     "tuned-ddp": Cell(2, "ddp", "tuned-zero3"),
     "packedllama-zero3": Cell(4, "zero3"),
-    "packedbert-ddp": Cell(2, "ddp"),
     "vit-zero3": Cell(4, "zero3"),
     "vit-tensor": Cell(2, "tensor", "vit-zero3"),
 }

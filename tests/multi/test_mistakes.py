@@ -179,11 +179,11 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "packed rows without positions": (
         ["data.name=user_tasks:words", "model.name=user_mistakes:Words", "data.pack=16"],
-        r"model.name: forward\(\) of Words does not take .* the inputs input_ids, position_ids: got",
+        r"model.name: forward\(\) of Words does not take .*, the inputs input_ids, position_ids: ",
     ),
     "row longer than data.pack": (
         ["data.name=user_mistakes:ragged", "data.pack=5"],
-        r"sample \d of .*\(data.name=user_mistakes:ragged\): a row has \d entries, more than data.pack=5",
+        rf"sample \d of .*\({DATA}\): a row has \d entries, more than data.pack=5; raise it, or cut",
     ),
     "packed entries of other lengths": (
         ["data.name=user_mistakes:ragged", "data.pack=16"],

@@ -15,8 +15,6 @@ from torch import nn
 
 from rollcall.config.schema import ConfigError
 from rollcall.text import did_you_mean
-from rollcall.train.data.form import POSITIONS
-from rollcall.train.data.packing import same_row
 from rollcall.train.data.source import Source
 
 STYLES = {"colwise": "columns", "rowwise": "rows"}
@@ -72,8 +70,6 @@ def transformers(
     with _refused(f"model.args.auto={auto} cannot make a {base}"):
         model: Any = make.from_config(config)
     model.register_forward_hook(_logits)
-    if not auto.endswith("ForCausalLM"):  # causal ones read it from the positions
-        model.register_forward_pre_hook(_separate, with_kwargs=True)
     _plan(model)
     if lora is not None:
         _adapt(model, lora)
@@ -166,13 +162,6 @@ def _logits(_: nn.Module, __: Any, outputs: Any) -> Any:
     """Return the logits alone, unless the model was given labels."""
     has_loss = getattr(outputs, "loss", None) is not None
     return outputs if has_loss else getattr(outputs, "logits", outputs)
-
-
-def _separate(_: nn.Module, places: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Let tokens attend only to those of their own row, if several rows are one sequence."""
-    if POSITIONS in named:
-        named = {"attention_mask": same_row(named[POSITIONS]), **named}
-    return places, named
 
 
 def _plan(model: Any) -> None:

@@ -111,24 +111,21 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
             f"{did_you_mean(option, optimizer.defaults) or f'; it has {known}'}"
         )
     weight = groups[0]["params"][0]
+    trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
+    trial.grad = torch.ones_like(trial)
     for options in chosen if ":" not in name and not weight.is_meta else ():
-        _try(name, options, args, given, weight)
+        own = {option: options.pop(option) for option in PASSED & options.keys()} | {
+            "params": [trial]
+        }
+        key, values = "optim.groups" if options else "optim.args", {**args, **options}
+        with _explained(name):
+            arguments.call("optim.name", key, name, values, **{**given, **own}).step()
     if name == "sgd" and optimizer.defaults.get("fused") and config.momentum:
         # A skipped first step of the fused kernel leaves momentum uninitialized (2.15).
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def _try(name: str, options: dict[str, Any], args: Any, given: Any, weight: torch.Tensor) -> None:
-    """Make a step of a small matrix with the options of a group; ConfigError if that fails."""
-    own = {option: options.pop(option) for option in PASSED & options.keys()}
-    trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
-    trial.grad = torch.ones_like(trial)
-    key, values = "optim.groups" if options else "optim.args", {**args, **options}
-    with _explained(name):
-        arguments.call("optim.name", key, name, values, **{**given, **own}, params=[trial]).step()
 
 
 @contextmanager

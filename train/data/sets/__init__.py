@@ -10,7 +10,6 @@ from rollcall.config import arguments
 from rollcall.config.catalog import DATA_SETS
 from rollcall.config.plugin import load_attribute
 from rollcall.config.schema import ConfigError, Data
-from rollcall.train.data.packing import packed
 from rollcall.train.data.reader import Reader, Selection
 from rollcall.train.data.source import InMemory, ReadFiles, Source
 from rollcall.train.data.stream import Stream, adapted
@@ -31,11 +30,11 @@ def load(config: Data, world: World, seed: int = 0) -> Source:
         )
     given = {"config": config, "world": world}
     source = arguments.call("data.name", "data.args", config.name, config.args, **given)
-    source = _source(source, config, seed, world)
+    source = _source(source, config, seed)
     return replace(source, read=source.read or _reader(config, source.classes))
 
 
-def _source(made: Any, config: Data, seed: int, world: World) -> Source:
+def _source(made: Any, config: Data, seed: int) -> Source:
     """Return the source that a function of the user's returned, in whatever form."""
     found: Source
     if isinstance(made, Source):
@@ -54,17 +53,14 @@ def _source(made: Any, config: Data, seed: int, world: World) -> Source:
     collate = found.form.collate
     if config.collate:
         collate = arguments.call("data.collate", "data.collate", config.collate, {})
-    given = {key: getattr(config, key) for key in ("target", "pad", "mask")}
-    form = replace(found.form, **given, pack=config.pack or 0, collate=collate)
-
-    def ready(samples: Any) -> Any:
-        is_empty = isinstance(samples, InMemory) and not len(samples)
-        if config.pack and not is_empty:
-            samples = packed(samples, form, world, config.name)
-        return adapted(samples, config.name, seed)
-
+    form = replace(
+        found.form,
+        **{key: getattr(config, key) for key in ("target", "pad", "mask")},
+        pack=config.pack or 0,
+        collate=collate,
+    )
     every: list[Any] = [found.train, found.validation, *found.further.values()]
-    train, validation, *others = map(ready, every)
+    train, validation, *others = (adapted(one, config.name, seed, form) for one in every)
     size, count = (-1, -1) if config.pack else (found.train_size, found.validation_size)
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
