@@ -103,7 +103,7 @@ def empty() -> Any:
 
 
 def other_keys() -> Any:
-    return _both([{"x": torch.ones(4), "label" if n else "labels": 1} for n in range(8)])
+    return _both([{"input": torch.ones(4), "label" if n else "labels": 1} for n in range(8)])
 
 
 def ragged() -> Any:

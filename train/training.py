@@ -212,11 +212,11 @@ def _place_model(
     model = begin.model
     crosscheck.check(world, config, model)
     example = spread.example
-    if not loss.takes_model:
-        check_arguments(model, example)
     factors = flops.factors(run, model, example, source)
     spread.compute_plain(model, begin.whole)
     strategy.place(model, example, begin.fill)
+    if not loss.takes_model:
+        check_arguments(model, example)
     # All ranks learn whether it returns weights; a pipeline's would not.
     if loss.is_own and not loss.takes_model:
         example = example.to(world.device)

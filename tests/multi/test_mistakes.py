@@ -33,8 +33,8 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "sample is empty": (["data.name=user_mistakes:empty"], "it is empty; expected tensors"),
     "other keys later": (
         ["data.name=user_mistakes:other_keys"],
-        r"sample \d+ of .*: it is a dictionary with the keys x, \w+, but another is a dictionary "
-        r"with the keys x, \w+",
+        r"sample \d+ of .*: it is a dictionary with the keys input, \w+, but another is a "
+        r"dictionary with the keys input, \w+",
     ),
     "rows of other lengths": (
         ["data.name=user_mistakes:ragged"],
@@ -183,7 +183,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "row longer than data.pack": (
         ["data.name=user_mistakes:ragged", "data.pack=5"],
-        rf"sample \d of .*\({DATA}\): a row has \d entries, more than data.pack=5; raise it, or cut",
+        rf"sample \d of .*\({DATA}\): a row has \d entries, more than data.pack=5; raise",
     ),
     "packed entries of other lengths": (
         ["data.name=user_mistakes:ragged", "data.pack=16"],
