@@ -80,14 +80,11 @@ def _check_batch(config: Config) -> None:
             f"{batch}"
         )
 
-    if config.data.pack and (config.data.pad or config.data.collate):
-        other = "pad" if config.data.pad else "collate"
-        raise ConfigError(f"data.pack and data.{other} both make batches of rows; remove one")
-    if (
-        config.data.pack
-        and config.train.loss == "model"
-        and not config.train.loss_args.get("counts")
-    ):
+    for key in ("pad", "collate") if config.data.pack else ():
+        if getattr(config.data, key):
+            raise ConfigError(f"data.pack and data.{key} both make batches of rows; remove one")
+    is_of_model = config.data.pack and config.train.loss == "model"
+    if is_of_model and not config.train.loss_args.get("counts"):
         raise ConfigError(
             "data.pack with train.loss=model needs train.loss_args.counts: next if the model "
             "predicts each token from those before it, labels if not"

@@ -165,11 +165,15 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "optimizer needs a closure": (["optim.name=LBFGS"], "LBFGS cannot make a step .*'closure'"),
     "optimizer needs sparse gradients": (["optim.name=SparseAdam"], "not support dense gradients"),
     "number that the optimizer refuses": (["optim.args.betas=[0.9, 2]"], "Invalid beta parameter"),
-    "the same in a group": (
-        ['optim.groups={"head.*": {betas: [0.9, 2]}}'],
-        "optim.name=adamw cannot make a step .*: Invalid beta parameter at index 1: 2; change",
+    "text in a group": (['optim.groups={"*": {eps: tiny}}'], "adamw cannot make a step .* eps=str"),
+    "packed stream": (
+        ["data.name=user_mistakes:endless", "data.pack=16"],
+        f"data.pack: {DATA} is a stream; pack the rows in the stream",
     ),
-    "text in a group": (['optim.groups={"*": {eps: tiny}}'], "optim.groups.eps: expected a number"),
+    "model takes no such input": (
+        ["data.name=user_mistakes:named"],
+        r"model.name: forward\(\) of Net does not take the inputs x of the samples .*: missing a r",
+    ),
     "model lets packed rows see each other": (
         [
             *("data.name=user_tasks:words", "model.name=user_mistakes:Summed", "data.pack=16"),
@@ -179,11 +183,11 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "packed rows without positions": (
         ["data.name=user_tasks:words", "model.name=user_mistakes:Words", "data.pack=16"],
-        r"model.name: forward\(\) of Words does not take .*, the inputs input_ids, position_ids: ",
+        "of Words does not take the inputs input_ids, position_ids of the samples .*: got an unex",
     ),
     "row longer than data.pack": (
-        ["data.name=user_mistakes:ragged", "data.pack=5"],
-        rf"sample \d of .*\({DATA}\): a row has \d entries, more than data.pack=5; raise",
+        ["data.name=user_tasks:words", "data.pack=5"],
+        r"sample \d of .*\(data.name=user_tasks:words\): a row has \d+ entries, more than data.pack=5; raise",
     ),
     "packed entries of other lengths": (
         ["data.name=user_mistakes:ragged", "data.pack=16"],

@@ -36,10 +36,9 @@ def check_arguments(model: nn.Module, batch: Batch) -> None:
     try:
         inspect.signature(model.forward).bind(*places, **names)
     except TypeError as error:
-        given = f"the inputs {', '.join(names)}" if names else f"{len(places)} inputs by place"
         raise ConfigError(
-            f"model.name: forward() of {type(model).__name__} does not take what the samples and "
-            f"data.pad or data.pack give it, {given}: {error}"
+            f"model.name: forward() of {type(model).__name__} does not take the inputs "
+            f"{', '.join(names) or len(places)} of the samples (data.pad, data.pack): {error}"
         ) from None
 
 

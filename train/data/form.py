@@ -34,7 +34,7 @@ class Form:
 
     target: str | None = None  # the key of the target in a dictionary; None for one of TARGETS
     pad: bool | int = False  # whether rows are padded, to the longest of a batch or to a length
-    pack: int = 0  # the length of sequences of which each holds several rows; 0 for one row each
+    packs: bool = False  # whether a sample is a list of rows, to be one sequence of length `pad`
     shifts: bool = False  # whether the loss predicts each target from those before it in its row
     mask: str | None = "attention_mask"  # the input with ones where a padded row has content
     collate: Callable[[list[Any]], Any] | None = None  # makes the whole batch of a list of samples
@@ -49,8 +49,8 @@ class Form:
         whole: Any
         if self.collate is not None:
             whole = _collated(self.collate, samples)
-        elif self.pack:
-            whole = self._stacked([self._packed([*map(_tensors, rows)]) for rows in samples])
+        elif self.packs:
+            whole = self._stacked([self._joined([*map(_tensors, rows)]) for rows in samples])
         else:
             whole = self._stacked([_tensors(sample) for sample in samples])
         if self.is_whole:
@@ -120,8 +120,8 @@ class Form:
         longest = max(lengths) if self.pad is True else int(self.pad)
         if max(lengths) > longest:
             raise SampleError(
-                f"a row has {max(lengths)} entries, more than data.pad={longest}; raise it, or cut "
-                "rows in the data set"
+                f"a row has {max(lengths)} entries, more than {self._key_of_length}; raise it, "
+                "or cut rows in the data set"
             )
         found = []
         for place, column in enumerate(columns):
@@ -134,30 +134,19 @@ class Form:
         mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
         return whole if self.mask is None else self._with(whole, self.mask, mask)
 
-    def _packed(self, rows: Sequence[Any]) -> Any:
-        """Return rows behind each other, filled up to one length, with the places of the tokens."""
+    def _joined(self, rows: Sequence[Any]) -> Any:
+        """Return rows behind each other, with the places of the tokens in their rows."""
         columns, spec = self._columns(rows)
         lengths = [len(row) for row in columns[self._lead(columns, spec, rows[0])]]
-        left = self.pack - sum(lengths)
-        if left < 0:
+        if any([len(row) if row.ndim else -1 for row in one] != lengths for one in columns):
             raise SampleError(
-                f"a row has {max(lengths)} entries, more than data.pack={self.pack}; raise it, or "
-                "cut rows in the data set"
+                f"{self._key_of_length} expects each entry of a sample to be as long as its row, "
+                f"but a sample is {_shape(rows[0])}"
             )
-        places = torch.cat([torch.arange(length) for length in (*lengths, left)])
-        found = []
-        for place, column in enumerate(columns):
-            if not all(row.ndim for row in column) or [*map(len, column)] != lengths:
-                raise SampleError(
-                    f"data.pack={self.pack} expects each entry of a sample to be as long as its "
-                    f"row, but a sample is {_shape(rows[0])}"
-                )
-            is_target = place in self._target_places(spec, len(columns))
-            value = IGNORED if is_target and not column[0].is_floating_point() else 0
-            whole = _filled(torch.cat(column), self.pack, value)
-            if value == IGNORED and self.shifts:  # the row before does not predict a first target
-                whole[places == 0] = IGNORED
-            found.append(whole)
+        places, found = torch.cat([*map(torch.arange, lengths)]), [*map(torch.cat, columns)]
+        for place in self._target_places(spec, len(found)) if self.shifts else ():
+            found[place] = _filled(found[place], len(places), IGNORED)
+            found[place][places == 0] = IGNORED  # the row before does not predict a first target
         return self._with(tree_unflatten(found, spec), POSITIONS, places)
 
     def _lead(self, columns: list[Any], spec: Any, sample: Any) -> int:
@@ -166,8 +155,11 @@ class Form:
         for place, column in enumerate(columns):
             if place not in targets and all(row.ndim for row in column):
                 return place
-        key = f"data.pack={self.pack}" if self.pack else f"data.pad={self.pad}"
-        raise SampleError(f"{key} expects rows, but a sample is {_shape(sample)}")
+        raise SampleError(f"{self._key_of_length} expects rows, but a sample is {_shape(sample)}")
+
+    @property
+    def _key_of_length(self) -> str:
+        return f"data.{'pack' if self.packs else 'pad'}={self.pad}"
 
     def _target_places(self, spec: Any, count: int) -> set[int]:
         numbers = tree_unflatten(list(range(count)), spec)

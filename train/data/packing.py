@@ -5,8 +5,7 @@ row, so they also say which tokens belong together: attention must not cross int
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset
 
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import POSITIONS, Form, SampleError
-from rollcall.train.data.source import Batch
+from rollcall.train.data.source import Batch, BatchDataset
 
 CLOSE = 1e-3
 """Relative difference of outputs that rounding may explain."""
@@ -32,13 +31,15 @@ class Packed(Dataset[list[Any]]):
 
     def __init__(self, rows: Any, form: Form, name: str) -> None:
         """Put rows together by their lengths: the attribute `lengths`, or all rows are read."""
+        if isinstance(rows, BatchDataset):
+            raise ConfigError(f"data.pack: the rows of data.name={name} have one length; remove it")
         known = getattr(rows, "lengths", None)
         try:
             every = map(rows.__getitem__, range(len(rows)))
             lengths = [*map(form.length, every)] if known is None else known
         except SampleError as error:
             raise ConfigError(f"data.name={name}: a sample cannot be packed: {error}") from None
-        self._rows, self._groups = rows, fitted(lengths, form.pack)
+        self._rows, self._groups = rows, fitted(lengths, int(form.pad))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -68,42 +69,24 @@ def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
     return found
 
 
-def in_order(rows: Iterable[Any], form: Form) -> Iterator[list[Any]]:
-    """Yield lists of rows of a stream; each ends where the next row does not fit."""
-    group: list[Any] = []
-    left = form.pack
-    for row in rows:
-        length = form.length(row)
-        if group and length > left:
-            yield group
-            group, left = [], form.pack
-        group.append(row)
-        left -= length
-    if group:
-        yield group
-
-
 def refuse_leaks(forward: Callable[[Batch], Any], form: Form, example: Batch) -> None:
     """Raise ConfigError if a row's outputs depend on the row before it in the same sequence."""
     inputs = form.divided(example.inputs)[0] if form.is_whole else example.inputs
     places = inputs[POSITIONS] if isinstance(inputs, Mapping) else inputs[-1]
     half = places.shape[1] // 2
     order = torch.arange(places.shape[1], device=places.device).expand_as(places)
+    found = []
+    for is_other in (False, True):
 
-    def changed(one: torch.Tensor, is_other: bool) -> torch.Tensor:
-        if one is places:
-            return torch.where(order < half, order, order - half)
-        other = -one if one.is_floating_point() else one.max() - one
-        return torch.cat([(other if is_other else one)[:, :half], one[:, half:]], 1)
+        def changed(one: torch.Tensor, is_other: bool = is_other) -> torch.Tensor:
+            if one is places:
+                return torch.where(order < half, order, order - half)
+            other = -one if one.is_floating_point() else one.max() - one
+            return torch.cat([(other if is_other else one)[:, :half], one[:, half:]], 1)
 
-    one, two = (
-        forward(
-            example._replace(
-                inputs=tree_map_only(torch.Tensor, partial(changed, is_other=is_other), inputs)
-            )
-        )
-        for is_other in (False, True)
-    )
+        made = tree_map_only(torch.Tensor, changed, inputs)
+        found.append(forward(example._replace(inputs=made)))
+    one, two = found
     is_tensor = isinstance(one, torch.Tensor) and one.shape[:2] == places.shape
     if not is_tensor or not (one - two)[:, half:].abs().max() <= CLOSE * one.abs().max():
         raise ConfigError(

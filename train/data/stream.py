@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import Form
-from rollcall.train.data.packing import Packed, in_order
-from rollcall.train.data.source import BatchDataset
+from rollcall.train.data.packing import Packed
 from rollcall.train.numerics.randomness import set_cpu_seed
 
 
@@ -35,9 +34,8 @@ class Stream(Dataset[Any]):
     the iterable. At its end it is started again, after `set_epoch(epoch)` if it has this method.
     """
 
-    def __init__(self, samples: Any, name: str, seed: int, form: Form | None = None) -> None:
+    def __init__(self, samples: Any, name: str, seed: int) -> None:
         self._samples = samples
-        self._form = form or Form()
         self._name = name  # of the key that names the data, for messages
         self._seed = seed
         self._saved: Place | None = None
@@ -58,8 +56,7 @@ class Stream(Dataset[Any]):
 
     def place(self) -> Place:
         """Return the place behind the newest sample."""
-        state = None if self._form.pack else self._state()  # which is behind a row that did not fit
-        return Place(self._at, self._epoch, state)
+        return Place(self._at, self._epoch, self._state())
 
     def _state(self) -> Any:
         has_state = hasattr(self._samples, "state_dict") and hasattr(
@@ -77,8 +74,7 @@ class Stream(Dataset[Any]):
 
     def count(self) -> int:
         """Return the number of samples of an epoch; without a length all of them are read."""
-        is_loader = isinstance(self._samples, DataLoader)
-        if hasattr(self._samples, "__len__") and not is_loader and not self._form.pack:
+        if hasattr(self._samples, "__len__") and not isinstance(self._samples, DataLoader):
             return len(self._samples)
         return sum(1 for _ in self._rows())
 
@@ -116,9 +112,9 @@ class Stream(Dataset[Any]):
         raise ConfigError(f"data.name={self._name}: the stream has no sample")
 
     def _rows(self) -> Iterator[Any]:
-        is_loader = isinstance(self._samples, DataLoader)
-        rows = _rows_of_batches(self._samples) if is_loader else iter(self._samples)
-        return in_order(rows, self._form) if self._form.pack else rows
+        if not isinstance(self._samples, DataLoader):
+            return iter(self._samples)
+        return _rows_of_batches(self._samples)
 
 
 def adapted(samples: Any, name: str, seed: int, form: Form) -> Any:
@@ -127,11 +123,11 @@ def adapted(samples: Any, name: str, seed: int, form: Form) -> Any:
     Raises:
         ConfigError: it is neither, cannot be packed, or is an iterator, which can be read once.
     """
-    if form.pack and isinstance(samples, BatchDataset) and len(samples):
-        raise ConfigError(f"data.pack: the rows of data.name={name} have one length; remove it")
     is_map = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
     if is_map and not isinstance(samples, torch.utils.data.IterableDataset):
-        return Packed(samples, form, name) if form.pack and len(samples) else samples
+        return Packed(samples, form, name) if form.packs and len(samples) else samples
+    if form.packs:
+        raise ConfigError(f"data.pack: data.name={name} is a stream; pack the rows in the stream")
     if isinstance(samples, Iterator):
         raise ConfigError(
             f"data.name={name}: a {type(samples).__name__} can be read only once; return an object "
@@ -142,7 +138,7 @@ def adapted(samples: Any, name: str, seed: int, form: Form) -> Any:
             f"data.name={name}: expected data sets with __len__ and __getitem__, or with __iter__, "
             f"got a {type(samples).__name__}"
         )
-    return Stream(samples, name, seed, form)
+    return Stream(samples, name, seed)
 
 
 def _has_buffer(part: Any) -> bool:

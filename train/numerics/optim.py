@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ DECAYS = {"weight_decay", "lambd"}
 """Options of a group with which a step changes weights whose gradient is zero."""
 COUNTERS = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
 """Parts of a state that a step changes even with a gradient of zero, and what they begin with."""
-PASSED = {"lr", "weight_decay", "momentum", "fused", "foreach"}
-"""Options that `_build` passes itself."""
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "auto": {},
     "fused": {"fused": True},
@@ -89,37 +87,31 @@ def build(config: Optim, groups: Groups) -> torch.optim.Optimizer:
 def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     if name.lower() == MUON:
         use_whole_matrices()
-    args = config.args if name == config.name else {}
-    given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "config": config}
+    given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     given |= _implementation(config, name, groups)
     if name == "sgd":
         given["momentum"] = config.momentum
-    chosen = [  # before the optimizer adds its defaults
-        {option: group[option] for option in group.keys() - {"params", "optimizer"}}
-        for group in groups
-    ]
+    args = config.args if name == config.name else {}
+    made = partial(arguments.call, "optim.name", "optim.args", name, args, config=config, **given)
     with _explained(name):
-        optimizer = arguments.call("optim.name", "optim.args", name, args, params=groups, **given)
+        optimizer = made(params=groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
-    for option in sorted({*chain(*chosen)} - {*optimizer.defaults}):
+    options = {option for group in groups for option in group} - {"params", "optimizer"}
+    for option in sorted(options - {*optimizer.defaults}):
         known = ", ".join(optimizer.defaults)
         raise ConfigError(
             f"optim.groups: {name} has no option '{option}'"
             f"{did_you_mean(option, optimizer.defaults) or f'; it has {known}'}"
         )
     weight = groups[0]["params"][0]
-    trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
-    trial.grad = torch.ones_like(trial)
-    for options in chosen if ":" not in name and not weight.is_meta else ():
-        own = {option: options.pop(option) for option in PASSED & options.keys()} | {
-            "params": [trial]
-        }
-        key, values = "optim.groups" if options else "optim.args", {**args, **options}
+    for group in groups if ":" not in name and not weight.is_meta else ():
+        trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
+        trial.grad = torch.ones_like(trial)
         with _explained(name):
-            arguments.call("optim.name", key, name, values, **{**given, **own}).step()
+            made(params=[{**group, "params": [trial]}]).step()
     if name == "sgd" and optimizer.defaults.get("fused") and config.momentum:
         # A skipped first step of the fused kernel leaves momentum uninitialized (2.15).
         for group in optimizer.param_groups:

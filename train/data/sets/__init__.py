@@ -55,12 +55,14 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         collate = arguments.call("data.collate", "data.collate", config.collate, {})
     form = replace(
         found.form,
-        **{key: getattr(config, key) for key in ("target", "pad", "mask")},
-        pack=config.pack or 0,
+        target=config.target,
+        pad=config.pack or config.pad,
+        packs=config.pack is not None,
+        mask=None if config.pack else config.mask,
         collate=collate,
     )
     every: list[Any] = [found.train, found.validation, *found.further.values()]
-    train, validation, *others = (adapted(one, config.name, seed, form) for one in every)
+    train, validation, *further = (adapted(one, config.name, seed, form) for one in every)
     size, count = (-1, -1) if config.pack else (found.train_size, found.validation_size)
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
@@ -71,7 +73,7 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         validation=validation,
         train_size=size,
         validation_size=count,
-        further=dict(zip([*found.further], others, strict=True)),
+        further=dict(zip(found.further, further, strict=True)),
         form=form,
         names=names,
         classes=found.classes or len(names),
