@@ -98,7 +98,7 @@ def test_a_run_that_starts_again_is_one(
 
 
 def test_a_run_killed_twice_after_one_checkpoint_logs_no_step_twice(tmp_path: Path) -> None:
-    """Attempts log the steps 1 to 7, 5 (killed), and 5 to 8; each leaves out what an earlier did."""
+    """The attempts train the steps 1 to 7, 5 and 5 to 8, and leave out what earlier ones logged."""
     run: Any = SimpleNamespace(run_dir=RunDir(tmp_path, "run"))
     path = run.run_dir.path
     path.mkdir()
@@ -109,6 +109,6 @@ def test_a_run_killed_twice_after_one_checkpoint_logs_no_step_twice(tmp_path: Pa
         with run.run_dir.metrics.open("a") as file:
             for step in range(first, last + 1):
                 found += [step for _ in once.new(step, {"loss": 0.5})]
-                line = {"step": step, "loss": 0.5, "time": 0.0}
+                line = {"step": step, "loss": 0.5, "time": 0.0, "samples_per_second": 1.0}
                 file.write(json.dumps(line) + "\n")
     assert found == [*range(1, 9)]
