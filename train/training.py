@@ -35,6 +35,7 @@ from rollcall.train.loggers import Callbacks
 from rollcall.train.metrics import Metrics
 from rollcall.train.models import huggingface
 from rollcall.train.numerics import losses, optim, precision
+from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
@@ -225,6 +226,7 @@ def _place_model(
     spread.compare()
     if config.data.pack:
         packing.refuse_leaks(strategy.forward, source.form, spread.example.to(world.device))
+    drop_gathered(strategy.model)  # of a forward pass without a backward pass
     if config.train.compile:
         models.compile_blocks(strategy.model)
     is_cut = config.data.micro_batch is not None

@@ -51,7 +51,7 @@ class Packed(Dataset[list[Any]]):
 def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
     """Return groups of rows of at most `size` together: the longest, then what is left fits best.
 
-    A longer row is a group of its own.
+    A row that is longer is alone.
     """
     rows: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):

@@ -122,7 +122,7 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Make one sentence of what torch's optimizers raise; errors of the user's stay as they are."""
+    """Turn an error of torch's optimizers into a ConfigError; leave those in user code alone."""
     try:
         yield
     except Exception as error:
