@@ -147,6 +147,7 @@ CELLS = {
     "hubshuffled-zero3": Cell(4, "zero3"),
     "hubshuffled-ddp": Cell(2, "ddp", "hubshuffled-zero3"),
     "images-zero3": Cell(2, "zero3", "images-pipeline"),
+    "images-one": Cell(1, "zero3"),
     "packed-zero3": Cell(4, "zero3"),
     "packed-tensor": Cell(2, "tensor", "packed-zero3"),
     "tuned-zero3": Cell(4, "zero3"),
