@@ -95,6 +95,11 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     made = partial(arguments.call, "optim.name", "optim.args", name, args, config=config, **given)
     with _explained(name):
         optimizer = made(params=groups)
+        for group in groups if ":" not in name else ():
+            for weight in [one for one in group["params"][:1] if not one.is_meta]:
+                trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
+                trial.grad = torch.ones_like(trial)
+                made(params=[{**group, "params": [trial]}]).step()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
@@ -106,12 +111,6 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
             f"optim.groups: {name} has no option '{option}'"
             f"{did_you_mean(option, optimizer.defaults) or f'; it has {known}'}"
         )
-    weight = groups[0]["params"][0]
-    for group in groups if ":" not in name and not weight.is_meta else ():
-        trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
-        trial.grad = torch.ones_like(trial)
-        with _explained(name):
-            made(params=[{**group, "params": [trial]}]).step()
     if name == "sgd" and optimizer.defaults.get("fused") and config.momentum:
         # A skipped first step of the fused kernel leaves momentum uninitialized (2.15).
         for group in optimizer.param_groups:
