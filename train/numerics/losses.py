@@ -128,6 +128,11 @@ class Loss:
         """Whether the loss is the user's, or the user's model's."""
         return self.takes_model or self.name not in LOSSES
 
+    @property
+    def shifts(self) -> bool:
+        """Whether each target is predicted from those before it in its row."""
+        return self.name == "next_token" or getattr(self.function, "counts", "") == "next"
+
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss and the weight of each row, such that sum / sum is their mean.
 
@@ -295,7 +300,7 @@ def build(
 def of(config: Config) -> Loss:
     """Return the loss of a run."""
     train, data = config.train, config.data
-    return build(train.loss, train.loss_args, bool(data.pad), data.name)
+    return build(train.loss, train.loss_args, bool(data.pad or data.pack), data.name)
 
 
 class Objective:

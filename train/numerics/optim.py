@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,18 +87,19 @@ def build(config: Optim, groups: Groups) -> torch.optim.Optimizer:
 def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     if name.lower() == MUON:
         use_whole_matrices()
-    optimizer = arguments.call(
-        "optim.name",
-        "optim.args",
-        name,
-        config.args if name == config.name else {},
-        params=groups,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        config=config,
-        **({"momentum": config.momentum} if name == "sgd" else {}),
-        **_implementation(config, name, groups),
-    )
+    given: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    given |= _implementation(config, name, groups)
+    if name == "sgd":
+        given["momentum"] = config.momentum
+    args = config.args if name == config.name else {}
+    made = partial(arguments.call, "optim.name", "optim.args", name, args, config=config, **given)
+    with _explained(name):
+        optimizer = made(params=groups)
+        for group in groups if ":" not in name else ():
+            for weight in [one for one in group["params"][:1] if not one.is_meta]:
+                trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
+                trial.grad = torch.ones_like(trial)
+                made(params=[{**group, "params": [trial]}]).step()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
@@ -115,6 +117,21 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn an error of torch's optimizers into a ConfigError; leave those in user code alone."""
+    try:
+        yield
+    except Exception as error:
+        if ":" in name or isinstance(error, ConfigError):
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"optim.name={name} cannot make a step with these optim.args and optim.groups: "
+            f"{reason}; change them, or choose another optimizer"
+        ) from error
 
 
 def _implementation(config: Optim, name: str, groups: Groups) -> dict[str, Any]:
