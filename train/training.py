@@ -4,10 +4,8 @@ import gc
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 from rollcall.config import Config, ConfigError, arguments
 from rollcall.deadline import Deadline
@@ -16,10 +14,12 @@ from rollcall.records.files import write_atomic
 from rollcall.run_dir import FencedError, RunDir, State, Verdict, default_name
 from rollcall.train import models
 from rollcall.train.checkpoint.saver import Saver
-from rollcall.train.data import sets
+from rollcall.train.data import packing, sets
+from rollcall.train.data.calling import check_arguments
 from rollcall.train.data.source import Source
 from rollcall.train.dist import failure
 from rollcall.train.dist.agreement import Member
+from rollcall.train.dist.device import release_memory
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.signals import StopSignals
 from rollcall.train.dist.stop import Stop
@@ -34,6 +34,7 @@ from rollcall.train.loggers import Callbacks
 from rollcall.train.metrics import Metrics
 from rollcall.train.models import huggingface
 from rollcall.train.numerics import losses, optim, precision
+from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
@@ -115,8 +116,7 @@ def _with_fastest(run: Run, signals: StopSignals) -> Run:
     """
     found = try_micro_batches(run, signals)
     gc.collect()  # the parts of the trials
-    if run.world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(run.world.device)
     if found.fastest is None:
         raise ConfigError(
             "data.micro_batch=auto: not even one sample fits into memory; choose a smaller model, "
@@ -173,16 +173,15 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
         if config.exact
         else Strategy(config, world, objective)
     )
-    source = sets.load(config.data, world, config.seed)
+    loss = objective.loss
+    source = sets.load(config.data, world, config.seed).learned_by(loss)
     deadline = Deadline(run.run_dir.path)
     stop = Stop(world, signals, deadline, lambda: saver.seconds)
-    if objective.loss.takes_model:
-        source = replace(source, form=replace(source.form, is_whole=True))
-    task = Task(run, source, strategy, objective.loss, stop)
+    task = Task(run, source, strategy, loss, stop)
     example = task.example()
-    objective.loss.check_targets(example.targets)
+    loss.check_targets(example.targets)
     spread = Spread(run, strategy, example)
-    begin, factors = _place_model(run, source, spread, strategy, objective.loss)
+    begin, factors = _place_model(run, source, spread, strategy, loss)
     optimizer = strategy.optimizer(partial(optim.build, config.optim))
     update = Update(run, task.order, strategy, optimizer, objective)
     saver = Saver(run, update.state, deadline, huggingface.facts(strategy.model))
@@ -215,12 +214,17 @@ def _place_model(
     factors = flops.factors(run, model, example, source)
     spread.compute_plain(model, begin.whole)
     strategy.place(model, example, begin.fill)
+    if not loss.takes_model:
+        check_arguments(model, example)
     # All ranks learn whether it returns weights; a pipeline's would not.
     if loss.is_own and not loss.takes_model:
         example = example.to(world.device)
         loss(strategy.forward(example), example.targets)
     strategy.warm_up(example)
     spread.compare()
+    if config.data.pack:
+        packing.refuse_leaks(strategy.forward, source.form, spread.example.to(world.device))
+    drop_gathered(strategy.model)  # of a forward pass without a backward pass
     if config.train.compile:
         models.compile_blocks(strategy.model)
     is_cut = config.data.micro_batch is not None
