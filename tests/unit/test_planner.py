@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_memory_is_what_megatrons_own_tests_measure() -> None:
     errors = []
     for row in csv.DictReader((GOLDEN / "megatron_memory.csv").read_text().splitlines()):
         names = ("tensor", "stages", "context", "chunks", "zero")
-        degrees = {name: int(row[name]) for name in names}
+        degrees: dict[str, Any] = {name: int(row[name]) for name in names}
         ranks = degrees["tensor"] * degrees["stages"] * degrees["context"]
         vocab = -(-50257 // (128 * degrees["tensor"])) * 128 * degrees["tensor"]
         shape = {"layers": 12, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 2048}
