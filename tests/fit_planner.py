@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -32,7 +33,7 @@ Numbers = dict[str, float]
 def with_numbers(machine: Machine, numbers: Numbers) -> Machine:
     """Return a machine with the numbers of its chip and program."""
 
-    def of(name: str) -> Numbers:
+    def of(name: str) -> dict[str, Any]:
         return {key.split()[1]: numbers[key] for key in numbers if key.startswith(f"{name} ")}
 
     chip = dataclasses.replace(machine.chip, **of(machine.chip.name.split("-")[0]))
@@ -48,9 +49,9 @@ def ratios(rows: list[validate.Row], numbers: Numbers) -> list[float]:
     machines: dict[tuple[str, str, int], Machine] = {}
     found = []
     for row in rows:
-        key = (row.machine.chip.name, row.machine.software.name, row.machine.node)
-        machine = machines.setdefault(key, with_numbers(row.machine, numbers))
-        found.append(step_time.of(row.model, row.layout, machine).total() / row.seconds)
+        place = (row.machine.chip.name, row.machine.software.name, row.machine.node)
+        machine = machines.setdefault(place, with_numbers(row.machine, numbers))
+        found.append(step_time.of(row.model, row.layout, machine).total() / (row.seconds or 1))
     return found
 
 
