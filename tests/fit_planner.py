@@ -103,6 +103,8 @@ def main() -> None:
     for place, row in enumerate(rows):
         if place not in bad and row.seconds and row.predicted:
             tables[row.cells["table"]].append(row)
+    if len(tables) < 2:
+        sys.exit(f"{sys.argv[1]}: expected at least two tables, found {len(tables)}")
     for name, left_out in tables.items():
         own = f"{PROGRAMS.get(name, '-')} "
         fitted = [key for key in START if not key.startswith(own)]
