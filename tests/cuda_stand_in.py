@@ -422,7 +422,8 @@ class Cuda:
         assert block.stream is not None
         index = block.stream.device.index
         self.allocated[index] -= block.used
-        block.busy = [user.mark() for user in block.users - {block.stream}]
+        users = [user for user in block.users - {block.stream} if user.queue]
+        block.busy = [user.mark() for user in users]
         block.users = set()
         self.cached[index].append(block)
 

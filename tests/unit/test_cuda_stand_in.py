@@ -26,7 +26,7 @@ from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist import device as seam
 from rollcall.train.dist.agreement import Action, Agreement, _Sums
 from rollcall.train.dist.clock import FORWARD, OPTIMIZER, Clock
-from rollcall.train.dist.device import Ahead, Copied
+from rollcall.train.dist.device import Copied
 from rollcall.train.dist.world import World
 from rollcall.train.profiling import profiler
 from rollcall.train.recovery import micro_batch
@@ -200,21 +200,21 @@ class Mistake(NamedTuple):
 
 
 WAIT = "current.wait_event(copied)"
-MOVED = "moved, self._stream.record_event()"
+MOVED = "batch.map(lambda tensor: upload(tensor, stream.device)), stream.record_event()"
 MISTAKES = [
-    Mistake("the batch is not waited for", loading, Ahead.hand_over, WAIT, "pass", EARLY),
+    Mistake("the batch is not waited for", loading, seam.hand_over, WAIT, "pass", EARLY),
     Mistake(
         "the wrong stream waits",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         WAIT,
-        "self._stream.wait_event(copied)",
+        "torch.cuda.Stream().wait_event(copied)",
         EARLY,
     ),
     Mistake(
         "an event that nobody recorded is waited for",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         WAIT,
         "current.wait_event(torch.cuda.Event())",
         EARLY,
@@ -222,38 +222,34 @@ MISTAKES = [
     Mistake(
         "no record_stream",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         "tensor.record_stream(current)",
         "pass",
         REUSED,
     ),
     Mistake(
-        "record_stream names the stream of the copy",
+        "record_stream names a stream that does not use the memory",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         "tensor.record_stream(current)",
-        "tensor.record_stream(self._stream)",
+        "tensor.record_stream(torch.cuda.Stream())",
         REUSED,
     ),
     Mistake(
         "the event is recorded before the copy",
         loading,
-        Ahead.begin,
-        "moved = batch",
-        "event = self._stream.record_event(); moved = batch",
+        seam.copy_ahead,
+        "return " + MOVED,
+        "event = stream.record_event()\n"
+        "        return batch.map(lambda tensor: upload(tensor, stream.device)), event",
         EARLY,
-    )._replace(
-        old="moved = batch.map(lambda tensor: upload(tensor, self._device))\n        return "
-        + MOVED,
-        new="event = self._stream.record_event()\n"
-        "        return batch.map(lambda tensor: upload(tensor, self._device)), event",
     ),
     Mistake(
         "the event is recorded on another stream",
         loading,
-        Ahead.begin,
+        seam.copy_ahead,
         MOVED,
-        "moved, torch.cuda.default_stream(self._device).record_event()",
+        MOVED.replace("stream.record", "torch.cuda.default_stream().record"),
         EARLY,
     ),
     Mistake(
@@ -317,7 +313,7 @@ MISTAKES = [
         "the checkpoint is written while it is copied",
         checkpoint,
         PinnedBuffer.copy,
-        "finish(tensors)",
+        "torch.cuda.current_stream(device).synchronize()",
         "pass",
     ),
     Mistake(
@@ -330,7 +326,7 @@ MISTAKES = [
     Mistake(
         "the current GPU alone is waited for",
         two_gpus,
-        seam.finish,
+        PinnedBuffer.copy,
         "torch.cuda.current_stream(device)",
         "torch.cuda.current_stream()",
     ),
@@ -360,7 +356,7 @@ MISTAKES = [
         "the profiler stops before the kernels",
         nsight,
         profiler._Nsight.end,
-        'synchronize(torch.device("cuda"))',
+        "torch.cuda.synchronize()",
         "pass",
         EARLY,
     ),
