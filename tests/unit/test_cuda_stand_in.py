@@ -295,10 +295,9 @@ MISTAKES = [
         "the event is recorded before the number is copied",
         agreement,
         Copied.__init__,
-        "self._values = host.copy_(values, non_blocking=True)\n"
-        "        self._copied = torch.cuda.current_stream(values.device).record_event()",
+        "self._values.copy_(values, non_blocking=True)\n",
         "self._copied = torch.cuda.current_stream(values.device).record_event()\n"
-        "        self._values = host.copy_(values, non_blocking=True)",
+        "        self._values.copy_(values, non_blocking=True); return\n",
         EARLY,
     ),
     Mistake(

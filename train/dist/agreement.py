@@ -211,5 +211,4 @@ class _Sums:
     def read(self) -> list[float]:
         if self._work:
             self._work.wait()
-        sums: list[float] = self._copied.read()
-        return sums
+        return list(self._copied.read())

@@ -44,8 +44,8 @@ class Copied:
         """Begin to copy it; only `read` waits for the GPU."""
         self._values, self._copied = values, None
         if values.is_cuda:
-            host = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values = host.copy_(values, non_blocking=True)
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
             self._copied = torch.cuda.current_stream(values.device).record_event()
 
     def read(self) -> Any:

@@ -106,8 +106,7 @@ def _expected(found: Sequence[Trial], size: int) -> float:
 
 def _most(world: World, *mine: float) -> list[float]:
     """Return the largest of each number over all ranks."""
-    every: list[float] = world.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
-    return every
+    return list(world.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist())
 
 
 def _free(world: World) -> float:
