@@ -320,6 +320,7 @@ class Cuda:
     def __init__(self, devices: int = 1, capacity: int = 2**30) -> None:
         """Make devices with so many bytes each."""
         self.devices, self.capacity = devices, capacity
+        self.capability = 9, 0
         self.reports: list[str] = []
         self.streams: list[Stream] = []
         self.host: Order = {}  # what the host knows to be done
@@ -751,7 +752,7 @@ class Cuda:
             "get_device_properties": lambda _=None: SimpleNamespace(
                 total_memory=self.capacity, multi_processor_count=1, major=9
             ),
-            "get_device_capability": lambda _=None: (9, 0),
+            "get_device_capability": lambda _=None: self.capability,
             "empty_cache": self.empty_cache,
             "mem_get_info": self.mem_get_info,
             "memory_allocated": lambda device=None: self.allocated[index(device)],
@@ -825,5 +826,5 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices
         yield
