@@ -31,10 +31,10 @@ NOTES = "ROLLCALL_GPU_LINES"
 NEVER = "never run"
 INSTALLER = "a package index with builds for CUDA, which tests must not load"
 PROFILER = "CUPTI, which needs a driver"
-COMMAND = "an option of a command that only the cluster's tests start"
+CLUSTER = "a run on a cluster (tests/slurm), which was not recorded"
 REASONS = {
     ("env/build.py", "Builder._verify"): INSTALLER,
-    ("env/choose.py", "_driver_of_nvidia_smi"): "a Python of its own, which this list cannot watch",
+    ("env/choose.py", "_driver_of_nvidia_smi"): "another Python, which this list cannot watch",
     ("train/profiling/profiler.py", "_Profile.__init__"): PROFILER,
     ("train/profiling/profiler.py", "_Profile.end"): PROFILER,
     ("train/parallel/replicate.py", "_hook"): "NCCL on at least two GPUs",
@@ -44,14 +44,15 @@ REASONS = {
     ): "nn.DataParallel, whose copies are C++",
     ("train/dist/world.py", "World.replicate"): "DDP, whose buckets are C++",
     ("train/health/spread.py", "Spread._obstacle"): "NCCL on at least two GPUs",
-    ("train/network.py", "main"): COMMAND,
-    ("train/network.py", "measure"): COMMAND,
-    ("rollcall/accept/checks.py", "main"): COMMAND,
-    ("rollcall/bench/checkpoint.py", "main"): COMMAND,
-    ("launch/commands/watch.py", "_machine"): COMMAND,
-    ("launch/rank/store.py", "check_cuda"): "a program of a user that a fork starts",
+    ("train/network.py", "main"): CLUSTER,
+    ("train/network.py", "measure"): CLUSTER,
+    ("rollcall/accept/checks.py", "main"): CLUSTER,
+    ("rollcall/bench/checkpoint.py", "main"): CLUSTER,
+    ("launch/commands/watch.py", "_machine"): CLUSTER,
 }
 """What the lines need that no test reaches, by file and function."""
+COPY = re.compile(r"^/.*/code(-\d+)?/")
+"""The copy of the code that a run keeps, and runs."""
 LINKED = ("rollcall/train/", "rollcall/launch/")
 
 
@@ -179,8 +180,8 @@ def watch() -> None:
 
 
 def _file(code: CodeType) -> str:
-    """Return a file of the product by its place in the checkout, without the links in rollcall/."""
-    name = code.co_filename.removeprefix(f"{ROOT}/")
+    """Return a file of the product by its place in the checkout, without copies and links."""
+    name = COPY.sub("", code.co_filename.removeprefix(f"{ROOT}/"))
     return name.removeprefix("rollcall/") if name.startswith(LINKED) else name
 
 
