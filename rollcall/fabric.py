@@ -1,4 +1,4 @@
-"""The fabric between the hosts, and what NCCL must be told about it (fabrics.toml). No torch."""
+"""The fabric between the hosts, and what NCCL needs for it (fabrics.toml). No torch."""
 
 import functools
 import os

@@ -39,6 +39,26 @@ class Silent(Net):
         return super().forward(x)  # type: ignore[no-untyped-call]
 
 
+class Words(nn.Module):
+    """Takes no positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 4)
+        self.head = nn.Linear(4, 32)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(input_ids).cumsum(1))
+        return logits
+
+
+class Summed(Words):
+    """Takes positions, and does not use them."""
+
+    def forward(self, input_ids: Any, position_ids: Any) -> Any:  # noqa: ARG002
+        return super().forward(input_ids)
+
+
 class Stream:
     """An iterable without a length."""
 
@@ -83,7 +103,7 @@ def empty() -> Any:
 
 
 def other_keys() -> Any:
-    return _both([{"x": torch.ones(4), "label" if n else "labels": 1} for n in range(8)])
+    return _both([{"input": torch.ones(4), "label" if n else "labels": 1} for n in range(8)])
 
 
 def ragged() -> Any:

@@ -69,7 +69,7 @@ def sentences(count: int = 50) -> Any:
 def words() -> Any:
     from rollcall.train.data.source import Source
 
-    return Source(Sentences(50), Sentences(11))
+    return Source(Sentences(50), Sentences(11), classes=WORDS)
 
 
 def stream(kind: str = "counted") -> Any:

@@ -62,7 +62,10 @@ class Task:
 
     def example(self, rows: int = 2) -> Batch:
         """Return a batch, of two samples because a model with BatchNorm does not train on one."""
-        return next(training_batches(self._source, self.order, range(rows), range(1)))
+        loading = Loading(
+            self._run.config.data.model_copy(update={"num_workers": 0}), self._run.config.seed
+        )
+        return next(training_batches(self._source, self.order, range(rows), range(1), loading))
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yield this rank's rows of every batch, from the update `first` (from 0) to the last."""

@@ -4,7 +4,7 @@ import gc
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +16,8 @@ from rollcall.records.files import write_atomic
 from rollcall.run_dir import FencedError, RunDir, State, Verdict, default_name
 from rollcall.train import models
 from rollcall.train.checkpoint.saver import Saver
-from rollcall.train.data import sets
+from rollcall.train.data import packing, sets
+from rollcall.train.data.calling import check_arguments
 from rollcall.train.data.source import Source
 from rollcall.train.dist import failure
 from rollcall.train.dist.agreement import Member
@@ -34,6 +35,7 @@ from rollcall.train.loggers import Callbacks
 from rollcall.train.metrics import Metrics
 from rollcall.train.models import huggingface
 from rollcall.train.numerics import losses, optim, precision
+from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
@@ -173,16 +175,15 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
         if config.exact
         else Strategy(config, world, objective)
     )
-    source = sets.load(config.data, world, config.seed)
+    loss = objective.loss
+    source = sets.load(config.data, world, config.seed).learned_by(loss)
     deadline = Deadline(run.run_dir.path)
     stop = Stop(world, signals, deadline, lambda: saver.seconds)
-    if objective.loss.takes_model:
-        source = replace(source, form=replace(source.form, is_whole=True))
-    task = Task(run, source, strategy, objective.loss, stop)
+    task = Task(run, source, strategy, loss, stop)
     example = task.example()
-    objective.loss.check_targets(example.targets)
+    loss.check_targets(example.targets)
     spread = Spread(run, strategy, example)
-    begin, factors = _place_model(run, source, spread, strategy, objective.loss)
+    begin, factors = _place_model(run, source, spread, strategy, loss)
     optimizer = strategy.optimizer(partial(optim.build, config.optim))
     update = Update(run, task.order, strategy, optimizer, objective)
     saver = Saver(run, update.state, deadline, huggingface.facts(strategy.model))
@@ -215,12 +216,17 @@ def _place_model(
     factors = flops.factors(run, model, example, source)
     spread.compute_plain(model, begin.whole)
     strategy.place(model, example, begin.fill)
+    if not loss.takes_model:
+        check_arguments(model, example)
     # All ranks learn whether it returns weights; a pipeline's would not.
     if loss.is_own and not loss.takes_model:
         example = example.to(world.device)
         loss(strategy.forward(example), example.targets)
     strategy.warm_up(example)
     spread.compare()
+    if config.data.pack:
+        packing.refuse_leaks(strategy.forward, source.form, spread.example.to(world.device))
+    drop_gathered(strategy.model)  # of a forward pass without a backward pass
     if config.train.compile:
         models.compile_blocks(strategy.model)
     is_cut = config.data.micro_batch is not None

@@ -358,7 +358,7 @@ class Update:
             self._optimizer.step()
             own.found_inf = None
         elif not skipped:  # this waits for the GPU
-            self._optimizer.step()
+            optim.step(self._optimizer)
 
     def _cut(self, batch: Batch) -> Iterator[Batch]:
         rows = len(batch.weights)

@@ -269,7 +269,7 @@ def _series(names: Sequence[str], values: Any) -> list[dict[str, Any]]:
 
 
 def _apart(marks: Sequence[Mark], first: float, last: float) -> list[Mark]:
-    """Return the marks that can be told apart, one of each kind in a small range of steps."""
+    """Return the marks that can be distinguished, one of each kind in a small range of steps."""
     unit = max(last - first, 1) / MOST_MARKS
     inside = [mark for mark in marks if first <= mark.step <= last]
     return list({(mark.kind, int(mark.step / unit)): mark for mark in inside}.values())

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from rollcall import text
 
 _FLAGS = """
-contiguous exclusive get-user-env help hold ignore-pbs nice no-kill no-requeue oom-kill-step
-overcommit oversubscribe parsable propagate quiet reboot requeue resv-ports spread-job
-spread-segments stepmgr test-only usage use-min-nodes verbose version wait x11
-container-mount-home no-container-mount-home container-writable container-readonly
+consolidate-segments contiguous exclusive get-user-env help hold ignore-pbs nice no-kill
+no-requeue oom-kill-step overcommit oversubscribe parsable propagate quiet reboot requeue
+resv-ports spread-job spread-segments stepmgr test-only usage use-min-nodes verbose version wait
+x11 container-mount-home no-container-mount-home container-writable container-readonly
 container-remap-root no-container-remap-root container-entrypoint no-container-entrypoint
 """
 FLAGS = frozenset(_FLAGS.split())
@@ -16,15 +16,15 @@ FLAGS = frozenset(_FLAGS.split())
 
 _WITH_VALUE = """
 account acctg-freq array batch bb bbf begin chdir cluster cluster-constraint clusters comment
-constraint consolidate-segments container container-id container-type core-spec cores-per-socket
-cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
-export export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node
-gpus-per-socket gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep licenses
-mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile
-nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode
-output partition power prefer priority profile qos reservation segment signal sockets-per-node
-switches tasks-per-node thread-spec threads-per-core time time-min tmp tres-bind tres-per-task
-uid wait-all-nodes wckey wrap container-image container-mounts container-workdir container-name
+constraint container container-id container-type core-spec cores-per-socket cpu-freq
+cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude export
+export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
+gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep licenses mail-type
+mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile nodelist nodes
+ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output
+partition power prefer priority profile qos reservation segment signal sockets-per-node switches
+tasks-per-node thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
+wait-all-nodes wckey wrap container-image container-mounts container-workdir container-name
 container-save container-env
 """
 WITH_VALUE = frozenset(_WITH_VALUE.split())

@@ -30,6 +30,7 @@ from rollcall.launch.runs import find, root_cause
 from rollcall.launch.runs.states import Condition
 from rollcall.planning import memory
 from rollcall.planning.layout import Layout
+from rollcall.planning.machine import Machines
 from rollcall.process import leave
 from rollcall.refusal import refuse
 from rollcall.run_dir import RunDir
@@ -271,7 +272,8 @@ def memory_of_a_step(it: Setting) -> str:
         local = (getattr(one, "_local_tensor", one) for one in tensors if torch.is_tensor(one))
         held = it.world.sum(sum(one.nbytes for one in local))[0] / ranks
         model, layout = plan_model.describe(config), Layout(ranks, zero=zero, precision="fp32")
-        terms = memory.stage(model, layout, 0, model.layers)
+        any_chip = Machines().machine("h100", precision="fp32")  # bytes are the same on all
+        terms = memory.stage(model, layout, any_chip, 0, model.layers)
         planned = terms["weights"] + terms["gradients"] + terms["optimizer state"]
         found.append(f"{name} {size(held)} a rank, planned {size(planned)}")
         if abs(held / planned - 1) > STATE:

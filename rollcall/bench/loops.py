@@ -167,10 +167,15 @@ def _watch_pieces() -> dict[str, float]:
     return seconds
 
 
-def rollcall() -> None:
-    """Train with rollcall, everything on that is on by default."""
+def rollcall(has_phases: bool = True) -> None:
+    """Train with rollcall, everything on that is on by default; or do not measure phases."""
+    from rollcall.train.dist.clock import Clock
     from rollcall.train.main import main
+    from rollcall.train.profiling import phases
 
+    if not has_phases:
+        phases.WINDOW = float("inf")
+        Clock.enter, Clock.step = lambda _, phase: phase, lambda _: None  # type: ignore[assignment,method-assign]
     [settings] = given
     words = ["data.name=digits", f"data.global_batch={settings.batch}"]
     words += [f"train.steps={_steps() + 1}", f"parallel.strategy={settings.strategy}"]
@@ -180,17 +185,6 @@ def rollcall() -> None:
     code = main([*words, f"run.root={settings.folder / 'runs'}"])
     if code:
         raise SystemExit(code)
-
-
-def rollcall_without_phases() -> None:
-    """Train with rollcall, but do not measure where the time goes."""
-    from rollcall.train.dist.clock import Clock
-    from rollcall.train.profiling import phases
-
-    phases.WINDOW = float("inf")
-    for name, value in {"enter": lambda _, phase: phase, "step": lambda _: None}.items():
-        setattr(Clock, name, value)
-    rollcall()
 
 
 def bare() -> None:
@@ -351,7 +345,7 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "bare": (bare, "torch"),
     "bare + all-reduce": (bare_with_all_reduce, "torch"),
     "rollcall": (rollcall, "torch"),
-    "rollcall, no phases": (rollcall_without_phases, "torch"),
+    "rollcall, no phases": (partial(rollcall, False), "torch"),
     "Fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),

@@ -84,13 +84,16 @@ def torchrun(*words: str, ranks: int) -> list[str]:
 
 
 def take_turns(
-    ways: Mapping[str, Callable[[int], Figures]], repeats: int
+    ways: Mapping[str, Callable[[int], Figures]], repeats: int, is_ordered: bool = False
 ) -> dict[str, list[Figures]]:
-    """Call every way with 0, then with 1 and so on, so that other load affects all; show each."""
+    """Call every way with 0, then with 1 and so on, so that other load affects all; show each.
+
+    Every second turn has the opposite order, because a way may be slower after another one.
+    """
     found: dict[str, list[Figures]] = {name: [] for name in ways}
     for number in range(repeats):
-        for name, way in ways.items():
-            found[name].append(way(number))
+        for name in [*ways][:: -1 if number % 2 and not is_ordered else 1]:
+            found[name].append(ways[name](number))
             figures = ", ".join(f"{key} {value:.3g}" for key, value in found[name][-1].items())
             print(f"{number + 1} of {repeats}: {name}: {figures}", file=sys.stderr, flush=True)
     return found

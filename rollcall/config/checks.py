@@ -80,6 +80,16 @@ def _check_batch(config: Config) -> None:
             f"{batch}"
         )
 
+    for key in ("pad", "collate") if config.data.pack else ():
+        if getattr(config.data, key):
+            raise ConfigError(f"data.pack and data.{key} both make batches of rows; remove one")
+    is_of_model = config.data.pack and config.train.loss == "model"
+    if is_of_model and not config.train.loss_args.get("counts"):
+        raise ConfigError(
+            "data.pack with train.loss=model needs train.loss_args.counts: next if the model "
+            "predicts each token from those before it, labels if not"
+        )
+
 
 def _check_mesh(parallel: Parallel) -> None:
     try:

@@ -169,6 +169,13 @@ class Data(Section):
         "Pad rows of unequal length: true to the longest of a batch, a number to this length. "
         "Padding does not count in the loss.",
     )
+    pack: int | None = _key(
+        None,
+        "Put several rows of unequal length into one sequence of this length, instead of data.pad. "
+        "The model receives `position_ids`, from 0 in each row; rows do not attend to each other. "
+        "data.global_batch then counts sequences.",
+        ge=1,
+    )
     mask: str | None = _key(
         "attention_mask",
         "With data.pad, name of the model's argument that receives ones where a row has content; "

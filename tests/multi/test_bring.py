@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import user_tasks
 
 from rollcall.train import matrix
@@ -62,6 +66,31 @@ IMAGES = (
 )
 
 
+SMALL = ("model.hidden_size=16", "model.num_layers=2")
+# Rows of 4 to 12 tokens, up to four of which are one sequence.
+PACKED = (
+    *(*BASE, *SHORT, "data.pack=16", "data.global_batch=6", "data.micro_batch=2"),
+    "train.loss=next_token",
+)
+# Weights to start from, of which some are not trained.
+TUNED = (
+    *(*BASE, *SHORT, "data.name=user_tasks:sentences", "data.pad=12", "train.loss=next_token"),
+    *("model.name=user_tasks:Net", "model.args.width=8", "model.init=WEIGHTS/net.pt"),
+    "model.freeze=embed*,up.bias",
+)
+LLAMA = (
+    *("model.name=transformers", "model.args.base=llama", "model.args.hidden_size=16"),
+    *("model.args.intermediate_size=32", "model.args.num_hidden_layers=2"),
+    *("model.args.num_attention_heads=4", "model.args.num_key_value_heads=4"),
+)
+TEXT = (*BASE, *SHORT, "data.name=user_tasks:words", "data.pad=true", "train.loss=next_token")
+VIT = (
+    *("digits", *BASE, *SHORT, "model.name=transformers", "model.args.base=vit"),
+    *("model.args.patch_size=2", "model.args.hidden_size=16", "model.args.num_hidden_layers=2"),
+    *("model.args.num_attention_heads=4", "model.args.intermediate_size=32"),
+    *("model.args.hidden_dropout_prob=0", "model.args.attention_probs_dropout_prob=0"),
+)
+
 TASKS = {
     "sentences": SENTENCES,
     "stream": STREAM,
@@ -71,7 +100,24 @@ TASKS = {
     "hubmap": (*HUB, "data.args.kind=map"),
     "hubstream": (*HUB, "data.args.kind=stream"),
     "hubshuffled": (*HUB, "data.args.kind=shuffled"),
+    "packed": (*PACKED, "data.name=user_tasks:words", "model.name=gpt", *SMALL),
+    "tuned": TUNED,
+    "llama": (*TEXT, *LLAMA),
+    "packedllama": (*PACKED, "data.name=user_tasks:words", *LLAMA),
+    "adapters": (*TEXT, *LLAMA, "model.args.lora={r: 2, target_modules: [q_proj, v_proj]}"),
+    "vit": VIT,
 }
+PACKAGES = {
+    **dict.fromkeys(("hubmap", "hubstream", "hubshuffled"), "datasets"),
+    **dict.fromkeys(("llama", "packedllama", "vit"), "transformers"),
+    "adapters": "peft",
+}
+"""What a task needs besides rollcall."""
+APPLIES = {
+    "images": ("ddp", "zero3", "pipeline"),
+    **dict.fromkeys(("shards", "hubstream", "hubshuffled", "adapters"), ("ddp", "zero3")),
+}
+"""The strategies of a task in the whole table; other tasks have a plan for tensor parallelism."""
 
 
 class Cell(NamedTuple):
@@ -101,19 +147,46 @@ CELLS = {
     "hubshuffled-zero3": Cell(4, "zero3"),
     "hubshuffled-ddp": Cell(2, "ddp", "hubshuffled-zero3"),
     "images-zero3": Cell(2, "zero3", "images-pipeline"),
+    "images-one": Cell(1, "zero3"),
+    "packed-zero3": Cell(4, "zero3"),
+    "packed-tensor": Cell(2, "tensor", "packed-zero3"),
+    "tuned-zero3": Cell(4, "zero3"),
+    "tuned-ddp": Cell(2, "ddp", "tuned-zero3"),
+    "packedllama-zero3": Cell(4, "zero3"),
+    "vit-zero3": Cell(4, "zero3"),
+    "vit-tensor": Cell(2, "tensor", "vit-zero3"),
 }
-SAVED = 2
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
+
+
+def whole_table() -> dict[str, Cell]:
+    """Every task under every strategy on 1, 2 and 4 ranks, each resumed on another number."""
+    found = {}
+    for task in TASKS:
+        strategies = APPLIES.get(task, ("ddp", "zero3", "tensor"))
+        for place, strategy in enumerate(strategies):
+            for ranks, others in ((1, 2), (2, 4), (4, 1)):
+                name = f"{task}-{strategy}-{ranks}"
+                found[name] = Cell(ranks, strategy)
+                following = strategies[(place + 1) % len(strategies)]
+                found[f"{name}-{following}-{others}"] = Cell(others, following, name)
+    return found
+
+
+IS_WHOLE = "ROLLCALL_CONTRACT" in os.environ
+CELLS = whole_table() if IS_WHOLE else CELLS
+SAVED, TOGETHER = 2, 20  # the step that others resume, and runs of one group of ranks
 
 
 def can_run(name: str) -> bool:
-    return HAS_DATASETS or not name.startswith("hub")
+    package = PACKAGES.get(name.partition("-")[0])
+    return package is None or importlib.util.find_spec(package) is not None
 
 
 def words_of(name: str, root: Path) -> list[str]:
     """The words of a task, by the name of its cell."""
     task = TASKS[name.partition("-")[0]]
-    return [word.replace("=SHARDS", f"={root / 'shards'}") for word in task]
+    places = {"=SHARDS": f"={root / 'shards'}", "=WEIGHTS": f"={root}"}
+    return [functools.reduce(lambda w, one: w.replace(*one), places.items(), word) for word in task]
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +194,17 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """All runs, by name; `alone` and the name of a task is one process."""
     root = tmp_path_factory.mktemp("bring")
     user_tasks.write_shards(root / "shards")
+    torch.manual_seed(1)
+    torch.save(user_tasks.Net(8).state_dict(), root / "net.pt")
     # One process computes the loss of all rows itself, where the model would.
     same = ["parallel.strategy=single"]
     other = ["model.name=user_tasks:Net", "train.loss=next_token"]
+    used = {name.partition("-")[0] for name in CELLS if can_run(name)}
     alone = {
         f"alone-{name}": Job(
             root / name, [*words_of(name, root), *same, *other * (name == "returned")]
         )
-        for name in filter(can_run, TASKS)
+        for name in used
     }
     matrix.run([*alone.values()], root / "logs-1", 1)
     jobs = {
@@ -136,27 +212,26 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
         for name, cell in CELLS.items()
         if can_run(name)
     }
-    for is_resumed in (False, True):
-        for ranks in (2, 4):
-            group = [
-                name
-                for name in jobs
-                if CELLS[name].ranks == ranks and bool(CELLS[name].resumes) is is_resumed
-            ]
-            for name in group if is_resumed else []:
-                saved = jobs[CELLS[name].resumes].run_dir.checkpoints / f"step-{SAVED:08d}"
-                shutil.copytree(saved, jobs[name].run_dir.checkpoints / saved.name)
-            if group:
-                logs = root / f"logs-{ranks}-{is_resumed}"
-                matrix.run([jobs[name] for name in group], logs, ranks)
+    for is_resumed, ranks in itertools.product((False, True), (1, 2, 4)):
+        group = [
+            name
+            for name in jobs
+            if CELLS[name].ranks == ranks and bool(CELLS[name].resumes) is is_resumed
+        ]
+        for name in group if is_resumed else []:
+            saved = jobs[CELLS[name].resumes].run_dir.checkpoints / f"step-{SAVED:08d}"
+            shutil.copytree(saved, jobs[name].run_dir.checkpoints / saved.name)
+        for first in range(0, len(group), TOGETHER):
+            logs = root / f"logs-{ranks}-{is_resumed}-{first}"
+            matrix.run([jobs[name] for name in group[first : first + TOGETHER]], logs, ranks)
     return {**alone, **jobs}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(7200 if IS_WHOLE else 600)
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_one_process(name: str, done: dict[str, Job]) -> None:
     if not can_run(name):
-        pytest.skip("the package datasets is not installed")
+        pytest.skip(f"the package {PACKAGES[name.partition('-')[0]]} is not installed")
     alone = done[f"alone-{name.partition('-')[0]}"]
     first = SAVED if CELLS[name].resumes else 0
     assert done[name].losses() == pytest.approx(alone.losses()[first:], rel=TOLERANCE)

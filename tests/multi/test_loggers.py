@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ranks import Ranks, logged_steps
 
+from rollcall.records.run import LoggedStep
 from rollcall.run_dir import RunDir
+from rollcall.train.loggers import Once, last_in_metrics
 
 Points = list[tuple[int, float]]
 BLOCK = 2**15
@@ -90,3 +95,20 @@ def test_a_run_that_starts_again_is_one(
     found = read(tmp_path / "run")
     assert [step for step, _ in found] == [step for step, _ in expected]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-6)
+
+
+def test_a_run_killed_twice_after_one_checkpoint_logs_no_step_twice(tmp_path: Path) -> None:
+    """The attempts train the steps 1 to 7, 5 and 5 to 8, and leave out what earlier ones logged."""
+    run: Any = SimpleNamespace(run_dir=RunDir(tmp_path, "run"))
+    path = run.run_dir.path
+    path.mkdir()
+    found: list[int] = []
+    for first, last in ((1, 7), (5, 5), (5, 8)):
+        once = Once(last_in_metrics(run))
+        LoggedStep.forget_after(path, first - 1)  # as the trainer does before its first line
+        with run.run_dir.metrics.open("a") as file:
+            for step in range(first, last + 1):
+                found += [step for _ in once.new(step, {"loss": 0.5})]
+                line = {"step": step, "loss": 0.5, "time": 0.0, "samples_per_second": 1.0}
+                file.write(json.dumps(line) + "\n")
+    assert found == [*range(1, 9)]

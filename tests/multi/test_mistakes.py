@@ -33,8 +33,8 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "sample is empty": (["data.name=user_mistakes:empty"], "it is empty; expected tensors"),
     "other keys later": (
         ["data.name=user_mistakes:other_keys"],
-        r"sample \d+ of .*: it is a dictionary with the keys x, \w+, but another is a dictionary "
-        r"with the keys x, \w+",
+        r"sample \d+ of .*: it is a dictionary with the keys input, \w+, but another is a "
+        r"dictionary with the keys input, \w+",
     ),
     "rows of other lengths": (
         ["data.name=user_mistakes:ragged"],
@@ -152,6 +152,54 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "group has no such option": (
         ['optim.groups={"head.*": {decay: 1}}'],
         "optim.groups: adamw has no option 'decay'; it has lr, betas, eps, weight_decay",
+    ),
+    "optimizer cannot differentiate": (
+        ["optim.args.differentiable=true"],
+        "optim.name=adamw cannot make a step with these optim.args and optim.groups: `fused` does "
+        "not support `differentiable`; change them, or choose another optimizer",
+    ),
+    "optimizer is for GPUs": (
+        ["optim.name=RAdam", "optim.args.capturable=true"],
+        "optim.name=RAdam cannot make a step .*: If capturable=True, params and state_steps must",
+    ),
+    "optimizer needs a closure": (["optim.name=LBFGS"], "LBFGS cannot make a step .*'closure'"),
+    "optimizer needs sparse gradients": (["optim.name=SparseAdam"], "not support dense gradients"),
+    "number that the optimizer refuses": (["optim.args.betas=[0.9, 2]"], "Invalid beta parameter"),
+    "text in a group": (['optim.groups={"*": {eps: tiny}}'], "adamw cannot make a step .* eps=str"),
+    "packed stream": (
+        ["data.name=user_mistakes:endless", "data.pack=16"],
+        f"data.pack: {DATA} is a stream; pack the rows in the stream",
+    ),
+    "model takes no such input": (
+        ["data.name=user_mistakes:named"],
+        r"model.name: forward\(\) of Net does not take the inputs x of the samples .*: missing a r",
+    ),
+    "model lets packed rows see each other": (
+        [
+            *("data.name=user_tasks:words", "model.name=user_mistakes:Summed", "data.pack=16"),
+            "train.loss=next_token",
+        ],
+        "data.pack: the model lets rows of one sequence see each other; its attention must stay",
+    ),
+    "packed rows without positions": (
+        ["data.name=user_tasks:words", "model.name=user_mistakes:Words", "data.pack=16"],
+        "of Words does not take the inputs input_ids, position_ids of the samples .*: got an unex",
+    ),
+    "row longer than data.pack": (
+        ["data.name=user_tasks:words", "data.pack=5"],
+        r"sample \d of .*data.name=user_tasks:words\): a row has \d+ entries, more than data.pack",
+    ),
+    "packed entries of other lengths": (
+        ["data.name=user_mistakes:ragged", "data.pack=16"],
+        "data.pack=16 expects each entry of a sample to be as long as its row, but a sample is a",
+    ),
+    "packed rows of one length": (
+        ["data.name=digits", "data.pack=16"],
+        "data.pack: the rows of data.name=digits have one length; remove it",
+    ),
+    "packed and padded": (
+        ["data.pack=16", "data.pad=true"],
+        "data.pack and data.pad both make batches of rows; remove one",
     ),
     "schedule returns text": (
         ["optim.schedule=user_mistakes:worded_schedule"],

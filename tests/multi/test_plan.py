@@ -1,4 +1,4 @@
-"""`train plan` tells of any number of ranks what those ranks would tell."""
+"""`train plan` says of any number of ranks what those ranks would say."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_existing_runs_are_compared(
 
 
 def test_the_command_reports_a_difference_and_fails(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "env/bin/rollcall", "verify", "equal", "--ranks", "1,2"]
+    command = [sys.executable, f"{ROOT}/env/bin/rollcall", "verify", "equal", "--ranks", "1,2"]
     done = subprocess.run(
         [*command, *WORDS, "run.name=planted"],
         cwd=tmp_path,

@@ -34,7 +34,7 @@ echo "${CUDA:-13.2}"
 
 
 class Machine:
-    """Fakes: a folder of programs, one of environments, a kernel that tells of a driver."""
+    """Fakes: a folder of programs, one of environments, a kernel with a driver."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin, self.envs = folder, folder / "bin", folder / "envs"

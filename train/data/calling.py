@@ -1,5 +1,6 @@
 """Call a model with the inputs of a batch, and take the outputs that a loss needs."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ def arguments_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return inputs if isinstance(inputs, tuple) else (inputs,), {}
+
+
+def check_arguments(model: nn.Module, batch: Batch) -> None:
+    """Raise ConfigError if the forward method of a model does not take the inputs of a batch."""
+    places, names = arguments_of(batch)
+    try:
+        inspect.signature(model.forward).bind(*places, **names)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.name: forward() of {type(model).__name__} does not take the inputs "
+            f"{', '.join(names) or len(places)} of the samples (data.pad, data.pack): {error}"
+        ) from None
 
 
 def in_fp32(outputs: Any) -> Any:

@@ -19,6 +19,8 @@ TARGETS = ("labels", "label", "targets", "target")
 """Keys under which a sample may have its target, if `data.target` names none."""
 INTEGERS = "int8", "int16", "int32", "uint16", "uint32", "uint64"  # few operations know the others
 FORMATS = {getattr(torch, name): torch.int64 for name in INTEGERS} | {torch.float64: torch.float32}
+POSITIONS = "position_ids"
+"""The input with the places of tokens in their rows, where several rows are one sequence."""
 CONTRACT = "expected tensors, arrays or numbers, or tuples and dictionaries of these"
 
 
@@ -32,6 +34,8 @@ class Form:
 
     target: str | None = None  # the key of the target in a dictionary; None for one of TARGETS
     pad: bool | int = False  # whether rows are padded, to the longest of a batch or to a length
+    packs: bool = False  # whether a sample is a list of rows, to be one sequence of length `pad`
+    shifts: bool = False  # whether the loss predicts each target from those before it in its row
     mask: str | None = "attention_mask"  # the input with ones where a padded row has content
     collate: Callable[[list[Any]], Any] | None = None  # makes the whole batch of a list of samples
     is_whole: bool = False  # leave the target among the inputs, for a loss of model and batch
@@ -45,6 +49,8 @@ class Form:
         whole: Any
         if self.collate is not None:
             whole = _collated(self.collate, samples)
+        elif self.packs:
+            whole = self._stacked([self._joined([*map(_tensors, rows)]) for rows in samples])
         else:
             whole = self._stacked([_tensors(sample) for sample in samples])
         if self.is_whole:
@@ -75,7 +81,20 @@ class Form:
             )
         return self.target or next((key for key in TARGETS if key in whole), None)
 
+    def length(self, sample: Any) -> int:
+        """Return the length of a row; SampleError if the sample has none."""
+        leaves, spec = tree_flatten(_tensors(sample))
+        columns = [[leaf] for leaf in leaves]
+        return len(leaves[self._lead(columns, spec, sample)])
+
     def _stacked(self, samples: Sequence[Any]) -> Any:
+        columns, spec = self._columns(samples)
+        if self.pad:
+            return self._padded(columns, spec, samples[0])
+        return tree_unflatten([self._column(column) for column in columns], spec)
+
+    def _columns(self, samples: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return the tensors of all samples by their place in a sample, and what a sample is."""
         leaves, spec = tree_flatten(samples[0])
         rows = [leaves]
         for sample in samples[1:]:
@@ -83,10 +102,7 @@ class Form:
             if other != spec:
                 raise SampleError(f"it is {_shape(sample)}, but another is {_shape(samples[0])}")
             rows.append(own)
-        columns = list(zip(*rows, strict=True))
-        if self.pad:
-            return self._padded(columns, spec, samples[0])
-        return tree_unflatten([self._column(column) for column in columns], spec)
+        return list(zip(*rows, strict=True)), spec
 
     def _column(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
         shapes = {tuple(tensor.shape) for tensor in column}
@@ -104,8 +120,8 @@ class Form:
         longest = max(lengths) if self.pad is True else int(self.pad)
         if max(lengths) > longest:
             raise SampleError(
-                f"a row has {max(lengths)} entries, more than data.pad={longest}; raise it, or cut "
-                "rows in the data set"
+                f"a row has {max(lengths)} entries, more than {self._key_of_length}; raise it, "
+                "or cut rows in the data set"
             )
         found = []
         for place, column in enumerate(columns):
@@ -115,7 +131,23 @@ class Form:
                 column = [_filled(row, longest, value) for row in column]
             found.append(self._column(column))
         whole = tree_unflatten(found, spec)
-        return self._with_mask(whole, torch.tensor(lengths), longest)
+        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+        return whole if self.mask is None else self._with(whole, self.mask, mask)
+
+    def _joined(self, rows: Sequence[Any]) -> Any:
+        """Return rows behind each other, with the places of the tokens in their rows."""
+        columns, spec = self._columns(rows)
+        lengths = [len(row) for row in columns[self._lead(columns, spec, rows[0])]]
+        if any([len(row) if row.ndim else -1 for row in one] != lengths for one in columns):
+            raise SampleError(
+                f"{self._key_of_length} expects each entry of a sample to be as long as its row, "
+                f"but a sample is {_shape(rows[0])}"
+            )
+        places, found = torch.cat([*map(torch.arange, lengths)]), [*map(torch.cat, columns)]
+        for place in self._target_places(spec, len(found)) if self.shifts else ():
+            found[place] = _filled(found[place], len(places), IGNORED)
+            found[place][places == 0] = IGNORED  # the row before does not predict a first target
+        return self._with(tree_unflatten(found, spec), POSITIONS, places)
 
     def _lead(self, columns: list[Any], spec: Any, sample: Any) -> int:
         """Return the first input that is a row: its lengths are the lengths of the samples."""
@@ -123,22 +155,23 @@ class Form:
         for place, column in enumerate(columns):
             if place not in targets and all(row.ndim for row in column):
                 return place
-        raise SampleError(f"data.pad={self.pad} expects rows, but a sample is {_shape(sample)}")
+        raise SampleError(f"{self._key_of_length} expects rows, but a sample is {_shape(sample)}")
+
+    @property
+    def _key_of_length(self) -> str:
+        return f"data.{'pack' if self.packs else 'pad'}={self.pad}"
 
     def _target_places(self, spec: Any, count: int) -> set[int]:
         numbers = tree_unflatten(list(range(count)), spec)
         return {*tree_leaves(self.divided(numbers)[1])}
 
-    def _with_mask(self, whole: Any, lengths: torch.Tensor, longest: int) -> Any:
-        """Add the mask: under its name in a dictionary, else as the last input."""
-        if self.mask is None:
-            return whole
-        mask = (torch.arange(longest) < lengths[:, None]).long()
+    def _with(self, whole: Any, name: str, more: torch.Tensor) -> Any:
+        """Add an input: under its name in a dictionary, else as the last one."""
         if isinstance(whole, Mapping):
-            return whole if self.mask in whole else {**whole, self.mask: mask}
+            return whole if name in whole else {**whole, name: more}
         if isinstance(whole, tuple) and len(whole) > 1:
-            return (*whole[:-1], mask, whole[-1])
-        return ({"input": whole, self.mask: mask}) if self.is_whole else (whole, mask, ())
+            return (*whole[:-1], more, whole[-1])
+        return {"input": whole, name: more} if self.is_whole else (whole, more, ())
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Any:

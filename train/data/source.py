@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from rollcall.config.schema import Data
 from rollcall.train.data.form import Form
+from rollcall.train.numerics.losses import Loss
 
 ReadFiles = Callable[[Sequence[Path]], Dataset[Any]]
 """Makes a data set of files, for `rollcall predict`."""
@@ -83,6 +84,10 @@ class Source:
         for size, samples in (("train_size", self.train), ("validation_size", self.validation)):
             if getattr(self, size) < 0 and hasattr(samples, "__len__"):
                 object.__setattr__(self, size, len(samples))
+
+    def learned_by(self, loss: Loss) -> "Source":
+        """Return the source whose batches are made as this loss needs them."""
+        return replace(self, form=replace(self.form, is_whole=loss.takes_model, shifts=loss.shifts))
 
     @property
     def validations(self) -> dict[str, tuple[Dataset[Any], int]]:

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from rollcall.config.schema import ConfigError
+from rollcall.train.data.form import Form
+from rollcall.train.data.packing import Packed
 from rollcall.train.numerics.randomness import set_cpu_seed
 
 
@@ -115,15 +117,17 @@ class Stream(Dataset[Any]):
         return _rows_of_batches(self._samples)
 
 
-def adapted(samples: Any, name: str, seed: int) -> Any:
-    """Return a map-style data set unchanged, and an iterable as a `Stream`.
+def adapted(samples: Any, name: str, seed: int, form: Form) -> Any:
+    """Return a map-style data set, packed if the form says so, and an iterable as a `Stream`.
 
     Raises:
-        ConfigError: it is neither, or an iterator, which can be read only once.
+        ConfigError: it is neither, cannot be packed, or is an iterator, which can be read once.
     """
     is_map = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
     if is_map and not isinstance(samples, torch.utils.data.IterableDataset):
-        return samples
+        return Packed(samples, form, name) if form.packs and len(samples) else samples
+    if form.packs:
+        raise ConfigError(f"data.pack: data.name={name} is a stream; pack the rows in the stream")
     if isinstance(samples, Iterator):
         raise ConfigError(
             f"data.name={name}: a {type(samples).__name__} can be read only once; return an object "

@@ -38,6 +38,10 @@ MAX_SHOWN = 3
 """Number of differences that a message names."""
 
 
+_hashes: dict[str, str] = {}
+"""Of modules seen so far, most of them before the ranks were forked; empty for installed ones."""
+
+
 def check(world: World, config: Config, model: nn.Module) -> None:
     """Compare every rank with rank 0, before the model is spread over them; all call it together.
 
@@ -102,11 +106,11 @@ def code() -> dict[str, str]:
     """Hash the source of each imported module outside site-packages and the standard library."""
     paths = sysconfig.get_paths()
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found = {}
-    for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
+    for name in sorted(sys.modules.keys() - _hashes.keys()):
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        _hashes[name] = ""
         if name.startswith("__") or any(file.startswith(place) for place in installed):
             continue
         if file.endswith(".py") and Path(file).is_absolute():  # torch invents some file names
-            found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    return found
+            _hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return {name: text for name, text in _hashes.items() if text}

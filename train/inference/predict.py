@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,9 +183,8 @@ def _compute(
         return Selection(samples + [0] * padding, [0] * batch, weights)
 
     loading = Loading(config.data, config.seed, world.rank, world.device)
-    batches = loading.batches(
-        dataset, "the input", select, range(turns * passes), model.source.form
-    )
+    form = replace(model.source.form, packs=False)
+    batches = loading.batches(dataset, "the input", select, range(turns * passes), form)
     # Of the ranks that have the same share and compute the same outputs, the first writes them.
     shares = world.gather(torch.tensor([strategy.data_rank])).flatten().tolist()
     writes = shares.index(strategy.data_rank) == world.rank

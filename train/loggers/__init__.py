@@ -15,6 +15,7 @@ from torch import nn
 
 from rollcall.config import ConfigError, arguments
 from rollcall.records.files import read_lines
+from rollcall.records.run import ForgottenStep, LoggedStep
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
 
@@ -38,10 +39,11 @@ class Once:
 
 
 def last_in_metrics(run: Run) -> Callable[[str], int]:
-    """Return the last step of a name in metrics.jsonl as it is now."""
+    """Return the last step of a name in metrics.jsonl, and of those that were forgotten there."""
     last: dict[str, int] = {}
-    for line in read_lines(run.run_dir.metrics):
-        last.update(dict.fromkeys(line, line.get("step", 0)))
+    for file in (ForgottenStep.FILE, LoggedStep.FILE):
+        for line in read_lines(run.run_dir.path / file):
+            last |= {name: max(last.get(name, 0), line.get("step", 0)) for name in line}
     return lambda name: last.get(name, -1)
 
 

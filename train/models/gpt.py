@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from rollcall.config.schema import ConfigError, Model
+from rollcall.train.data.packing import same_row
 from rollcall.train.data.source import Source
 
 BASE = 10_000.0  # of the wavelengths of the rotary positions
@@ -40,6 +41,20 @@ class Gpt(nn.Sequential):
         "head": "gather",
     }
     context_plan: ClassVar = {"block*.attention.rotation": 1}
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map tokens (rows, length) to logits (rows, length, classes).
+
+        Rows packed into one sequence have positions from 0 on, and do not attend to each other.
+        """
+        if position_ids is None:
+            return super().forward(input_ids)  # type: ignore[no-untyped-call, no-any-return]
+        x, mask = input_ids, same_row(position_ids).tril()
+        for layer in self:
+            x = layer(x, position_ids, mask) if isinstance(layer, Block) else layer(x)
+        return x
 
 
 def gpt(config: Model, source: Source) -> nn.Module:
@@ -86,9 +101,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.down = nn.Linear(4 * config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (rows, length, hidden) to the same."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:
+        """Map (rows, length, hidden) to the same; `packed` is passed on to `Attention`."""
+        x = x + self.attention(self.attention_norm(x), *packed)
         hidden = self.dropout(functional.gelu(self.up(self.perceptron_norm(x))))
         out: torch.Tensor = x + self.down(hidden)
         return out
@@ -109,14 +124,21 @@ class Attention(nn.Module):
         self.value = nn.Linear(width, shared, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None = None,  # (rows, length); by default they count from 0
+        mask: torch.Tensor | None = None,  # (rows, 1, length, length); by default a causal one
+    ) -> torch.Tensor:
         """Map (rows, length, hidden) to the same."""
         rotation = self.rotation[:, : x.shape[1]]
+        if positions is not None:
+            rotation = self.rotation[:, positions].unsqueeze(2)  # the same for all heads
         query = _rotate(self._heads(self.query(x)), rotation)
         key = _rotate(self._heads(self.key(x)), rotation)
         value = self._heads(self.value(x))
         mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out

@@ -24,7 +24,7 @@ class ModelLoss:
             counts: all labels but -100; the same without the first of each row, when each label is
                 predicted from those before it; or the rows. By default the logits must show it.
         """
-        self._counts: str = counts
+        self.counts: str = counts
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses, and the number of targets that count.
@@ -45,9 +45,9 @@ class ModelLoss:
                 "train.loss=model expects the model to return an object whose .loss is one number, "
                 f"got a {type(found).__name__}; name a loss of (outputs, targets) instead"
             )
-        is_known = self._counts or not loss.isfinite()  # a mean over no target is NaN
-        counts = self._counts or "labels" if is_known else _seen(loss, found, labels)
-        self._counts = self._counts if is_known else counts
+        is_known = self.counts or not loss.isfinite()  # a mean over no target is NaN
+        counts = self.counts or "labels" if is_known else _seen(loss, found, labels)
+        self.counts = self.counts if is_known else counts
         if counts == "rows" or not isinstance(labels, torch.Tensor):
             weight = torch.tensor(len(next(iter(given.values()))), device=loss.device)
         else:

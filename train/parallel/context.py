@@ -107,7 +107,8 @@ class Context(Part):
     def apply(self, model: nn.Module) -> None:
         """Prepare random numbers and, for a model that takes them, the numbers of positions."""
         self._fork = Fork(self._mesh.device_type, "context", self._rank)
-        if "position_ids" in inspect.signature(model.forward).parameters:
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        if takes_positions and not self._plan:
             model.register_forward_pre_hook(self._number_positions, with_kwargs=True)
 
     def keep_piece(self, model: nn.Module) -> None:

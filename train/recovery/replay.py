@@ -7,7 +7,6 @@ random numbers.
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,7 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     step, batch_size = fault["step"], config.data.global_batch
     precision.prepare(config.precision, world.device)
     objective = losses.Objective(losses.of(config))
-    source = sets.load(config.data, world, config.seed)
-    if objective.loss.takes_model:
-        source = replace(source, form=replace(source.form, is_whole=True))
+    source = sets.load(config.data, world, config.seed).learned_by(objective.loss)
     samples = facts.get("samples", (step - 1) * batch_size)
     order = Order(source.train_size, samples + batch_size, batch_size, config.seed)
     order.continue_from(step - 1, facts)

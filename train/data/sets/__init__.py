@@ -54,12 +54,16 @@ def _source(made: Any, config: Data, seed: int) -> Source:
     if config.collate:
         collate = arguments.call("data.collate", "data.collate", config.collate, {})
     form = replace(
-        found.form, target=config.target, pad=config.pad, mask=config.mask, collate=collate
+        found.form,
+        target=config.target,
+        pad=config.pack or config.pad,
+        packs=config.pack is not None,
+        mask=None if config.pack else config.mask,
+        collate=collate,
     )
-    train, validation = (
-        adapted(samples, config.name, seed) for samples in (found.train, found.validation)
-    )
-    count = found.validation_size
+    every: list[Any] = [found.train, found.validation, *found.further.values()]
+    train, validation, *further = (adapted(one, config.name, seed, form) for one in every)
+    size, count = (-1, -1) if config.pack else (found.train_size, found.validation_size)
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
     names = tuple(found.names or getattr(found.train, "classes", None) or ())
@@ -67,13 +71,15 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         found,
         train=train,
         validation=validation,
+        train_size=size,
         validation_size=count,
-        further={name: adapted(one, config.name, seed) for name, one in found.further.items()},
+        further=dict(zip(found.further, further, strict=True)),
         form=form,
         names=names,
         classes=found.classes or len(names),
     )
-    return replace(known, shape=found.shape or _shape(known, config.name))
+    shape = (config.pack,) if config.pack else found.shape
+    return replace(known, shape=shape or _shape(known, config.name))
 
 
 def _shape(source: Source, name: str) -> tuple[int, ...]:

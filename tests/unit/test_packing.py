@@ -1,0 +1,53 @@
+"""Rows packed into one sequence have the losses and gradients of each row alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from user_tasks import WORDS, Sentences
+
+from rollcall.config.schema import Model
+from rollcall.train.data.form import Form
+from rollcall.train.data.packing import Packed, fitted
+from rollcall.train.models.gpt import gpt
+from rollcall.train.numerics import losses
+
+LENGTH = 24
+TOLERANCE = 1e-6  # relative, fp32: other kernels of attention, and sums in another order
+
+
+def test_losses_and_gradients_equal_those_of_each_row_alone() -> None:
+    torch.manual_seed(0)
+    source: Any = SimpleNamespace(shape=(LENGTH,), classes=WORDS)
+    model = gpt(Model(hidden_size=16, num_layers=2), source)
+    rows = Sentences(20)
+    form = Form(pad=LENGTH, packs=True, mask=None, shifts=True)
+    packed = Packed(rows, form, "sentences")
+    loss = losses.build("next_token", by_target=True)
+
+    def sums(inputs: Any, targets: Any) -> torch.Tensor:
+        found, weights = loss(model(**inputs), targets)
+        found.sum().backward()
+        return torch.stack([found.sum(), weights.sum()]).detach()
+
+    one = sums(*form.inputs_and_targets([packed[n] for n in range(len(packed))]))
+    gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    alone = [sums(*Form().inputs_and_targets([rows[row]])) for row in range(20)]
+    assert torch.stack(alone).sum(0).tolist() == pytest.approx(one.tolist(), rel=TOLERANCE)
+    for weight, before in zip(model.parameters(), gradients, strict=True):
+        assert weight.grad is not None
+        assert (weight.grad - before).norm() <= TOLERANCE * before.norm() * 10
+    assert len(packed) < 10
+
+
+def test_every_row_is_in_one_group_that_fits() -> None:
+    lengths = [1 + number * 7 % 23 for number in range(500)]
+    groups = fitted(lengths, 24)
+    assert sorted(row for group in groups for row in group) == [*range(500)]
+    assert max(sum(lengths[row] for row in group) for group in groups) == 24
+    assert len(groups) <= -(-sum(lengths) // 24) + 2
+    assert fitted([30, 2], 24) == [[0], [1]]  # refused when it is read
