@@ -42,6 +42,7 @@ REASONS = {
         "train/parallel/devices.py",
         "ReplicaPerGpu.describe",
     ): "nn.DataParallel, whose copies are C++",
+    ("train/dist/world.py", "pick_device"): "nothing: Python traces the first line of a message",
     ("train/dist/world.py", "World.replicate"): "DDP, whose buckets are C++",
     ("train/health/spread.py", "Spread._obstacle"): "NCCL on at least two GPUs",
     ("train/network.py", "main"): CLUSTER,
