@@ -1,7 +1,4 @@
-"""Copies between the host and a GPU beside its computation, and other work that differs on a GPU.
-
-What must wait for what: https://docs.pytorch.org/docs/stable/notes/cuda.html
-"""
+"""Copy beside a GPU's computation: https://docs.pytorch.org/docs/stable/notes/cuda.html."""
 
 from typing import Any
 
