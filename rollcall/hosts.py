@@ -160,9 +160,8 @@ def _interface(address: str) -> str:
 
 def processor() -> str:
     """Return the name of this machine's CPU."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    found = re.search(r"^model name\s*:(.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def usable_cpus() -> int:

@@ -128,7 +128,7 @@ class Stream:
         self.cuda.time += 1e-3
         if self.cuda.error is None:
             try:
-                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                     run()
             except Exception as error:
                 self.cuda.error = error
@@ -229,10 +229,12 @@ class DeviceTensor(torch.Tensor):
 
     lease: Lease
     plain: torch.Tensor  # the same memory, without the rules
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return Cuda.now.dispatch(func, args, kwargs or {})  # of a thread without the mode
 
     @property
@@ -244,11 +246,11 @@ class DeviceTensor(torch.Tensor):
     is_cuda = property(lambda _: True)
     is_cpu = property(lambda _: False)
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         copy = kwargs.pop("copy", False)
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         device = Cuda.now.device(device) if device and device.type == "cuda" else device
         if not copy and device in (None, self.device) and dtype in (None, self.dtype):
             return self
@@ -305,7 +307,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-class Dispatches(TorchDispatchMode):
+class Dispatches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Everything else."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -320,6 +322,7 @@ class Cuda:
     def __init__(self, devices: int = 1, capacity: int = 2**30) -> None:
         """Make devices with so many bytes each."""
         self.devices, self.capacity = devices, capacity
+        self.capability = 9, 0
         self.reports: list[str] = []
         self.streams: list[Stream] = []
         self.host: Order = {}  # what the host knows to be done
@@ -422,7 +425,8 @@ class Cuda:
         assert block.stream is not None
         index = block.stream.device.index
         self.allocated[index] -= block.used
-        block.busy = [user.mark() for user in block.users - {block.stream}]
+        users = [user for user in block.users - {block.stream} if user.queue]
+        block.busy = [user.mark() for user in users]
         block.users = set()
         self.cached[index].append(block)
 
@@ -494,7 +498,7 @@ class Cuda:
                     continue  # whoever comes after this one comes after that one
             kept.append(other)
         if stream:
-            kept.append(Access(start, end, own, stream.count, writes, name))
+            kept.append(Access(int(start), int(end), own, stream.count, writes, name))
         block.accesses = kept
 
     def touch_on_host(self, tensor: torch.Tensor, writes: bool, name: str) -> None:
@@ -520,7 +524,7 @@ class Cuda:
             return self._on_host(func, args, kwargs, name, pins)
         if torch.Tag.inplace_view in func.tags:  # such as squeeze_
             func(*tree_map(_plain, args), **kwargs)
-            with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            with torch._C._DisableTorchDispatch():
                 func(*args, **kwargs)
             return args[0]
         if func.is_view or name in LIKE_VIEWS | METADATA:
@@ -606,6 +610,7 @@ class Cuda:
     def _copy(
         self, func: Any, args: Any, kwargs: Any, name: str, device: torch.device, pins: bool
     ) -> torch.Tensor:
+        target: torch.Tensor
         if name == "copy_":
             target, source = args[:2]
             late = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
@@ -716,7 +721,7 @@ class Cuda:
         torch.__future__.set_swap_module_params_on_conversion(True)
         self._patches.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         self._patches.enter_context(Functions())
-        self._patches.enter_context(Dispatches())
+        self._patches.enter_context(Dispatches())  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -730,7 +735,10 @@ class Cuda:
         return copied
 
     def _names(self) -> dict[str, Any]:
-        index = lambda device=None: self.device(device).index  # noqa: E731
+        def index(device: Any = None) -> int:
+            found: int = self.device(device).index
+            return found
+
         return {
             "Stream": Stream,
             "Event": Event,
@@ -750,7 +758,7 @@ class Cuda:
             "get_device_properties": lambda _=None: SimpleNamespace(
                 total_memory=self.capacity, multi_processor_count=1, major=9
             ),
-            "get_device_capability": lambda _=None: (9, 0),
+            "get_device_capability": lambda _=None: self.capability,
             "empty_cache": self.empty_cache,
             "mem_get_info": self.mem_get_info,
             "memory_allocated": lambda device=None: self.allocated[index(device)],
@@ -773,7 +781,7 @@ def _plain(tensor: Any) -> Any:
 
 
 def _wrap(plain: torch.Tensor, lease: Lease) -> DeviceTensor:
-    found: DeviceTensor = torch.Tensor._make_subclass(DeviceTensor, plain)  # type: ignore[assignment]
+    found: DeviceTensor = torch.Tensor._make_subclass(DeviceTensor, plain)
     found.plain, found.lease = plain, lease
     return found
 
@@ -824,5 +832,5 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices
         yield

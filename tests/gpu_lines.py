@@ -29,6 +29,31 @@ WORDS = re.compile(r"\b(cuda|nccl|nvidia-smi)\b")
 NOTES = "ROLLCALL_GPU_LINES"
 """The folder where the processes of a recording note what they reach."""
 NEVER = "never run"
+INSTALLER = "a package index with builds for CUDA, which tests must not load"
+PROFILER = "CUPTI, which needs a driver"
+CLUSTER = "a run on a cluster (tests/slurm), which was not recorded"
+REASONS = {
+    ("env/build.py", "Builder._verify"): INSTALLER,
+    ("env/choose.py", "_driver_of_nvidia_smi"): "another Python, which this list cannot watch",
+    ("train/profiling/profiler.py", "_Profile.__init__"): PROFILER,
+    ("train/profiling/profiler.py", "_Profile.end"): PROFILER,
+    ("train/parallel/replicate.py", "_hook"): "NCCL on at least two GPUs",
+    (
+        "train/parallel/devices.py",
+        "ReplicaPerGpu.describe",
+    ): "nn.DataParallel, whose copies are C++",
+    ("train/dist/world.py", "pick_device"): "nothing: Python traces the first line of a message",
+    ("train/dist/world.py", "World.replicate"): "DDP, whose buckets are C++",
+    ("train/health/spread.py", "Spread._obstacle"): "NCCL on at least two GPUs",
+    ("train/network.py", "main"): CLUSTER,
+    ("train/network.py", "measure"): CLUSTER,
+    ("rollcall/accept/checks.py", "main"): CLUSTER,
+    ("rollcall/bench/checkpoint.py", "main"): CLUSTER,
+    ("launch/commands/watch.py", "_machine"): CLUSTER,
+}
+"""What the lines need that no test reaches, by file and function."""
+COPY = re.compile(r"^/.*/code(-\d+)?/")
+"""The copy of the code that a run keeps, and runs."""
 LINKED = ("rollcall/train/", "rollcall/launch/")
 
 
@@ -105,14 +130,14 @@ def write(reached: Mapping[Line, str]) -> None:
     rows = ["| file | function | line | test |", "| --- | --- | --- | --- |"]
     for line in find():
         text = line.text.replace("|", "\\|")
-        by = reached.get(line, NEVER)
+        by = reached.get(line, f"{NEVER}: {REASONS.get(line[:2], 'nobody wrote down why')}")
         rows.append(f"| `{line.file}` | `{line.function}` | `` {text} `` | {by} |")
     PAGE.write_text(before + BEGIN + "\n".join(rows) + "\n" + END + rest.partition(END)[2])
 
 
 def record(words: list[str]) -> None:
     """Run tests, and write the list with what they reached beside what was known."""
-    known = {line: by for line, by in read().items() if by != NEVER}
+    known = {line: by for line, by in read().items() if not by.startswith(NEVER)}
     lines = {(line.file, number): line for line, numbers in find().items() for number in numbers}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text("import gpu_lines\ngpu_lines.watch()\n")
@@ -156,8 +181,8 @@ def watch() -> None:
 
 
 def _file(code: CodeType) -> str:
-    """Return a file of the product by its place in the checkout, without the links in rollcall/."""
-    name = code.co_filename.removeprefix(f"{ROOT}/")
+    """Return a file of the product by its place in the checkout, without copies and links."""
+    name = COPY.sub("", code.co_filename.removeprefix(f"{ROOT}/"))
     return name.removeprefix("rollcall/") if name.startswith(LINKED) else name
 
 

@@ -126,7 +126,7 @@ def timed_model(config: Model, source: Source) -> nn.Module:
             return
         number = next(passes)
         if number in (settings.warm_up, _steps()):
-            _wait()
+            synchronize(torch.device(given[0].device))
         now = time.perf_counter(), time.process_time()
         if number == settings.warm_up:
             begun[:] = now
@@ -250,16 +250,12 @@ def collectives() -> None:
     own = whole.chunk(world.world_size)[world.rank].clone()
     for step in range(_steps()):
         if step == settings.warm_up:
-            _wait()
+            synchronize(torch.device(given[0].device))
             began = time.perf_counter()
         for message in MESSAGES[settings.strategy]:
             message(whole, own)
-    _wait()
-    write({"wall": (time.perf_counter() - began) / settings.steps})
-
-
-def _wait() -> None:
     synchronize(torch.device(given[0].device))
+    write({"wall": (time.perf_counter() - began) / settings.steps})
 
 
 def _all_reduce(whole: torch.Tensor, _: torch.Tensor) -> None:

@@ -63,9 +63,8 @@ def surroundings() -> dict[str, str]:
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     busy = ", which is much: compare ratios, not times" * (load > cores / 2)
     parts = [f"{cores} cores ({hosts.processor()})", memory, *_gpus()]
-    named = ("rollcall", "torch", "lightning", "accelerate")
     found = {"Python": platform.python_version()}
-    for name in named:
+    for name in ("rollcall", "torch", "lightning", "accelerate"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     machine = f"{', '.join(parts)}; load {load:.1f}{busy}"

@@ -26,7 +26,7 @@ from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist import device as seam
 from rollcall.train.dist.agreement import Action, Agreement, _Sums
 from rollcall.train.dist.clock import FORWARD, OPTIMIZER, Clock
-from rollcall.train.dist.device import Ahead, Copied
+from rollcall.train.dist.device import Copied
 from rollcall.train.dist.world import World
 from rollcall.train.profiling import profiler
 from rollcall.train.recovery import micro_batch
@@ -117,13 +117,16 @@ def checkpoint(cuda: Cuda, world: World, path: Path) -> None:  # noqa: ARG001
             while engine.busy and time.monotonic() < end:
                 result = engine.settle(engine.signals())
                 assert result is None or not result.problem
+
+    def fresh() -> dict[str, Any]:
+        return {"model": {"a": torch.zeros(1000), "b": torch.zeros(3, 5)}}
+
     values = []
     for step in (3, 2, 1):
-        fresh = {"model": {"a": torch.zeros(1000), "b": torch.zeros(3, 5)}}
-        loaded = restore([SharedEngine(path, world, keep=3)], lambda fresh=fresh: fresh)
+        loaded = restore([SharedEngine(path, world, keep=3)], fresh)
         assert loaded
         assert loaded.step == step
-        values += [float(one.unique()) for one in loaded.state["model"].values()]
+        values += [float(one.mean()) for one in loaded.state["model"].values()]
         engine.refuse(step, "")
     assert values == [11.0, 11.0, 4.0, 4.0, 1.0, 1.0]
 
@@ -131,7 +134,7 @@ def checkpoint(cuda: Cuda, world: World, path: Path) -> None:  # noqa: ARG001
 def two_gpus(cuda: Cuda, world: World, path: Path) -> None:  # noqa: ARG001
     tensors = [torch.full((100,), n + 1.0, device=torch.device("cuda", n)) for n in (0, 1)]
     found = [torch.frombuffer(one, dtype=torch.float32) for one in PinnedBuffer().copy(tensors)]
-    assert [float(one.unique()) for one in found] == [1.0, 2.0]
+    assert [float(one.mean()) for one in found] == [1.0, 2.0]
     assert [Copied(one.sum()).read() for one in tensors] == [100.0, 200.0]
 
 
@@ -200,21 +203,21 @@ class Mistake(NamedTuple):
 
 
 WAIT = "current.wait_event(copied)"
-MOVED = "moved, self._stream.record_event()"
+MOVED = "batch.map(lambda tensor: upload(tensor, stream.device)), stream.record_event()"
 MISTAKES = [
-    Mistake("the batch is not waited for", loading, Ahead.hand_over, WAIT, "pass", EARLY),
+    Mistake("the batch is not waited for", loading, seam.hand_over, WAIT, "pass", EARLY),
     Mistake(
         "the wrong stream waits",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         WAIT,
-        "self._stream.wait_event(copied)",
+        "torch.cuda.Stream().wait_event(copied)",
         EARLY,
     ),
     Mistake(
         "an event that nobody recorded is waited for",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         WAIT,
         "current.wait_event(torch.cuda.Event())",
         EARLY,
@@ -222,38 +225,34 @@ MISTAKES = [
     Mistake(
         "no record_stream",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         "tensor.record_stream(current)",
         "pass",
         REUSED,
     ),
     Mistake(
-        "record_stream names the stream of the copy",
+        "record_stream names a stream that does not use the memory",
         loading,
-        Ahead.hand_over,
+        seam.hand_over,
         "tensor.record_stream(current)",
-        "tensor.record_stream(self._stream)",
+        "tensor.record_stream(torch.cuda.Stream())",
         REUSED,
     ),
     Mistake(
         "the event is recorded before the copy",
         loading,
-        Ahead.begin,
-        "moved = batch",
-        "event = self._stream.record_event(); moved = batch",
+        seam.copy_ahead,
+        "return " + MOVED,
+        "event = stream.record_event()\n"
+        "        return batch.map(lambda tensor: upload(tensor, stream.device)), event",
         EARLY,
-    )._replace(
-        old="moved = batch.map(lambda tensor: upload(tensor, self._device))\n        return "
-        + MOVED,
-        new="event = self._stream.record_event()\n"
-        "        return batch.map(lambda tensor: upload(tensor, self._device)), event",
     ),
     Mistake(
         "the event is recorded on another stream",
         loading,
-        Ahead.begin,
+        seam.copy_ahead,
         MOVED,
-        "moved, torch.cuda.default_stream(self._device).record_event()",
+        MOVED.replace("stream.record", "torch.cuda.default_stream().record"),
         EARLY,
     ),
     Mistake(
@@ -299,10 +298,9 @@ MISTAKES = [
         "the event is recorded before the number is copied",
         agreement,
         Copied.__init__,
-        "self._values = host.copy_(values, non_blocking=True)\n"
-        "        self._copied = torch.cuda.current_stream(values.device).record_event()",
+        "self._values.copy_(values, non_blocking=True)\n",
         "self._copied = torch.cuda.current_stream(values.device).record_event()\n"
-        "        self._values = host.copy_(values, non_blocking=True)",
+        "        self._values.copy_(values, non_blocking=True); return\n",
         EARLY,
     ),
     Mistake(
@@ -317,7 +315,7 @@ MISTAKES = [
         "the checkpoint is written while it is copied",
         checkpoint,
         PinnedBuffer.copy,
-        "finish(tensors)",
+        "torch.cuda.current_stream(device).synchronize()",
         "pass",
     ),
     Mistake(
@@ -330,7 +328,7 @@ MISTAKES = [
     Mistake(
         "the current GPU alone is waited for",
         two_gpus,
-        seam.finish,
+        PinnedBuffer.copy,
         "torch.cuda.current_stream(device)",
         "torch.cuda.current_stream()",
     ),
@@ -360,7 +358,7 @@ MISTAKES = [
         "the profiler stops before the kernels",
         nsight,
         profiler._Nsight.end,
-        'synchronize(torch.device("cuda"))',
+        "torch.cuda.synchronize()",
         "pass",
         EARLY,
     ),
@@ -403,3 +401,12 @@ def test_a_planted_mistake_is_found(planted: Mistake, world: World, tmp_path: Pa
         assert any(planted.expected in report for report in cuda.reports), (noticed, cuda.reports)
     else:
         assert noticed
+
+
+def test_communication_that_no_kernel_hides_is_exposed() -> None:
+    kernels = [
+        {"name": "gemm", "ts": 0, "dur": 10},
+        {"name": "ncclDevKernel_AllReduce", "ts": 5, "dur": 15},
+        {"name": "gemm", "ts": 18, "dur": 10},
+    ]
+    assert profiler._exposed(kernels) == pytest.approx(8e-6)

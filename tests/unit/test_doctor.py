@@ -175,6 +175,22 @@ def test_what_other_tools_say_of_gpus(tools: Path, tmp_path: Path) -> None:
     assert found("ecc", node(tmp_path)).state == "not applicable", "it is said once"
 
 
+def test_a_driver_too_old_for_torch_is_named(tools: Path, tmp_path: Path) -> None:
+    version = tmp_path / "root/proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15\n")
+    install(tools, "nvidia-smi", "| Driver Version: 570.86.15     CUDA Version: 12.8     |")
+    one = node(tmp_path)
+    one.python = "torch-of-a-test"
+    for built, expected in (("13.0", "bad"), ("12.8", "ok")):
+        install(tools, one.python, json.dumps({"torch": "2.11.0", "cuda": built, "gpus": 2}))
+        one._answers.clear()
+        seen = found("cuda-build", one)
+        assert seen.state == expected and f"torch's CUDA is {built}, the driver's 12" in seen.text
+    install(tools, "nvidia-smi", "<nvidia_smi_log></nvidia_smi_log>")
+    assert "lists no GPU" in found("gpu-model", node(tmp_path)).text
+
+
 def port(root: Path, device: str, **files: str) -> Path:
     """Make a port of an adapter as the kernel shows it."""
     folder = root / "root/sys/class/infiniband" / device / "ports/1"

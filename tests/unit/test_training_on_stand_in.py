@@ -10,6 +10,7 @@ from cuda_stand_in import Block, Cuda, Stream
 
 from rollcall.run_dir import RunDir
 from rollcall.train.main import main
+from rollcall.train.numerics.randomness import Fork, set_seed
 
 WORDS = ["digits", "train.steps=4", "data.global_batch=24", "log.every=1", "checkpoint.every=2"]
 
@@ -65,3 +66,28 @@ def test_a_rank_without_memory_goes_on_with_smaller_pieces(
     assert not cuda.reports
     assert found == pytest.approx(on_cpu, rel=1e-4)
     assert [*tmp_path.glob("gpu/faults/memory-step-*-rank-0.pickle")]
+
+
+def test_a_gpu_that_is_missing_or_too_old_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, f"run.root={tmp_path}", "run.name=a", "device=cuda"]
+    if not torch.cuda.is_available():
+        assert main(words) == 2
+        assert "sees none: check `nvidia-smi`" in capsys.readouterr().err
+    with Cuda() as cuda:
+        cuda.capability = 7, 5
+        assert main([*words, "precision=fp8"]) == 2
+    assert "got NVIDIA stand-in with 7.5" in capsys.readouterr().err
+
+
+def test_random_numbers_of_a_piece_leave_the_common_stream_alone() -> None:
+    with Cuda():
+        set_seed(1, "step")
+        first, fork = torch.rand(3, device="cuda:0").tolist(), Fork("cuda", "piece", 0)
+        with fork.inside():
+            own = torch.rand(3, device="cuda:0").tolist()
+        following = torch.rand(3, device="cuda:0").tolist()
+        set_seed(1, "step")
+        assert [torch.rand(3, device="cuda:0").tolist() for _ in range(2)] == [first, following]
+    assert own != following

@@ -20,7 +20,6 @@ import torch
 from rollcall.process import die_with_parent, keep_output
 from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.checkpoint.read import view
-from rollcall.train.dist.device import finish
 from rollcall.train.dist.signals import PERSON, SCHEDULER
 
 Work = Callable[[], object]
@@ -124,7 +123,8 @@ class PinnedBuffer:
             part = self._memory[start : start + tensor.nbytes]
             part.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             views.append(view(part))
-        finish(tensors)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return views
 
 

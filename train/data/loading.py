@@ -17,7 +17,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.data.stream import Place, Stream
 from rollcall.train.data.workers import WorkerError, in_order
 from rollcall.train.dist.clock import DATA, OTHER, clock
-from rollcall.train.dist.device import Ahead
+from rollcall.train.dist.device import copy_ahead, hand_over
 from rollcall.train.dist.world import World
 
 PLACES = 8
@@ -125,18 +125,19 @@ class Loading:
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Keep one batch ready; copy it to the GPU on a separate stream, beside the computation."""
-        ahead = Ahead(self._device)
+        is_gpu = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if is_gpu else None  # type: ignore[no-untyped-call]
         ready: tuple[Batch, torch.cuda.Event | None] | None = None
         found = 0.0
         for batch in batches:
-            before, ready = ready, ahead.begin(batch)
+            before, ready = ready, copy_ahead(batch, stream) if stream else (batch, None)
             self.ahead = batch
             self.unreadable, found = found, self._found
             if before:
-                yield ahead.hand_over(*before)
+                yield hand_over(*before)
         self.ahead, self.unreadable = None, found
         if ready:
-            yield ahead.hand_over(*ready)
+            yield hand_over(*ready)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:

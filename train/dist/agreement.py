@@ -200,20 +200,15 @@ class _Sums:
     """A vector that is being summed over the ranks."""
 
     def __init__(self, vector: torch.Tensor) -> None:
-        self._vector = vector
         self._work = dist.all_reduce(vector, async_op=True) if dist.get_world_size() > 1 else None
-        self._copied: Copied | None = None
-        if vector.is_cuda:
-            if self._work:
-                self._work.wait()  # with NCCL the stream waits, not this thread
-            self._copied = Copied(vector)
+        if self._work and vector.is_cuda:
+            self._work.wait()  # with NCCL the stream waits, not this thread
+            self._work = None
+        self._copied = Copied(vector)
 
     @clock.waiting
     @doing("waiting for the other ranks")
     def read(self) -> list[float]:
-        if self._copied is None:
-            if self._work:
-                self._work.wait()
-            self._copied = Copied(self._vector)
-        sums: list[float] = self._copied.read()
-        return sums
+        if self._work:
+            self._work.wait()
+        return list(self._copied.read())

@@ -49,9 +49,8 @@ class LayersPerGpu(Part):
     def __init__(self, config: Config, world: World, _mesh: DeviceMesh | None) -> None:
         self._world = world
         self._by = config.parallel.balance
-        self.devices = [world.device]
-        if world.device.type == "cuda":
-            self.devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+        gpus = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+        self.devices = gpus if world.device.type == "cuda" else [world.device]
         self._held: list[dict[str, nn.Module]] = []  # the layers on each device
 
     def check(self, model: nn.Module, example: Batch) -> None:

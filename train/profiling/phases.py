@@ -16,7 +16,6 @@ from rollcall.records.phases import Phases
 from rollcall.records.profile import ProfileRequest
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.clock import clock
-from rollcall.train.dist.device import peaks
 from rollcall.train.dist.run import Run
 from rollcall.train.profiling.verdict import GrowingMemory, LateRanks, Window, limits
 
@@ -167,4 +166,7 @@ class PhaseTimes:
         resident = float(Path("/proc/self/statm").read_text().split()[1]) * PAGE
         if not self._is_on_gpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0, 0.0, resident
-        return *peaks(self._run.world.device), resident
+        device = self._run.world.device
+        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return *peaks, resident

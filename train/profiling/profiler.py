@@ -17,7 +17,6 @@ from rollcall.config import ConfigError
 from rollcall.records.phases import Phases
 from rollcall.records.profile import Profile
 from rollcall.train.dist.clock import COMMUNICATION, OTHER, clock
-from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.run import Run
 from rollcall.train.profiling.flames import Flames
 
@@ -180,7 +179,7 @@ class _Nsight(_Profile):
 
     def __init__(self, run: Run, first: int) -> None:
         self._first, self._thread = first, threading.get_ident()
-        synchronize(run.world.device)
+        torch.cuda.synchronize(run.world.device)
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         self._open(OTHER)
         clock.listener = self._enter
@@ -194,7 +193,7 @@ class _Nsight(_Profile):
     def end(self, last: int) -> None:  # noqa: ARG002
         """End the capture."""
         self._close()
-        synchronize(torch.device("cuda"))
+        torch.cuda.synchronize()
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 

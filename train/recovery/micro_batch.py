@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from rollcall.train.data.source import Batch
-from rollcall.train.dist.device import free_memory, peaks, release_memory, synchronize
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
 
 MARGIN = 0.1
@@ -106,14 +106,14 @@ def _expected(found: Sequence[Trial], size: int) -> float:
 
 def _most(world: World, *mine: float) -> list[float]:
     """Return the largest of each number over all ranks."""
-    every: list[float] = world.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
-    return every
+    return list(world.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist())
 
 
 def _free(world: World) -> float:
     """Return the bytes that this rank may use: what it has, and its share of what is free."""
     if world.device.type == "cuda":
-        return free_memory(world.device)
+        free, _ = torch.cuda.mem_get_info(world.device)
+        return free + torch.cuda.memory_reserved(world.device)
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
     for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
@@ -132,8 +132,8 @@ def _text(path: Path) -> str:
 
 def _forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
-        release_memory(device)
-        peaks(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     else:
         with contextlib.suppress(OSError):  # without it, no peak is lower than one before
             Path("/proc/self/clear_refs").write_text("5")
@@ -141,6 +141,6 @@ def _forget_peak(device: torch.device) -> None:
 
 def _peak(device: torch.device) -> float:
     if device.type == "cuda":
-        return peaks(device)[1]
+        return float(torch.cuda.max_memory_reserved(device))
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
