@@ -53,7 +53,7 @@ TOLERANCES = {"cpu": (matrix.TOLERANCE, 1e-4), "cuda": (1e-3, 1e-2)}
 """Allowed relative differences of a loss, and of a weight by its norm. AdamW turns the last bits of
 a gradient near zero into a part of a step. Those of GPUs have not been tried yet."""
 RESUMED = {"cpu": (0.0, 0.0), "cuda": TOLERANCES["cuda"]}
-"""The same after a resume on as many ranks."""
+"""The same after a resume, which changes nothing on CPUs."""
 WIRE = {"nccl": 0.5, "gloo": 0.02}
 """Share of the wire that an all-reduce must reach; gloo copies on the CPU."""
 SIZES = (2**16, 2**20, 2**24)
@@ -91,7 +91,7 @@ class Failed(Exception):
 
 
 class Setting:
-    """What all checks know: the ranks, the folder of this acceptance, and keys for every run."""
+    """The ranks, the folder of this acceptance, and the keys of every run."""
 
     def __init__(self, world: World, signals: StopSignals, folder: Path, words: Sequence[str]):
         self.world, self.signals, self.folder = world, signals, folder
@@ -229,7 +229,7 @@ def resume(it: Setting) -> str:
     it.train(job)
     resumed = job.run_dir.read_events("resumed")
     if not resumed:
-        raise Failed(f"no rank was killed: there was no checkpoint within {STEPS} steps")
+        raise Failed(f"no rank was killed: the run has no checkpoint after {STEPS} steps")
     found = it.compare(job, whole, RESUMED[it.world.device.type])
     who = f"rank {it.world.world_size - 1} got SIGKILL"
     return f"{who}, all resumed from step {resumed[0]['step']}: {found}"

@@ -42,11 +42,8 @@ class Page:
         counts = ", ".join(f"{states.count(it)} {it}" for it in sorted({*states}))
         total = duration(sum(row.seconds for row in self.rows))
         cells = [(row.check, row.state, duration(row.seconds), row.text) for row in self.rows]
-        lines = [
-            f"# {self.title}",
-            "",
-            f"{'FAILED' if self.failed else 'Passed'}: {counts}; {total}.",
-        ]
+        verdict = "FAILED" if self.failed else "Passed" if "passed" in states else "Nothing passed"
+        lines = [f"# {self.title}", "", f"{verdict}: {counts}; {total}."]
         lines += ["", *_table([("fact", ""), *self.facts.items()]), ""]
         return "\n".join([*lines, *_table([("check", "result", "time", "found"), *cells]), ""])
 

@@ -35,7 +35,16 @@ class Planted:
 
 def accept(root: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]], str]:
     """Return the exit code, the rows by check, and what is printed."""
-    command = [sys.executable, "-m", "rollcall", "accept", f"--root={root}", "--name=it", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "rollcall",
+        "accept",
+        f"--root={root}",
+        "--local",
+        "--name=it",
+        *words,
+    ]
     env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
         command, cwd=root, env=env, capture_output=True, text=True, timeout=290, check=False
@@ -69,3 +78,23 @@ def test_a_wrong_strategy_fails_with_its_cause_and_the_others_pass(tmp_path: Pat
     assert rows["strategy zero3"]["text"].startswith("losses differ by "), page
     assert states["strategy zero2"] == "failed"
     assert "raised OSError: planted" in rows["strategy zero2"]["text"], page
+
+
+def test_the_tests_for_gpus_report_why_they_do_not_apply(tmp_path: Path) -> None:
+    """And a test that fails, with its last words."""
+    failing = tmp_path / "test_9_failing.py"
+    failing.write_text("def test_it() -> None:\n    raise ValueError('planted')\n")
+    for name in ("conftest.py", "test_1_training.py"):
+        (tmp_path / name).write_text((ROOT / "tests" / "gpu" / name).read_text())
+    conftest = (tmp_path / "conftest.py").read_text()
+    # Without a GPU the hook skips all; here only those that need one.
+    conftest = conftest.replace("HERE.parents[1]", "HERE").replace("in items:", "in items[:-1]:")
+    (tmp_path / "conftest.py").write_text(conftest)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={tmp_path}", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    found = json.loads((tmp_path / "runs" / "gpu-report.json").read_text())
+    rows = found["rows"]
+    assert done.returncode == 1 and "torch" in found["facts"]["versions"]
+    assert [row["state"] for row in rows] == ["not applicable"] * 2 + ["failed"], done.stdout
+    assert rows[0]["text"].startswith("torch sees no GPU") and "planted" in rows[2]["text"]

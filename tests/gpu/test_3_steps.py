@@ -13,10 +13,6 @@ from ranks import logged_steps, train
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="torch sees no GPU; on a machine with one: ./env/run pytest tests/gpu",
-)
 WORDS = ["device=cuda", "log.every=1", "optim.schedule=constant", "optim.warmup_steps=0"]
 GPT = [
     "gpt",
@@ -50,6 +46,7 @@ def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
 def test_number_formats_stay_close_to_fp32(
     tmp_path: Path, precision: str, tolerance: float
 ) -> None:
+    """tf32, bf16, fp16 and fp8 train, and really compute in another format. 1 min each."""
     expected = losses(run(tmp_path, *GPT))
     found = losses(run(tmp_path, *GPT, f"precision={precision}"))
     assert found != expected
@@ -67,11 +64,13 @@ def test_number_formats_stay_close_to_fp32(
     ],
 )
 def test_options_for_speed_and_memory_keep_the_losses(tmp_path: Path, word: str) -> None:
+    """Compiling, recomputing and sharding change no loss. 1 min each."""
     expected = losses(run(tmp_path, *GPT))
     assert losses(run(tmp_path, *GPT, word)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_channels_last_keeps_the_losses(tmp_path: Path) -> None:
+    """Another memory format changes no loss. 1 min."""
     words = (
         "digits",
         "train.steps=10",
@@ -88,6 +87,7 @@ def test_channels_last_keeps_the_losses(tmp_path: Path) -> None:
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
     tmp_path: Path, implementation: str, name: str
 ) -> None:
+    """A NaN is skipped on the device, and training continues. 1 min each."""
     words = [*NUMBERED, f"optim.implementation={implementation}", f"optim.name={name}"]
     run_dir = run(tmp_path, *words, "model.name=user_code:nan_output")
     [fault] = events(run_dir, "skipped")
@@ -99,6 +99,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
 
 
 def test_running_out_of_memory_reduces_the_micro_batch(tmp_path: Path) -> None:
+    """A step that runs out of memory is repeated in smaller pieces. 1 min."""
     healthy = losses(run(tmp_path, *NUMBERED, "model.name=user_code:healthy"))
     run_dir = run(tmp_path, *NUMBERED, "model.name=user_code:out_of_memory")
     assert [event["micro_batch"] for event in events(run_dir, "out_of_memory")] == [8, 4, 2]
@@ -108,6 +109,7 @@ def test_running_out_of_memory_reduces_the_micro_batch(tmp_path: Path) -> None:
 
 
 def test_metrics_report_the_fraction_of_the_peak_speed(tmp_path: Path) -> None:
+    """The chip is known, and its peak too. 1 min."""
     name = torch.cuda.get_device_name()
     if not any(known in name for known in ("A100", "H100", "H200")):
         pytest.skip(f"the peak of {name} is not in train/throughput.py")

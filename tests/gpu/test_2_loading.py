@@ -11,14 +11,10 @@ from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.data.source import Source
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="torch sees no GPU; on a machine with one: ./env/run pytest tests/gpu",
-)
-
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_on_the_gpu_and_the_host_are_equal(workers: int) -> None:
+    """Copies on another stream are complete before they are used. 10 s."""
     source = Source(Noisy(), Noisy(), SIZE, SIZE, (1, 8, 8), 10)
     order = Order(SIZE, 10 * SIZE, 16, seed=1)
     busy = torch.rand(4000, 4000, device="cuda")

@@ -5,15 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import logged_steps, train
 
 from rollcall.run_dir import RunDir
-
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="torch sees no GPU; on a machine with one: ./env/run pytest tests/gpu",
-)
 
 
 def losses(root: Path, name: str, *words: str) -> list[float]:
@@ -22,6 +16,7 @@ def losses(root: Path, name: str, *words: str) -> list[float]:
 
 
 def test_losses_on_a_gpu_are_close_to_the_cpu(tmp_path: Path) -> None:
+    """A model trains on the GPU as on the CPU. 1 min."""
     words = ("train.steps=20", "data.micro_batch=24")
     on_gpu = losses(tmp_path, "gpu", "device=cuda", *words)
     on_cpu = losses(tmp_path, "cpu", "device=cpu", *words)
@@ -30,6 +25,7 @@ def test_losses_on_a_gpu_are_close_to_the_cpu(tmp_path: Path) -> None:
 
 
 def test_resume_on_a_gpu(tmp_path: Path) -> None:
+    """A checkpoint from the GPU resumes there. 1 min."""
     words = ("device=cuda", "optim.schedule=constant")
     whole = losses(tmp_path, "whole", "train.steps=20", *words)
     losses(tmp_path, "parts", "train.steps=10", *words)
