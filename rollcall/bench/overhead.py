@@ -7,7 +7,6 @@ them. Frameworks that are not installed are left out. A rank has one thread.
 import importlib.util
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 
 from rollcall.bench import loops, turns
 
@@ -44,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
         found = turns.take_turns(ways, options.repeats)
         title = f"one step, {model}, ranks: {ranks}, medians of {options.repeats} runs, in turns"
         if options.pieces:
-            pieces = [(turns.column(found["rollcall"], it), it) for it in found["rollcall"][0]]
-            pieces.sort(key=lambda piece: -median(piece[0]))
-            rows = [(name, turns.cell(taken, turns.seconds)) for taken, name in pieces]
-            turns.show(title, [("piece", "per step"), *rows])
+            medians = turns.medians(found)["rollcall"]
+            own = sorted(medians, key=lambda piece: -medians[piece])
+            taken = [turns.cell(turns.column(found["rollcall"], one), turns.seconds) for one in own]
+            turns.show(title, [("piece", "per step"), *zip(own, taken, strict=True)])
         else:
             turns.compare(title, found, chosen[0])
         print()

@@ -100,6 +100,14 @@ def take_turns(
     return found
 
 
+def medians(found: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
+    """Return the median of each figure of each way."""
+    return {
+        name: {key: statistics.median(each[key] for each in measured) for key in measured[0]}
+        for name, measured in found.items()
+    }
+
+
 def interval(values: Iterable[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median; the range of fewer than six values."""
     ordered = sorted(values)
