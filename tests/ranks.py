@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,32 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def together(
+    count: int, work: Callable[[int, Path], None], folder: Path, per_node: int = 1
+) -> None:
+    """Do `work(rank, folder)` on every rank of a new group, and check that all of them end well."""
+    port = free_port()
+    ranks = [
+        FORKSERVER.Process(target=_do, args=(rank, count, per_node, port, work, folder))
+        for rank in range(count)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(TIMEOUT)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0] * count
+
+
+def _do(  # a rank of `together`
+    rank: int, count: int, per_node: int, port: int, work: Callable[[int, Path], None], folder: Path
+) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+    place |= {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    work(rank, folder)
 
 
 class Ranks:

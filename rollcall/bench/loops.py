@@ -262,17 +262,13 @@ def _all_reduce(whole: torch.Tensor, _: torch.Tensor) -> None:
     dist.all_reduce(whole)
 
 
-def _broadcast(whole: torch.Tensor, _: torch.Tensor) -> None:
-    dist.broadcast(whole, 0)
-
-
 def _reduce_scatter(whole: torch.Tensor, own: torch.Tensor) -> None:
     dist.reduce_scatter_tensor(own, whole)
 
 
 MESSAGES: dict[str, Sequence[Callable[[torch.Tensor, torch.Tensor], object]]] = {
     "ddp": (_all_reduce,),
-    "zero1": (_all_reduce, _broadcast),
+    "zero1": (_all_reduce, lambda whole, _: dist.broadcast(whole, 0)),
     "zero2": (dist.all_gather_into_tensor, _reduce_scatter),
     "zero3": (dist.all_gather_into_tensor, dist.all_gather_into_tensor, _reduce_scatter),
 }

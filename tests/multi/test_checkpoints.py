@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import restored, save
 from disks import mounted, needs_root, run, until
-from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, logged_steps, train
+from ranks import Ranks, logged_steps, together, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -31,15 +31,7 @@ WORDS = ["digits", "model.name=mlp", "log.every=1", "train.evaluate_every=null",
 
 
 def test_trouble_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
-    port = free_port()
-    ranks = [
-        FORKSERVER.Process(target=_meet_trouble, args=(rank, port, tmp_path)) for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(TIMEOUT)
-        process.kill()
+    together(2, _meet_trouble, tmp_path)
     first, second = (json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2))
     assert first == second
     assert "File too large" in first["problem"]
@@ -54,10 +46,7 @@ def _state(filled: float) -> dict[str, Any]:
     return {"model": {"sharded": sharded, "whole": torch.full((10_000,), filled)}}
 
 
-def _meet_trouble(rank: int, port: int, place: Path) -> None:
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in variables.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+def _meet_trouble(rank: int, place: Path) -> None:
     world = World.join("cpu")
     refused: list[tuple[int, str]] = []
     hooks = Hooks(on_refusal=lambda *refusal: refused.append(refusal))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from disks import frozen, mounted, needs_root, until
-from ranks import FORKSERVER, TIMEOUT, Ranks, free_port
+from ranks import Ranks, together
 
 from rollcall.config import ConfigError
 from rollcall.records.files import read_lines
@@ -208,20 +208,10 @@ def test_asked_to_stop_the_state_is_on_shared_storage(tmp_path: Path) -> None:
 
 
 def test_one_directory_for_several_hosts_is_refused(tmp_path: Path) -> None:
-    port = free_port()
-    ranks = [FORKSERVER.Process(target=_open, args=(rank, port, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(TIMEOUT)
-        process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    together(2, _open, tmp_path)
 
 
-def _open(rank: int, port: int, root: Path) -> None:
-    variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in variables.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+def _open(rank: int, root: Path) -> None:
     world = World.join("cpu")
     world.host = f"host-{rank}"  # else they are one node: they do share a directory
     run_dir = RunDir(root, "run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from collectives import Collectives
-from ranks import FORKSERVER, TIMEOUT, free_port
+from ranks import together
 
 from rollcall.config import parse
 from rollcall.deadline import Deadline
@@ -69,13 +68,7 @@ class Own:
 
 
 def test_a_member_sees_its_sums_and_costs_no_collective(tmp_path: Path) -> None:
-    port = free_port()
-    ranks = [FORKSERVER.Process(target=_train, args=(rank, port, tmp_path)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT)
-        rank.kill()
+    together(2, _train, tmp_path)
     expected = {"own.number": 3.0, "own.scalar": 0.5, "own.slots": [0.5, 1.5]}
     expected |= {"own.large": 2**24 + 1}
     for file in [tmp_path / f"rank-{number}.json" for number in range(2)]:
@@ -90,9 +83,7 @@ def test_a_member_sees_its_sums_and_costs_no_collective(tmp_path: Path) -> None:
         assert counts == [3, *[2] * (LAST - 1)]
 
 
-def _train(rank: int, port: int, directory: Path) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+def _train(rank: int, directory: Path) -> None:
     world = World.join("cpu")
     config = parse([*WORDS, f"run.root={directory}"])[1]
     run = Run(config, world, RunDir(directory, "run"))

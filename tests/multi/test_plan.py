@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from ranks import FORKSERVER, TIMEOUT, free_port, train
+from ranks import together, train
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -103,28 +102,15 @@ MODELS = {
 
 def test_bytes_and_flops_are_those_of_real_ranks(tmp_path: Path) -> None:
     """Four gloo ranks count what a step sends and computes; the planner's closed forms say it."""
-    port = free_port()
-    files = [tmp_path / f"rank-{rank}.json" for rank in range(4)]
-    ranks = [
-        FORKSERVER.Process(target=_count, args=(rank, port, file))
-        for rank, file in enumerate(files)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT)
-        rank.kill()
-    for file in files:
+    together(4, _count, tmp_path, per_node=2)
+    for file in tmp_path.glob("rank-*.json"):
         found = json.loads(file.read_text())
         assert len(found) == len(STRATEGIES) + len(VISION)
         for name, (counted, planned) in found.items():
             assert counted == planned, name
 
 
-def _count(rank: int, port: int, file: Path) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+def _count(rank: int, folder: Path) -> None:
     world = World.join("cpu")
     found = {}
     for kind, words in MODELS.items():
@@ -133,7 +119,7 @@ def _count(rank: int, port: int, file: Path) -> None:
                 continue
             config = parse([*words, *strategy.split(), "data.global_batch=16"])[1]
             found[f"{kind} {strategy}"] = _step(config, world, degrees)
-    file.write_text(json.dumps(found))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     world.leave()
 
 

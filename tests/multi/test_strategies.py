@@ -22,7 +22,7 @@ import torch
 import traffic
 import user_code
 from collectives import Collectives
-from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, logged_steps
+from ranks import TIMEOUT, Ranks, free_port, logged_steps, together
 from torch.distributed.tensor import DTensor
 
 from rollcall.config import parse
@@ -565,27 +565,15 @@ def test_what_does_not_fit_starts_nothing(words: list[str], message: str, tmp_pa
 
 def test_accumulation_sends_gradients_once(tmp_path: Path) -> None:
     """Three micro-batches cost what one does, but for weights that zero3 may not keep."""
-    port = free_port()
-    counts = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
-    ranks = [
-        FORKSERVER.Process(target=_count_collectives, args=(rank, port, counts[rank]))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT)
-        rank.kill()
-    for file in counts:
+    together(2, _count_collectives, tmp_path)
+    for file in tmp_path.glob("rank-*.json"):
         for strategy, (one, three) in json.loads(file.read_text()).items():
             gathers = [counted.pop("_allgather_base_", 0) for counted in (one, three)]
             assert one and three == one, strategy
             assert gathers[1] == gathers[0] * (3 if strategy == "zero3" else 1), strategy
 
 
-def _count_collectives(rank: int, port: int, file: Path) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+def _count_collectives(rank: int, folder: Path) -> None:
     world = World.join("cpu")
     counts: dict[str, list[dict[str, int]]] = {}
     for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
@@ -600,5 +588,5 @@ def _count_collectives(rank: int, port: int, file: Path) -> None:
             with Collectives() as collectives:
                 strategy.forward_backward(micro_batches, 8)
             counts[name].append(collectives.counts)
-    file.write_text(json.dumps(counts))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(counts))
     world.leave()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from collectives import Collectives
-from ranks import FORKSERVER, TIMEOUT, Ranks, free_port, logged_steps, train
+from ranks import Ranks, logged_steps, together, train
 from torch.distributed import checkpoint as dcp
 
 from rollcall.config import parse
@@ -125,15 +125,8 @@ def test_frozen_parts_stay_and_new_ones_are_random(trained: Path, tmp_path: Path
 
 
 def test_bf16_halves_the_gathers_and_the_plan_says_so(tmp_path: Path) -> None:
-    files = [tmp_path / f"{rank}.json" for rank in range(2)]
-    port = free_port()
-    ranks = [FORKSERVER.Process(target=_traffic, args=(n, port, files[n])) for n in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT)
-        rank.kill()
-    for file in files:
+    together(2, _traffic, tmp_path)
+    for file in tmp_path.glob("rank-*.json"):
         for name, count in (("zero2", 1), ("zero3", 2)):
             fp32, bf16 = json.loads(file.read_text())[name]
             whole = fp32["weights"]
@@ -144,9 +137,7 @@ def test_bf16_halves_the_gathers_and_the_plan_says_so(tmp_path: Path) -> None:
                 assert found["_reduce_scatter_base_"] == whole, (name, said)
 
 
-def _traffic(rank: int, port: int, file: Path) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+def _traffic(rank: int, folder: Path) -> None:
     world = World.join("cpu")
     found: dict[str, list[dict[str, Any]]] = {"zero2": [], "zero3": []}
     for name in found:
@@ -172,7 +163,7 @@ def _traffic(rank: int, port: int, file: Path) -> None:
                     "weights": sum(4 * weight.numel() for weight in strategy.model.parameters()),
                 }
             )
-    file.write_text(json.dumps(found))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     world.leave()
 
 
