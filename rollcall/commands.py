@@ -51,6 +51,7 @@ LAUNCH = {
     "drill": Command("rollcall.launch.drill.drill", "inject a fault into a live run"),
     "doctor": Command("rollcall.launch.doctor.command", "check this machine before it trains"),
     "network": Command("rollcall.launch.commands.network", "measure the network between nodes"),
+    "accept": Command("rollcall.accept.command", "check a machine or allocation; write one page"),
     "nodes": Command("rollcall.launch.commands.nodes", "list the nodes that failed in your jobs"),
     "lint": Command("rollcall.launch.lint", "find mistakes in sbatch scripts"),
     "batch": Command(

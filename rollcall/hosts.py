@@ -6,11 +6,13 @@ Instead, a host asks the kernel by which address and interface it reaches the ot
 
 import itertools
 import os
+import platform
 import re
 import socket
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 FIRST_PORT, PORTS = 20000, 10000
 """Ports of a rendezvous. Linux assigns the ports from 32768 on to outgoing connections."""
@@ -154,6 +156,13 @@ def _interface(address: str) -> str:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return str(name)
     raise HostError(f"no network interface of {socket.gethostname()} has the address {address}")
+
+
+def processor() -> str:
+    """Return the name of this machine's CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def usable_cpus() -> int:

@@ -29,6 +29,12 @@ def command(*words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "rollcall", *words)
 
 
+def environment() -> dict[str, str]:
+    """Return this environment with this copy on the module path: for a child in any directory."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def training_words(program: Sequence[str]) -> tuple[str, ...] | None:
     """Return the recipe and the `key=value` words of rollcall's training; None for another program.
 

@@ -1,8 +1,9 @@
-"""Build rollcall's wheel and install it beside the packages of the environment."""
+"""Build rollcall's wheel and install it; write small wheels."""
 
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,3 +28,19 @@ def install(wheel: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, capture_output=True)
     return site
+
+
+def wheel(folder: Path, name: str, needs: str = "") -> None:
+    """Write a wheel with one module, which may need another package."""
+    folder.mkdir(exist_ok=True)
+    about = f"{name}-1.0.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+    files = {
+        f"{name}.py": "VALUE = 1\n",
+        f"{about}/METADATA": metadata + (f"Requires-Dist: {needs}\n" if needs else ""),
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{about}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        for path, text in [*files.items(), (f"{about}/RECORD", record)]:
+            archive.writestr(path, text)

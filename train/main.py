@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import rollcall.requirements as _packages  # noqa: F401
 from rollcall import config as schema
+from rollcall import process
 from rollcall.commands import TRAIN
 from rollcall.config import Config, ConfigError, help, plugin
-from rollcall.process import outlast_full_disks
 from rollcall.refusal import PATIENCE, REFUSED, refuse
 from rollcall.run_dir import FencedError
 from rollcall.train.dist import failure
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     if "--print-config" in words:
         print(config.to_yaml(), end="")
         return 0
-    outlast_full_disks()
+    process.outlast_full_disks()
     try:
         return on_all_ranks(config.device, partial(_train, recipe, config))
     except Exception as error:
@@ -57,13 +57,12 @@ def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") 
 
     # The collection before the first step leaves out what was imported, as in forked ranks, whose
     # parent has frozen it.
-    is_forked = bool(gc.get_freeze_count())
-    if not is_forked:
+    if not process.is_fork:
         gc.freeze()
     try:
         return EXIT_CODES[train(recipe, config, world, signals)]
     finally:
-        if not is_forked:
+        if not process.is_fork:
             gc.unfreeze()
 
 

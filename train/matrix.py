@@ -159,6 +159,7 @@ def on_ranks(
                 "RANK": rank,
                 "LOCAL_RANK": rank % ranks_of_a_node,
                 "WORLD_SIZE": world_size,
+                "ROLLCALL_WORLD_SIZE": world_size,  # this process may be a rank of another world
                 "LOCAL_WORLD_SIZE": ranks_of_a_node,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
@@ -202,7 +203,7 @@ def _do(jobs: Sequence[Job], prepare: Callable[[], None] | None) -> None:
     if prepare:
         prepare()
     with StopSignals() as stop:
-        world = World.join("cpu")
+        world = World.join(parse(jobs[0].words)[1].device)
         for job in jobs:
             print(f"{job.root.name}: {' '.join(job.words)}", flush=True)
             config = parse([*job.words, f"run.root={job.root}", "run.name=run"])[1]

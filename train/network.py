@@ -25,6 +25,7 @@ from rollcall.config import ConfigError
 from rollcall.process import leave
 from rollcall.refusal import RefusedError, refuse
 from rollcall.text import size, table
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
 
 REPEATS = 5
@@ -62,8 +63,7 @@ def seconds(world: World, work: Callable[[], object]) -> float:
         begin = time.perf_counter()
         for _ in range(repeats):
             work()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(world.device)
         taken = torch.tensor([(time.perf_counter() - begin) / repeats], dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return float(taken)
@@ -100,8 +100,7 @@ def links(world: World, leaders: Sequence[int], bytes_: int) -> list[list[float]
         receive = dist.P2POp(dist.irecv, into, leaders[source])
         *others, last = dist.batch_isend_irecv([send, receive])  # NCCL gives one for both
         last.wait()  # once: a second wait for a received message of gloo hangs
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(world.device)
         rate = bytes_ / (time.perf_counter() - begin)
         rates[source, own] = max(rate, float(rates[source, own]))
         for work in others:

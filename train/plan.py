@@ -58,11 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
     add("--batch", type=int, metavar="N", help="samples in a step of a known shape")
     add("--length", type=int, metavar="N", help="tokens of a sample of a known shape")
-    add(
-        "--precision",
-        metavar="FORMAT",
-        help="number format (default: the recipe's, but bf16 for fp32)",
-    )
+    add("--precision", metavar="FORMAT", help="number format (default: bf16, or the recipe's)")
     add("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
@@ -111,25 +107,59 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         return _ranks(options)
     if directory:
         return _beside_measured(directory, options, machines)
-    config = None
+    keys: list[str] = []
     if first in shapes():
         precision = options.precision or "bf16"
         model = named(first, options.length)
         if len(options.words) > 1:
             raise RefusedError(f"{first} is a known shape and takes no keys: {options.words[1]}")
         batch = options.batch or max(1, TOKENS // model.length)
+        first = "RECIPE"
     else:
         if options.length:
             raise RefusedError("--length is for a known shape; a recipe has data.seq_len")
+        keys = [word for word in options.words if "=" in word]
         config = _config(options.words, first)
-        is_chosen = any(word.startswith("precision=") for word in options.words)
+        is_chosen = any(word.startswith("precision=") for word in keys)
         own = config.precision if is_chosen or config.precision != "fp32" else "bf16"
         precision = options.precision or own
         batch = options.batch or config.data.global_batch
-        model = _describe(config)
+        from rollcall.train import plan_model  # late: it imports torch
+
+        model = plan_model.describe(config)
     machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)
     gpus = options.gpus or (options.nodes or 1) * machine.host
-    return _show(options, machines, model, machine, gpus, batch, precision, config)
+    found = search.search(model, gpus, batch, machine, precision)
+    if not found:
+        raise RefusedError(_nothing_fits(model, machine, gpus, batch, precision))
+    best, nodes, cost = found[0], math.ceil(gpus / machine.host), None
+    if options.budget:
+        amount = run_cost.budget(options.budget)
+        failures = run_cost.rate(options.failures or "rsc-1")
+        cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
+    if options.json:
+        return report.as_json(found[: options.top], model, machine, cost)
+    planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
+    keys = [word for word in keys if word.partition("=")[0] not in planned]
+    words = [f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}", first, *keys]
+    lines = [
+        report.headline(model, machine, gpus, batch, precision),
+        "",
+        *report.choices(found[: options.top], model, machine),
+        "",
+        f"Submit the first: rollcall submit {' '.join([*filter(None, words), *best.words()])}",
+    ]
+    if fewest := search.smallest(model, gpus, machine, precision):
+        lines.append(
+            f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {fewest.words()[0]}, "
+            f"recompute {fewest.layout.recompute}."
+        )
+    if changes := search.levers(model, best, machine, machines, precision):
+        told = ", ".join(f"{name} ×{speed:.2f}" for name, speed in changes)
+        lines.append(f"For more speed: {told}.")
+    lines += ["", *report.run(cost, gpus, options.price)] if cost else []
+    lines += ["", *report.why(best, model, machine)] if options.why else []
+    return "\n".join(lines)
 
 
 def _config(words: Sequence[str], first: str) -> Config:
@@ -140,76 +170,15 @@ def _config(words: Sequence[str], first: str) -> Config:
         raise ConfigError(f"{error}{hint}") from None
 
 
-def _describe(config: Config) -> Model:
-    from rollcall.train import plan_model  # late: it imports torch
-
-    return plan_model.describe(config)
-
-
-def _show(
-    options: argparse.Namespace,
-    machines: Machines,
-    model: Model,
-    machine: Machine,
-    gpus: int,
-    batch: int,
-    precision: str,
-    config: Config | None,
-) -> str:
-    found = search.search(model, gpus, batch, machine, precision)
-    if not found:
-        raise RefusedError(_nothing_fits(model, machine, gpus, batch, precision))
-    best = found[0]
-    nodes = math.ceil(gpus / machine.host)
-    cost = None
-    if options.budget:
-        amount = run_cost.budget(options.budget)
-        failures = run_cost.rate(options.failures or "rsc-1")
-        cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
-    if options.json:
-        return report.as_json(found[: options.top], model, machine, cost)
-    lines = [report.headline(model, machine, gpus, batch, precision), ""]
-    lines += report.choices(found[: options.top], model, machine)
-    name = "RECIPE" if config is None else next((w for w in options.words if "=" not in w), "")
-    planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
-    keys = [w for w in options.words if "=" in w and w.partition("=")[0] not in planned]
-    line = " ".join(
-        ["rollcall submit", f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}"]
-        + [word for word in [name, *keys] if word]
-        + best.words()
-    )
-    lines += ["", f"Submit the first: {line}"]
-    fewest = search.smallest(model, gpus, machine, precision)
-    if fewest:
-        words = fewest.words()
-        lines.append(
-            f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {words[0]}, recompute "
-            f"{fewest.layout.recompute}."
-        )
-    changes = search.levers(model, best, machine, machines, precision)
-    if changes:
-        told = ", ".join(f"{name} ×{speed:.2f}" for name, speed in changes)
-        lines.append(f"For more speed: {told}.")
-    if cost:
-        lines += ["", *report.run(cost, gpus, options.price)]
-    if options.why:
-        lines += ["", *report.why(best, machine)]
-    return "\n".join(lines)
-
-
 def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precision: str) -> str:
-    every = [
-        memory.of(model, layout, machine)
-        for layout in search.layouts(model, gpus, batch, machine, precision)
-    ]
-    if not every:
+    tried = search.layouts(model, gpus, batch, machine, precision)
+    needs = [memory.of(model, layout, machine).total() for layout in tried]
+    if not needs:
         return f"no mesh divides a batch of {batch} samples over {gpus} GPUs; raise the batch"
-    need = min(terms.total() for terms in every)
-    usable = machine.chip.memory * memory.USABLE
     return (
         f"{model.name} does not fit on {gpus} {machine.chip.name}: the leanest layout needs "
-        f"{size(need)} of the {size(usable)} that a GPU has for it; use more GPUs "
-        "or a chip with more memory"
+        f"{size(min(needs))} of the {size(machine.chip.memory * memory.USABLE)} that a GPU has for "
+        "it; use more GPUs or a chip with more memory"
     )
 
 
@@ -243,7 +212,9 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     share = -(-layout.batch // layout.data)
     micro = config.data.micro_batch if isinstance(config.data.micro_batch, int) else share
     layout = dataclasses.replace(layout, micro=micro)
-    model = _describe(config)
+    from rollcall.train import plan_model  # late: it imports torch
+
+    model = plan_model.describe(config)
     seconds = step_time.of(model, layout, machine)
     factor = measured / seconds.total() * machine.factor
     key = f"{machine.chip.name} {precision} default"
@@ -256,7 +227,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
             f"{directory.name}: a step took {duration(measured)}, of which "
             f"{duration(measured * waits)} waiting for data; the plan says "
             f"{duration(seconds.total())} on {ranks} {machine.chip.name}.",
-            *report.why(best, machine),
+            *report.why(best, model, machine),
             f"Measured beyond the plan: {duration(abs(measured - seconds.total()))} "
             f"{'more' if measured > seconds.total() else 'less'}. To plan with it, write "
             f'`factors: {{"{key}": {factor:.3f}}}` to a file and name it with --machines.',

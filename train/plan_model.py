@@ -43,7 +43,9 @@ def describe(config: Config) -> Model:
         return _gpt(config, source)
     order = Order.of_run(config, source)
     example = next(training_batches(source, order, range(1), range(order.steps)))
-    return traced(_empty(config, source), example, config.model.name)
+    with torch.device("meta"):
+        model = models.build(config.model, source)
+    return traced(model, example, config.model.name)
 
 
 def _gpt(config: Config, source: Source) -> Model:
@@ -63,11 +65,6 @@ def _gpt(config: Config, source: Source) -> Model:
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
     masked = model.layers * attention_flops(model.layer.attention) if model.layer.attention else 0
     return dataclasses.replace(model, exact_flops=model.flops() + (3.5 * 2 - 3) * masked)
-
-
-def _empty(config: Config, source: Source) -> nn.Module:
-    with torch.device("meta"):
-        return models.build(config.model, source)
 
 
 def traced(model: nn.Module, example: Batch, name: str) -> Model:
@@ -140,8 +137,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._left = len(layers)
         self._hooks = [layer.register_forward_pre_hook(self._enter) for layer in layers]
         self._hooks += [layer.register_forward_hook(self._leave) for layer in layers]
-        self._seen: set[int] = set()
-        self._kept: list[torch.Tensor] = []  # so that no address is used twice
+        self._kept: dict[int, torch.Tensor] = {}  # by storage; held, so no address is used twice
         self._saving = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> Any:
@@ -169,9 +165,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = tensor.untyped_storage()._cdata
-        if self._runs and id(tensor) not in self._parameters and key not in self._seen:
-            self._seen.add(key)
-            self._kept.append(tensor)
+        if self._runs and id(tensor) not in self._parameters and key not in self._kept:
+            self._kept[key] = tensor
             self._saved[self._place] += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -179,7 +174,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if not self._runs or func.is_view:
             return out
-        if products := _products(func.overloadpacket, args):
+        if products := _products(func.overloadpacket, args, out):
             self._products.setdefault(self._place, Counter()).update(products)
         else:
             tensors = [one for one in tree_leaves((args, out)) if torch.is_tensor(one)]
@@ -191,7 +186,6 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         share = rows * (max(1, layers) if place == "layer" else 1)
         products = self._products.get(place, Counter())
         return Part(
-            place,
             weights=round(self._weights[place] * rows / share),
             products=tuple(
                 Product(rows_ * count / share, inner, columns)
@@ -203,30 +197,17 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _products(kind: Any, args: Any) -> list[Product]:
+def _products(kind: Any, args: Any, out: Any) -> list[Product]:
     """Return the matrix products of an operation; attention is two for each head."""
-    if kind in (aten.mm, aten.addmm):
-        left, right = args[-2:] if kind is aten.mm else args[1:3]
-        return [Product(left.shape[0], left.shape[1], right.shape[1])]
-    if kind in (aten.bmm, aten.baddbmm):
-        left, right = args[-2:] if kind is aten.bmm else args[1:3]
-        return [Product(left.shape[0] * left.shape[1], left.shape[2], right.shape[2])]
+    if kind in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        left, right = [one for one in args if torch.is_tensor(one)][-2:]
+        return [Product(math.prod(left.shape[:-1]), left.shape[-1], right.shape[-1])]
     if kind is aten.convolution:
-        image, weight, stride, padding, dilation = args[0], args[1], args[3], args[4], args[5]
-        kernel = weight.shape[2:]
-        out = [
-            (side + 2 * pad - gap * (width - 1) - 1) // step + 1
-            for side, pad, gap, width, step in zip(
-                image.shape[2:], padding, dilation, kernel, stride, strict=True
-            )
-        ]
-        inner = weight.shape[1] * math.prod(kernel)
-        return [Product(image.shape[0] * math.prod(out), inner, weight.shape[0])]
+        weight = args[1]
+        rows = out.numel() // out.shape[1]
+        return [Product(rows, math.prod(weight.shape[1:]), weight.shape[0])]
     if "scaled_dot_product" in str(kind) and "backward" not in str(kind):
-        query, key = args[0], args[1]
-        rows, length, width = math.prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
-        return [
-            Product(rows * length, width, key.shape[-2]),
-            Product(rows * length, key.shape[-2], width),
-        ]
+        query, key = args[:2]
+        rows, width, length = math.prod(query.shape[:-1]), query.shape[-1], key.shape[-2]
+        return [Product(rows, width, length), Product(rows, length, width)]
     return []

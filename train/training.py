@@ -7,8 +7,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from rollcall.config import Config, ConfigError, arguments
 from rollcall.deadline import Deadline
 from rollcall.process import keep_output
@@ -21,6 +19,7 @@ from rollcall.train.data.calling import check_arguments
 from rollcall.train.data.source import Source
 from rollcall.train.dist import failure
 from rollcall.train.dist.agreement import Member
+from rollcall.train.dist.device import release_memory
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.signals import StopSignals
 from rollcall.train.dist.stop import Stop
@@ -117,8 +116,7 @@ def _with_fastest(run: Run, signals: StopSignals) -> Run:
     """
     found = try_micro_batches(run, signals)
     gc.collect()  # the parts of the trials
-    if run.world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(run.world.device)
     if found.fastest is None:
         raise ConfigError(
             "data.micro_batch=auto: not even one sample fits into memory; choose a smaller model, "

@@ -20,6 +20,7 @@ from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.clock import OPTIMIZER, OTHER, clock
+from rollcall.train.dist.device import release_memory
 from rollcall.train.dist.run import Run
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import Ema, drop_gathered
@@ -335,8 +336,7 @@ class Update:
         return count / samples * (1 if scale is None else scale)
 
     def _rejoin(self, problem: str, rows: int) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(self._device)
         if not self._strategy.finish_with_nan():
             half = max(1, (self.micro_batch or rows) // 2)
             with contextlib.suppress(OSError):  # the disk is full
@@ -358,7 +358,7 @@ class Update:
             self._optimizer.step()
             own.found_inf = None
         elif not skipped:  # this waits for the GPU
-            self._optimizer.step()
+            optim.step(self._optimizer)
 
     def _cut(self, batch: Batch) -> Iterator[Batch]:
         rows = len(batch.weights)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _submission(run: RunDir) -> str:
-    """Return the command that submits a run again; for a cell, that of its sweep."""
+    """Return the command that submits a run again; for a cell, the one that submits its sweep."""
     parent = RunDir(run.path.parent.parent, run.path.parent.name)
     whole = parent if find.is_sweep(parent) else run
     newest = Submission.newest(whole.path)

@@ -2,19 +2,18 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from rollcall.fabric import SYSROOT as SYSROOT
+
 State: TypeAlias = Literal["ok", "warning", "bad", "not applicable"]
 Value: TypeAlias = str | float | dict[str, str] | None
 QUICK, THOROUGH = 8.0, 60.0
 """Seconds for all checks of a node together."""
-SYSROOT = os.environ.get("ROLLCALL_SYSROOT", "")
-"""Stands before the paths of /proc, /sys and /etc; only tests set it."""
 PROBE = """
 import json, time
 begin = time.perf_counter()

@@ -39,7 +39,8 @@ class Odd(NamedTuple):
 @cache
 def checks() -> dict[str, Check]:
     """Return all checks by name, in the order of the table."""
-    functions = ChainMap(*map(vars, (limits, links, cpu, storage, gpu, fabric, software)))
+    modules = (limits, links, cpu, storage, gpu, fabric, software)
+    functions = ChainMap(gpu.EACH, *map(vars, modules))
     found = {}
     for line in Path(__file__).with_name("table.md").read_text().splitlines()[2:]:
         name, quick, what, why, cure, source = (it.strip() for it in line[1:-1].split(" | "))

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import psutil
 
+from rollcall import fabric
+from rollcall.launch.doctor import check
 from rollcall.launch.doctor.check import Found, Node, Skip, State, judge, ok, warn
 from rollcall.launch.doctor.links import interface
 from rollcall.text import listed
@@ -13,7 +15,7 @@ DEVICES = "/sys/class/infiniband"
 SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 SLOW |= {"NCCL_DEBUG": "TRACE", "CUDA_LAUNCH_BLOCKING": "1", "NCCL_NET_GDR_LEVEL": "0"}
 SLOW |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-FABRICS = ("/sys/class/cxi/*", f"{DEVICES}/efa*", f"{DEVICES}/rdmap*")
+PLUGIN = ("slingshot", "efa")
 """Fabrics that NCCL reaches only by a plug-in."""
 
 
@@ -57,7 +59,7 @@ def hca_errors(node: Node) -> Found:
 
 def roce(node: Node) -> Found:
     ports = [port for port in _ports(node) if port.layer == "Ethernet" and port.state == "ACTIVE"]
-    if not ports or _plugin_fabric(node):
+    if not ports or fabric.recognise(check.SYSROOT) in PLUGIN:
         raise Skip("no port uses RoCE")
     without = []
     for port in ports:
@@ -69,18 +71,18 @@ def roce(node: Node) -> Found:
 
 
 def nccl_plugin(node: Node) -> Found:
-    fabric = _plugin_fabric(node)
-    if not fabric:
+    name = fabric.recognise(check.SYSROOT)
+    if name not in PLUGIN:
         raise Skip("no EFA and no Slingshot")
     known = node.run("ldconfig", "-p")
     folders = filter(None, node.env.get("LD_LIBRARY_PATH", "").split(":"))
     there = [path for folder in folders for path in node.paths(f"{folder}/libnccl-net*.so*")]
     found = there or re.findall(r"libnccl-net\S*", known)
-    return judge(not found and f"no libnccl-net*.so for {fabric}", found[0] if found else "")
+    return judge(not found and f"no libnccl-net*.so for {name}", found[0] if found else "")
 
 
 def nccl_interface(node: Node) -> Found:
-    given = node.env.get("NCCL_SOCKET_IFNAME") or _of_file(node).get("NCCL_SOCKET_IFNAME")
+    given = node.env.get("NCCL_SOCKET_IFNAME") or _of_files(node).get("NCCL_SOCKET_IFNAME")
     if given:
         names = given.lstrip("=^").split(",")
         there = [*psutil.net_if_addrs()]
@@ -96,7 +98,7 @@ def nccl_interface(node: Node) -> Found:
 
 def nccl_hca(node: Node) -> Found:
     ports = [port for port in _ports(node) if port.state == "ACTIVE"]
-    given = node.env.get("NCCL_IB_HCA") or _of_file(node).get("NCCL_IB_HCA", "")
+    given = node.env.get("NCCL_IB_HCA") or _of_files(node).get("NCCL_IB_HCA", "")
     if given and not given.startswith("^"):
         names = given.lstrip("=").split(",")
         absent = [name for name in names if not any(it.name.startswith(name) for it in ports)]
@@ -113,8 +115,13 @@ def nccl_hca(node: Node) -> Found:
 def nccl_variables(node: Node) -> Found:
     slow = [f"{name}={value}" for name, value in SLOW.items() if node.env.get(name) == value]
     names = ("NCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "OMPI_MCA_")
-    values = _of_file(node) | {it: text for it, text in node.env.items() if it.startswith(names)}
-    return warn(", ".join(slow), f"{len(values)} variables are set", values)
+    values = _of_files(node) | {it: text for it, text in node.env.items() if it.startswith(names)}
+    added = fabric.settings(node.env, check.SYSROOT)
+    text = f"{len(values)} variables are set"
+    if added:
+        pairs = listed([f"{name}={value}" for name, value in added.items()], 8)
+        text += f"; rollcall sets {pairs} for {fabric.recognise(check.SYSROOT)}"
+    return warn(", ".join(slow), text, added | values)
 
 
 def _ports(node: Node) -> list[Port]:
@@ -130,19 +137,10 @@ def _ports(node: Node) -> list[Port]:
     return found
 
 
+def _of_files(node: Node) -> dict[str, str]:
+    return fabric.configured(node.env, check.SYSROOT)
+
+
 def _gigabits(rate: str) -> float:
     match = re.match(r"[\d.]+", rate)
     return float(match[0]) if match else 0.0
-
-
-def _plugin_fabric(node: Node) -> str:
-    return next((path for pattern in FABRICS for path in node.paths(pattern)), "")
-
-
-def _of_file(node: Node) -> dict[str, str]:
-    """Return what NCCL reads from its configuration file; the user's comes before the system's."""
-    text = node.read("/etc/nccl.conf")
-    if home := node.env.get("HOME"):
-        text += "\n" + node.read(f"{home}/.nccl.conf")
-    pairs = (line.partition("=") for line in text.splitlines() if not line.lstrip().startswith("#"))
-    return {name.strip(): value.strip() for name, equals, value in pairs if equals}

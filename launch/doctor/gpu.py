@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -11,9 +12,17 @@ from rollcall.text import listed
 
 FATAL_XIDS = {48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158}
 """After these errors NVIDIA's catalog asks for a reset of the GPU or a restart of the machine."""
-SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 DAY = 24 * 3600.0
-ECC, PERSISTENCE = "ecc_mode/current_ecc", "persistence_mode"
+PENDING = (
+    *("remapped_rows/remapped_row_failure", "remapped_rows/remapped_row_pending"),
+    *("retired_pages/pending_blacklist", "retired_pages/pending_retirement"),
+)
+SLOWED = tuple(
+    f"{group}/{prefix}_{kind}slowdown"
+    for group in ("clocks_event_reasons", "clocks_throttle_reasons")  # since and before driver 535
+    for prefix in (group, group.removesuffix("s"))
+    for kind in ("hw_", "hw_thermal_", "hw_power_brake_", "sw_thermal_")
+)
 
 
 def driver(node: Node) -> Found:
@@ -27,33 +36,6 @@ def gpu_count(node: Node) -> Found:
     return judge(few and f"{text}, though the job has {asked}", text, text)
 
 
-def gpu_model(node: Node) -> Found:
-    return _each(node, lambda _gpu: "", "product_name")
-
-
-def ecc(node: Node) -> Found:
-    return _each(node, lambda gpu: _if(gpu, ECC, "Disabled"), ECC)
-
-
-def persistence(node: Node) -> Found:
-    return _each(node, lambda gpu: _if(gpu, PERSISTENCE, "Disabled"), PERSISTENCE)
-
-
-def ecc_errors(node: Node) -> Found:
-    def wrong(gpu: Element) -> str:
-        counts = gpu.find("ecc_errors/volatile")
-        bad = sum(_number(it.text) for it in counts or () if "uncorrectable" in it.tag)
-        return f"{bad:.0f} uncorrectable" if bad else ""
-
-    return _each(node, wrong, state="bad")
-
-
-def remapped_rows(node: Node) -> Found:
-    rows, pages = "remapped_rows/remapped_row_", "retired_pages/pending_"
-    tags = (f"{rows}failure", f"{rows}pending", f"{pages}blacklist", f"{pages}retirement")
-    return _each(node, lambda gpu: ", ".join(it for it in tags if _if(gpu, it, "Yes")), state="bad")
-
-
 def xid(node: Node) -> Found:
     try:
         log = node.run("dmesg")
@@ -65,29 +47,6 @@ def xid(node: Node) -> Found:
     fatal = [code for code in found if int(code[2]) in FATAL_XIDS]
     text = listed([f"Xid {number} on {place}" for _, place, number in fatal or found], 3)
     return judge(text, "none", state="bad" if fatal else "warning")
-
-
-def throttling(node: Node) -> Found:
-    names = ("clocks_event_reasons", "clocks_throttle_reasons")  # before and since driver 535
-    tags = {f"{name}/{part}_{it}" for name in names for part in (name, name[:-1]) for it in SLOWED}
-    return _each(
-        node, lambda gpu: listed([it for it in tags if _if(gpu, it, "Active")]), state="bad"
-    )
-
-
-def gpu_clocks(node: Node) -> Found:
-    chosen, usual = (f"{it}applications_clocks/graphics_clock" for it in ("", "default_"))
-    return _each(node, lambda gpu: _below(gpu, chosen, usual, 1), chosen)
-
-
-def power_limit(node: Node) -> Found:
-    now, usual = (f"gpu_power_readings/{it}_power_limit" for it in ("current", "default"))
-    return _each(node, lambda gpu: _below(gpu, now, usual, 0.95), now)
-
-
-def pcie(node: Node) -> Found:
-    now, most = (f"pci/pci_gpu_link_info/link_widths/{it}_link_width" for it in ("current", "max"))
-    return _each(node, lambda gpu: _below(gpu, now, most, 1), now)  # some slots have fewer
 
 
 def gpu_memory(node: Node) -> Found:
@@ -162,25 +121,57 @@ def _gpus(node: Node) -> dict[str, Element]:
     return found
 
 
-def _each(
-    node: Node, wrong: Callable[[Element], str], path: str = "", state: State = "warning"
-) -> Found:
-    """Say what is wrong with each GPU; the values at `path` are compared over the nodes."""
+def _each(wrong: Callable[[Element], str | bool], path: str, state: State, node: Node) -> Found:
+    """Do a check of FIELDS."""
     gpus = _gpus(node)
     found = [f"GPU {name}: {text}" for name, gpu in gpus.items() if (text := wrong(gpu))]
     values = ", ".join(sorted({gpu.findtext(path, "N/A") for gpu in gpus.values()})) if path else ""
     return judge(listed(found, 4), values or f"none of {len(gpus)} GPUs", values or None, state)
 
 
-def _if(gpu: Element, path: str, text: str) -> str:
-    return text if gpu.findtext(path) == text else ""
+def _with(gpu: Element, text: str, paths: Sequence[str]) -> str:
+    """Return the paths that have this text."""
+    return listed([path for path in paths if gpu.findtext(path) == text])
 
 
-def _below(gpu: Element, path: str, most: str, share: float) -> str:
-    now, limit = gpu.findtext(path), gpu.findtext(most)
+def _below(gpu: Element, path: str, now_at: str, most_at: str, share: float = 1.0) -> str:
+    now, limit = (gpu.findtext(path.format(it)) for it in (now_at, most_at))
     return f"{now} of {limit}" if 0 < _number(now) < share * _number(limit) else ""
+
+
+def _uncorrectable(gpu: Element) -> str:
+    counts = gpu.find("ecc_errors/volatile")
+    bad = sum(_number(it.text) for it in counts or () if "uncorrectable" in it.tag)
+    return f"{bad:.0f} uncorrectable" if bad else ""
 
 
 def _number(text: str | None) -> float:
     match = re.match(r"[\d.]+", text or "")
     return float(match[0]) if match else 0.0
+
+
+ECC, PERSISTENCE = "ecc_mode/current_ecc", "persistence_mode"
+LANES = "pci/pci_gpu_link_info/link_widths/{}_link_width"
+CLOCK, POWER = "{}applications_clocks/graphics_clock", "gpu_power_readings/{}_power_limit"
+FIELDS: dict[str, tuple[Callable[[Element], str | bool], str, State]] = {
+    "gpu_model": (lambda _: False, "product_name", "warning"),
+    "ecc": (lambda gpu: gpu.findtext(ECC) == "Disabled" and "Disabled", ECC, "warning"),
+    "persistence": (
+        lambda gpu: gpu.findtext(PERSISTENCE) == "Disabled" and "Disabled",
+        PERSISTENCE,
+        "warning",
+    ),
+    "ecc_errors": (_uncorrectable, "", "bad"),
+    "remapped_rows": (lambda gpu: _with(gpu, "Yes", PENDING), "", "bad"),
+    "throttling": (lambda gpu: _with(gpu, "Active", SLOWED), "", "bad"),
+    "gpu_clocks": (lambda gpu: _below(gpu, CLOCK, "", "default_"), CLOCK.format(""), "warning"),
+    "power_limit": (
+        lambda gpu: _below(gpu, POWER, "current", "default", 0.95),
+        POWER.format("current"),
+        "warning",
+    ),
+    "pcie": (lambda gpu: _below(gpu, LANES, "current", "max"), LANES.format("current"), "warning"),
+}
+"""What is wrong with one GPU, the value that is compared over the nodes, and how bad it is."""
+EACH = {name: partial(_each, *row) for name, row in FIELDS.items()}
+"""The checks of one value of each GPU."""

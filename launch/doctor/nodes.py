@@ -25,16 +25,9 @@ from rollcall.launch.scheduler.job import Job, options
 from rollcall.process import die_with_parent
 from rollcall.records.files import read_object
 
-NOT_OF_SRUN = (
-    "array",
-    "output",
-    "open-mode",
-    "requeue",
-    "no-requeue",
-    "no-kill",
-    "signal",
-    "mail-type",
-)
+NOT_OF_SRUN = {
+    *("array", "output", "open-mode", "requeue", "no-requeue", "no-kill", "signal", "mail-type")
+}
 """Options of a job script that a waiting srun does not take or need."""
 WAITING = 24 * 3600.0
 """Seconds for which the nodes may be in use by others."""

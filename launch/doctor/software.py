@@ -21,7 +21,7 @@ from importlib import metadata
 print(json.dumps({it.metadata["Name"] or "": it.version for it in metadata.distributions()}))
 """
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK")
-TESTED = (22, 5)
+TESTED = (20, 11)
 """The oldest Slurm with which rollcall is tested."""
 
 
@@ -114,4 +114,4 @@ def slurm_version(_node: Node) -> Found:
     if version is None:
         raise Skip("this machine has no Slurm")
     text = f"{version[0]}.{version[1]:02d}"
-    return warn(version < TESTED and f"{text}: rollcall is tested from 22.05 on", text, text)
+    return warn(version < TESTED and f"{text}: rollcall is tested from 20.11 on", text, text)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollcall import fabric
 from rollcall.launch.node import processes
 from rollcall.launch.node.batch_process import BatchWatcher
 from rollcall.launch.node.controller import DeadlineWatcher, JobComment
@@ -137,6 +138,7 @@ class NodeAttempt:
             "GLOO_SOCKET_IFNAME": interface,
             # "=" means exactly this one; NCCL avoids lo itself and needs no address on one node
             **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface != "lo" else {}),
+            **fabric.settings(os.environ),
             **os.environ,
             "ROLLCALL_WORLD_SIZE": str(sum(self.ranks)),
         }

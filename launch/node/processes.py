@@ -98,6 +98,8 @@ def children(pid: int) -> list[int]:
 
 def end_orphans(keep: int | None = None) -> None:
     """End all processes that the ranks left behind, but not our child `keep`."""
+    if not any(child != keep or children(child) for child in children(os.getpid())):
+        return  # psutil would read all processes of the host
     own = psutil.Process()
     while orphans := [child for child in own.children(recursive=True) if child.pid != keep]:
         for child in orphans:

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rollcall import hosts
+from rollcall import hosts, process
 from rollcall.launch.frameworks import TABLE
 from rollcall.launch.rank.process import RankError, record_failure, run_rank
-from rollcall.process import die_with_parent
 from rollcall.records.attempt import AGENT
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -46,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.start_method == "fork":
         from rollcall.launch.rank.fork import preload, start  # imports torch
 
-        preload(options)
+        if not process.is_fork:  # of a server that has done so
+            preload(options)
     else:
         from rollcall.launch.rank.torchrun import start  # imports torch
 
@@ -79,7 +79,8 @@ def run_fork_server(descriptor: int) -> NoReturn:
         words = json.loads(message)
         pid = os.fork()
         if pid == 0:
-            die_with_parent()
+            process.die_with_parent()
+            process.is_fork = True
             control.close()
             code = main([*(f"--port-fd={number}" for number in descriptors), *words])
             sys.stderr.flush()

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollcall import process
 from rollcall.installation import training_words
 from rollcall.launch.frameworks.framework import Store
 from rollcall.launch.rank import surroundings
@@ -27,7 +28,6 @@ from rollcall.launch.rank.process import (
     record_failure,
     run_rank,
 )
-from rollcall.process import die_with_parent
 from rollcall.records.attempt import NodeState
 from rollcall.timer import Every, RunningClock
 
@@ -47,10 +47,10 @@ def preload(options: argparse.Namespace) -> None:
     program = ("-m",) * options.module + (options.program, *options.arguments)
     words = training_words(program)
     if words is not None:
-        before = {*weakref.finalize._registry}  # type: ignore[attr-defined]
         _import_training(words)
-        for one in weakref.finalize._registry.keys() - before:  # type: ignore[attr-defined]
-            one.atexit = False  # what torch's modules undo at exit, no rank needs: it takes 60 ms
+        for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+            # What torch's modules undo at exit, no rank needs: it takes 60 ms.
+            info.atexit &= not (info.func.__module__ or "").startswith("torch")
     # Otherwise the collector writes to every page that ranks share, which copies it. Done before
     # the first attempt, so that a restart has only its own few objects to collect.
     gc.collect()
@@ -58,12 +58,15 @@ def preload(options: argparse.Namespace) -> None:
 
 
 def _import_training(words: Sequence[str]) -> None:
-    from rollcall.config import ConfigError, parse
+    from rollcall.config import ConfigError, arguments, parse
     from rollcall.train import main, models, training  # noqa: F401
     from rollcall.train.data import sets
+    from rollcall.train.health import crosscheck
 
+    crosscheck.code()
     with contextlib.suppress(ConfigError, ImportError):  # the ranks explain it
         _, config = parse(words)
+        arguments.complete(config)
         for name in (*sets.slow_imports(config.data.name), *models.slow_imports(config.model.name)):
             importlib.import_module(name)
 
@@ -143,7 +146,8 @@ def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
 def _fork(options: argparse.Namespace, local_rank: int, gate: int, opener: int) -> int:
     pid = os.fork()
     if pid == 0:
-        die_with_parent()
+        process.die_with_parent()
+        process.is_fork = True
         os.setsid()  # as under torchrun: a program may signal its whole group
         os.close(opener)
         if options.port_fd is not None:
@@ -177,7 +181,7 @@ def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
                 os.kill(late, signal.SIGKILL)
             break
         else:
-            time.sleep(0.02)
+            time.sleep(0.002)
     failed = [pid for pid, code in codes.items() if code]
     if failed:
         # Ranks that lose a peer fail too, at once and loudly. A rank that a signal killed did not

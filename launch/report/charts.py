@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     text = "a report needs the package 'matplotlib': pip install 'rollcall-train[report]'"
     raise RefusedError(text) from error
 
-COLOURS = ("ink", "muted", "line", "bad", "warn", *(f"c{number}" for number in range(8)))
+COLOURS = ("card", "ink", "muted", "line", "bad", "warn", *(f"c{number}" for number in range(8)))
 """Variables of the page's style sheet."""
 MARKED = "#0a0b{:02x}"
 """A placeholder for a colour until the SVG is written, by its place in COLOURS."""
@@ -100,7 +100,7 @@ def curves(
                 axes.axvline(mark.step, color=colour(shade), ls=dashes, lw=1)
             elif mark.kind == "checkpoint":
                 axes.axvline(mark.step, ymax=0.04, color=colour("muted"), lw=1)
-        axes.set_xlim(first, max(last, first + 1))
+        axes.set_xlim(first - (first == last), last + (first == last))
         axes.set_xlabel("step")
 
     words = "; ".join(describe(name, curve) for name, _, curve in named)
@@ -231,7 +231,8 @@ def parallel(titles: Sequence[str], rows: Sequence[Sequence[str]], best: int, wo
                 if height - last > 0.09:  # far enough from the text below
                     last = height
                     how = {"size": 9, "color": colour("ink"), "textcoords": "offset points"}
-                    axes.annotate(row[place][:14], (place, height), xytext=(4, 2), **how)
+                    how["bbox"] = {"facecolor": colour("card"), "lw": 0, "pad": 1.5, "alpha": 0.8}
+                    axes.annotate(row[place][:14], (place, height), xytext=(5, 2), **how)
         for number in sorted(range(len(rows)), key=lambda each: each == best):
             shade, width, alpha = ("c1", 2.6, 1.0) if number == best else ("c0", 1.0, 0.55)
             line = [column[number] for column in heights]
@@ -268,7 +269,7 @@ def _series(names: Sequence[str], values: Any) -> list[dict[str, Any]]:
 
 
 def _apart(marks: Sequence[Mark], first: float, last: float) -> list[Mark]:
-    """Return the marks that can be told apart, one of each kind in a small range of steps."""
+    """Return the marks that can be distinguished, one of each kind in a small range of steps."""
     unit = max(last - first, 1) / MOST_MARKS
     inside = [mark for mark in marks if first <= mark.step <= last]
     return list({(mark.kind, int(mark.step / unit)): mark for mark in inside}.values())

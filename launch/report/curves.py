@@ -94,7 +94,7 @@ def timing(run: RunDir) -> Timing | None:
 
 
 def _lines(run: RunDir) -> tuple[list[Phases], int]:
-    """Return the lines with all phases, once for each step, and of how many one was read."""
+    """Return the lines with all phases, and of how many one was read."""
     try:
         with (run.path / Phases.FILE).open("rb") as file:
             every = 1 + os.fstat(file.fileno()).st_size // MOST_BYTES
@@ -108,12 +108,7 @@ def _lines(run: RunDir) -> tuple[list[Phases], int]:
         and line.step >= 0 < line.steps
         and all(line.phases.get(name) for name in Phases.PHASES)
     ]
-    last: list[Phases] = []
-    for line in known:
-        while last and last[-1].step > line.step - line.steps:  # steps that were done again
-            last.pop()
-        last.append(line)
-    return last, every
+    return known, every
 
 
 def _table(lines: Sequence[Phases], values: Sequence[Sequence[float]], ranks: int) -> Array:

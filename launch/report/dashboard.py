@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from rollcall.run_dir import RunDir
 HOST = "127.0.0.1"
 FILES = (LoggedStep.FILE, EVENTS, Verdict.FILE, Phases.FILE, AttemptEvent.FILE, Submission.FILE)
 """Files whose changes make a report outdated."""
+KEPT = 16
+"""Reports that are kept in memory, the last ones that were asked for."""
 REFRESH = 30
 """Seconds after which a browser loads a page again."""
 HEADERS = {
@@ -69,7 +72,7 @@ class Server(ThreadingHTTPServer):
         self.root = root
         self.token = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
-        self._made: dict[str, tuple[object, str]] = {}
+        self._report = lru_cache(KEPT)(self._build)
 
     @property
     def address(self) -> str:
@@ -96,11 +99,12 @@ class Server(ThreadingHTTPServer):
             raise NoRunError("no run has this name")
         parts = find.with_cells(runs[name].path)
         times = [changed(part.path / file) for part in parts for file in FILES]
-        key = (times, [each.state for each in states.look(parts)[0]])
+        states_now = [each.state for each in states.look(parts)[0]]
         with self._lock:
-            if name not in self._made or self._made[name][0] != key:
-                self._made[name] = (key, command.build([str(parts[0].path)], self.root)[0])
-            return self._made[name][1]
+            return self._report(parts[0].path, (*times, *states_now))
+
+    def _build(self, path: Path, _state: tuple[object, ...]) -> str:
+        return command.build([str(path)], self.root)[0]
 
 
 def _list(runs: dict[str, RunDir]) -> str:
@@ -122,11 +126,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         _, token, *rest = self.path.partition("?")[0].split("/")
-        port = self.server.server_address[1]
+        port, own = self.server.server_address[1], self.server.token
         is_here = self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
-        if not (rest and is_here) or not hmac.compare_digest(
-            token.encode(), self.server.token.encode()
-        ):
+        knows = hmac.compare_digest(token.encode(), own.encode())
+        if not (rest and is_here and knows):
             return self._answer(403, "open the address that rollcall dashboard has printed")
         try:
             name = unquote("/".join(rest), errors="surrogateescape")

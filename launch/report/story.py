@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -43,7 +43,9 @@ NOT_CURVES = ("epoch", "slowest_rank", "unreadable", "step", "time")
 """Numbers of a logged step that get no curve."""
 TITLES = {
     **{"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Gradient norm"},
-    "samples_per_second": "Throughput, samples/s",
+    **{"samples_per_second": "Throughput, samples/s", "tokens_per_second": "Throughput, tokens/s"},
+    **{"flops_per_second": "Operations of the model, FLOP/s", "mfu": "MFU"},
+    "slowest_ratio": "Step time of the slowest rank / that of the others",
     "data_wait": "Share of time spent waiting for data",
 }
 """Names of curves in words; of others, the name in the file without underscores."""
@@ -51,8 +53,7 @@ TITLES = {
 Points = list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """Something that happened at a step."""
 
     step: int
@@ -60,8 +61,7 @@ class Mark:
     text: str
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """Why an attempt failed."""
 
     title: str
@@ -185,35 +185,34 @@ def _marks(events: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
 
 
 def _settings(run: RunDir) -> dict[str, tuple[str, str]]:
-    values = _configuration(run)
+    """Return the configuration of a training and its origin; empty for other programs."""
+    try:
+        read = yaml_values.load(run.config.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        read = None
+    values: dict[str, Any] = {}
+    for key, value in dotted(read if isinstance(read, dict) else {}).items():
+        values |= dotted({key: value}) or {key: {}}
+    default = {name: _plain(value) for name, _, value, *_ in describe()}
+    origin, found = _origins(run), {}
+    for key, text in zip(values, map(_plain, values.values()), strict=True):
+        guess = "default" if text == default.get(key) else "recipe or command line"
+        found[key] = (text, origin.get(key, guess))
+    return found
+
+
+def _origins(run: RunDir) -> dict[str, str]:
+    """Return where the value of each key came from, as far as the job knows its words."""
     job = JobRecord.read(run.path)
     command = job.more.get("command") if job is not None else None
-    origin: dict[str, str] = {}
-    if isinstance(command, list) and "--" in command:
-        words = training_words([str(word) for word in command[command.index("--") + 1 :]]) or ()
-        folder = next((each.directory for each in Submission.read(run.path)[-1:]), None) or "."
-        try:
-            origin = origins([str(Path(folder, each)) if is_file(each) else each for each in words])
-        except (ConfigError, OSError):
-            origin = {}  # the recipe is gone
-    default = {name: _plain(value) for name, _, value, *_ in describe()}
-    found = {}
-    for key, value in values.items():
-        guess = "default" if value == default.get(key) else "recipe or command line"
-        found[key] = (value, origin.get(key, guess))
-    return found
-
-
-def _configuration(run: RunDir) -> dict[str, str]:
-    """Return the configuration of a training; empty for other programs."""
+    if not isinstance(command, list) or "--" not in command:
+        return {}
+    words = training_words([str(word) for word in command[command.index("--") + 1 :]]) or ()
+    folder = next((each.directory for each in Submission.read(run.path)[-1:]), None) or "."
     try:
-        values = yaml_values.load(run.config.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        values = None
-    found: dict[str, str] = {}
-    for key, value in dotted(values if isinstance(values, dict) else {}).items():
-        found |= {name: _plain(each) for name, each in (dotted({key: value}) or {key: {}}).items()}
-    return found
+        return origins([str(Path(folder, each)) if is_file(each) else each for each in words])
+    except (ConfigError, OSError):
+        return {}  # the recipe is gone
 
 
 def _cells(path: Path) -> dict[str, dict[str, str]]:
@@ -282,21 +281,20 @@ def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
 def _failures(run: RunDir, condition: Condition) -> Iterator[Failure]:
     """Yield the cause of each attempt that failed, the newest first, as `rollcall why` says it."""
     attempts = find.attempts(run)
-    plain = Condition(condition.state)  # without its job: Slurm knows only the newest attempt
-    newest = attempts[-1] if attempts else None
-    for attempt in reversed(attempts):
-        is_over = attempt is not newest or not condition.is_live
-        if attempt.state not in ("finished", "stopped") and is_over:
-            asked = condition if attempt is newest else plain
-            cause = root_cause.find_cause(run, asked, attempt)
-            yield _failure(f"Attempt {attempt.number}", cause)
+    known: list[AttemptRecord | None] = [*reversed(attempts)]
     if not attempts and condition.state in ("failed", "lost"):
-        yield _failure("The run", root_cause.find_cause(run, condition, None))
-
-
-def _failure(title: str, cause: RootCause | None) -> Failure:
-    known = cause or RootCause("the cause is unknown")
-    return Failure(title, known, tail(known.log)[-LINES:] if known.log else [])
+        known = [None]
+    for place, attempt in enumerate(known):
+        if attempt is not None:
+            has_ended_well = attempt.state in ("finished", "stopped")
+            if has_ended_well or (place == 0 and condition.is_live):
+                continue
+        # Slurm knows the job of the newest attempt only.
+        asked = condition if place == 0 else Condition(condition.state)
+        found = root_cause.find_cause(run, asked, attempt)
+        cause = found or RootCause("the cause is unknown")
+        title = "The run" if attempt is None else f"Attempt {attempt.number}"
+        yield Failure(title, cause, tail(cause.log)[-LINES:] if cause.log else [])
 
 
 def clock(seconds: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.parser import parser as command_parser
 from rollcall.records.attempt import AttemptRecord, RankFailure, RanksAlone
 from rollcall.records.files import changed, is_there, listed
 from rollcall.records.job import Cancellation, Cell, Submission, local_jobs
@@ -29,8 +30,7 @@ class SubmittedJob:
 
 def parser(command: str, meaning: str | None, nargs: str | None = None) -> argparse.ArgumentParser:
     """Return a parser for a command about runs; `run` is a list if `nargs` says so."""
-    prog = f"rollcall {command}"
-    result = argparse.ArgumentParser(prog=prog, description=meaning, allow_abbrev=False)
+    result = command_parser(command, meaning)
     result.add_argument("--root", default="runs", help="directory of the runs (default: runs)")
     meaning_of_run = "its name under --root, or its directory"
     result.add_argument("run", metavar="RUN", nargs=nargs, help=meaning_of_run)

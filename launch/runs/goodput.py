@@ -5,7 +5,7 @@ https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-mea
 """
 
 import time
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -16,7 +16,7 @@ from rollcall.launch.runs import find, restarts
 from rollcall.launch.runs.states import Condition
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import Restart, Submission
-from rollcall.records.run import MOST, ForgottenStep, LoggedStep
+from rollcall.records.run import MOST, ForgottenStep
 from rollcall.run_dir import RunDir
 
 SHARES = {
@@ -32,7 +32,12 @@ SHARES = {
     "other": "after the last step of an attempt; programs that log no steps",
 }
 """The names of the shares, and what each holds."""
+LOGGED = "logged"
+"""The name of a line of metrics.jsonl among the events."""
 ENDS = ("signalled", "finished")
+HELD_UP = ("evaluated", "checkpointed")
+CUTS = (LOGGED, "evaluated", "rolled_back", *ENDS)
+"""Events that say how many steps were done until then."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,11 @@ def goodput(run: RunDir, condition: Condition) -> Goodput | None:
         return None
     newest = attempts[-1]
     book = _Book(run, events, attempts[0].started)
-    before = None
-    for attempt, later in zip(
-        attempts, [*(each.started for each in attempts[1:]), inf], strict=True
-    ):
+    nexts = [*(each.started for each in attempts[1:]), inf]
+    for before, attempt, later in zip([None, *attempts], attempts, nexts, strict=False):
         is_running = condition.is_live and attempt is newest and attempt.ended is None
         book.wait(attempt, before)
         book.attempt(attempt, later, is_running)
-        before = attempt
     if condition.is_live and newest.ended is not None:
         book.spend("queue" if condition.state == "pending" else "restart", time.time())
     is_lost = not condition.is_live and _has_failed(newest)
@@ -107,10 +109,11 @@ class _Book:
         self.step = self.again = 0  # the newest step; how many were done again
         self._most = 0  # the newest step of all attempts
         self._counted: list[tuple[int, int, float]] = []  # steps from, to, productive seconds
-        self._events = events
-        lines = [*run.read_metrics(), *ForgottenStep.read(run.path)]
-        by_time = {(line.time, line.step): line for line in lines}
-        self._lines = [by_time[key] for key in sorted(by_time)]
+        lines = {
+            (line.time, line.step): {**vars(line), "event": LOGGED}
+            for line in [*run.read_metrics(), *ForgottenStep.read(run.path)]
+        }
+        self._signs = sorted([*events, *lines.values()], key=itemgetter("time"))
         self._restarts = Restart.read(run.path)
         self._submitted = [each.time for each in Submission.read(run.path)]
         self._local = {job.id for job in find.jobs(run) if job.is_local}
@@ -148,57 +151,47 @@ class _Book:
     def attempt(self, attempt: AttemptRecord, later: float, is_running: bool) -> None:
         """Book the time of an attempt; `later` is when the next one starts."""
         limit = attempt.ended or later
-        events = [each for each in self._events if attempt.started <= each["time"] <= limit]
-        signs = [(each.time, each) for each in self._lines if attempt.started <= each.time <= limit]
-        known: list[tuple[float, Any]] = [*signs, *((each["time"], each) for each in events)]
-        known.sort(key=lambda sign: sign[0])
-        last = known[-1][0] if known else attempt.started
+        signs = [each for each in self._signs if attempt.started <= each["time"] <= limit]
+        last = signs[-1]["time"] if signs else attempt.started
         end = attempt.ended or (time.time() if is_running else last)
-        names = [each["event"] for each in events]
+        # A program of the user has no event of its first step.
         starts = [
-            (each["time"], _number(each, "step"))
-            for each in events
-            if each["event"] == "first_step"
+            each for name in ("first_step", LOGGED) for each in signs if each["event"] == name
         ]
-        starts += [(at, line.step) for at, line in signs[:1]]  # a program of the user
         if not starts:
-            is_program = not names and not _has_failed(attempt)
             is_lost = _has_failed(attempt) and not is_running
+            is_program = not signs and not _has_failed(attempt)
             self.spend("lost" if is_lost else "other" if is_program else "startup", end)
             return
-        first, begun = starts[0]
+        first = starts[0]["time"]
         self.spend("startup", first)
-        self.step = int(begun) - 1
-        self._did(int(begun), 0.0)
-        held_up = ("evaluated", "checkpointed")
-        costs = sorted(_cost(each) for each in events if each["event"] in held_up)
-        for at, sign in known:
-            if at > first:
-                self._book(at, sign, costs)
-        has_ended = not ({*ENDS}.isdisjoint(names) and _has_failed(attempt))
+        self.step = int(_number(starts[0], "step")) - 1
+        self._did(self.step + 1, 0.0)
+        self._costs = deque(sorted(_cost(each) for each in signs if each["event"] in HELD_UP))
+        for sign in signs:
+            if sign["time"] > first and sign["event"] in CUTS:
+                self._book(sign)
+        has_ended = any(each["event"] in ENDS for each in signs) or not _has_failed(attempt)
         self.spend("other" if has_ended else "productive" if is_running else "lost", end)
 
-    def _book(self, at: float, sign: Any, costs: Sequence[tuple[float, str, float]]) -> None:
-        """Book the time until a line or an event, if it says how many steps were done."""
-        name = "" if isinstance(sign, LoggedStep) else sign["event"]
-        if name not in ("", "evaluated", "rolled_back", *ENDS):
-            return
-        since, held = self._now, dict.fromkeys(("evaluation", "checkpoint", "data wait"), 0.0)
-        begin, end = (bisect_right(costs, each, key=itemgetter(0)) for each in (since, at))
-        for _, share, seconds in costs[begin:end]:
-            held[share] += seconds
+    def _book(self, sign: Mapping[str, Any]) -> None:
+        """Book the time until a sign, which says how many steps were done."""
+        name, at, since = sign["event"], sign["time"], self._now
+        held = dict.fromkeys(("evaluation", "checkpoint", "data wait"), 0.0)
+        while self._costs and self._costs[0][0] <= at:
+            when, share, seconds = self._costs.popleft()
+            held[share] += seconds if when > since else 0.0
         if name == "finished":  # the last saves were waited for
-            ended = [each for each in self._events if since < each["time"] <= at]
-            saves = [each for each in ended if each["event"] == "checkpointed"]
-            held["checkpoint"] = sum(_number(each, "seconds") for each in saves)
+            saves = [each for each in self._signs if each["event"] == "checkpointed"]
+            ended = [each for each in saves if since < each["time"] <= at]
+            held["checkpoint"] = sum(_number(each, "seconds") for each in ended)
+        step = int(_number(sign, "step"))
+        if name == LOGGED:
+            held["data wait"] = _number(sign, "data_wait") * (at - since)
         if name == "rolled_back":
             self.spend("lost", at)
-            self.step = int(_number(sign, "step"))
-            return
-        step = int(_number(sign, "step")) if name else sign.step
-        if not name:
-            held["data wait"] = sign.data_wait * (at - since)
-        if name in ENDS and step <= self.step:
+            self.step = step
+        elif name in ENDS and step <= self.step:
             self.spend("other", at, held)
         else:
             self._did(step, self.spend("productive", at, held))

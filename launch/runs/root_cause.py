@@ -39,7 +39,7 @@ class RootCause:
 
     what: str  # one sentence
     hint: str = ""  # what that usually means; may be empty
-    log: Path | None = None  # a file that tells more
+    log: Path | None = None  # a file that says more
     consequences: str = ""  # what happened to the other ranks because of it; may be empty
     failure: RankFailure | None = None  # the report that it is based on, if it is one
 

@@ -38,7 +38,8 @@ def partitions() -> "dict[str, Partition]":
     """Return all partitions that accept jobs, by name."""
     found: dict[str, Partition] = {}
     # --exact: otherwise different kinds of nodes share a line with the smallest values ("8+").
-    listed = slurm.ask("sinfo", "-h", "--exact", "-o", "%P|%D|%s|%l|%a|%c|%m|%G|%B")
+    # --noconvert: otherwise a limit of 1024 nodes is "1K".
+    listed = slurm.ask("sinfo", "--noconvert", "-h", "--exact", "-o", "%P|%D|%s|%l|%a|%c|%m|%G|%B")
     for line in listed.splitlines():
         name, nodes, size, limit, state, cpus, megabytes, gres, most_cpus = line.split("|")
         if state != "up":

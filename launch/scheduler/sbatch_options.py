@@ -1,31 +1,31 @@
-"""The options of sbatch from Slurm 22.05 to 25.05, with the pyxis plugin's."""
+"""The options of sbatch from Slurm 20.11 to 26.05, with the pyxis plugin's."""
 
 from collections.abc import Iterable
 
 from rollcall import text
 
 _FLAGS = """
-contiguous exclusive get-user-env help hold ignore-pbs nice no-kill no-requeue oom-kill-step
-overcommit oversubscribe parsable propagate quiet reboot requeue resv-ports spread-job stepmgr
-test-only usage use-min-nodes verbose version wait x11 container-mount-home
-no-container-mount-home container-writable container-readonly container-remap-root
-no-container-remap-root container-entrypoint no-container-entrypoint
+consolidate-segments contiguous exclusive get-user-env help hold ignore-pbs nice no-kill
+no-requeue oom-kill-step overcommit oversubscribe parsable propagate quiet reboot requeue
+resv-ports spread-job spread-segments stepmgr test-only usage use-min-nodes verbose version wait
+x11 container-mount-home no-container-mount-home container-writable container-readonly
+container-remap-root no-container-remap-root container-entrypoint no-container-entrypoint
 """
 FLAGS = frozenset(_FLAGS.split())
 """Options without a value, or with an optional one after `=`."""
 
 _WITH_VALUE = """
 account acctg-freq array batch bb bbf begin chdir cluster cluster-constraint clusters comment
-constraint consolidate-segments container container-id core-spec cores-per-socket cpu-freq
+constraint container container-id container-type core-spec cores-per-socket cpu-freq
 cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude export
 export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
 gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep licenses mail-type
 mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile nodelist nodes
 ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output
-partition power prefer priority profile qos reservation segment signal sockets-per-node
-spread-segments switches tasks-per-node thread-spec threads-per-core time time-min tmp tres-bind
-tres-per-task uid wait-all-nodes wckey wrap container-image container-mounts container-workdir
-container-name container-save container-env
+partition power prefer priority profile qos reservation segment signal sockets-per-node switches
+tasks-per-node thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
+wait-all-nodes wckey wrap container-image container-mounts container-workdir container-name
+container-save container-env
 """
 WITH_VALUE = frozenset(_WITH_VALUE.split())
 """Options that take a value."""
@@ -46,17 +46,18 @@ SHORT = {
 }
 
 _ENVIRONMENT = """
-account acctg-freq batch clusters constraint container container-id core-spec cpus-per-gpu
-delay-boot distribution error exclusive export get-user-env gpu-bind gpu-freq gpus gpus-per-node
-gpus-per-task gres gres-flags hint input job-name mem-bind mem-per-cpu mem-per-gpu network no-kill
-no-requeue open-mode output overcommit partition power profile qos requeue reservation signal
-spread-job thread-spec threads-per-core tres-bind tres-per-task use-min-nodes wait wait-all-nodes
-wckey
+account acctg-freq batch cluster-constraint clusters consolidate-segments constraint container
+container-id container-type core-spec cpus-per-gpu delay-boot distribution error exclusive
+export get-user-env gpu-bind gpu-freq gpus gpus-per-node gpus-per-task gres gres-flags hint
+input job-name mem-bind mem-per-cpu mem-per-gpu network no-kill no-requeue open-mode output
+overcommit partition power profile qos requeue reservation signal spread-job spread-segments
+thread-spec threads-per-core tres-bind tres-per-task use-min-nodes wait wait-all-nodes wckey
 """
 ENVIRONMENT = {f"SBATCH_{name.upper().replace('-', '_')}": name for name in _ENVIRONMENT.split()}
 ENVIRONMENT |= {
     **{"SBATCH_ARRAY_INX": "array", "SBATCH_MEM_PER_NODE": "mem", "SBATCH_TIMELIMIT": "time"},
     **{"SBATCH_REQ_SWITCH": "switches", "SBATCH_SEGMENT_SIZE": "segment"},
+    **{"SBATCH_BURST_BUFFER": "bb", "SBATCH_CPU_FREQ_REQ": "cpu-freq"},
 }
 """The options of sbatch that have a variable, by its name."""
 

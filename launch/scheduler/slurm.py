@@ -121,6 +121,7 @@ def accounting(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     found = {}
     for line in answer.stdout.splitlines():
         name, raw, state, start, nodes = line.split("|")
+        start = "N/A" if start in ("Unknown", "None") else start
         # "CANCELLED by 1000"
         found[name] = found[raw] = JobInfo(state.split()[0], "None", start, int(nodes))
     return found

@@ -21,6 +21,7 @@ from torch import nn
 
 from rollcall.bench import turns
 from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
 
 WIDTH = 2048
@@ -55,8 +56,7 @@ class Training:
         self._model(self._inputs).square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if self._inputs.is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self._inputs.device)
 
 
 def at_once(save: Callable[[State, Path], object]) -> Save:

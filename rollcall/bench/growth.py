@@ -87,7 +87,7 @@ def _measure(title: str, ways: Mapping[tuple[str, int], Way], repeats: int) -> b
     """Print medians; return whether no CPU time grows faster than N."""
     order = sorted(ways)
     named = {f"{name}, N = {size:,}": ways[name, size] for name, size in order}
-    found = turns.take_turns(named, repeats)
+    found = turns.take_turns(named, repeats, is_ordered=True)
     is_linear, first = True, dict[str, tuple[list[float], int]]()
     rows: list[Sequence[str]] = [("", "CPU", "clock", "CPU, as a multiple")]
     for (name, size), (label, figures) in zip(order, found.items(), strict=True):

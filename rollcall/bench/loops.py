@@ -31,6 +31,7 @@ from rollcall.bench import turns
 from rollcall.config.schema import Data, Model
 from rollcall.train.data.sets.digits import digits
 from rollcall.train.data.source import BatchDataset, Source
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
 from rollcall.train.models.cnn import cnn
 from rollcall.train.models.mlp import mlp
@@ -124,8 +125,8 @@ def timed_model(config: Model, source: Source) -> nn.Module:
         if not module.training or not torch.is_grad_enabled():
             return
         number = next(passes)
-        if settings.device == "cuda" and number in (settings.warm_up, _steps()):
-            torch.cuda.synchronize()
+        if number in (settings.warm_up, _steps()):
+            _wait()
         now = time.perf_counter(), time.process_time()
         if number == settings.warm_up:
             begun[:] = now
@@ -166,10 +167,15 @@ def _watch_pieces() -> dict[str, float]:
     return seconds
 
 
-def rollcall() -> None:
-    """Train with rollcall, everything on that is on by default."""
+def rollcall(has_phases: bool = True) -> None:
+    """Train with rollcall, everything on that is on by default; or do not measure phases."""
+    from rollcall.train.dist.clock import Clock
     from rollcall.train.main import main
+    from rollcall.train.profiling import phases
 
+    if not has_phases:
+        phases.WINDOW = float("inf")
+        Clock.enter, Clock.step = lambda _, phase: phase, lambda _: None  # type: ignore[assignment,method-assign]
     [settings] = given
     words = ["data.name=digits", f"data.global_batch={settings.batch}"]
     words += [f"train.steps={_steps() + 1}", f"parallel.strategy={settings.strategy}"]
@@ -179,17 +185,6 @@ def rollcall() -> None:
     code = main([*words, f"run.root={settings.folder / 'runs'}"])
     if code:
         raise SystemExit(code)
-
-
-def rollcall_without_phases() -> None:
-    """Train with rollcall, but do not measure where the time goes."""
-    from rollcall.train.dist.clock import Clock
-    from rollcall.train.profiling import phases
-
-    phases.WINDOW = float("inf")
-    for name, value in {"enter": lambda _, phase: phase, "step": lambda _: None}.items():
-        setattr(Clock, name, value)
-    rollcall()
 
 
 def bare() -> None:
@@ -264,8 +259,7 @@ def collectives() -> None:
 
 
 def _wait() -> None:
-    if given[0].device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(torch.device(given[0].device))
 
 
 def _all_reduce(whole: torch.Tensor, _: torch.Tensor) -> None:
@@ -355,7 +349,7 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "bare": (bare, "torch"),
     "bare + all-reduce": (bare_with_all_reduce, "torch"),
     "rollcall": (rollcall, "torch"),
-    "rollcall, no phases": (rollcall_without_phases, "torch"),
+    "rollcall, no phases": (partial(rollcall, False), "torch"),
     "Fabric": (fabric, "lightning"),
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),

@@ -13,12 +13,13 @@ of the strategy take when nothing runs beside them.
 """
 
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import numpy as np
+
 from rollcall.bench import loops, turns
-from rollcall.bench.turns import BenchError, Figures, cell, column, ratios, seconds
+from rollcall.bench.turns import BenchError, Figures, cell, column, seconds
 
 ONE = "1 device"
 HEAD = ("", "ranks", "step", "speed-up", "efficiency", "serial", "exposed", "hidden", "on double")
@@ -72,18 +73,18 @@ def main(argv: Sequence[str]) -> int:
             own = one._replace(strategy=name)
             ways[f"messages {name} {count}"] = partial(loops.measure, "collectives", own, count)
     measured = turns.take_turns(ways, options.repeats)
-    found = {name: column(each, "wall") for name, each in measured.items()}
+    found = {name: np.array(column(each, "wall")) for name, each in measured.items()}
     for scaling in options.scaling:
         whose = "a rank" if scaling == "weak" else "a step, over all ranks"
         rows: list[Sequence[str]] = [HEAD]
         for name in alone:
-            faster = cell(ratios(found[ONE], found[name]))
+            faster = cell(found[ONE] / found[name])
             rows.append((name, "1", cell(found[name], seconds), faster, *[""] * 5))
-        many = [_Many(found, name, k, scaling) for k in counts for name in options.strategies]
-        rows += [each.cells() for each in many]
+        many = [_row(found, name, k, scaling) for k in counts for name in options.strategies]
+        rows += [cells for cells, _ in many]
         title = f"{scaling} scaling: {one.model} on {device}, {one.batch} samples {whose}"
         turns.show(title, rows)
-        print("", *(each.reason() for each in many), "", sep="\n")
+        print("", *(reason for _, reason in many), "", sep="\n")
     if device == "cpu":
         print(
             f"Ranks share {there} cores, their caches and their memory; threads of each rank, and "
@@ -107,52 +108,33 @@ def _halves(there: int) -> list[int]:
     return [there, *_halves(there // 2)] if there >= 2 else []
 
 
-class _Many:
-    """The figures of a strategy on `k` ranks; lists have a number for each turn."""
-
-    def __init__(self, found: Mapping[str, list[float]], name: str, k: int, scaling: str) -> None:
-        self._name, self._k, self._is_weak = name, k, scaling == "weak"
-        self._step = found[f"{name} {k} {scaling}"]
-        one, alone = found[ONE], found[f"alone {k} {scaling}"]
-        messages = found[f"messages {name} {k}"]
-        ideal = [own if self._is_weak else own / k for own in one]
-        self._faster = [k * ratio for ratio in ratios(ideal, self._step)]
-        self._longer = [a - b for a, b in zip(self._step, ideal, strict=True)]
-        self._slower = [max(0.0, a - b) for a, b in zip(alone, ideal, strict=True)]
-        self._exposed = [max(0.0, a - b) for a, b in zip(self._step, alone, strict=True)]
-        self._hidden = [max(0.0, a - b) for a, b in zip(messages, self._exposed, strict=True)]
-
-    def _serial(self, faster: float) -> float:
-        k = self._k
-        return (k - faster) / (k - 1) if self._is_weak else (k / faster - 1) / (k - 1)
-
-    def _expected(self, faster: float) -> float:
-        """Return the speed-up of double the ranks, by the law of Gustafson or Amdahl."""
-        serial, k = max(0.0, self._serial(faster)), 2 * self._k
-        return k - serial * (k - 1) if self._is_weak else 1 / (serial + (1 - serial) / k)
-
-    def cells(self) -> list[str]:
-        """Return a row of the table."""
-        return [
-            *(self._name, str(self._k), cell(self._step, seconds), cell(self._faster)),
-            cell([faster / self._k for faster in self._faster], "{:.0%}".format),
-            cell([*map(self._serial, self._faster)], "{:.0%}".format),
-            *(cell(self._exposed, seconds), cell(self._hidden, seconds)),
-            cell([*map(self._expected, self._faster)]),
-        ]
-
-    def reason(self) -> str:
-        """Say why the speed-up is not the number of ranks."""
-        faster = statistics.median(self._faster)
-        said = f"{self._name} on {self._k} ranks: {faster:.2f} times as fast"
-        if faster >= 0.97 * self._k:
-            return f"{said}, as hoped."
-        small = "" if self._is_weak else " on smaller batches"
-        parts = {
-            "for communication that nothing hides": statistics.median(self._exposed),
-            f"because ranks compute side by side{small}": statistics.median(self._slower),
-        }
-        why = [f"{seconds(parts[text])} {text}" for text in sorted(parts, key=lambda t: -parts[t])]
-        longer = seconds(statistics.median(self._longer))
-        base = f"{'' if self._is_weak else f'1/{self._k} of '}the step of one device"
-        return f"{said}, not {self._k}. A step is {longer} longer than {base}: {', '.join(why)}."
+def _row(found: Mapping[str, np.ndarray], name: str, k: int, scaling: str) -> tuple[list[str], str]:
+    """Return the row of a strategy on `k` ranks, and why it is not `k` times as fast."""
+    is_weak = scaling == "weak"
+    step, alone = found[f"{name} {k} {scaling}"], found[f"alone {k} {scaling}"]
+    ideal = found[ONE] if is_weak else found[ONE] / k
+    faster = k * ideal / step
+    exposed = np.maximum(0.0, step - alone)
+    hidden = np.maximum(0.0, found[f"messages {name} {k}"] - exposed)
+    serial = ((k - faster) if is_weak else (k / faster - 1)) / (k - 1)
+    # The speed-up of double the ranks, by the law of Gustafson or Amdahl.
+    part, double = np.maximum(0.0, serial), 2 * k
+    weak, strong = double - part * (double - 1), 1 / (part + (1 - part) / double)
+    expected = np.maximum(0.0, weak if is_weak else strong)
+    cells = [
+        *(name, str(k), cell(step, seconds), cell(faster)),
+        *(cell(faster / k, "{:.0%}".format), cell(serial, "{:.0%}".format)),
+        *(cell(exposed, seconds), cell(hidden, seconds), cell(expected)),
+    ]
+    said = f"{name} on {k} ranks: {np.median(faster):.2f} times as fast"
+    if np.median(faster) >= 0.97 * k:
+        return cells, f"{said}, as hoped."
+    small = "" if is_weak else " on smaller batches"
+    parts = [
+        (np.median(exposed), "for communication that nothing hides"),
+        (np.median(np.maximum(0.0, alone - ideal)), f"because ranks compute side by side{small}"),
+    ]
+    why = ", ".join(f"{seconds(taken)} {text}" for taken, text in sorted(parts, reverse=True))
+    base = f"{'' if is_weak else f'1/{k} of '}the step of one device"
+    longer = seconds(float(np.median(step - ideal)))
+    return cells, f"{said}, not {k}. A step is {longer} longer than {base}: {why}."

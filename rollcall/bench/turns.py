@@ -17,12 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from rollcall.installation import ROOT
+from rollcall import hosts
+from rollcall.installation import environment
 from rollcall.text import size, table
 
 Figures = dict[str, float]
@@ -51,25 +52,24 @@ def count(text: str) -> int:
 def begin(argv: Sequence[str]) -> None:
     """Print the command, the machine with its load, and the versions."""
     print(f"$ rollcall bench {shlex.join(argv)}")
+    for name, text in surroundings().items():
+        print(f"{name}: {text}")
+    print(flush=True)
+
+
+def surroundings() -> dict[str, str]:
+    """Describe the machine with its load, and the versions."""
     memory = size(psutil.virtual_memory().total)
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     busy = ", which is much: compare ratios, not times" * (load > cores / 2)
-    parts = [f"{cores} cores ({_processor()})", memory, *_gpus()]
-    print(f"machine: {', '.join(parts)}; load {load:.1f}{busy}")
+    parts = [f"{cores} cores ({hosts.processor()})", memory, *_gpus()]
     named = ("rollcall", "torch", "lightning", "accelerate")
     found = {"Python": platform.python_version()}
     for name in named:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    print(f"versions: {', '.join(map(' '.join, found.items()))}\n", flush=True)
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    machine = f"{', '.join(parts)}; load {load:.1f}{busy}"
+    return {"machine": machine, "versions": ", ".join(map(" ".join, found.items()))}
 
 
 def _gpus() -> list[str]:
@@ -85,13 +85,16 @@ def torchrun(*words: str, ranks: int) -> list[str]:
 
 
 def take_turns(
-    ways: Mapping[str, Callable[[int], Figures]], repeats: int
+    ways: Mapping[str, Callable[[int], Figures]], repeats: int, is_ordered: bool = False
 ) -> dict[str, list[Figures]]:
-    """Call every way with 0, then with 1 and so on, so that other load affects all; show each."""
+    """Call every way with 0, then with 1 and so on, so that other load affects all; show each.
+
+    Every second turn has the opposite order, because a way may be slower after another one.
+    """
     found: dict[str, list[Figures]] = {name: [] for name in ways}
     for number in range(repeats):
-        for name, way in ways.items():
-            found[name].append(way(number))
+        for name in [*ways][:: -1 if number % 2 and not is_ordered else 1]:
+            found[name].append(ways[name](number))
             figures = ", ".join(f"{key} {value:.3g}" for key, value in found[name][-1].items())
             print(f"{number + 1} of {repeats}: {name}: {figures}", file=sys.stderr, flush=True)
     return found
@@ -105,21 +108,22 @@ def medians(found: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
     }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: Iterable[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median; the range of fewer than six values."""
-    ordered, number = sorted(values), len(values)
-    outside, place = 0.0, -1
+    ordered = sorted(values)
+    outside, place, number = 0.0, -1, len(ordered)
     while outside <= 0.025 and place < number // 2:
         place += 1
         outside += math.comb(number, place) / 2**number
     return ordered[max(0, place - 1)], ordered[number - 1 - max(0, place - 1)]
 
 
-def cell(values: Sequence[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
+def cell(values: Iterable[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
     """Return a median with its 95 % interval."""
-    low, high = (shown(value) for value in interval(values))
-    own = shown(statistics.median(values))
-    return own if len(values) == 1 else f"{own} [{low}, {high}]"
+    numbers = list(values)
+    low, high = map(shown, interval(numbers))
+    own = shown(statistics.median(numbers))
+    return own if len(numbers) == 1 else f"{own} [{low}, {high}]"
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
@@ -156,6 +160,7 @@ def compare(title: str, of_ways: Mapping[str, Sequence[Figures]], base: str) -> 
 @contextlib.contextmanager
 def started(words: Sequence[str], **options: object) -> Iterator[subprocess.Popen[str]]:
     """Start a command; at the end, kill what is left of it and of its children."""
+    options = {"env": environment(), **options}
     process: subprocess.Popen[str] = subprocess.Popen(words, text=True, **options)  # type: ignore[call-overload]
     try:
         yield process
@@ -178,12 +183,11 @@ def timed(
         BenchError: it failed.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    path = [str(first_on_path)] if first_on_path else []
-    python = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # for another cwd
-    env = {"PATH": [*path, os.environ["PATH"]], "PYTHONPATH": python}
-    joined = {name: os.pathsep.join(filter(None, places)) for name, places in env.items()}
+    env = environment()
+    if first_on_path:
+        env["PATH"] = os.pathsep.join((str(first_on_path), env["PATH"]))
     output_to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with started(words, env=os.environ | joined, cwd=cwd, **output_to) as process:
+    with started(words, env=env, cwd=cwd, **output_to) as process:
         output, _ = process.communicate()
     taken, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode:

@@ -270,13 +270,16 @@ def _no_argument(
 def _converted(key: str, parameter: inspect.Parameter, value: Any) -> Any:
     """Return the value as the parameter's type; ConfigError if it does not fit."""
     try:
-        adapter = TypeAdapter(_type(parameter))
+        adapter = _adapter(_type(parameter))
     except Exception:  # pydantic does not know the type
         return value
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
         raise ConfigError(f"{key}: expected {expected(error.errors()[0])}, got {value!r}") from None
+
+
+_adapter = cache(TypeAdapter)  # ranks find those that their parent has made
 
 
 def _type(parameter: inspect.Parameter) -> Any:

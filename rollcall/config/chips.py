@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from rollcall.config import yaml_values
 from rollcall.config.schema import ConfigError
 
 FILE = Path(__file__).with_name("chips.yaml")
@@ -20,10 +21,10 @@ def known(own: str | None = None) -> Chips:
     Raises:
         ConfigError: the file cannot be read, or has another form.
     """
-    table = numbers(yaml.safe_load(FILE.read_text()))
+    table = numbers(yaml_values.load(FILE.read_text()))
     if own:
         try:
-            update(table, yaml.safe_load(Path(own).read_text()))
+            update(table, yaml_values.load(Path(own).read_text()))
         except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(
                 f"log.chips={own}: expected a YAML file of chips such as 'H100: {{bf16: 989e12}}', "

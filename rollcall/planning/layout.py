@@ -26,8 +26,7 @@ class Layout:
         sequence: whether tensor ranks divide the activations between the cut layers.
         micro: samples in a micro-batch.
         batch: samples in a step, over all ranks.
-        recompute: "none" or "full" (each layer).
-        gradient: bytes of a value of the gradient that a step adds up.
+        recompute: "none", "selective" (attention) or "full" (each layer).
     """
 
     data: int = 1
@@ -42,7 +41,6 @@ class Layout:
     batch: int = 1
     recompute: str = "none"
     precision: str = "bf16"
-    gradient: int = 4
 
     @property
     def ranks(self) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -12,6 +13,7 @@ from rollcall.refusal import RefusedError
 from rollcall.text import did_you_mean
 
 FILE = Path(__file__).with_name("machines.yaml")
+FIXED = ("name", "flops")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,43 +21,20 @@ class Chip:
     """One GPU and its links, in bytes, seconds and FLOP per second."""
 
     name: str
+    flops: Mapping[str, float]  # by number format
     memory: float
     bandwidth: float
     inside: float  # of the links to the GPUs of its node, in one direction
     between: float  # of its share of the links between nodes
-    flops: Mapping[str, float]  # by number format
     product: float  # the fraction of `flops` that large matrix products reach
     attention: float  # the same for fused attention
-    node: int = 8  # GPUs that the links inside join
-    host: int = 0  # GPUs of one host, if the links join several
+    tuned: float  # the same for kernels written for this chip
+    node: int  # GPUs that the links inside join
+    host: int  # GPUs of one host, if the links join several
 
 
-@dataclasses.dataclass(frozen=True)
-class Software:
-    """The numbers of a program, in seconds.
-
-    Attributes:
-        host: in which a process starts the kernels of one layer, forward and backward.
-        stall: that each further tensor rank adds to a layer if a pipeline crosses nodes.
-        hop: of one step of a ring between nodes.
-        attention: speed relative to the chip's fused attention.
-        fused: whether attention keeps no (length, length) matrix.
-        sequence: whether tensor ranks divide the activations between the cut layers.
-        overlap: whether gradients travel during the backward pass also if ZeRO divides them.
-        balanced: whether the head counts as layers when stages are cut.
-        fills: whether a pipeline needs a micro-batch for each stage but one.
-    """
-
-    name: str
-    host: float = 2e-3
-    stall: float = 0.0
-    hop: float = 1e-5
-    attention: float = 1.0
-    fused: bool = True
-    sequence: bool = True
-    overlap: bool = True
-    balanced: bool = False
-    fills: bool = False
+class Software(SimpleNamespace):
+    """The numbers of a program, by the names that machines.yaml explains; times are in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,30 +88,31 @@ class Machines:
             whole = [entry for entry, values in table.items() if "memory" in values]
             more = did_you_mean(word.upper(), whole) or f"; choose from {', '.join(whole)}"
             raise RefusedError(f"unknown chip '{word}'{more}")
-        fields = {field.name: field for field in dataclasses.fields(Chip)}
-        values: dict[str, Any] = {k: v for k, v in table[name].items() if k in fields}
-        for key in ("node", "host"):
-            values |= {key: int(values[key])} if key in values else {}
-        needed = [key for key, field in fields.items() if field.default is dataclasses.MISSING]
-        if missing := [key for key in needed if key not in (*values, "name", "flops")]:
+        numbers = {"node": 8, "host": 0, "tuned": table[name].get("attention", 0), **table[name]}
+        fields = [field.name for field in dataclasses.fields(Chip) if field.name not in FIXED]
+        if missing := [key for key in fields if key not in numbers]:
             raise RefusedError(
                 f"{name} cannot be planned without its {', '.join(missing)}; give them in a file "
                 "for --machines (docs/plan.md)"
             )
-        return Chip(name, flops={k: v for k, v in table[name].items() if k not in fields}, **values)
+        values: dict[str, Any] = {key: numbers.pop(key) for key in fields}
+        counts = {key: int(values[key]) for key in ("node", "host")}
+        return Chip(name, numbers, **{**values, **counts})
 
-    def software(self, word: str, fabric: str | None = None) -> Software:
-        """Return a program's numbers, or the default's if the program is not known."""
-        entry = dict(self._known["software"].get(word) or self._known["software"]["default"])
-        place = (fabric or entry.get("fabric", "infiniband")).lower()
+    def software(self, word: str, chip: str = "", fabric: str | None = None) -> Software:
+        """Return the numbers of the program whose entry's words are most in name and chip."""
+        known = self._known["software"]
+        text = f"{word} {chip}".lower()
+        fitting = [name for name in known if all(part in text for part in name.lower().split())]
+        values = {**known["default"], **known[max(fitting, key=len, default="default")]}
+        place = (fabric or values["fabric"]).lower()
         if place not in self._known["fabrics"]:
             choices = ", ".join(self._known["fabrics"])
             raise RefusedError(f"unknown fabric '{place}'; choose from {choices}")
-        names = {field.name for field in dataclasses.fields(Software)}
-        values = {key: value for key, value in entry.items() if key in names}
         try:
-            values |= {key: values[key] * 1e-3 for key in ("host", "stall") if key in values}
-            return Software(word, **values, hop=self._known["fabrics"][place]["hop"] * 1e-6)
+            values["hop"] = self._known["fabrics"][place]["hop"] * 1e-6
+            values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
+            return Software(**{**values, "name": word})
         except (KeyError, TypeError):
             raise RefusedError("--machines: `hop`, `host` and `stall` must be numbers") from None
 
@@ -151,6 +131,5 @@ class Machines:
                 f"{found.name} has no {precision}; choose precision from {', '.join(found.flops)}"
             )
         factor = self._known["factors"].get(f"{found.name} {precision} {software}", 1.0)
-        if found.host:  # a rack, whose hosts share the links
-            return Machine(found, self.software(software, fabric), found.node, factor)
-        return Machine(found, self.software(software, fabric), node or found.node, factor)
+        size = found.node if found.host else node or found.node  # a rack's hosts share the links
+        return Machine(found, self.software(software, found.name, fabric), size, factor)

@@ -3,14 +3,11 @@
 from rollcall.planning.layout import Layout, Terms
 from rollcall.planning.machine import Machine
 from rollcall.planning.model import HALF, Model, Part
-from rollcall.planning.step_time import cuts, held
+from rollcall.planning.step_time import FULL, cuts, held
 
-KEPT = 1.4
-"""Bytes that activations take for each byte counted: copies of eager kernels, and the gaps that the
-caching allocator leaves. Fitted."""
 CONTEXT = 0.5e9
 """Bytes of workspaces of CUDA's libraries."""
-USABLE = 0.9
+USABLE = 0.92
 """Fraction of the memory for all this; NCCL's buffers and the driver have the rest. Fitted."""
 
 
@@ -19,41 +16,50 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     layers = cuts(model, layout, machine)
     # Inner stages hold fewer micro-batches the later they are: only these can be the largest.
     ends = {0, layout.stages - 1, layers.index(max(layers))}
-    every = [stage(model, layout, number, layers[number]) for number in sorted(ends)]
+    every = [stage(model, layout, machine, number, layers[number]) for number in sorted(ends)]
     return max(every, key=Terms.total)
 
 
-def stage(model: Model, layout: Layout, number: int, layers: int) -> Terms:
+def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: int) -> Terms:
     """Return the terms of a rank of one stage."""
     count = held(model, layout, layers, number)
     is_half = layout.width == HALF
-    shards, zero = layout.shards, layout.zero
+    shards, zero, software = layout.shards, layout.zero, machine.software
     terms = Terms()
-    terms["weights"] = count * layout.width / (shards if zero == 3 else 1)
-    terms["gradients"] = count * layout.gradient / (shards if zero >= 2 else 1)
-    terms["optimizer state"] = count * (12 if is_half else 8) / (shards if zero else 1)
+    copies = software.copies and is_half
+    terms["weights"] = count * (HALF if copies else FULL) / (shards if zero == 3 else 1)
+    terms["gradients"] = count * FULL / (shards if zero >= 2 else 1)
+    terms["optimizer state"] = count * (12 if copies else 8) / (shards if zero else 1)
     if zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
-        terms["gathered layers"] = 3 * layout.width * model.layer.weights / layout.tensor
-    flying = min(layout.micro_batches, layout.stages - number)
+        terms["gathered layers"] = (2 * layout.width + FULL) * model.layer.weights / layout.tensor
+    flying: float = min(layout.micro_batches, layout.stages - number)
     wide = layout.width / HALF
-    one = _kept(model.layer, layout)
+    if layout.chunks > 1:  # the interleaved schedule of https://arxiv.org/abs/2104.04473
+        ahead = 2 * (layout.stages - number) - 1 + (layout.chunks - 1) * layout.stages
+        flying = min(layout.micro_batches, ahead / layout.chunks)
+    one = _kept(model.layer, layout) * software.kept
+    attention = model.layer.attention
+    if attention and not software.fused and layout.recompute != "selective":
+        # Softmax, what dropout leaves of it, and its mask.
+        scores = attention.heads * attention.length**2 * layout.micro
+        one += 5 * scores / layout.tensor / layout.context
     if layout.recompute == "full":
         share = layout.context * (layout.tensor if layout.sequence else 1)
         saved = flying * layers * model.layer.boundary * layout.micro / share + one
     else:
         saved = flying * layers * one
-    terms["activations"] = KEPT * saved * wide
+    terms["activations"] = saved * wide
     if number == 0:
         terms["activations"] += _kept(model.first, layout) * flying * wide
     if number == layout.stages - 1:
-        terms["outputs and loss"] = _kept(model.last, layout)
+        terms["outputs and loss"] = _kept(model.last, layout, software.loss)
     terms["workspaces"] = CONTEXT
     return terms
 
 
-def _kept(part: Part, layout: Layout) -> float:
+def _kept(part: Part, layout: Layout, times: float = 1.0) -> float:
     whole = part.saved / (layout.tensor if layout.sequence else 1)
-    return (whole + part.cut_saved / layout.tensor) * layout.micro / layout.context
+    return (whole + times * part.cut_saved / layout.tensor) * layout.micro / layout.context
 
 
 def fits(terms: Terms, machine: Machine) -> bool:

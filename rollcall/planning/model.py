@@ -28,13 +28,12 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Attention of one sample over `length` tokens that keeps no (length, length) matrix."""
+    """Causal attention of one sample over `length` tokens."""
 
     length: int
     heads: int
     width: int  # of a head
     kv_heads: int
-    causal: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +45,11 @@ class Part:
         moved: bytes that operations other than products read and write per sample, forward and
             backward, of which tensor ranks divide `cut_moved`.
         saved: bytes per sample kept for the backward pass; tensor ranks divide `cut_saved` more,
-            and `saved` only with sequence parallelism.
+            and `saved` only with sequence parallelism. In the last part, `cut_saved` counts the
+            outputs, of which a program keeps more or fewer bytes each.
         boundary: bytes per sample that the part hands to the next.
     """
 
-    name: str
     weights: int
     cut_weights: int = 0
     products: tuple[Product, ...] = ()
@@ -69,9 +68,8 @@ class Part:
 
 
 def attention_flops(attention: Attention) -> float:
-    """Two products of (length, width) by (width, length) per head; causal ones need half."""
-    length, heads, width, _, causal = attention
-    return 4.0 * length * length * heads * width * (0.5 if causal else 1)
+    """Two products of (length, width) by (width, length) per head, of which half is masked."""
+    return 2.0 * attention.length**2 * attention.heads * attention.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +135,6 @@ def transformer(
     cut = sum(product.inner * product.columns for product in products)
     attended = HALF * length * (2 * hidden + 2 * shared)  # queries, keys, values, outputs
     layer = Part(
-        "layer",
         weights=cut + 2 * hidden,
         cut_weights=cut,
         products=products,
@@ -151,10 +148,9 @@ def transformer(
         boundary=row,
         messages=4,
     )
-    first = Part("embedding", vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
+    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
     logits = HALF * vocab * length
     last = Part(
-        "head",
         weights=hidden + (0 if tied else vocab * hidden),
         cut_weights=0 if tied else vocab * hidden,
         products=(Product(length, hidden, vocab, "columns"),),
@@ -162,9 +158,7 @@ def transformer(
         # Cast to fp32, softmax and its gradient in fp32, cast back.
         cut_moved=14 * logits,
         saved=2 * row,
-        cut_saved=5 * logits,  # in 16 bits, in fp32, and the probabilities in fp32
-        boundary=0,
-        messages=0,
+        cut_saved=vocab * length,
     )
     return Model(name, first, layer, layers, last, length, kv_heads, tied)
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from rollcall.planning import traffic
 from rollcall.planning.machine import Machine
 from rollcall.planning.model import Model
 from rollcall.planning.run_cost import RunCost
@@ -52,17 +53,21 @@ def choices(found: Sequence[Choice], model: Model, machine: Machine) -> list[str
     return table(rows)
 
 
-def why(choice: Choice, machine: Machine) -> list[str]:
-    """Return the terms of the fullest rank's memory and of the slowest rank's step."""
-    rows = [["memory of the fullest rank", "bytes", ""]]
-    for name, value in choice.bytes.items():
-        rows.append([f"  {name}", size(value), f"{value / choice.bytes.total():.1%}"])
-    left = f"of {size(machine.chip.memory)}"
-    rows.append(["  sum", size(choice.bytes.total()), left])
-    rows.append(["step of the slowest rank", "time", ""])
-    for name, value in choice.seconds.items():
-        rows.append([f"  {name}", duration(value), f"{value / choice.time:.1%}"])
-    rows.append(["  sum", duration(choice.time), ""])
+def why(choice: Choice, model: Model, machine: Machine) -> list[str]:
+    """Return the terms of a rank's memory and step, and the bytes that it sends."""
+    rows = []
+    for title, terms, show, of in (
+        ("memory of the fullest rank", choice.bytes, size, f"of {size(machine.chip.memory)}"),
+        ("step of the slowest rank", choice.seconds, duration, ""),
+    ):
+        rows.append([title, "", ""])
+        rows += [
+            [f"  {key}", show(one), f"{one / terms.total():.1%}"] for key, one in terms.items()
+        ]
+        rows.append(["  sum", show(terms.total()), of])
+    if choice.layout.stages == 1 and (sent := traffic.of_step(model, choice.layout)):
+        rows.append(["collectives of a rank", "", ""])
+        rows += [[f"  {name}", size(value), ""] for name, value in sent.items()]
     return table(rows)
 
 
@@ -70,20 +75,16 @@ def run(cost: RunCost, gpus: int, price: float | None) -> list[str]:
     """Say what the run to its budget takes."""
     hours = cost.whole / 3600 * gpus
     money = f", {hours * price:,.0f} at {price:g} per GPU-hour" if price else ""
+    fails = math.isfinite(cost.between_failures)
+    best = f", best every {duration(cost.interval)}" if fails else ""
     lines = [
         f"The run: {cost.steps:,} steps, {duration(cost.whole)}, {hours:,.0f} GPU-hours{money}; "
         f"queue aside.",
-        f"Checkpoints: {size(cost.checkpoint)} each.",
+        f"Checkpoints: {size(cost.checkpoint)} each{best}.",
+        f"Failures: one every {duration(cost.between_failures)}, {cost.failures:,.1f} in the "
+        f"run; {cost.goodput:.1%} of the time ends up in the result.",
     ]
-    if math.isfinite(cost.between_failures):
-        lines[1] = (
-            f"Checkpoints: {size(cost.checkpoint)} each, best every {duration(cost.interval)}."
-        )
-        lines.append(
-            f"Failures: one every {duration(cost.between_failures)}, {cost.failures:,.1f} in the "
-            f"run; {cost.goodput:.1%} of the time ends up in the result."
-        )
-    return lines
+    return lines if fails else lines[:2]
 
 
 def as_json(found: Sequence[Choice], model: Model, machine: Machine, cost: RunCost | None) -> str:

@@ -1,7 +1,7 @@
 """Time, cost, checkpoints and failures of a whole run, without the time in the queue."""
 
 import math
-import re
+from contextlib import suppress
 from typing import NamedTuple
 
 from rollcall.planning.model import Model
@@ -28,7 +28,6 @@ class RunCost(NamedTuple):
     steps: int
     busy: float  # in steps
     checkpoint: int
-    pause: float
     interval: float  # between checkpoints
     between_failures: float
     failures: float
@@ -42,32 +41,25 @@ class RunCost(NamedTuple):
 
 def budget(text: str) -> float:
     """Read a number of tokens or samples such as 15T or 300e9."""
-    match = re.fullmatch(r"([\d.]+(?:[eE]\+?\d+)?)([kKMBGT]?)", text)
-    try:
-        number = float(match[1]) if match else math.nan
-    except ValueError:
-        number = math.nan
-    if not match or not 0 < number < 1e30:
-        raise RefusedError(
-            f"--budget {text}: expected a number of tokens or samples such as 15T or 300e9"
-        )
-    units = {"": 0, "k": 3, "K": 3, "M": 6, "B": 9, "G": 9, "T": 12}
-    return float(number * 10 ** units[match[2]])
+    unit = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:], 1.0)
+    with suppress(ValueError):
+        if 0 < (number := unit * float(text if unit == 1 else text[:-1])) < 1e30:
+            return number
+    raise RefusedError(
+        f"--budget {text}: expected a number of tokens or samples such as 15T or 300e9"
+    )
 
 
 def rate(word: str) -> float:
     """Read failures per node and day: a published rate's name, or a number."""
     if word in FAILURES:
         return FAILURES[word]
-    try:
-        number = float(word)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise RefusedError(
-            f"--failures {word}: expected failures per node and day, or {', '.join(FAILURES)}"
-        )
-    return number
+    with suppress(ValueError):
+        if 0 <= (number := float(word)) < math.inf:
+            return number
+    raise RefusedError(
+        f"--failures {word}: expected failures per node and day, or {', '.join(FAILURES)}"
+    )
 
 
 def cost(
@@ -100,6 +92,4 @@ def cost(
         )
     busy = steps * step
     whole = busy / (1 - lost)
-    return RunCost(
-        steps, busy, model.weights * STATE, PAUSE, interval, between, whole / between, 1 - lost
-    )
+    return RunCost(steps, busy, model.weights * STATE, interval, between, whole / between, 1 - lost)

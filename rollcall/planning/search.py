@@ -31,13 +31,9 @@ class Choice:
     def words(self) -> list[str]:
         """Return the `key=value` words that give a run this layout."""
         layout = self.layout
-        replicas = layout.data
-        degrees = {"pipeline": layout.stages, "replicate": 1, "shard": 1}
-        if layout.zero:
-            shards = layout.shard or layout.data
-            replicas //= shards
-            degrees["shard"] = shards
-        degrees |= {"replicate": replicas, "context": layout.context, "tensor": layout.tensor}
+        shards = (layout.shard or layout.data) if layout.zero else 1
+        degrees = {"pipeline": layout.stages, "replicate": layout.data // shards, "shard": shards}
+        degrees |= {"context": layout.context, "tensor": layout.tensor}
         mesh = {name: degree for name, degree in degrees.items() if degree > 1}
         words = [
             f"parallel.mesh={show(mesh)}" if mesh else "parallel.strategy=single",
@@ -119,37 +115,31 @@ def _of_mesh(base: Layout, share: int, near: int) -> Iterator[Layout]:
 
 def smallest(model: Model, gpus: int, machine: Machine, precision: str) -> Choice | None:
     """Return the fastest layout on the fewest GPUs that fit one sample per rank."""
-    fewest = None
     for count in [*_powers(machine.node), *range(2 * machine.node, gpus + 1, machine.node)]:
-        if count > gpus or fewest:
-            break
-        found = search(model, count, max(count, 1), machine, precision)
-        fewest = found[0] if found else None
-    return fewest
+        if count <= gpus and (found := search(model, count, count, machine, precision)):
+            return found[0]
+    return None
 
 
 def levers(
     model: Model, best: Choice, machine: Machine, machines: Machines, precision: str
 ) -> list[tuple[str, float]]:
     """Return changes with the speed that each would bring, the most effective first."""
-    layout = best.layout
-    found = []
-
-    def speed(name: str, other: Machine, gpus: int, batch: int, format_: str) -> None:
-        with suppress(RefusedError):  # these GPUs do not fill whole nodes
-            for choice in search(model, gpus, batch, other, format_)[:1]:
-                found.append((name, batch / choice.time / (layout.batch / best.time)))
-
-    size = layout.ranks, layout.batch
-    speed(f"{2 * size[0]} GPUs", machine, 2 * size[0], size[1], precision)
-    speed(f"{2 * size[0]} GPUs and twice the batch", machine, 2 * size[0], 2 * size[1], precision)
+    gpus, batch = best.layout.ranks, best.layout.batch
+    tried = [(f"{2 * gpus} GPUs", machine, 2 * gpus, batch, precision)]
+    tried.append((f"{2 * gpus} GPUs and twice the batch", machine, 2 * gpus, 2 * batch, precision))
     for chip in map(machines.chip, ("H100", "B200")):
         if chip.name != machine.chip.name and precision in chip.flops:
             node = min(machine.node, chip.node)
             other = dataclasses.replace(machine, chip=chip, node=node, factor=1.0)
-            speed(f"{size[0]} {chip.name}", other, *size, precision)
+            tried.append((f"{gpus} {chip.name}", other, gpus, batch, precision))
     if precision == "bf16" and "fp8" in machine.chip.flops:
-        speed("precision=fp8", machine, *size, "fp8")
+        tried.append(("precision=fp8", machine, gpus, batch, "fp8"))
+    found = []
+    for name, place, count, samples, format_ in tried:
+        with suppress(RefusedError):  # these GPUs do not fill whole nodes
+            for choice in search(model, count, samples, place, format_)[:1]:
+                found.append((name, samples / choice.time / (batch / best.time)))
     return sorted(found, key=lambda pair: -pair[1])
 
 

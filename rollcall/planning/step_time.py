@@ -13,11 +13,12 @@ from rollcall.planning.model import HALF, Model, Part, attention_flops
 
 MOVING = 0.8
 """Fraction of the memory's bandwidth that streaming kernels reach."""
-PASSES = 1.5
+PASSES = 1.6
 """Bytes that eager kernels move for each byte that the operations need. Fitted."""
 SCORES = 70
-"""Bytes moved for each attention score, forward and backward, without fused attention. Fitted."""
-LINKS_INSIDE = 0.75
+"""Bytes moved for each attention score, forward and backward, without fused attention: scale, mask,
+softmax in fp32, casts and dropout, each a kernel."""
+LINKS_INSIDE = 0.7
 """Fraction of the links inside a node that collectives reach. Fitted."""
 LINKS_BETWEEN = 0.5
 """Fraction of the links between nodes that collectives reach. Fitted."""
@@ -25,78 +26,79 @@ SLOWED = 0.5
 """Time by which a collective slows the computation beside it, relative to it. Fitted."""
 HOP_INSIDE = 1e-5
 """Seconds of one step of a ring inside a node, with the kernel's start."""
-BACKWARD = 2.5
-"""Products of fused attention's backward pass for each of its forward pass."""
+BACKWARD = 3.2
+"""Time of fused attention's backward pass for each of its forward pass: 2.5 times the products at
+lower speed, as https://arxiv.org/abs/2307.08691 and https://arxiv.org/abs/2407.08608 measure."""
 UPDATE = 30
 """Bytes that Adam moves for each weight: gradient, master copy and two moments, and the weight."""
+FULL = 4
+"""Bytes of a value in fp32, in which gradients are added up."""
 BUCKET = 25e6
 """Bytes of gradients that one all-reduce carries: DDP's default."""
 MIXED = 4
 """Norm that joins the host's and the GPU's time of a layer, whose kernels differ in size."""
 
 
-def ring(size: float, ranks: int, local: int, machine: Machine) -> float:
+def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
     """Seconds of an all-gather or reduce-scatter of `size` bytes; an all-reduce is both.
 
-    `local` of the ranks share a node; each brings one link to other nodes.
+    Neighbours are `apart` ranks from each other; each brings one link to other nodes.
     """
     if ranks == 1:
         return 0.0
     rate, hop = machine.chip.inside * LINKS_INSIDE, HOP_INSIDE
+    local = max(1, min(ranks, machine.node // apart))
     if local < ranks:
         rate = min(rate, local * machine.chip.between * LINKS_BETWEEN)
         hop = machine.software.hop
     return (ranks - 1) * (size / ranks / rate + hop)
 
 
-def work(part: Part, layout: Layout, machine: Machine, forwards: int = 1) -> Terms:
-    """Seconds of a GPU for one micro-batch of a part, forward and backward.
-
-    `forwards` is 2 if the backward pass repeats the forward pass.
-    """
-    chip, tensor, context = machine.chip, layout.tensor, layout.context
+def work(part: Part, layout: Layout, machine: Machine) -> Terms:
+    """Seconds of a GPU for one micro-batch of a part, forward and backward."""
+    chip, software, tensor = machine.chip, machine.software, layout.tensor
     moving, wide = chip.bandwidth * MOVING, layout.width / HALF
-    passes = forwards + 2  # products of a backward pass: one for the input, one for the weight
-    is_fp8 = layout.precision == "fp8" and part.cut_weights > 0 and part.messages > 0
-    peak = chip.flops[layout.precision if is_fp8 or layout.precision != "fp8" else "bf16"]
-    flops = moved = 0.0
-    for rows, inner, columns, cut in part.products:
-        m = layout.micro * rows / context
+    share = layout.micro / layout.context
+    is_layer = part.messages > 0
+    again = int(is_layer and layout.recompute == "full")
+    is_fp8 = layout.precision == "fp8" and is_layer
+    half = "bf16" if layout.precision == "fp8" else layout.precision
+    peak = chip.flops[layout.precision if is_fp8 else half]
+    terms = Terms()
+    for place, (rows, inner, columns, cut) in enumerate(part.products):
+        m = share * rows
         k = inner / (tensor if cut == "inner" else 1)
         n = columns / (tensor if cut == "columns" else 1)
-        flops += 2 * m * k * n
-        moved += layout.width * (m * k + k * n + m * n)
+        moved = layout.width * (m * k + k * n + m * n)
         if is_fp8:  # operands are read in 16 bits and written in 8, twice
             moved += 2 * HALF * (m * k + k * n)
-    terms = Terms()
-    terms["matrix products"] = passes * (flops / (peak * chip.product) + moved / moving)
+        # Nothing keeps the output of a layer's last product, so torch does not compute it again.
+        is_kept = part.attention and software.early and place == len(part.products) - 1
+        times = 3 + (0 if is_kept else again)
+        terms.add("matrix products", times * (2 * m * k * n / peak / chip.product + moved / moving))
     if attention := part.attention:
-        share = layout.micro / tensor / context
-        flops = attention_flops(attention) * share
-        half = chip.flops["bf16" if layout.precision == "fp8" else layout.precision]
-        if machine.software.fused:
-            rate = half * chip.attention * machine.software.attention
-            terms["attention"] = flops / rate * (forwards + BACKWARD)
+        forwards = 1 if layout.recompute == "none" else 2
+        flops = attention_flops(attention) * share / tensor / chip.flops[half]
+        if software.fused:
+            rate = (chip.tuned if software.tuned else chip.attention) * software.attention
+            terms["attention"] = flops / rate * (forwards + BACKWARD) * 3.5 / (1 + BACKWARD)
         else:
-            scores = attention.heads * attention.length**2 * share
-            flops *= 2 if attention.causal else 1  # nothing is skipped
-            terms["attention"] = passes * flops / (half * chip.product)
-            terms["attention"] += passes / 3 * SCORES * wide * scores / moving
+            scores = attention.heads * attention.length**2 * share / tensor
+            terms["attention"] = (forwards + 2) * 2 * flops / chip.product  # nothing is skipped
+            terms["attention"] += (forwards + 2) / 3 * SCORES * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
-    moved = (whole + part.cut_moved / tensor) * wide * layout.micro / context
-    terms["other operations"] = passes / 3 * PASSES * moved / moving
+    moved = (whole + part.cut_moved / tensor) * wide * share
+    terms["other operations"] = (3 + again) / 3 * software.passes * PASSES * moved / moving
     if part.messages and tensor > 1:
-        size = part.boundary * wide * layout.micro / context
-        one = ring(size, tensor, min(tensor, machine.node), machine)
-        again = 1.5 if forwards > 1 else 1
-        terms["tensor collectives"] = 2 * again * part.messages * one
-    if part.attention and context > 1:  # queries, keys, values and outputs change their cut
-        _, heads, width, kv_heads = part.attention[:4]
-        values = part.attention.length * width * 2 * (heads + kv_heads)
-        size = layout.width * values * layout.micro / tensor / context
-        local = max(1, min(context, machine.node // tensor))
-        one = ring(size, context, local, machine)
-        terms["context collectives"] = (forwards + 1) * one
+        size = part.boundary * wide * share
+        exchange = (2 + again) * part.messages * ring(size, tensor, 1, machine)
+        terms["tensor collectives"] = software.exposed * exchange
+    if part.attention and layout.context > 1:  # queries, keys, values and outputs change their cut
+        length, heads, width, kv_heads = part.attention
+        values = length * width * 2 * (heads + kv_heads)
+        size = layout.width * values * share / tensor
+        exchange = (2 + again) * ring(size, layout.context, tensor, machine)
+        terms["context collectives"] = exchange
     return terms
 
 
@@ -126,77 +128,78 @@ def held(model: Model, layout: Layout, layers: int, stage: int) -> float:
 def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     """Return the terms of a step on the slowest stage's rank; their sum is the step's time."""
     software, moving = machine.software, machine.chip.bandwidth * MOVING
-    stages, tensor = layout.stages, layout.tensor
-    forwards = 2 if layout.recompute == "full" else 1
-    layer = work(model.layer, layout, machine, forwards)
-    first, last = work(model.first, layout, machine), work(model.last, layout, machine)
-    host = software.host * (forwards + 2) / 3
-    crosses = stages > 1 and tensor > 1 and layout.ranks > machine.node
-    stall = host + software.stall * (tensor - 1) if crosses else 0.0
-    group = layout.data * layout.context
-    local = max(1, min(group, machine.node // tensor))
+    stages, tensor, count = layout.stages, layout.tensor, layout.micro_batches
+    layer, first, last = (work(p, layout, machine) for p in (model.layer, model.first, model.last))
+    host = software.host * (4 if layout.recompute == "full" else 3) / 3
+    stalls = stages > 1 and tensor > 1 and layout.ranks > machine.node
+    stall = host + software.stall * tensor if stalls else 0.0
     found: dict[tuple[int, bool, bool], Terms] = {}
     slots = []
     most = 0.0
     for stage, layers in enumerate(cuts(model, layout, machine)):
         ends = (layers, stage == 0, stage == stages - 1)
-        most = max(most, held(model, layout, layers, stage)) if ends not in found else most
         if ends not in found:
+            most = max(most, held(model, layout, layers, stage))
             slot = Terms({name: seconds * layers for name, seconds in layer.items()})
-            for part in [first] * ends[1] + [last] * ends[2]:
-                for name, seconds in part.items():
-                    slot.add(name, seconds)
-            if layout.zero == 3:
-                _gather(slot, model, layout, layers, machine)
-            launched = layers + (ends[1] + ends[2]) / 2
+            for name, seconds in [*first.items()] * ends[1] + [*last.items()] * ends[2]:
+                slot.add(name, seconds)
             busy = slot.total()
+            launched = layers + (ends[1] + ends[2]) / 2
             joined = (busy**MIXED + (launched * host) ** MIXED) ** (1 / MIXED)
             slot["waiting for the host"] = max(joined, launched * stall) - busy
+            if layout.zero == 3:
+                gathers = layers * _gathers(model, layout, machine)
+                slot["data collectives"] = _beside(gathers, slot.total())
             if stages > 1:
-                slot["pipeline messages"] = _message(model, layout, machine)
+                slot["pipeline messages"] = layout.chunks * _message(model, layout, machine)
             found[ends] = slot
         slots.append(found[ends])
     totals = [slot.total() for slot in slots]
     slowest = max(totals)
-    slot, count = slots[totals.index(slowest)], layout.micro_batches
+    slot = slots[totals.index(slowest)]
     terms = Terms({name: seconds * count for name, seconds in slot.items()})
     terms["pipeline bubble"] = (sum(totals) - slowest) / layout.chunks
     if layout.zero < 3:
-        value = layout.gradient
         if count > 1:  # read the gradient, read and write the sum
-            terms["adding gradients"] = count * most * (layout.width + 2 * value) / moving
+            terms["adding gradients"] = count * most * (layout.width + 2 * FULL) / moving
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
-        exchange = _exchange(most, group, local, layout, machine)
-        terms["data collectives"] = max(0.0, exchange - hidden)
+        terms["data collectives"] = _beside(_exchange(most, layout, machine), hidden)
     terms["optimizer"] = most / layout.shards * UPDATE / moving
     return Terms({name: seconds * machine.factor for name, seconds in terms.items() if seconds})
 
 
-def _gather(slot: Terms, model: Model, layout: Layout, layers: int, machine: Machine) -> None:
-    """Add what the gathers and scatters of ZeRO 3 take beyond the computation that hides them."""
-    group = layout.shards
-    local = max(1, min(group, machine.node // layout.tensor))
-    size = model.layer.weights / layout.tensor * layout.width
-    exchange = 3 * layers * ring(size, group, local, machine)
-    if layout.data * layout.context > group:  # replicas of the shards add up their gradients
-        replicas = layout.data * layout.context // group
-        exchange += 2 * layers * ring(size / group, replicas, 1, machine) / layout.micro_batches
-    slot["data collectives"] = max(SLOWED * exchange, exchange - slot.total())
+def _beside(exchange: float, computation: float) -> float:
+    """Seconds that an exchange adds to the computation that it overlaps."""
+    return max(SLOWED * min(exchange, computation), exchange - computation)
 
 
-def _exchange(weights: float, group: int, local: int, layout: Layout, machine: Machine) -> float:
+def _gathers(model: Model, layout: Layout, machine: Machine) -> float:
+    """Seconds in which ZeRO 3 gathers a layer twice and scatters its gradients."""
+    group, tensor, sent = layout.shards, layout.tensor, machine.software.reduce
+    values = model.layer.weights / tensor
+    exchange = 2 * ring(values * layout.width, group, tensor, machine)
+    exchange += ring(values * sent, group, tensor, machine)
+    replicas = layout.data * layout.context // group  # they add up their shards' gradients
+    added = 2 * ring(values * sent / group, replicas, group * tensor, machine)
+    return exchange + added / layout.micro_batches
+
+
+def _exchange(weights: float, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
-    size = weights * layout.gradient
-    back = size if not layout.zero else weights * layout.width
-    exchange = ring(size, group, local, machine) + ring(back, group, local, machine)
-    steps = 2 * math.log2(max(1, group / local))  # of a tree between the nodes
-    return exchange + size / BUCKET * steps * machine.software.hop
+    group, tensor = layout.data * layout.context, layout.tensor
+    size: float = weights * machine.software.reduce
+    back = weights * layout.width if layout.zero else size
+    exchange = ring(size, group, tensor, machine) + ring(back, group, tensor, machine)
+    nodes = min(group * tensor / machine.node, group)
+    hop: float = machine.software.hop * 2 * math.log2(max(1, nodes))  # of a tree between nodes
+    return exchange + size / BUCKET * hop
 
 
 def _message(model: Model, layout: Layout, machine: Machine) -> float:
     """Seconds in which a stage hands on a micro-batch, and its gradient back."""
     size = model.layer.boundary * layout.width / HALF * layout.micro / layout.context
     size /= layout.tensor if layout.sequence else 1
-    if layout.ranks // layout.stages < machine.node:
-        return 2 * (size / (machine.chip.inside * LINKS_INSIDE) + HOP_INSIDE)
-    return 2 * (size / (machine.chip.between * LINKS_BETWEEN) + machine.software.hop)
+    rate, hop = machine.chip.inside * LINKS_INSIDE, HOP_INSIDE
+    if layout.ranks // layout.stages >= machine.node:
+        rate, hop = machine.chip.between * LINKS_BETWEEN, machine.software.hop
+    return 2 * (size / rate + hop)

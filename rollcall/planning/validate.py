@@ -6,12 +6,12 @@ import math
 import statistics
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollcall.planning import memory, step_time
-from rollcall.planning.layout import Layout
+from rollcall.planning.layout import Layout, Terms
 from rollcall.planning.machine import Machine, Machines
 from rollcall.planning.model import Model, transformer
 from rollcall.refusal import RefusedError
@@ -20,34 +20,47 @@ from rollcall.text import table
 FITTED = {"llmfoundry", "ultrascale", "vtrain_single"}
 """Tables whose rows have had a say in the fitted numbers: half of their cells."""
 EQUAL = 1.05
-"""Equal layouts whose times differ by more than this factor contradict each other."""
+"""A row that took so many times as long as an equal one was disturbed."""
 TWINS = 1.25
 """The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
+SLOTS = 2.0
+"""The same for a micro-batch in a pipeline of as many stages or more, so no more layers each."""
 STALLED = 0.02
 """A run below this fraction of the chip's peak waited for something that no layout explains."""
+COLUMNS = (
+    "table model layers hidden heads kv_heads ffn vocab gated tied seq gpu gpus precision dp tp pp "
+    "cp vp zero sp recompute mbs gbs software step_time_s mem_gb status"
+)
 NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
-OTHERS = ("kv_heads", "gated", "tied", "zero", "step_time_s", "mem_gb", "status")
 SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
 DEGREES = ("dp", "tp", "pp", "cp", "vp", "sp", "recompute", "mbs", "gbs", "software")
+STAGE = [name for name in (*SHAPE, "software", "tp", "cp", "sp", "recompute") if name != "gpus"]
 
 
 class Row(NamedTuple):
-    """A measurement, what the planner says of it, and what speaks against it."""
+    """A measurement, and what the planner says of it: a time of 0 if it cannot run."""
 
     cells: dict[str, str]
     machine: Machine
     layout: Layout
     model: Model
     seconds: float | None  # measured
-    bytes: float | None
-    ran: bool
     predicted: float
-    needed: float
-    fits: bool
+    needed: Terms
 
     def key(self, *columns: str) -> tuple[str, ...]:
         """Return the values of some columns."""
         return tuple(self.cells[name] for name in columns)
+
+    @property
+    def ran(self) -> bool:
+        """Whether the measured run did not crash."""
+        return self.cells["status"] in ("", "ok")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the planner says that it runs."""
+        return self.predicted > 0 and memory.fits(self.needed, self.machine)
 
     @property
     def ratio(self) -> float:
@@ -56,9 +69,10 @@ class Row(NamedTuple):
         return self.predicted / self.seconds
 
     @property
-    def cell(self) -> tuple[str, ...]:
-        """The rows among which a user would choose."""
-        return self.key(*SHAPE)
+    def slot(self) -> float:
+        """Seconds of a micro-batch, if the pipeline's bubble lasts as many of them."""
+        layout = self.layout
+        return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
 
     @property
     def was_fitted(self) -> bool:
@@ -79,11 +93,8 @@ def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
         except (OSError, UnicodeDecodeError) as error:
             raise RefusedError(f"--validate {path}: {error}") from None
         for number, cells in enumerate(csv.DictReader(text.splitlines(), restval=""), 2):
-            if missing := {*SHAPE, *DEGREES, *NUMBERS, *OTHERS} - cells.keys():
+            if missing := set(COLUMNS.split()) - cells.keys():
                 raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
-            if cells.get("arch", "dense") not in ("", "dense"):
-                left_out.append(f"{path.name}: {cells['arch']} models are not planned")
-                continue
             try:
                 rows.append(_row(cells, machines))
             except (ValueError, ArithmeticError, RefusedError) as error:
@@ -95,6 +106,8 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     def whole(name: str, default: int = 1) -> int:
         return int(float(cells[name])) if cells.get(name) else default
 
+    if cells.get("arch", "") not in ("", "dense") or whole("ep") > 1:
+        raise ValueError("only dense models are planned: no column says how many experts there are")
     if empty := [name for name in NUMBERS if not cells[name]]:
         raise ValueError(f"no {', '.join(empty)}")
     precision = "fp8" if "fp8" in cells["precision"] else cells["precision"] or "bf16"
@@ -121,118 +134,104 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     seconds = float(cells["step_time_s"]) if cells["step_time_s"] else None
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"step_time_s: expected seconds above 0, got {seconds}")
-    ran = cells["status"] in ("", "ok")
-    held = float(cells["mem_gb"]) * 2**30 if cells["mem_gb"] and ran else None
-    chunks = layout.stages * layout.chunks
     few = machine.software.fills and layout.micro_batches < layout.stages - 1
-    if chunks > model.layers or few:
-        return Row(cells, machine, layout, model, seconds, held, ran, 0.0, 0.0, False)
+    if layout.stages * layout.chunks > model.layers + 2 or few:  # both ends may count as layers
+        return Row(cells, machine, layout, model, seconds, 0.0, Terms())
     needed = memory.of(model, layout, machine)
     predicted = step_time.of(model, layout, machine).total()
-    fits = memory.fits(needed, machine)
-    return Row(cells, machine, layout, model, seconds, held, ran, predicted, needed.total(), fits)
+    return Row(cells, machine, layout, model, seconds, predicted, needed)
 
 
 def contradicted(rows: Sequence[Row]) -> set[int]:
-    """Return the places of rows that other rows contradict, or that stalled."""
-    equal, twins = defaultdict(list), defaultdict(list)
-    for place, row in enumerate(rows):
-        twins[row.cell + row.key(*DEGREES)].append(place)
-        equal[row.cell + row.key(*DEGREES, "zero")].append(place)
+    """Return the places of rows that a faster row contradicts, or that stalled.
+
+    A run can be slower than its layout allows, but not faster; so of two rows that cannot both be
+    right, the slower one is disturbed. No prediction has a say in this.
+    """
+    equal, pipelines = defaultdict(list), defaultdict(list)
     found = set()
-    for groups, most in ((equal, EQUAL), (twins, TWINS)):
-        for places in groups.values():
-            times = [s for place in places if (s := rows[place].seconds)]
-            both = len({rows[place].ran for place in places}) > 1 and groups is equal
-            zeros = groups is equal or {rows[p].cells["zero"] for p in places} <= {"0", "1", ""}
-            if both or (zeros and times and max(times) > most * min(times)):
-                found |= set(places)
     for place, row in enumerate(rows):
-        peak = row.machine.chip.flops[row.layout.precision] * row.layout.ranks
-        if row.seconds and row.model.flops() * row.layout.batch < STALLED * peak * row.seconds:
+        layout, seconds = row.layout, row.seconds
+        key = row.key(*SHAPE, *DEGREES)
+        equal[EQUAL, (*key, row.cells["zero"])].append((seconds or math.inf, place))
+        if seconds and layout.zero < 2:
+            equal[TWINS, key].append((seconds, place))
+        if seconds and layout.stages > 1:
+            pipelines[row.key(*STAGE)].append((place, layout.stages, layout.micro, row.slot))
+        peak = row.machine.chip.flops[layout.precision] * layout.ranks
+        if seconds and row.model.flops() * layout.batch < STALLED * peak * seconds:
             found.add(place)
+    for (most, _), members in equal.items():
+        found |= {place for seconds, place in members if seconds > most * min(members)[0]}
+    for stages in pipelines.values():
+        for place, count, micro, slot in stages:
+            for _, fewer, size, other in stages:
+                if fewer <= count and slot > SLOTS * other * max(1, micro / size):
+                    found.add(place)
     return found
 
 
 def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the errors of each table: of all rows, of the consistent, and of the held-out ones."""
-    kinds: list[tuple[str, Callable[[int], bool]]] = []
     bad = contradicted(rows)
-    kinds.append(("all", lambda place: True))  # noqa: ARG005
-    kinds.append(("consistent", lambda place: place not in bad))
-    kinds.append(("held out", lambda place: place not in bad and not rows[place].was_fitted))
+    consistent = [row for place, row in enumerate(rows) if place not in bad]
+    held_out = [row for row in consistent if not row.was_fitted]
+    kinds = {"all": rows, "consistent": consistent, "held out": held_out}
     lines = []
     for name in dict.fromkeys(row.cells["table"] for row in rows):
-        for kind, take in kinds:
-            chosen = [row for p, row in enumerate(rows) if row.cells["table"] == name and take(p)]
-            if chosen:
+        for kind, members in kinds.items():
+            if chosen := [row for row in members if row.cells["table"] == name]:
                 lines.append({"table": name, "rows": kind, **_errors(chosen)})
     return lines
 
 
 def _errors(rows: Sequence[Row]) -> dict[str, Any]:
     timed = [row for row in rows if row.seconds and row.predicted]
-    groups = defaultdict(list)
+    groups, cells = defaultdict(list), defaultdict(list)
     for row in timed:
         groups[row.key("gpu", "precision", "software")].append(row.ratio)
+        cells[row.key(*SHAPE)].append(row)
     factors = {key: 1 / statistics.median(found) for key, found in groups.items()}
-    with_factor = [row.ratio * factors[row.key("gpu", "precision", "software")] for row in timed]
-    plain = [row.ratio for row in timed]
-    held = [row.needed / row.bytes for row in rows if row.bytes and row.needed]
-    crashed = [row for row in rows if not row.ran]
-    ran = [row for row in rows if row.ran]
-    regrets = _regrets(timed)
+    factored = [ratio * factor for key, factor in factors.items() for ratio in groups[key]]
+    held = [row for row in rows if row.cells["mem_gb"] and row.ran and row.needed]
+    needed = [(row.needed.total() - memory.CONTEXT) / 2**30 for row in held]
+    memories = [one / float(row.cells["mem_gb"]) for one, row in zip(needed, held, strict=True)]
+    regrets = [_regret(found) for found in cells.values() if len(found) > 1]
     return {
         "count": len(rows),
         "fitted": sum(row.was_fitted for row in rows),
-        "time": _spread(plain),
-        "time with factor": _spread(with_factor),
-        "memory": _spread(held),
+        **_spread("time", [row.ratio for row in timed], "p90", "worst", "sign"),
+        **_spread("factored", factored, "p90", "worst"),
+        **_spread("memory", memories, "p90", "worst"),
+        "recall": _share([not row.fits for row in rows if not row.ran]),
+        "alarms": _share([not row.fits for row in rows if row.ran]),
+        **_spread("regret", regrets, "p90"),
+        "cells": len(regrets),
         "factors": {" ".join(key): round(factor, 3) for key, factor in factors.items()},
-        "recall": _share(not row.fits for row in crashed),
-        "false alarms": _share(not row.fits for row in ran) if crashed else None,
-        "regret": {
-            "cells": len(regrets),
-            "median": statistics.median(regrets) if regrets else None,
-            "p90": _p90(regrets),
-        },
     }
 
 
-def _regrets(rows: Sequence[Row]) -> list[float]:
-    """Return how much slower the chosen layout is than the best, for each cell with a choice."""
-    cells = defaultdict(list)
-    for row in rows:
-        cells[row.cell].append(row)
-    regrets = []
-    for found in cells.values():
-        choices = [row for row in found if row.fits] or found
-        best = min(choices, key=lambda row: row.predicted / row.layout.batch)
-        times = [(row.seconds or 0) / row.layout.batch for row in found]
-        if len(found) > 1:
-            regrets.append((best.seconds or 0) / best.layout.batch / min(times) - 1)
-    return regrets
+def _regret(rows: Sequence[Row]) -> float:
+    """Return the time per sample of the layout that the planner chooses, relative to the best."""
+    times = {place: (row.seconds or 0) / row.layout.batch for place, row in enumerate(rows)}
+    fitting = [place for place in times if rows[place].fits] or list(times)
+    chosen = min(fitting, key=lambda place: rows[place].predicted / rows[place].layout.batch)
+    return times[chosen] / min(times.values())
 
 
-def _spread(ratios: Sequence[float]) -> dict[str, float] | None:
-    if not ratios:
-        return None
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
-    return {
-        "median": statistics.median(errors),
-        "p90": errors[int(0.9 * (len(errors) - 1))],
-        "worst": errors[-1],
-        "sign": statistics.median(ratios) - 1,
-    }
+def _spread(name: str, ratios: Sequence[float], *more: str) -> dict[str, float | None]:
+    """Return the median of the errors, and others of their statistics."""
+    found: dict[str, float | None] = dict.fromkeys(("median", *more))
+    if ratios:
+        errors = sorted(abs(ratio - 1) for ratio in ratios)
+        found["median"], sign = statistics.median(errors), statistics.median(ratios) - 1
+        all_ = {"p90": errors[int(0.9 * (len(errors) - 1))], "worst": errors[-1], "sign": sign}
+        found |= {key: all_[key] for key in more}
+    return {name if key == "median" else f"{name} {key}": value for key, value in found.items()}
 
 
-def _p90(values: Sequence[float]) -> float | None:
-    return sorted(values)[int(0.9 * (len(values) - 1))] if values else None
-
-
-def _share(found: Iterable[bool]) -> float | None:
-    known = list(found)
-    return sum(known) / len(known) if known else None
+def _share(found: Sequence[bool]) -> float | None:
+    return sum(found) / len(found) if found else None
 
 
 def show(folder: str, machines: Machines, as_json: bool) -> None:
@@ -242,41 +241,18 @@ def show(folder: str, machines: Machines, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"tables": lines, "left out": left_out}, indent=2))
         return
-
-    def percent(value: float | None, sign: str = "") -> str:
-        return "–" if value is None else f"{100 * value:{sign}.1f}%"
-
-    def words(spread: dict[str, float] | None) -> list[str]:
-        keys = ("median", "p90", "worst")
-        return [percent(spread[key] if spread else None) for key in keys]
-
-    cells = ["table", "rows", "count", "fitted", "time", "p90", "worst", "sign", "factored", "p90"]
-    cells += ["worst", "memory", "p90", "worst", "recall", "alarms", "regret", "p90", "cells"]
-    shown = [cells]
+    shown = [[key.split()[-1] for key in line][:-1] for line in lines[:1]]
     for line in lines:
-        time = line["time"]
-        shown.append(
-            [
-                *(str(line[key]) for key in ("table", "rows", "count", "fitted")),
-                *words(time),
-                percent(time["sign"] if time else None, "+"),
-                *words(line["time with factor"]),
-                *words(line["memory"]),
-                percent(line["recall"]),
-                percent(line["false alarms"]),
-                percent(line["regret"]["median"]),
-                percent(line["regret"]["p90"]),
-                str(line["regret"]["cells"]),
-            ]
-        )
+        values = [f"{one:.1%}" if isinstance(one, float) else one for one in line.values()]
+        shown.append(["–" if one is None else str(one) for one in values[:-1]])
     print("\n".join(table(shown)))
     for line in lines:
-        if line["rows"] == "consistent":
+        if line["rows"] == "consistent" and line["factors"]:
             factors = ", ".join(f"{key} {value}" for key, value in line["factors"].items())
             print(f"{line['table']}: measured over predicted time: {factors}")
     print(
         "time, factored, memory, regret: medians of the absolute errors; fitted: rows that had a "
-        "say in the fitted numbers; consistent: without rows that equal rows contradict or that "
+        "say in the fitted numbers; consistent: without rows that others contradict or that "
         f"ran below {STALLED:.0%} of the chip's peak; held out: consistent, and not fitted."
     )
     if left_out:

@@ -89,6 +89,7 @@ class NodeState(Whole):
     exit_code: int | None = None
     is_victim: bool = False  # whether its supervisor ended the ranks because another node failed
     asked: str | None = None  # the signal by which its supervisor was asked to stop
+    nccl: dict[str, str] | None = None  # what its ranks get for the fabric (rollcall/fabrics.toml)
 
 
 def new_attempt(directory: Path, number: int) -> int:

@@ -1,8 +1,11 @@
 """Where the time of training steps went, on each rank. No torch."""
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+from rollcall.records.files import as_object
 from rollcall.records.run import Line
 
 
@@ -24,3 +27,12 @@ class Phases(Line):
     memory: list[float] | None = None  # peak bytes: allocated on the GPU, resident on a CPU
     reserved: list[float] | None = None  # peak bytes that PyTorch holds of the GPU
     host: list[float] | None = None  # resident bytes of the process
+
+    @classmethod
+    def forget_after(cls, directory: Path, step: int) -> None:
+        """Cut off the lines of steps that are done again."""
+        with contextlib.suppress(OSError), (directory / cls.FILE).open("rb+") as file:
+            lines = file.readlines()
+            while lines and ((one := cls.parse(as_object(lines[-1]))) is None or one.step > step):
+                lines.pop()
+            file.truncate(sum(map(len, lines)))

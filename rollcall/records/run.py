@@ -329,10 +329,12 @@ def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float
     """
     started, steps, evaluated = 0.0, None, dict[str, Any]()
     # Most events are neither, and need not be parsed.
-    for line in read_lines(directory / EVENTS, having=(b'"started"', b'"steps"', b'"evaluated"')):
+    having = (b'"started"', b'"first_step"', b'"evaluated"')
+    for line in read_lines(directory / EVENTS, having=having):
         if is_event(line):
             started = line["time"] if line["event"] == "started" else started
-            steps = line["steps"] if _check(int)(line.get("steps")) else steps
+            is_known = line["event"] == "first_step" and _check(int)(line.get("steps"))
+            steps = line["steps"] if is_known else steps
             evaluated = line if line["event"] == "evaluated" else evaluated
     found = [(name, value) for name, value in evaluated.items() if isinstance(value, float)]
     figures = {name: value for name, value in found if name not in ("time", "seconds")}

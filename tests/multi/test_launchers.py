@@ -178,3 +178,9 @@ def test_a_bad_request_is_one_line(
     assert expected in refused.stderr
     assert "Traceback" not in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+def test_one_process_in_a_job_with_several_tasks_is_warned(tmp_path: Path) -> None:
+    words = ["-m", "train", "train.steps=1", f"run.root={tmp_path}"]
+    done = run([sys.executable, *words], SLURM_JOB_ID="7", SLURM_NTASKS="4")
+    assert done.returncode == 0 and "1 nodes and 4 tasks, but only one process" in done.stderr

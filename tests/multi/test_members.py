@@ -83,7 +83,7 @@ def test_a_member_sees_its_sums_and_costs_no_collective(tmp_path: Path) -> None:
         # The sums are read while the next step is under way, which is then the last one.
         assert (found["state"], found["step"]) == ("stopped", LAST + 1)
         assert found["settled"] == [[step, expected, True] for step in range(1, LAST + 2)]
-        # From one report to the next: ours, and that of DDP, whose gradients fit into one bucket.
+        # From one report to the next: ours, and DDP's, whose gradients fit into one bucket.
         sent = found["sent"]
         # After the first step ranks tell each other once which weights the loss did not use.
         counts = [after - before for before, after in itertools.pairwise(sent)]

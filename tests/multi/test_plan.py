@@ -1,4 +1,4 @@
-"""`train plan` tells of any number of ranks what those ranks would tell."""
+"""`train plan` says of any number of ranks what those ranks would say."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from collectives import Collectives
 from ranks import FORKSERVER, TIMEOUT, free_port, train
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config import Config, parse
@@ -20,7 +23,7 @@ from rollcall.planning.layout import Layout
 from rollcall.train import models, plan_model
 from rollcall.train.data import sets
 from rollcall.train.data.order import validation_batches
-from rollcall.train.dist.world import World
+from rollcall.train.dist.world import Place, World
 from rollcall.train.numerics import losses
 from rollcall.train.parallel.strategy import Strategy
 
@@ -55,6 +58,7 @@ def test_a_thousand_ranks_are_refused_as_there() -> None:
 KINDS = {
     "all-reduce": ("allreduce_", "all_reduce"),
     "all-gather": ("_allgather_base_", "all_gather_into_tensor"),
+    "all-to-all": ("alltoall_base_", "all_to_all_single"),
     "reduce-scatter": ("_reduce_scatter_base_", "reduce_scatter_tensor"),
 }
 
@@ -68,11 +72,13 @@ class Sent(Collectives):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-STRATEGIES: dict[str, dict[str, int]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "parallel.strategy=ddp": {},
     "parallel.strategy=zero1": {"zero": 1},
     "parallel.strategy=zero2": {"zero": 2},
     "parallel.strategy=zero3": {"zero": 3},
+    "parallel.strategy=zero3 precision=bf16": {"zero": 3, "precision": "bf16"},
+    "parallel.mesh=shard=2,context=2": {"zero": 3, "data": 2, "context": 2},
     "parallel.strategy=hsdp": {"zero": 3, "shard": 2},
     "parallel.strategy=tensor": {"data": 1, "tensor": 4},
 }
@@ -125,7 +131,7 @@ def _count(rank: int, port: int, file: Path) -> None:
         for strategy, degrees in STRATEGIES.items():
             if kind == "vision" and strategy not in VISION:
                 continue
-            config = parse([*words, strategy, "data.global_batch=16"])[1]
+            config = parse([*words, *strategy.split(), "data.global_batch=16"])[1]
             found[f"{kind} {strategy}"] = _step(config, world, degrees)
     file.write_text(json.dumps(found))
     world.leave()
@@ -141,11 +147,55 @@ def _step(config: Config, world: World, degrees: Any) -> list[Any]:
     with Sent() as sent, FlopCounterMode(display=False) as flops:
         strategy.forward_backward([batch] * 2, 16)
     planned = plan_model.describe(config)
-    layout = Layout(**{"data": 4, **degrees}, micro=2, batch=4 * degrees.get("data", 4))
-    counted = {}
-    for name, kinds in KINDS.items():
-        if size := sum(sent.bytes[kind] for kind in kinds):
-            counted[name] = size
+    layout = Layout(
+        **{"data": 4, "precision": "fp32", **degrees}, micro=2, batch=4 * degrees.get("data", 4)
+    )
+    counted = _counted(sent)
     computed = flops.get_total_flops() * (1 if layout.tensor == 1 else 0)
-    planned_flops = planned.flops() * 4 * (1 if layout.tensor == 1 else 0)
+    planned_flops = planned.flops() * 4 / layout.context * (1 if layout.tensor == 1 else 0)
     return [[counted, computed], [traffic.of_step(planned, layout), round(planned_flops)]]
+
+
+def _counted(sent: Sent) -> dict[str, int]:
+    sizes = {name: sum(sent.bytes[kind] for kind in kinds) for name, kinds in KINDS.items()}
+    return {name: size for name, size in sizes.items() if size}
+
+
+MANY: dict[
+    str, dict[str, Any]
+] = {  # DDP waits for its all-reduces, which this group does not answer
+    "parallel.strategy=zero2": {"zero": 2},
+    "parallel.strategy=zero3": {"zero": 3},
+    "parallel.strategy=hsdp": {"zero": 3, "shard": 8},
+    "parallel.strategy=zero3 precision=bf16": {"zero": 3, "precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 512])
+def test_bytes_are_those_of_imaginary_ranks(ranks: int) -> None:
+    """Rank 0 of a large world trains with torch's fake process group, which sends nothing."""
+    words = [
+        "gpt",
+        "data.name=synthetic_tokens",
+        "data.seq_len=8",
+        "data.num_classes=512",
+        "data.global_batch=1024",
+    ]
+    words += ["model.hidden_size=512", "model.num_layers=1", "model.num_heads=8"]
+    words += ["model.num_kv_heads=8"]  # FSDP pads what does not divide by the ranks
+    for strategy, degrees in MANY.items():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            config = parse([*words, *strategy.split()])[1]
+            world = World(Place("plan", world_size=ranks, local_world_size=8), torch.device("cpu"))
+            source = sets.load(config.data, world)
+            batch = next(validation_batches(source, 1, 0, 1))
+            trained = Strategy(config, world, losses.Objective(losses.of(config)))
+            trained.place(models.build(config.model, source), batch)
+            trained.warm_up(batch)
+            with Sent() as sent:
+                trained.forward_backward([batch] * 2, 2 * ranks)
+            layout = Layout(**{"data": ranks, "precision": "fp32", **degrees}, batch=2 * ranks)
+            assert _counted(sent) == traffic.of_step(plan_model.describe(config), layout), strategy
+        finally:
+            dist.destroy_process_group()

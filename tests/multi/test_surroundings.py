@@ -16,6 +16,7 @@ from ranks import free_port
 
 from rollcall.launch.runs import states
 from rollcall.launch.submission import existing
+from rollcall.records.attempt import NodeState
 from rollcall.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(Path(__file__).parents[2] / "launch" / "submit.py")]
@@ -222,3 +223,20 @@ def test_an_interrupted_script_without_a_handler_is_stopped(tmp_path: Path) -> N
     assert verdict is not None and verdict.state == "stopped"
     assert states.look([run])[0][0].state == "stopped"
     assert existing.reason_not_to_submit(run, resume=False) is None
+
+
+def test_ranks_get_what_the_fabric_needs_and_the_run_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "root/sys/class/cxi/cxi0").mkdir(parents=True)
+    monkeypatch.setenv("ROLLCALL_SYSROOT", str(tmp_path / "root"))
+    monkeypatch.setenv("NCCL_CROSS_NIC", "2")
+    names = ("NCCL_CROSS_NIC", "FI_MR_CACHE_MONITOR")
+    script = f"import os; print('has', *map(os.environ.get, {names}))\n"
+    (tmp_path / "show.py").write_text(script)
+    words = ["--local", "--wait", "--nproc-per-node", "1", "--name", "one", "--", "show.py"]
+    done = subprocess.run([*SUBMIT, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert "has 2 userfaultfd" in done.stdout, done.stdout + done.stderr
+    state = NodeState.read(tmp_path / "runs" / "one", attempt=0, node=0)
+    assert state and state.nccl and state.nccl["FI_MR_CACHE_MONITOR"] == "userfaultfd"
+    assert "NCCL_CROSS_NIC" not in state.nccl

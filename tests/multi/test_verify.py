@@ -106,10 +106,10 @@ def test_existing_runs_are_compared(
 
 
 def test_the_command_reports_a_difference_and_fails(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "train", "verify", "equal", "--ranks", "1,2", *WORDS]
+    command = [sys.executable, f"{ROOT}/env/bin/rollcall", "verify", "equal", "--ranks", "1,2"]
     done = subprocess.run(
-        [*command, f"run.root={tmp_path}", "run.name=planted"],
-        cwd=ROOT,
+        [*command, *WORDS, "run.name=planted"],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": HERE, "PLANTED": "ranks"},
         capture_output=True,
         text=True,

@@ -149,3 +149,32 @@ def test_network_names_the_host_with_a_slow_link(own_lab: Lab, tmp_path: Path) -
     assert found["slow"] and all(text.startswith(first) for text in found["slow"]), found
     assert {row["kind"] for row in found["collectives"]} >= {"all-reduce", "all-to-all"}
     assert all(row["bus"] > 0 for row in found["collectives"])
+
+
+def test_accept_passes_on_two_hosts_and_names_what_is_wrong_on_others(
+    own_lab: Lab, tmp_path: Path
+) -> None:
+    words = [*ROLLCALL, "accept", f"--root={tmp_path}", "--nodes=2", "--nproc-per-node=1"]
+
+    def accept(name: str, hosts: str, *more: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+        asked = [f"--name={name}", f"--nodelist={hosts}"]
+        done = own_lab.exec("login", *words, *asked, *more, cwd=tmp_path, timeout=500)
+        page = tmp_path / name / "accept.json"
+        assert page.exists(), done.stdout + done.stderr
+        rows = json.loads(page.read_text())["rows"]
+        return done.returncode, {row["check"]: row for row in rows}, done.stdout + done.stderr
+
+    code, rows, said = accept("fine", "n1,n4")
+    assert code == 0 and len(rows) == 18, said
+    assert "of the wire's" in rows["bandwidth"]["text"], said
+    # A host without shared memory, and a link that is too slow.
+    own_lab.output(BAD, "mount", "-o", "remount,size=100M", "/dev/shm")
+    limit = ("tbf", "rate", "10mbit", "burst", "32k", "latency", "50ms")
+    own_lab.output(BAD, "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
+    try:
+        code, rows, said = accept("bad", f"n1,{BAD}", "--", "--only=machine,bandwidth")
+    finally:
+        own_lab.output(BAD, "tc", "qdisc", "del", "dev", "eth0", "root")
+    assert code == 1 and {row["state"] for row in rows.values()} == {"failed"}, said
+    assert f"shared-memory on {BAD}: " in rows["machine"]["text"], said
+    assert "expected 2% at least with gloo" in rows["bandwidth"]["text"], said

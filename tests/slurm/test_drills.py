@@ -67,7 +67,7 @@ def drilled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunD
     ],
 )
 def test_a_run_goes_on(lab: Lab, drilled: RunDir, what: str, again: float, lost: int) -> None:
-    """The bounds on time are far above what an idle machine needs: drill tells the true ones."""
+    """The bounds on time are far above what an idle machine needs: drill prints the true ones."""
     wait_for_checkpoint(drilled)
     drill = [sys.executable, "-m", "launch", "drill", str(drilled.path), what]
     refused = lab.exec("login", *drill)

@@ -88,7 +88,7 @@ def test_a_run_outlives_its_first_host_and_takes_it_back(three: Lab, tmp_path: P
     (tmp_path / "gate").touch()
     assert result(run) == result(whole)
     # Its script has died: the supervisor that became its batch has to end it. The host that is back
-    # may have told Slurm before that there is no script any more.
+    # may have said to Slurm before that there is no script any more.
     assert three.wait_job(job) in ("CANCELLED", "COMPLETED")
     causes = [line["cause"] for line in read_lines(run.job / "restarts.jsonl")]
     assert causes == ["lost node", "more hosts"]

@@ -220,6 +220,7 @@ def test_what_the_kernel_says_of_adapters(tools: Path, tmp_path: Path) -> None:
     assert found("nccl-plugin", node(tmp_path)).state == "bad"
     install(tools, "ldconfig", "libnccl-net.so (libc6) => /opt/amazon/lib/libnccl-net.so\n")
     assert found("nccl-plugin", node(tmp_path)).state == "ok"
+    assert "FI_EFA_USE_HUGE_PAGE=0 for efa" in found("nccl-variables", node(tmp_path)).text
 
 
 def test_variables_and_processes(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from wheels import wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ echo "${CUDA:-13.2}"
 
 
 class Machine:
-    """Fakes: a folder of programs, one of environments, a kernel that tells of a driver."""
+    """Fakes: a folder of programs, one of environments, a kernel with a driver."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin, self.envs = folder, folder / "bin", folder / "envs"
@@ -431,22 +431,6 @@ def test_wrong_usage(machine: Machine) -> None:
     assert "no command given" in machine.refused("--quiet")
     assert "unknown option --fast" in machine.refused("--fast", "true")
     assert "usage: env/run [--quiet] [--with PACKAGES] CMD..." in machine.run("--help").stdout
-
-
-def wheel(folder: Path, name: str, needs: str = "") -> None:
-    """Write a wheel with one module, which may need another package."""
-    folder.mkdir(exist_ok=True)
-    about = f"{name}-1.0.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-    files = {
-        f"{name}.py": "VALUE = 1\n",
-        f"{about}/METADATA": metadata + (f"Requires-Dist: {needs}\n" if needs else ""),
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = "".join(f"{path},,\n" for path in [*files, f"{about}/RECORD"])
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
-        for path, text in [*files.items(), (f"{about}/RECORD", record)]:
-            archive.writestr(path, text)
 
 
 def test_packages_of_ones_own_are_installed_once_beside_the_environment(machine: Machine) -> None:

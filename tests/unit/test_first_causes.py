@@ -81,7 +81,7 @@ class Planted:
         self.run.log(0, node, rank).write_text(log or f"step 20\n{error}\n")
 
     def victims(self, error: str = CLOSED, but_node: bool = False) -> None:
-        """Let all other ranks lose their peers; with `but_node`, those of other nodes only."""
+        """Let all other ranks lose their peers; with `but_node`, the ranks of other nodes only."""
         for rank in range(NODES * self.per_node):
             node = rank // self.per_node
             if rank != self.rank and not (but_node and node == self.node):

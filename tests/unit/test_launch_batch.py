@@ -40,7 +40,7 @@ def batch(run: RunDir, tmp_path: Path) -> Batch:
     """Run a job's script: a step with this exit code and verdict in a job that stands like this."""
 
     def fake(name: str, body: str) -> None:
-        # Where there is no room for the script, there is for what Slurm is told.
+        # Where there is no room for the script, there is for what Slurm hears.
         (tmp_path / name).write_text(f"#!/bin/bash\nulimit -S -f unlimited\n{body}\n")
         (tmp_path / name).chmod(0o755)
 
@@ -97,7 +97,7 @@ def batch(run: RunDir, tmp_path: Path) -> Batch:
 
 
 def told(run: RunDir) -> list[str]:
-    """What Slurm has been told."""
+    """What Slurm has heard."""
     path = run.path.parent / "told"
     return path.read_text().splitlines() if path.exists() else []
 

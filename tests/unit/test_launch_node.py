@@ -1,4 +1,4 @@
-"""Which node of which job: from a step's variables, not from those of a shell around a job."""
+"""Which node of which job: from the variables of a step, not of a shell around a job."""
 
 import os
 from pathlib import Path

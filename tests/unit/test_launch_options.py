@@ -230,3 +230,11 @@ def test_a_group_of_nodes_does_not_have_the_nodes_of_the_one_before() -> None:
     _, second, third = read(f"{first} : --nodes 2 : --constraint b".split()).groups
     assert second.passed == {"qos": "high"}
     assert third.passed == {"constraint": "b", "qos": "high"}
+
+
+@pytest.mark.usefixtures("place")
+def test_options_of_the_newest_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_CONSOLIDATE_SEGMENTS", "1")
+    found, shown = dry_run("--spread-segments", "--container-type", "oci", "--", "fit.py")
+    assert found["container-type"] == "oci" and "spread-segments" in found, shown
+    assert found["consolidate-segments"] == ""  # an option without a value

@@ -128,7 +128,7 @@ def test_the_end_of_the_job_is_asked_for_until_slurm_answers(
 
 
 def test_the_end_of_the_job_is_near_when_a_checkpoint_would_not_fit(tmp_path: Path) -> None:
-    assert not Deadline(tmp_path).is_near(1e9), "nobody has told of an end"
+    assert not Deadline(tmp_path).is_near(1e9), "nobody has spoken of an end"
     (tmp_path / "job").mkdir()
     JobEnd(time.time() + MARGIN + 60).write(tmp_path)
     assert not Deadline(tmp_path).is_near(20)

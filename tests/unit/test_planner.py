@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 from rollcall.planning import memory, run_cost, search, step_time, validate
 from rollcall.planning.layout import Layout
 from rollcall.planning.machine import Machines
-from rollcall.planning.model import named
+from rollcall.planning.model import named, transformer
 from rollcall.records.run import LoggedStep
 from rollcall.train import plan
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMA = named("llama-3-8b")
 H100 = Machines().machine("h100")
 LINE = ["llama-3-8b", "--gpus", "64", "--gpu", "h100"]
@@ -32,13 +34,55 @@ def test_known_shapes_have_their_published_parameters() -> None:
 def test_terms_add_up_and_follow_the_layout() -> None:
     layout = Layout(data=8, zero=3, micro=1, batch=64)
     needed = memory.of(LLAMA, layout, H100)
-    assert needed["optimizer state"] == LLAMA.weights * 12 / 8
-    assert needed["weights"] == LLAMA.weights * 2 / 8
+    assert needed["optimizer state"] == LLAMA.weights * 8 / 8
+    assert needed["weights"] == needed["gradients"] == LLAMA.weights * 4 / 8
     seconds = step_time.of(LLAMA, layout, H100)
     least = LLAMA.flops() * 64 / 8 / H100.chip.flops["bf16"]
     assert least / 0.67 < seconds.total() < 3 * least
     again = step_time.of(LLAMA, dataclasses.replace(layout, recompute="full"), H100)
-    assert again["matrix products"] == pytest.approx(seconds["matrix products"] * 4 / 3, rel=0.05)
+    # torch's recomputation stops before the last product, whose output nothing keeps.
+    last = LLAMA.layer.products[-1]
+    left_out = (
+        last.inner * last.columns / sum(one.inner * one.columns for one in LLAMA.layer.products)
+    )
+    times = (4 - left_out) / 3
+    assert again["matrix products"] == pytest.approx(seconds["matrix products"] * times, rel=0.05)
+
+
+def test_memory_is_what_megatrons_own_tests_measure() -> None:
+    """Peaks of the last stage on eight A100, https://github.com/NVIDIA/Megatron-LM (BSD 3-Clause),
+    tests/functional_tests, commit d98e8a6: 12 layers of width 512 in many layouts."""
+    errors = []
+    for row in csv.DictReader((GOLDEN / "megatron_memory.csv").read_text().splitlines()):
+        names = ("tensor", "stages", "context", "chunks", "zero")
+        degrees = {name: int(row[name]) for name in names}
+        ranks = degrees["tensor"] * degrees["stages"] * degrees["context"]
+        vocab = -(-50257 // (128 * degrees["tensor"])) * 128 * degrees["tensor"]
+        shape = {"layers": 12, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 2048}
+        tied = row["tied"] == "1"
+        model = transformer("gpt", **shape, vocab=vocab, length=1024, gated=False, tied=tied)
+        sequence, recompute = row["sequence"] == "1", row["recompute"]
+        layout = Layout(
+            8 // ranks, **degrees, sequence=sequence, recompute=recompute, micro=4, batch=32
+        )
+        machine = Machines().machine("a100", row["software"])
+        last = layout.stages - 1
+        layers = step_time.cuts(model, layout, machine)[last]
+        terms = memory.stage(model, layout, machine, last, layers)
+        needed = (terms.total() - terms["workspaces"]) / 2**20
+        errors.append(abs(needed / float(row["mebibytes"]) - 1))
+    assert statistics.median(errors) < 0.05 and max(errors) < 0.15, errors
+
+
+def test_attention_without_fusion_keeps_five_bytes_a_score() -> None:
+    """Korthikanti et al., https://arxiv.org/abs/2205.05198, equation 1; selective: equation 6."""
+    layout = Layout(tensor=2, micro=3, batch=3)
+    old = Machines().machine("a100", "megatron-lm")
+    layers = LLAMA.layers
+    whole = memory.stage(LLAMA, layout, old, 0, layers)["activations"]
+    selective = dataclasses.replace(layout, recompute="selective")
+    kept = memory.stage(LLAMA, selective, old, 0, layers)["activations"]
+    assert whole - kept == pytest.approx(5 * 32 * 8192**2 * 3 / 2 * layers)
 
 
 def test_fp32_moves_and_sends_twice_the_bytes() -> None:
@@ -206,12 +250,11 @@ def _table(folder: Path) -> None:
 def test_validation_finds_errors_crashes_and_contradictions(tmp_path: Path) -> None:
     _table(tmp_path)
     rows, left_out = validate.read(str(tmp_path), Machines())
-    assert not left_out and validate.contradicted(rows) == {1, 2}
+    assert not left_out and validate.contradicted(rows) == {2}
     whole, consistent, held_out = validate.report(rows)
-    assert whole["count"] == 4 and consistent["count"] == held_out["count"] == 2
-    assert consistent["time"]["median"] == pytest.approx(1 - 1 / 1.1)
-    assert consistent["time with factor"]["worst"] == pytest.approx(0)
-    assert consistent["recall"] == 1 and consistent["false alarms"] == 0
+    assert whole["count"] == 4 and consistent["count"] == held_out["count"] == 3
+    assert consistent["time worst"] == pytest.approx(1 - 1 / 1.1)
+    assert consistent["recall"] == 1 and consistent["alarms"] == 0
 
 
 @pytest.mark.parametrize(

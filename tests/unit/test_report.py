@@ -95,6 +95,7 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     run = make(tmp_path, "again")
     for step, seconds in ((10, 0.1), (20, 0.9), (15, 0.2), (20, 0.2)):
         phases = {name: [seconds] for name in Phases.PHASES}
+        Phases.forget_after(run.path, step - (5 if step == 15 else 10))
         Phases(step, 5 if step == 15 else 10, 0.0, 6 * seconds, phases).append(run.path)
     found = curves.timing(run)
     assert found is not None and found.steps.tolist() == [10, 20]

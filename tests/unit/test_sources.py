@@ -76,7 +76,7 @@ def test_cifar(
 ) -> None:
     from torchvision.datasets import CIFAR10, CIFAR100, cifar
 
-    # The checksums are those of the real files; everything else reads ours.
+    # The checksums belong to the real files; everything else reads ours.
     monkeypatch.setattr(cifar, "check_integrity", lambda path, _md5=None: Path(path).exists())
     kind = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
     classes = int(name.removeprefix("cifar"))
@@ -252,7 +252,7 @@ def test_archives_put_there_by_hand_are_unpacked(
 ) -> None:
     from torchvision.datasets import mnist, utils
 
-    # The checksums are those of the real files; everything else reads ours.
+    # The checksums belong to the real files; everything else reads ours.
     for module in (mnist, utils):
         monkeypatch.setattr(module, "check_integrity", lambda path, _md5=None: Path(path).exists())
     raw = tmp_path / "MNIST" / "raw"

@@ -212,6 +212,7 @@ def test_the_table_shows_progress(
     for step in (10, 20):
         LoggedStep(step, 0.5, 1234.5, begin + step).append(run.path)
     run.record("evaluated", step=20, loss=0.25, accuracy=0.875)
+    run.record("straggler", step=20, late=9, steps=12)  # in 9 of the last 12 steps
     assert status.main(["--root", str(tmp_path)]) == 0
     heading, row = capsys.readouterr().out.splitlines()
     names = ["run", "state", "step", "loss", "validation", "samples/s", "left", "attempts"]

@@ -103,13 +103,14 @@ def test_the_halves_know_only_what_they_may() -> None:
         halves = {other.split(".")[1] for other in others if "." in other}
         if half == "train":
             assert "launch" not in halves, name
-        elif half not in ("launch", "bench"):
+        elif half not in ("launch", "bench", "accept"):
             assert not halves & {"launch", "train"}, name
 
 
 def test_only_training_and_the_start_of_ranks_import_torch() -> None:
     for name, path in modules().items():
-        may = name.startswith((f"{PACKAGE}.train.", f"{PACKAGE}.launch.rank.", f"{PACKAGE}.bench."))
+        rooms = (".train.", ".launch.rank.", ".bench.", ".accept.checks")
+        may = name.startswith(tuple(f"{PACKAGE}{room}" for room in rooms))
         for node in [] if may else ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []

@@ -20,6 +20,7 @@ import torch
 from rollcall.process import die_with_parent, keep_output
 from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.checkpoint.read import view
+from rollcall.train.dist.device import finish
 from rollcall.train.dist.signals import PERSON, SCHEDULER
 
 Work = Callable[[], object]
@@ -123,8 +124,7 @@ class PinnedBuffer:
             part = self._memory[start : start + tensor.nbytes]
             part.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             views.append(view(part))
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        finish(tensors)
         return views
 
 

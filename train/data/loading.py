@@ -17,6 +17,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.data.stream import Place, Stream
 from rollcall.train.data.workers import WorkerError, in_order
 from rollcall.train.dist.clock import DATA, OTHER, clock
+from rollcall.train.dist.device import Ahead
 from rollcall.train.dist.world import World
 
 PLACES = 8
@@ -124,23 +125,18 @@ class Loading:
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Keep one batch ready; copy it to the GPU on a separate stream, beside the computation."""
-        is_gpu = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if is_gpu else None  # type: ignore[no-untyped-call]
+        ahead = Ahead(self._device)
         ready: tuple[Batch, torch.cuda.Event | None] | None = None
         found = 0.0
         for batch in batches:
-            before, ready = ready, (batch, None)
-            if stream:
-                with torch.cuda.stream(stream):
-                    moved = batch.map(lambda tensor: tensor.pin_memory()).to(self._device)
-                    ready = moved, stream.record_event()
+            before, ready = ready, ahead.begin(batch)
             self.ahead = batch
             self.unreadable, found = found, self._found
             if before:
-                yield _hand_over(*before)
+                yield ahead.hand_over(*before)
         self.ahead, self.unreadable = None, found
         if ready:
-            yield _hand_over(*ready)
+            yield ahead.hand_over(*ready)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
@@ -153,14 +149,3 @@ class Loading:
             if batch is None:
                 return
             yield batch
-
-
-def _hand_over(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
-    """Let the current stream wait for the copy, and keep the memory until it has been used."""
-    if copied is None:
-        return batch
-    current = torch.cuda.current_stream()
-    current.wait_event(copied)
-    for tensor in batch.tensors:
-        tensor.record_stream(current)
-    return batch

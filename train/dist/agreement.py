@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rollcall.activity import doing
 from rollcall.train.dist.clock import clock
+from rollcall.train.dist.device import Copied, upload
 
 
 class Action(enum.IntEnum):
@@ -161,8 +162,7 @@ class Agreement:
         on_host = [one for one in values if _is_vector(one) and not _is_on_gpu(one)]
         numbers = [float(one) for one in values if not (_is_vector(one) or _is_on_gpu(one))]
         host = torch.cat([*on_host, torch.tensor(numbers, dtype=torch.float64)])
-        if self._device.type == "cuda":
-            host = host.pin_memory().to(self._device, non_blocking=True)
+        host = upload(host, self._device)
         return torch.cat([*on_gpu, host]) if on_gpu else host
 
     def _check(self, layout: list[tuple[str, int | None]]) -> None:
@@ -194,25 +194,6 @@ def _is_on_gpu(value: float | torch.Tensor) -> TypeGuard[torch.Tensor]:
 
 def _is_vector(value: float | torch.Tensor) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
-class Copied:
-    """A tensor that is being copied to the host, unless it lies there."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        """Begin to copy it; only `read` waits for the GPU."""
-        self._values, self._copied = values, None
-        if values.is_cuda:
-            host = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values = host.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def read(self) -> Any:
-        """Return the values as Python's numbers: one, or a list."""
-        if self._copied:
-            self._copied.synchronize()
-        return self._values.tolist()
 
 
 class _Sums:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from operator import add, gt
 from typing import Any
 
 import torch
@@ -147,14 +148,10 @@ class Clock:
         self._phase = phase
 
     def _fold(self) -> None:
-        spent, total, limits = self._spent, self._total, self.limits
-        for phase in range(6):
-            seconds = spent[phase]
-            total[phase] += seconds
-            if seconds > limits[phase]:
-                self._late[phase] += 1
+        spent, self._spent = self._spent, [0.0] * 7
+        self._total = [*map(add, self._total, spent)]
+        self._late = [*map(add, self._late, map(gt, spent, self.limits))]
         self._steps += 1
-        self._spent = [0.0] * 7
 
 
 clock = Clock()

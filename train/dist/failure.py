@@ -15,7 +15,7 @@ from rollcall.run_dir import RunDir
 def tell_torchrun(error: BaseException) -> None:
     """Write torchrun's error file, if torchrun started this rank and no other code has written it.
 
-    torchrun shows the earliest error, in whole seconds: that of a rank that only lost its peers
+    torchrun shows the earliest error, in whole seconds: the one of a rank that only lost its peers
     counts as later.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rollcall import hosts
+from rollcall import fabric, hosts
 from rollcall.config import ConfigError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -152,11 +152,11 @@ class World:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, hosts.usable_cpus() // place.local_world_size))
         world = cls(place, pick_device(device, place, os.environ))
-        nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-        if place.launcher == "one process" and nodes != "1":
+        nodes, tasks = (os.environ.get(f"SLURM_{it}", "1") for it in ("JOB_NUM_NODES", "NTASKS"))
+        if place.launcher == "one process" and (nodes, tasks) != ("1", "1"):
             print(
-                f"rollcall: warning: this job has {nodes} nodes, but only one process trains; "
-                "start it with srun, or use slurm/multi_node.sbatch",
+                f"rollcall: warning: this job has {nodes} nodes and {tasks} tasks, but only one "
+                "process trains; start it with srun, or use slurm/multi_node.sbatch",
                 file=sys.stderr,
             )
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
@@ -292,6 +292,7 @@ def _meet(place: Place) -> dist.Store:
         own = hosts.route(peers[0])
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", own.interface)
+        os.environ.update(fabric.settings(os.environ))
     port = int(os.environ.setdefault("MASTER_PORT", str(hosts.port(place.key))))
     listener = None
     if "MASTER_ADDR" not in os.environ:

@@ -6,6 +6,7 @@ Imports no torch: the runs are separate processes.
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from rollcall import config as schema
 from rollcall.config import ConfigError
-from rollcall.installation import TRAIN, command
+from rollcall.installation import TRAIN, command, environment
 from rollcall.run_dir import RunDir
 from rollcall.text import table
 from rollcall.train.exact import difference
@@ -181,10 +182,9 @@ WAYS = {"equal": equal, "resume": resume, "launch": launch}
 
 
 def _ranks(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,4, got '{text}'") from None
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,4, got '{text}'")
+    return [int(part) for part in text.split(",")]
 
 
 def _row(run: Finished) -> tuple[str, str, str, str]:
@@ -211,7 +211,12 @@ def _agent(ranks: int, run_dir: RunDir) -> list[str]:
 def _run_to_end(command: list[str], run_dir: RunDir, stop: bool) -> None:
     """Run a command until it exits; with `stop`, ask the run to stop after half of its steps."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         if stop:

@@ -18,6 +18,7 @@ from torch import nn
 
 from rollcall.config import Config
 from rollcall.text import dotted
+from rollcall.train.dist.device import chip_name
 from rollcall.train.dist.world import World
 
 VARIABLES = (
@@ -35,6 +36,10 @@ KERNELS = ("device", "cpu capability")
 """Facts that determine in which order a kernel adds."""
 MAX_SHOWN = 3
 """Number of differences that a message names."""
+
+
+_hashes: dict[str, str] = {}
+"""Of modules seen so far, most of them before the ranks were forked; empty for installed ones."""
 
 
 def check(world: World, config: Config, model: nn.Module) -> None:
@@ -88,7 +93,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": chip_name(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -101,18 +106,11 @@ def code() -> dict[str, str]:
     """Hash the source of each imported module outside site-packages and the standard library."""
     paths = sysconfig.get_paths()
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found = {}
-    for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
+    for name in sorted(sys.modules.keys() - _hashes.keys()):
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        _hashes[name] = ""
         if name.startswith("__") or any(file.startswith(place) for place in installed):
             continue
         if file.endswith(".py") and Path(file).is_absolute():  # torch invents some file names
-            found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    return found
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+            _hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return {name: text for name, text in _hashes.items() if text}

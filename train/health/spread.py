@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from rollcall.config.mesh import parse
 from rollcall.text import size
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.device import free_memory
 from rollcall.train.dist.run import Run
 from rollcall.train.health import crosscheck
 from rollcall.train.numerics.randomness import kept, set_seed
@@ -146,7 +147,7 @@ class Spread:
         needed = 2 * sum(weight.nbytes for weight in model.parameters())
         free = psutil.virtual_memory().available // world.place.local_world_size
         if world.device.type == "cuda":
-            free = torch.cuda.mem_get_info(world.device)[0]
+            free = free_memory(world.device)
         if 2 * needed > free:
             return (
                 f"its weights and gradients take {size(needed)}, more than half of the "

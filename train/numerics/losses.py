@@ -164,6 +164,15 @@ class Loss:
                 )
         return losses, weights
 
+    def total(self, outputs: Any, targets: Any) -> torch.Tensor | None:
+        """Return the sum over all rows; None if the loss of each is as quick."""
+        if self.function is not per_sample_loss or self.is_weighted:
+            return None
+        self._check(outputs, targets)
+        if targets.ndim > 1:
+            return None
+        return functional.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
+
     def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs and the targets that they predict: the next tokens, for `next_token`."""
         if self.name != "next_token":
@@ -307,7 +316,6 @@ class Objective:
         self.seen: list[torch.Tensor] | None = None  # a list collects the losses of every call
         # For a loss that returns weights: their sum and the sum of samples in each call.
         self.weights: list[torch.Tensor] = []
-        self._slope = torch.tensor(torch.nan)
 
     def __call__(
         self, outputs: Any, targets: Any, counts: torch.Tensor, guard: bool = True
@@ -317,6 +325,9 @@ class Objective:
         `counts` is zero for rows that do not count. Without `guard`, the backward pass must begin
         with `slope`, which is quicker.
         """
+        is_plain = not guard and self.seen is None and _are_ones(counts)
+        if is_plain and (total := self.loss.total(outputs, targets)) is not None:
+            return total
         losses, weights = self.loss.of_rows(outputs, targets)
         samples = counts.sum() if self.loss.is_weighted else counts
         weights = losses if weights is None else weights
@@ -331,9 +342,7 @@ class Objective:
         if total.is_cpu and self.scaler is None:
             if not math.isfinite(total.item()):
                 scale = math.nan
-            if self._slope.item() != scale:  # mostly the one of the step before
-                self._slope = torch.tensor(scale, dtype=total.dtype)
-            return self._slope
+            return torch.tensor(scale, dtype=total.dtype)
         by = scale * self.scaler.scale if self.scaler else scale
         return by + 0 * total.detach()
 
@@ -345,8 +354,7 @@ class Objective:
         if self.seen is not None:
             self.seen.append(losses.detach().expand(rows))
         # To multiply by ones changes no bit.
-        are_ones = counts.is_cpu and bool((counts.numpy() == 1).all())
-        total = losses.sum() if are_ones else (losses * counts).sum()
+        total = losses.sum() if _are_ones(counts) else (losses * counts).sum()
         if not guard:
             return total
         scale = self.scaler.scale if self.scaler else torch.ones((), device=losses.device)
@@ -356,6 +364,10 @@ class Objective:
     def sums_of_weights(self, device: torch.device) -> torch.Tensor:
         """Return the sums of weights and of samples over this rank's calls of a step: (2,)."""
         return sum(self.weights, torch.zeros(2, dtype=torch.float64, device=device))
+
+
+def _are_ones(counts: torch.Tensor) -> bool:
+    return counts.is_cpu and bool((counts.numpy() == 1).all())
 
 
 class _Guarded(torch.autograd.Function):

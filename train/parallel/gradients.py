@@ -29,6 +29,7 @@ def clip(
     gradients = [[one.grad for one in group if one.grad is not None] for group in groups]
     norms = [_norm(group) for group in gradients if group]
     norms = norms or [groups[0][0].new_zeros(())]  # all weights of this pipeline stage are frozen
+    norms = [norm.to(norms[0].device) for norm in norms]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if pipeline is not None:
         square = norm.square()
@@ -40,8 +41,10 @@ def clip(
     norm = norm / divisor
     scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
     scale = scale / divisor
-    for gradient in (gradient for group in gradients for gradient in group):
-        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+    for group in filter(None, gradients):
+        scale = scale.to(group[0].device)
+        for gradient in group:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
     return norm
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config.schema import ConfigError
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
 from rollcall.train.parallel.part import evaluating
 
@@ -136,8 +137,7 @@ def _timed(groups: Groups, x: torch.Tensor, device: torch.device) -> list[int]:
         for _ in range(TIMED):
             started = time.perf_counter()
             y = stack(x)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(device)
             times.append(time.perf_counter() - started)
         stack.to("meta" if is_empty else "cpu")
         x = y

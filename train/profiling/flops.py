@@ -1,10 +1,8 @@
 """Count the floating-point operations of a step, and compare them with what the chip can do."""
 
 import copy
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rollcall.config import chips
 from rollcall.train.data.calling import arguments_of
 from rollcall.train.data.source import Batch, Source
+from rollcall.train.dist.device import chip_name
 from rollcall.train.dist.run import Run
 
 META = torch.device("meta")
@@ -41,7 +40,8 @@ def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[
     `tokens_per_second` for sequences; `flops_per_second`, the model's own operations on all ranks;
     `recomputed_flops_per_second`, if there are any. If the peak of the chip is known, `mfu`: the
     share of it that the model's own operations take, without recomputed ones; see Chowdhery et al.,
-    PaLM, appendix B, https://arxiv.org/abs/2204.02311. The model must not be spread yet.
+    PaLM, appendix B, https://arxiv.org/abs/2204.02311. The model must not be spread yet. Rank 0
+    alone counts operations, because no other rank writes these figures.
 
     Raises:
         ConfigError: `log.chips` cannot be read.
@@ -52,7 +52,7 @@ def factors(run: Run, model: nn.Module, example: Batch, source: Source) -> dict[
     if is_tensor and len(source.shape) == 1 and not example.inputs.is_floating_point():
         found["tokens_per_second"] = float(source.shape[0])
     peak = peak_of(chip_name(world.device), config.precision, config.log.chips)
-    operations = operations_of(model, example)
+    operations = operations_of(model, example) if world.is_main else None
     if operations is None or not operations.model:
         return found
     samples = len(example.weights)
@@ -124,15 +124,6 @@ class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def found(self) -> Operations:
         return Operations(*self._counts)
-
-
-def chip_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:

@@ -1,6 +1,7 @@
 """Gather the phases and the memory of all ranks now and then, write them down, and judge them."""
 
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from rollcall.records.phases import Phases
 from rollcall.records.profile import ProfileRequest
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.clock import clock
+from rollcall.train.dist.device import peaks
 from rollcall.train.dist.run import Run
 from rollcall.train.profiling.verdict import GrowingMemory, LateRanks, Window, limits
 
@@ -69,6 +71,7 @@ class PhaseTimes:
         self._age = self._written = 0.0
         self._scale = max(1.0, world.world_size / RANKS)
         self._lines: list[tuple[int, np.ndarray, np.ndarray]] = []  # not written yet
+        self._newest = sys.maxsize  # the newest step
 
     def report(self) -> Mapping[str, torch.Tensor]:
         """Return this rank's row of the table of all ranks if it is due; else nothing."""
@@ -93,6 +96,11 @@ class PhaseTimes:
         self._passed += passed
         self._age += passed
         self._is_due = self._passed >= WINDOW * self._scale
+        if not agreed["skipped"]:
+            if step <= self._newest and self._run.world.is_main:  # it resumed or was rolled back
+                self._lines.clear()
+                Phases.forget_after(self._run.run_dir.path, step - 1)
+            self._newest = step
         if agreed["phases"]:
             table = np.array(agreed["phases"]).reshape(-1, COLUMNS)
             steps = table[:, 15]
@@ -159,7 +167,4 @@ class PhaseTimes:
         resident = float(Path("/proc/self/statm").read_text().split()[1]) * PAGE
         if not self._is_on_gpu:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0, 0.0, resident
-        device = self._run.world.device
-        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return float(peaks[0]), float(peaks[1]), resident
+        return *peaks(self._run.world.device), resident

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import sys
 import threading
@@ -16,14 +17,14 @@ from rollcall.config import ConfigError
 from rollcall.records.phases import Phases
 from rollcall.records.profile import Profile
 from rollcall.train.dist.clock import COMMUNICATION, OTHER, clock
+from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.run import Run
 from rollcall.train.profiling.flames import Flames
 
 MOST = 1000
 """The most steps of a profile: traces are large."""
-BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "unsigned char": 1}
-BYTES |= {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Byte": 1}
-"""Bytes of an element, by the names of types in traces of gloo and of NCCL."""
+BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
+"""Bytes of an element by its type, which gloo and NCCL write with other capitals; else 1."""
 
 
 class Profiler:
@@ -110,24 +111,25 @@ class _Profile:
         self._torch.start()
         self._flames = Flames()
         self._thread = threading.get_ident()
-        self._range = self._opened(OTHER)
         self._before = clock.totals()
+        self._open(OTHER)
         clock.listener = self._enter
 
-    @staticmethod
-    def _opened(phase: int) -> Any:
-        opened = record_function(Phases.PHASES[phase])
-        opened.__enter__()  # type: ignore[no-untyped-call]
-        return opened
+    def _open(self, phase: int) -> None:
+        self._range = record_function(Phases.PHASES[phase])
+        self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def _close(self) -> None:
+        self._range.__exit__(None, None, None)
 
     def _enter(self, phase: int) -> None:
         if threading.get_ident() == self._thread:  # on GPUs another one runs the backward pass
-            self._range.__exit__(None, None, None)
-            self._range = self._opened(phase)
+            self._close()
+            self._open(phase)
 
     def end(self, last: int) -> None:
         """Write what was found up to the step `last`."""
-        self._range.__exit__(None, None, None)
+        self._close()
         self._torch.stop()  # waits for the GPU
         stacks = self._flames.end()
         (done, total), (before, since) = clock.totals(), self._before
@@ -177,22 +179,22 @@ class _Nsight(_Profile):
     """Marks for `nsys profile --capture-range=cudaProfilerApi`, which runs without torch's."""
 
     def __init__(self, run: Run, first: int) -> None:
-        self._first, self._depth = first, 0
-        torch.cuda.synchronize(run.world.device)
+        self._first, self._thread = first, threading.get_ident()
+        synchronize(run.world.device)
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-        self._thread = threading.get_ident()
-        torch.cuda.nvtx.range_push(Phases.PHASES[OTHER])  # type: ignore[no-untyped-call]
+        self._open(OTHER)
         clock.listener = self._enter
 
-    def _enter(self, phase: int) -> None:
-        if threading.get_ident() == self._thread:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-            torch.cuda.nvtx.range_push(Phases.PHASES[phase])  # type: ignore[no-untyped-call]
+    def _open(self, phase: int) -> None:
+        torch.cuda.nvtx.range_push(Phases.PHASES[phase])  # type: ignore[no-untyped-call]
+
+    def _close(self) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def end(self, last: int) -> None:  # noqa: ARG002
         """End the capture."""
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        self._close()
+        synchronize(torch.device("cuda"))
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
@@ -200,39 +202,32 @@ def _collectives(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return collectives of the same kind and size as one row, the longest first."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for event in events:
-        size = _size(event)
-        if size is None:
-            continue
-        key = event.get("args", {}).get("Collective name") or event["name"], size
-        row = rows.setdefault(key, {"name": key[0], "bytes": size, "calls": 0, "seconds": 0.0})
-        row["calls"] += 1
-        row["seconds"] += event["dur"] / 1e6
+        if (size := _size(event)) is not None:
+            name = event.get("args", {}).get("Collective name") or event["name"]
+            new = {"name": name, "bytes": size, "calls": 0, "seconds": 0.0}
+            row = rows.setdefault((name, size), new)
+            row["calls"] += 1
+            row["seconds"] += event["dur"] / 1e6
     return sorted(rows.values(), key=lambda row: -row["seconds"])
 
 
 def _size(event: dict[str, Any]) -> int | None:
     """Return the bytes that a rank gives to a collective; None for other events."""
-    args = event.get("args", {})
+    args: dict[str, Any] = event.get("args", {})
     if event.get("cat") == "kernel" and "In msg nelems" in args:
-        return int(args["In msg nelems"]) * BYTES.get(args.get("dtype", ""), 1)
+        return int(args["In msg nelems"]) * BYTES.get(args.get("dtype", "").lower(), 1)
     if not event["name"].startswith("gloo:") or not args.get("Input Dims"):
         return None
-    total = 0
-    for shape, kind in zip(args["Input Dims"], args["Input type"], strict=True):
-        count = 1
-        for length in shape:
-            count *= length
-        total += count * BYTES.get(kind, 1)
-    return total
+    pairs = zip(args["Input Dims"], args["Input type"], strict=True)
+    return sum(math.prod(map(int, shape)) * BYTES.get(kind.lower(), 1) for shape, kind in pairs)
 
 
 def _exposed(kernels: Iterable[dict[str, Any]]) -> float:
     """Return the seconds in which kernels of NCCL ran on the GPU and no others."""
-    ends = [
-        (at, change, "nccl" in event["name"].lower())
-        for event in kernels
-        for at, change in ((event["ts"], 1), (event["ts"] + event["dur"], -1))
-    ]
+    ends = []
+    for event in kernels:
+        is_nccl = "nccl" in event["name"].lower()
+        ends += [(event["ts"], 1, is_nccl), (event["ts"] + event["dur"], -1, is_nccl)]
     running = {True: 0, False: 0}
     total = before = 0.0
     for at, change, is_nccl in sorted(ends):

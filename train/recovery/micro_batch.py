@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.device import free_memory, peaks, release_memory, synchronize
 from rollcall.train.dist.world import World
 
 MARGIN = 0.1
@@ -69,8 +70,7 @@ def search(
         for _ in range(2):  # the first pass of a size may be slower
             began = time.perf_counter()
             fits = fits_memory(part)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(world.device)
             times.append(time.perf_counter() - began)
         return Trial(size, *_most(world, _peak(world.device) if fits else math.inf, min(times)))
 
@@ -113,8 +113,7 @@ def _most(world: World, *mine: float) -> list[float]:
 def _free(world: World) -> float:
     """Return the bytes that this rank may use: what it has, and its share of what is free."""
     if world.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(world.device)
-        return free + torch.cuda.memory_reserved(world.device)
+        return free_memory(world.device)
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
     for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
@@ -133,8 +132,8 @@ def _text(path: Path) -> str:
 
 def _forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        release_memory(device)
+        peaks(device)
     else:
         with contextlib.suppress(OSError):  # without it, no peak is lower than one before
             Path("/proc/self/clear_refs").write_text("5")
@@ -142,6 +141,6 @@ def _forget_peak(device: torch.device) -> None:
 
 def _peak(device: torch.device) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.max_memory_reserved(device))
+        return peaks(device)[1]
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -1,0 +1,383 @@
+"""`python -m rollcall.accept.checks FOLDER …`: the checks of `rollcall accept`, on all ranks.
+
+A check calls what another command calls, and says in a line what it found. An exception ends the
+ranks; their launcher starts them again, and the next attempt continues behind that check.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcall.accept import page
+from rollcall.accept.page import Row
+from rollcall.bench import loops, turns
+from rollcall.config import ConfigError, parse
+from rollcall.launch.doctor import nodes
+from rollcall.launch.doctor.check import THOROUGH, Found
+from rollcall.launch.doctor.checkup import MUST_MATCH, compare
+from rollcall.launch.doctor.software import OF_RANKS
+from rollcall.launch.runs import find, root_cause
+from rollcall.launch.runs.states import Condition
+from rollcall.planning import memory
+from rollcall.planning.layout import Layout
+from rollcall.planning.machine import Machines
+from rollcall.process import leave
+from rollcall.refusal import refuse
+from rollcall.run_dir import RunDir
+from rollcall.text import duration, listed, size
+from rollcall.train import matrix, models, network, plan_model
+from rollcall.train.checkpoint.tools import export
+from rollcall.train.data import sets
+from rollcall.train.data.order import validation_batches
+from rollcall.train.dist.run import Run
+from rollcall.train.dist.signals import StopSignals
+from rollcall.train.dist.world import World
+from rollcall.train.exact import difference
+from rollcall.train.main import on_all_ranks
+from rollcall.train.matrix import Job
+from rollcall.train.numerics import losses, optim
+from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.training import train
+
+TOLERANCES = {"cpu": (matrix.TOLERANCE, 1e-4), "cuda": (1e-3, 1e-2)}
+"""Allowed relative differences of a loss, and of a weight by its norm. AdamW turns the last bits of
+a gradient near zero into a part of a step. Those of GPUs have not been tried yet."""
+RESUMED = {"cpu": (0.0, 0.0), "cuda": TOLERANCES["cuda"]}
+"""The same after a resume on as many ranks."""
+WIRE = {"nccl": 0.5, "gloo": 0.02}
+"""Share of the wire that an all-reduce must reach; gloo copies on the CPU."""
+SIZES = (2**16, 2**20, 2**24)
+"""Bytes of the collectives."""
+STATE = 0.03
+"""Allowed relative difference of the memory of weights, gradients and optimizer from the plan."""
+OVERHEAD = 2e-3
+"""Seconds of CPU that a step may take beyond a loop of ten lines."""
+STEPS, KILLED_AFTER = 24, 6
+TEXT = (
+    *("data.name=text", "data.seq_len=64", "model.name=gpt", "model.hidden_size=64"),
+    *("model.num_layers=2", "optim.lr=1e-3", "train.steps=4", "data.micro_batch=4"),
+)
+HALVES = "mesh={}=2,replicate=rest"
+STRATEGIES: dict[str, tuple[int, Sequence[str]]] = {
+    **{name: (1, [f"strategy={name}"]) for name in ("ddp", "zero1", "zero2", "zero3")},
+    "hsdp": (4, ["strategy=hsdp", "mesh=replicate=2,shard=rest"]),
+    "tensor": (2, [HALVES.format("tensor")]),
+    "pipeline": (2, [HALVES.format("pipeline")]),
+    "split": (2, ["strategy=split", HALVES.format("pipeline")]),
+    "context": (2, [HALVES.format("context")]),
+    "sequence": (2, [HALVES.format("tensor"), "sequence_parallel=true"]),
+    "zero3 and tensor": (4, ["mesh=shard=rest,tensor=2"]),
+}
+"""By name: the number of ranks that must divide the world, and the keys of `parallel`."""
+ON_TEXT = ("context", "sequence", "zero3 and tensor")
+
+
+class NotApplicable(Exception):
+    """A check has no meaning here; the message says why."""
+
+
+class Failed(Exception):
+    """What was checked is wrong; the message says how."""
+
+
+class Setting:
+    """What all checks know: the ranks, the folder of this acceptance, and keys for every run."""
+
+    def __init__(self, world: World, signals: StopSignals, folder: Path, words: Sequence[str]):
+        self.world, self.signals, self.folder = world, signals, folder
+        self._words = [*words, f"device={world.device.type}"]
+        local = world.gather(torch.tensor([world.local_rank])).flatten().tolist()
+        ranks = [rank for rank, place in enumerate(local) if place == 0]  # one for each node
+        self.hosts = {rank: world.broadcast_text(world.host, rank) for rank in ranks}
+
+    def job(self, name: str, *words: str) -> Job:
+        """Return a run of a few steps on digits, unless the words choose something else."""
+        batch = f"data.global_batch={max(52, 4 * self.world.world_size)}"
+        return Job(self.folder / name, [*matrix.WORDS, batch, *words, *self._words])
+
+    def train(self, job: Job, alone: bool = False) -> None:
+        """Train on all ranks, or in one process; a run that is complete is not repeated."""
+        verdict, problem = job.run_dir.read_verdict(), ""
+        if self.world.broadcast(verdict is not None and verdict.state == "done"):
+            return
+        if not alone:
+            words = [*job.words, f"run.root={job.root}", "run.name=run"]
+            train("accept", parse(words)[1], self.world, self.signals)
+        elif self.world.is_main:
+            try:
+                matrix.run([job], job.root / "logs", 1)
+            except RuntimeError as error:
+                problem = f"in one process: {str(error).strip().splitlines()[-1]}"
+        if problem := self.world.first_problem(problem):
+            raise Failed(problem)
+
+    def compare(self, one: Job, other: Job, tolerances: Sequence[float]) -> str:
+        """Compare losses and weights on rank 0; raise Failed if a difference is too large."""
+        if not self.world.is_main:
+            return ""
+        pairs = zip(one.losses(), other.losses(), strict=True)
+        apart = max(abs(a - b) / abs(b) for a, b in pairs)
+        weights, expected = (
+            export.read(max(job.run_dir.checkpoints.iterdir()))["model"] for job in (one, other)
+        )
+        most, name = max(
+            (float((weights[it] - own).double().norm() / own.double().norm().clamp(1e-9)), it)
+            for it, own in expected.items()
+        )
+        found = f"losses differ by {apart:.1e}, weights by {most:.1e} ({name})"
+        if not (apart <= tolerances[0] and most <= tolerances[1]):
+            raise Failed(f"{found}; allowed: {tolerances[0]:.0e} and {tolerances[1]:.0e}")
+        return found if apart or most else "losses and weights are equal to the last bit"
+
+
+def machine(it: Setting) -> str:
+    """Run the doctor on every node."""
+    own, found = {}, {}
+    if it.world.rank in it.hosts:
+        name = f"{it.world.host}-{it.world.rank}"
+        leaked = [one for one in os.environ if one.startswith("TORCHELASTIC_") or one in OF_RANKS]
+        words = ["env", *(f"--unset={one}" for one in leaked)]
+        words += nodes.doctor(it.folder, f"--into={it.folder}", f"--as-node={name}")
+        own = nodes.ask([words], it.folder, [name], THOROUGH + 15)[name]
+    for rank, host in it.hosts.items():
+        fields = it.world.broadcast(own, rank)
+        found[host] = {check: Found(*values) for check, values in fields.items()}
+    every = [(node, *one) for node, results in found.items() for one in results.items()]
+    wrong = [f"{name} on {node}: {one.text}" for node, name, one in every if one.state == "bad"]
+    for check, odd in compare(found).items():
+        if check in MUST_MATCH:
+            wrong += [f"{check} on {one.node}: {one.has}, others {one.usual}" for one in odd]
+    if wrong:
+        raise Failed("; ".join(wrong))
+    warned = dict.fromkeys(name for _, name, one in every if one.state == "warning")
+    more = f"; warnings, which `rollcall doctor` explains: {', '.join(warned)}" if warned else ""
+    return f"nodes: {len(found)}, checks on each: {len(own)}{more}"
+
+
+def _measured(it: Setting) -> dict[str, Any]:
+    if it.world.world_size == 1:
+        raise NotApplicable("one rank has nobody to talk to")
+    return network.measure(it.world, SIZES)
+
+
+def links(it: Setting) -> str:
+    """Measure every link, as `rollcall network` does."""
+    found = _measured(it)
+    if found["slow"]:
+        raise Failed("; ".join(found["slow"]))
+    rates = [rate for row in found["links"] for rate in row if rate]
+    return f"{len(rates)} links between {len(found['hosts'])} ends, {size(min(rates))}/s at least"
+
+
+def bandwidth(it: Setting) -> str:
+    """Compare the bus bandwidth of an all-reduce with the wire."""
+    found = _measured(it)
+    best = max(row["bus"] for row in found["collectives"] if row["kind"] == "all-reduce")
+    wire, share = found["wire"], WIRE[found["backend"]]
+    text = f"all-reduce {size(best)}/s over {found['interface']}"
+    if found["interface"] == "lo" or not wire:
+        raise NotApplicable(f"{text}, which does not say how fast it can be")
+    text += f", {best / wire:.0%} of the wire's {size(wire)}/s"
+    if best < share * wire:
+        raise Failed(f"{text}; expected {share:.0%} at least with {found['backend']}")
+    return text
+
+
+def strategy(name: str, it: Setting) -> str:
+    """Train under a strategy, and compare with one process."""
+    ranks, keys = STRATEGIES[name]
+    if it.world.world_size % ranks:
+        raise NotApplicable(f"it needs a multiple of {ranks} ranks, here are {it.world.world_size}")
+    kind = TEXT if name in ON_TEXT else ()
+    alone = it.job("alone-text" if kind else "alone", *kind, "parallel.strategy=single")
+    job = it.job(name.replace(" ", "-"), *kind, *(f"parallel.{key}" for key in keys))
+    it.train(alone, alone=True)
+    it.train(job)
+    return it.compare(job, alone, TOLERANCES[it.world.device.type])
+
+
+class Kill:
+    """A callback that kills the last rank once its run has a checkpoint; not after a resume."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def settle(self, step: int, agreed: Mapping[str, object]) -> None:  # noqa: ARG002
+        """Kill this process."""
+        run, world = self._run.run_dir, self._run.world
+        is_it = world.rank == world.world_size - 1 and step >= KILLED_AFTER
+        if is_it and any(run.checkpoints.glob("step-*")) and not run.read_events("resumed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(it: Setting) -> str:
+    """Kill a rank while it trains; the launcher restarts all, and the run must end as if not."""
+    kill = "train.callbacks={kill: {name: rollcall.accept.checks:Kill}}"
+    whole = it.job("undisturbed", f"train.steps={STEPS}")
+    job = it.job("killed", f"train.steps={STEPS}", kill)
+    it.train(whole)
+    it.train(job)
+    resumed = job.run_dir.read_events("resumed")
+    if not resumed:
+        raise Failed(f"no rank was killed: there was no checkpoint within {STEPS} steps")
+    found = it.compare(job, whole, RESUMED[it.world.device.type])
+    who = f"rank {it.world.world_size - 1} got SIGKILL"
+    return f"{who}, all resumed from step {resumed[0]['step']}: {found}"
+
+
+def exact(it: Setting) -> str:
+    """Train in exact mode, on all ranks and in one process."""
+    ranks = it.world.world_size
+    shards = next((one for one in (8, 16, 32, 64, 128, 256) if not one % ranks), None)
+    if shards is None:
+        raise NotApplicable(f"{ranks} ranks divide no number of virtual shards, such as 8 or 16")
+    words = ["exact=true", "log.fingerprints=true", "data.micro_batch=null"]
+    words += [f"exact_shards={shards}", f"data.global_batch={8 * shards}"]
+    alone, job = it.job("exact-alone", *words), it.job("exact", *words)
+    it.train(alone, alone=True)
+    it.train(job)
+    if not it.world.is_main:
+        return ""
+    hashes = [one.run_dir.read_events("finished")[-1]["weights"] for one in (job, alone)]
+    if hashes[0] != hashes[1]:
+        raise Failed(f"{difference.first(alone.run_dir, job.run_dir) or 'the weights differ'}")
+    return f"{ranks} ranks and one process: sha256 {hashes[0][:16]} of the weights"
+
+
+def memory_of_a_step(it: Setting) -> str:
+    """Compare what the ranks hold after a step with the plan's closed forms."""
+    found, ranks = [], it.world.world_size
+    for zero, name in ((0, "ddp"), (3, "zero3")):
+        config = parse(it.job(name, *TEXT, f"parallel.strategy={name}").words)[1]
+        source = sets.load(config.data, it.world)
+        batch = next(validation_batches(source, 2, 0, 1)).to(it.world.device)
+        placed = Strategy(config, it.world, losses.Objective(losses.of(config)))
+        placed.place(models.build(config.model, source), batch)
+        optimizer = placed.optimizer(partial(optim.build, config.optim))
+        placed.forward_backward([batch], 2 * ranks)
+        optimizer.step()
+        weights = list(placed.model.parameters())
+        state = [value for one in optimizer.state.values() for value in one.values()]
+        tensors = [*weights, *(weight.grad for weight in weights), *state]
+        local = (getattr(one, "_local_tensor", one) for one in tensors if torch.is_tensor(one))
+        held = it.world.sum(sum(one.nbytes for one in local))[0] / ranks
+        model, layout = plan_model.describe(config), Layout(ranks, zero=zero, precision="fp32")
+        any_chip = Machines().machine("h100", precision="fp32")  # bytes are the same on all
+        terms = memory.stage(model, layout, any_chip, 0, model.layers)
+        planned = terms["weights"] + terms["gradients"] + terms["optimizer state"]
+        found.append(f"{name} {size(held)} a rank, planned {size(planned)}")
+        if abs(held / planned - 1) > STATE:
+            raise Failed(f"{found[-1]}; allowed: {STATE:.0%}")
+    return f"weights, gradients and optimizer state: {'; '.join(found)}"
+
+
+def overhead(it: Setting) -> str:
+    """Time a step beside a loop of ten lines, in turns on one CPU: `rollcall bench overhead`."""
+    if not it.world.is_main:
+        return ""
+    settings = loops.Settings("mlp", 200)
+    ways = {name: partial(loops.measure, name, settings, 1) for name in ("bare", "rollcall")}
+    found = turns.medians(turns.take_turns(ways, 3))
+    bare, own = (found[name]["CPU of a rank"] for name in ways)
+    text = f"CPU of a step: {duration(own)}, a bare loop {duration(bare)}"
+    if own - bare > OVERHEAD:
+        raise Failed(f"{text}; allowed: {duration(OVERHEAD)} more")
+    return text
+
+
+CHECKS: dict[str, Callable[[Setting], str]] = {
+    "machine": machine,
+    "network": links,
+    "bandwidth": bandwidth,
+    **{f"strategy {name}": partial(strategy, name) for name in STRATEGIES},
+    "kill and resume": resume,
+    "exact mode": exact,
+    "memory": memory_of_a_step,
+    "overhead": overhead,
+}
+"""All checks in their order: every rank calls each; rank 0's answer counts.
+
+A check raises Failed or NotApplicable on any rank, but after its last collective.
+"""
+DEADLY = ("kill and resume",)
+"""Checks that end the ranks on purpose, and then begin again."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do the checks that earlier attempts have not done; return the exit code."""
+    made = argparse.ArgumentParser("rollcall accept ... --", allow_abbrev=False)
+    first = "only checks whose names begin with one of these, separated by commas"
+    made.add_argument("--only", default="", metavar="CHECK,…", help=f"{first}: {', '.join(CHECKS)}")
+    made.add_argument("--device", default="auto", help="cpu or cuda (default: auto)")
+    made.add_argument("words", nargs="*", metavar="key=value", help="for every training")
+    options = made.parse_args(argv[1:])
+    chosen = [name for name in CHECKS if name.startswith(tuple(options.only.split(",")))]
+    if not chosen:
+        return refuse(f"--only {options.only}: expected {', '.join(CHECKS)}")
+    return on_all_ranks(options.device, partial(_work, Path(argv[0]), chosen, options.words))
+
+
+def _work(
+    folder: Path, chosen: Sequence[str], words: list[str], world: World, signals: StopSignals
+) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    it = Setting(world, signals, folder, words)
+    if world.is_main:
+        kind = world.device.type
+        ranks = f"{world.world_size} on {listed(sorted({*it.hosts.values()}))}, {kind}"
+        page.record_facts(folder, {"ranks": ranks, **turns.surroundings()})
+    known = world.broadcast([asdict(row) for row in page.read(folder, "").rows])
+    rows = {fields["check"]: Row(**fields) for fields in known}
+    for name in chosen:
+        row = rows.get(name, Row(name))
+        if row.state in ("", "began"):
+            row = _check(name, row, it)
+            if world.is_main:
+                page.record(folder, row)
+                print(f"{row.state}: {name}: {row.text}", flush=True)
+    return 0
+
+
+def _check(name: str, before: Row, it: Setting) -> Row:
+    """Do a check; `before` is what an earlier attempt recorded of it."""
+    again = before.state == "began"
+    if again and (name not in DEADLY or before.text):
+        run = RunDir(it.folder.parent.parent, it.folder.parent.name)
+        attempts = find.attempts(run)[-2:-1]
+        cause = attempts and root_cause.find_cause(run, Condition("failed"), attempts[0])
+        return replace(before, state="failed", text=f"the ranks ended: {cause and cause.what}")
+    begin = time.time()
+    if it.world.is_main:
+        page.record(it.folder, Row(name, "began", 0, "again" if again else ""))
+    text = problem = absent = ""
+    with (
+        (it.folder / f"rank-{it.world.rank}.log").open("a") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        try:
+            text = CHECKS[name](it)
+        except (Failed, ConfigError) as error:
+            problem = str(error)
+        except NotApplicable as error:
+            absent = str(error)
+    taken = time.time() - begin
+    if problem := it.world.first_problem(problem):
+        return Row(name, "failed", taken, problem)
+    if absent := it.world.first_problem(absent):
+        return Row(name, "not applicable", taken, absent)
+    return Row(name, "passed", taken, text)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

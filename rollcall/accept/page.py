@@ -1,0 +1,86 @@
+"""The page of `rollcall accept` and of tests/gpu: what passed, failed or does not apply."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rollcall.records.files import append_line, read_lines, write_atomic
+from rollcall.text import duration
+
+FILE = "accept.jsonl"
+"""Facts of each attempt, and a line when a check begins and when it ends; rank 0 writes it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A check, its time in seconds, and what it found, why it failed or why it does not apply."""
+
+    check: str
+    state: Literal["", "began", "passed", "failed", "not applicable"] = ""
+    seconds: float = 0.0
+    text: str = ""
+
+
+@dataclass
+class Page:
+    """All results of one machine or allocation; `facts` are the machine and the versions."""
+
+    title: str
+    facts: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check failed or did not end, or none ran."""
+        return not self.rows or any(row.state in ("failed", "began") for row in self.rows)
+
+    def markdown(self) -> str:
+        """Return the page as Markdown whose tables a terminal shows well, too."""
+        states = [row.state for row in self.rows]
+        counts = ", ".join(f"{states.count(it)} {it}" for it in sorted({*states}))
+        total = duration(sum(row.seconds for row in self.rows))
+        cells = [(row.check, row.state, duration(row.seconds), row.text) for row in self.rows]
+        lines = [
+            f"# {self.title}",
+            "",
+            f"{'FAILED' if self.failed else 'Passed'}: {counts}; {total}.",
+        ]
+        lines += ["", *_table([("fact", ""), *self.facts.items()]), ""]
+        return "\n".join([*lines, *_table([("check", "result", "time", "found"), *cells]), ""])
+
+    def write(self, place: Path) -> None:
+        """Write the page to `place`.md and `place`.json."""
+        write_atomic(Path(f"{place}.md"), self.markdown())
+        write_atomic(Path(f"{place}.json"), json.dumps(asdict(self), indent=1) + "\n")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    safe = [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in rows]
+    widths = [max(3, *map(len, column)) for column in zip(*safe, strict=True)]
+    widths[-1] = 3  # it holds sentences
+    for row in [safe[0], ["-" * width for width in widths], *safe[1:]]:
+        yield f"| {' | '.join(map(str.ljust, row, widths))} |"
+
+
+def record(folder: Path, row: Row) -> None:
+    """Append a result, or that a check has begun."""
+    append_line(folder / FILE, asdict(row))
+
+
+def record_facts(folder: Path, facts: Mapping[str, str]) -> None:
+    """Append what the ranks know about the machine."""
+    append_line(folder / FILE, {"facts": dict(facts)})
+
+
+def read(folder: Path, title: str) -> Page:
+    """Read what was recorded; a check that did not end has the state `began`."""
+    page, rows = Page(title), {}
+    for line in read_lines(folder / FILE):
+        if "facts" in line:
+            page.facts |= line["facts"]
+        else:
+            rows[line["check"]] = Row(**line)
+    page.rows = [*rows.values()]
+    return page

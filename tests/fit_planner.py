@@ -1,0 +1,120 @@
+"""Fit the planner's numbers to tables, and say how well they fit a table that was left out.
+
+    ./env/run python tests/fit_planner.py FOLDER
+
+For each table of FOLDER: fit on the others from one neutral start, and print the error on that
+table. The program of the table that is left out has the host's time of the others, the default's
+network and no stall. The last line is a fit on all tables. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rollcall.planning import step_time, validate
+from rollcall.planning.machine import Machine, Machines, Software
+
+START = {"PASSES": 1.3, "LINKS_INSIDE": 0.7, "LINKS_BETWEEN": 0.6, "SLOWED": 0.3}
+START |= {"A100 product": 0.75, "A100 attention": 0.45, "H100 product": 0.75}
+START |= {"H100 attention": 0.45, "vtrain host": 3e-3, "nanotron host": 3e-3}
+START |= {"nanotron stall": 1e-3, "nanotron hop": 3e-5}
+PROGRAMS = {"vtrain_single": "vtrain", "ultrascale": "nanotron"}
+Numbers = dict[str, float]
+
+
+def with_numbers(machine: Machine, numbers: Numbers) -> Machine:
+    """Return a machine with the numbers of its chip and program."""
+
+    def of(name: str) -> Numbers:
+        return {key.split()[1]: numbers[key] for key in numbers if key.startswith(f"{name} ")}
+
+    chip = dataclasses.replace(machine.chip, **of(machine.chip.name.split("-")[0]))
+    software = Software(**vars(machine.software) | of(machine.software.name))
+    return dataclasses.replace(machine, chip=chip, software=software)
+
+
+def ratios(rows: list[validate.Row], numbers: Numbers) -> list[float]:
+    """Return predicted over measured times."""
+    for key, value in numbers.items():
+        if " " not in key:
+            setattr(step_time, key, value)
+    machines: dict[tuple[str, str, int], Machine] = {}
+    found = []
+    for row in rows:
+        key = (row.machine.chip.name, row.machine.software.name, row.machine.node)
+        machine = machines.setdefault(key, with_numbers(row.machine, numbers))
+        found.append(step_time.of(row.model, row.layout, machine).total() / row.seconds)
+    return found
+
+
+def loss(tables: list[list[validate.Row]], numbers: Numbers) -> float:
+    """Return the mean over the tables of the errors, each at most 0.3."""
+    means = []
+    for rows in tables:
+        errors = [min(0.3, abs(math.log(ratio))) for ratio in ratios(rows, numbers)]
+        means.append(statistics.fmean(errors))
+    return statistics.fmean(means)
+
+
+def fit(tables: list[list[validate.Row]], numbers: Numbers, fitted: list[str]) -> Numbers:
+    """Change one number after the other while that helps, by smaller and smaller steps."""
+    best = loss(tables, numbers)
+    for step in (1.2, 1.1, 1.05, 1.025, 1.0125):
+        for key in fitted:
+            for times in (step, 1 / step):
+                while (
+                    found := loss(tables, tried := numbers | {key: numbers[key] * times})
+                ) < best:
+                    numbers, best = tried, found
+    return numbers
+
+
+def show(name: str, rows: list[validate.Row], numbers: Numbers) -> None:
+    """Print the errors without and with a factor, and the numbers."""
+    groups = defaultdict(list)
+    found = ratios(rows, numbers)
+    keys = [row.key("gpu", "precision", "software") for row in rows]
+    for key, ratio in zip(keys, found, strict=True):
+        groups[key].append(ratio)
+    middle = {key: statistics.median(members) for key, members in groups.items()}
+    errors = [abs(ratio - 1) for ratio in found]
+    factored = [abs(ratio / middle[key] - 1) for key, ratio in zip(keys, found, strict=True)]
+    print(
+        f"{name}: median {statistics.median(errors):.1%}, "
+        f"sign {statistics.median(found) - 1:+.1%}, "
+        f"with a factor {statistics.median(factored):.1%}; "
+        + ", ".join(f"{key} {value:.3g}" for key, value in numbers.items())
+    )
+
+
+def main() -> None:
+    """Print a line for each table."""
+    rows = validate.read(sys.argv[1], Machines())[0]
+    bad = validate.contradicted(rows)
+    tables: dict[str, list[validate.Row]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        if place not in bad and row.seconds and row.predicted:
+            tables[row.cells["table"]].append(row)
+    for name, left_out in tables.items():
+        own = f"{PROGRAMS.get(name, '-')} "
+        fitted = [key for key in START if not key.startswith(own)]
+        others = [members[::4] for other, members in tables.items() if other != name]
+        numbers = fit(others, {key: START[key] for key in fitted}, fitted)
+        if name in PROGRAMS:
+            hosts = [value for key, value in numbers.items() if key.endswith("host")]
+            numbers |= {own + "host": statistics.fmean(hosts)}
+            numbers |= {own + "stall": 0.0, own + "hop": 4e-6} if name == "ultrascale" else {}
+        show(f"without {name}", left_out, numbers)
+    numbers = fit([members[::4] for members in tables.values()], START, list(START))
+    show("all", [row for members in tables.values() for row in members], numbers)
+
+
+if __name__ == "__main__":
+    main()
