@@ -30,7 +30,7 @@ def test_losses_and_gradients_equal_those_of_each_row_alone() -> None:
 
     def sums(inputs: Any, targets: Any) -> torch.Tensor:
         found, weights = loss(model(**inputs), targets)
-        found.sum().backward()
+        found.sum().backward()  # type: ignore[no-untyped-call]
         return torch.stack([found.sum(), weights.sum()]).detach()
 
     one = sums(*form.inputs_and_targets([packed[n] for n in range(len(packed))]))
