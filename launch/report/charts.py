@@ -17,13 +17,13 @@ from rollcall.records.phases import Phases
 from rollcall.refusal import RefusedError
 from rollcall.text import listed
 
+MISSING = "a report needs the package '{}': pip install 'rollcall-train[report]'"
 try:
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ModuleNotFoundError as error:
-    text = "a report needs the package 'matplotlib': pip install 'rollcall-train[report]'"
-    raise RefusedError(text) from error
+    raise RefusedError(MISSING.format("matplotlib")) from error
 
 COLOURS = ("card", "ink", "muted", "line", "bad", "warn", *(f"c{number}" for number in range(8)))
 """Variables of the page's style sheet."""

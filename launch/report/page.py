@@ -7,14 +7,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from rollcall.launch.report import charts, compare, curves
 from rollcall.launch.report.charts import Chart
 from rollcall.launch.report.story import Story, clock, figure, title_of
 from rollcall.launch.runs.goodput import SHARES, Goodput
 from rollcall.launch.runs.states import Progress
+from rollcall.refusal import RefusedError
 from rollcall.text import duration
+
+try:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+except ModuleNotFoundError as error:
+    raise RefusedError(charts.MISSING.format("jinja2")) from error
 
 FIRST = ("loss", "val_loss", "val_accuracy", "grad_norm", "lr", "samples_per_second")
 """Curves in this order; others follow."""
