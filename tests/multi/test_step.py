@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,22 +145,26 @@ def test_computing_again_changes_nothing(
     assert_equal(run(tmp_path, 2, *words), gpt_alone)
 
 
-def test_fp8_in_shards_is_fp8_in_one(tmp_path: Path, gpt_alone: Result) -> None:
-    words = (*TINY_GPT, "precision=fp8")
+def test_fp8_in_shards_is_fp8_in_one(tmp_path: Path) -> None:
+    # Few samples: on CPUs, torch takes a tenth of a second for a product of 1,000 rows.
+    files = f"data.path={argparse.__file__},{subprocess.__file__}"
+    words = (*TINY_GPT, "data.global_batch=16", files)
+    plain = run(tmp_path / "plain", 1, *words)
+    words = (*words, "precision=fp8")
     whole = run(tmp_path / "whole", 1, *words)
-    assert whole.losses != gpt_alone.losses
-    assert_equal(whole, gpt_alone, FP8_TOLERANCE)
+    assert whole.losses != plain.losses
+    assert_equal(whole, plain, FP8_TOLERANCE)
     # The largest number of a tensor sets its scale, and so how all of its numbers are rounded. One
     # process that computes the samples of one rank at a time has the same scales as two ranks.
-    halves = run(tmp_path / "halves", 1, *words, "data.micro_batch=24")
+    halves = run(tmp_path / "halves", 1, *words, "data.micro_batch=8")
     shards = run(tmp_path / "shards", 2, *words, "parallel.strategy=zero3")
     assert halves.losses != whole.losses
     # Sums in fp32 still differ in their last bits, and a number close to the middle may then round
-    # the other way: by 2^-3 of its size. For one of the 1,536 tokens, that moves the loss by about
-    # 2^-3 * weight (0.1) / 1536 / 5.5 = 1.5e-6 of its size. A few numbers may do so.
-    assert shards.losses == pytest.approx(halves.losses, rel=1e-5)
+    # the other way: by 2^-3 of its size. For one of the 512 tokens, that moves the loss by about
+    # 2^-3 * weight (0.1) / 512 / 5.5 = 4.4e-6 of its size. A few numbers may do so.
+    assert shards.losses == pytest.approx(halves.losses, rel=3e-5)
     # The evaluation computes more samples at once, and other ones on two ranks than on one.
-    assert shards.evaluation == pytest.approx(gpt_alone.evaluation, rel=FP8_TOLERANCE)
+    assert shards.evaluation == pytest.approx(plain.evaluation, rel=FP8_TOLERANCE)
 
 
 def test_batchnorm_over_all_ranks_equals_one_process(tmp_path: Path) -> None:
