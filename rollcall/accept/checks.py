@@ -106,6 +106,11 @@ class Setting:
         batch = f"data.global_batch={max(52, 4 * self.world.world_size)}"
         return Job(self.folder / name, [*matrix.WORDS, batch, *self._words, *words])
 
+    @property
+    def stopped(self) -> str:
+        """Say which signal asked this rank to stop."""
+        return f"{self.signals.received.name} ended the run" if self.signals.received else ""
+
     def train(self, job: Job, alone: bool = False) -> None:
         """Train on all ranks, or in one process; a run that is complete is not repeated."""
         verdict, problem = job.run_dir.read_verdict(), ""
@@ -114,6 +119,7 @@ class Setting:
         if not alone:
             words = [*job.words, f"run.root={job.root}", "run.name=run"]
             train("accept", parse(words)[1], self.world, self.signals)
+            problem = self.stopped
         elif self.world.is_main:
             try:
                 matrix.run([job], job.root / "logs", 1)
@@ -354,6 +360,8 @@ def _work(
             if world.is_main:
                 page.record(folder, row)
                 print(f"{row.state}: {name}: {row.text}", flush=True)
+        if world.first_problem(it.stopped):
+            return 1
     return 0
 
 
