@@ -5,6 +5,7 @@ middle under each strategy on two ranks, and compares the following losses with 
 of one process.
 """
 
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -96,10 +97,13 @@ def measure(scratch: Path, words: Sequence[str] = ()) -> dict[tuple[str, str], f
         shutil.copytree(checkpoint, resumed.run_dir.checkpoints / checkpoint.name)
     run(list(cells.values()), scratch / "logs-2", RESUMED_ON, RANKS_OF_A_NODE)
     expected = alone.losses()[SAVED_AT:]
-    return {
-        names: max(abs(a - b) / abs(b) for a, b in zip(one.losses(), expected, strict=True))
-        for names, one in cells.items()
-    }
+    return {names: apart(one.losses(), expected) for names, one in cells.items()}
+
+
+def apart(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference; NaN, which `max` may pass over, if there is one."""
+    found = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+    return max(found, key=lambda it: (math.isnan(it), it))
 
 
 def table(cells: Mapping[tuple[str, str], float]) -> str:

@@ -38,6 +38,7 @@ def main(words: Sequence[str]) -> int:
         _check(options)
         machines = Machines(options.machines)
         if options.validate:
+            _only(options, "--validate", "validate", "json")
             validate.show(options.validate, machines, options.json)
         elif options.ranks:
             print(_ranks(options))
@@ -81,29 +82,37 @@ def _check(options: argparse.Namespace) -> None:
         raise RefusedError(f"--price {options.price}: expected the price of a GPU-hour")
     if not options.budget and (options.price or options.failures):
         raise RefusedError("--price and --failures need --budget, such as --budget 15T")
-    if options.ranks and (options.gpu or options.gpus or options.nodes):
-        raise RefusedError("--ranks takes no --gpu, --gpus or --nodes")
     if options.gpus and options.nodes:
         raise RefusedError("--gpus and --nodes say the same; give one of them")
 
 
+def _only(options: argparse.Namespace, what: str, *known: str) -> None:
+    """Refuse options that would be ignored."""
+    parser = _parser()
+    for name, value in vars(options).items():
+        if name not in ("words", "machines", *known) and value != parser.get_default(name):
+            raise RefusedError(f"{what} takes no --{name.replace('_', '-')}")
+
+
 def _ranks(options: argparse.Namespace) -> str:
-    node_size = options.node_size or options.ranks
-    if options.ranks % node_size:
-        raise RefusedError(f"--ranks {options.ranks} is not a multiple of --node-size {node_size}")
+    what = "--ranks" if options.ranks else "a plan without --gpu"
+    _only(options, what, "ranks", "node_size")
+    ranks = options.ranks or 1
+    node_size = options.node_size or ranks
+    if ranks % node_size:
+        raise RefusedError(f"--ranks {ranks} is not a multiple of --node-size {node_size}")
     recipe, config = parse(options.words)
     from rollcall.train import plan_ranks  # late: it imports torch
 
-    return f"{recipe}: {plan_ranks.describe(config, options.ranks, node_size)}"
+    return f"{recipe}: {plan_ranks.describe(config, ranks, node_size)}"
 
 
 def _plan(options: argparse.Namespace, machines: Machines) -> str:
     first = next((word for word in options.words if "=" not in word), "")
     directory = run_named(first, "config.yaml") if first else None
     if not options.gpu:
-        if first in shapes() or options.gpus or options.nodes:
+        if directory or first in shapes() or options.gpus or options.nodes:
             raise RefusedError("expected --gpu with the name of a chip, such as --gpu h100")
-        options.ranks = 1
         return _ranks(options)
     if directory:
         return _beside_measured(directory, options, machines)
@@ -184,17 +193,26 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precisi
 
 def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:
     """Compare a run's step with its plan, term by term; return the factor between them."""
+    _only(options, "the plan of a run", "gpu", "node_size", "fabric", "json")
+    if len(options.words) > 1:
+        raise RefusedError(f"the plan of a run takes no keys: {options.words[1]}")
     config = parse([str(directory / "config.yaml")])[1]
-    steps = LoggedStep.read(directory)
-    late = steps[len(steps) // 2 :]
+    started = (read_events(directory, "started") or [{"time": 0.0}])[-1]
+    ranks = int(started.get("world_size", 1))
+    precision, node = config.precision, options.node_size
+    machine = machines.machine(options.gpu, "default", precision, node, options.fabric)
+    chip = str(started.get("chip", "a chip that it did not record"))
+    if not machines.is_named(machine.chip, chip):
+        raise RefusedError(
+            f"--gpu {options.gpu}: {directory.name} ran on {chip}, so its times say nothing about "
+            f"{machine.chip.name}; expected a run on this chip"
+        )
+    steps = [one for one in LoggedStep.read(directory) if one.time >= started["time"]]
+    late = steps[len(steps) // 2 :]  # of the newest attempt: an older one may have had other ranks
     if not late:
         raise RefusedError(f"{directory}: no step has been logged, so there is nothing to compare")
     measured = config.data.global_batch / statistics.median(one.samples_per_second for one in late)
     waits = statistics.median(one.data_wait for one in late)
-    sizes = [line["world_size"] for line in read_events(directory) if "world_size" in line]
-    ranks = options.gpus or (int(sizes[-1]) if sizes else 1)
-    precision, node = config.precision, options.node_size
-    machine = machines.machine(options.gpu, "default", precision, node, options.fabric)
     degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
     shard = degrees.get("shard", 1)
     layout = Layout(

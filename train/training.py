@@ -21,6 +21,7 @@ from rollcall.train.data.calling import check_arguments
 from rollcall.train.data.source import Source
 from rollcall.train.dist import failure
 from rollcall.train.dist.agreement import Member
+from rollcall.train.dist.device import chip_name
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.signals import StopSignals
 from rollcall.train.dist.stop import Stop
@@ -257,7 +258,8 @@ def _open(run: Run) -> None:
             run_dir.forget_verdict()
             run_dir.claim()
             write_atomic(run_dir.config, config.to_yaml())
-            run.record("started", world_size=world.world_size, launcher=launcher)
+            chip = chip_name(world.device)
+            run.record("started", world_size=world.world_size, launcher=launcher, chip=chip)
         except OSError as error:
             place = error.filename or run_dir.path
             problem = f"{place}: the run directory cannot be used: {error.strerror}"

@@ -134,10 +134,12 @@ class NodeAttempt:
             modules: directories with copies of the user's modules, which are searched first.
         """
         interface = route(self.node, self.rendezvous.address).interface
+        # a variable would replace what a file of NCCL's says
+        is_free = "NCCL_SOCKET_IFNAME" not in fabric.configured(os.environ)
         env = {
             "GLOO_SOCKET_IFNAME": interface,
             # "=" means exactly this one; NCCL avoids lo itself and needs no address on one node
-            **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface != "lo" else {}),
+            **({"NCCL_SOCKET_IFNAME": f"={interface}"} if is_free and interface != "lo" else {}),
             **fabric.settings(os.environ),
             **os.environ,
             "ROLLCALL_WORLD_SIZE": str(sum(self.ranks)),

@@ -311,7 +311,9 @@ def _rollcall() -> list[str]:
     if not IS_CHECKOUT:
         return ["rollcall"]
     if "ROLLCALL_TORCH" in os.environ:  # set by env/run
-        return ["./env/run" if Path.cwd() == ROOT else f"{ROOT}/env/run", "--quiet", "rollcall"]
+        # `rollcall network` and `accept` change the directory; PWD is the shell's
+        is_here = Path.cwd() == ROOT == Path(os.environ.get("PWD", ""))
+        return ["./env/run" if is_here else f"{ROOT}/env/run", "--quiet", "rollcall"]
     return [sys.executable, f"{ROOT}/env/bin/rollcall"]
 
 

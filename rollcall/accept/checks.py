@@ -6,6 +6,7 @@ ranks; their launcher starts them again, and the next attempt continues behind t
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -103,7 +104,12 @@ class Setting:
     def job(self, name: str, *words: str) -> Job:
         """Return a run of a few steps on digits, unless the words choose something else."""
         batch = f"data.global_batch={max(52, 4 * self.world.world_size)}"
-        return Job(self.folder / name, [*matrix.WORDS, batch, *words, *self._words])
+        return Job(self.folder / name, [*matrix.WORDS, batch, *self._words, *words])
+
+    @property
+    def stopped(self) -> str:
+        """Say which signal asked this rank to stop."""
+        return f"{self.signals.received.name} ended the run" if self.signals.received else ""
 
     def train(self, job: Job, alone: bool = False) -> None:
         """Train on all ranks, or in one process; a run that is complete is not repeated."""
@@ -113,6 +119,7 @@ class Setting:
         if not alone:
             words = [*job.words, f"run.root={job.root}", "run.name=run"]
             train("accept", parse(words)[1], self.world, self.signals)
+            problem = self.stopped
         elif self.world.is_main:
             try:
                 matrix.run([job], job.root / "logs", 1)
@@ -125,15 +132,16 @@ class Setting:
         """Compare losses and weights on rank 0; raise Failed if a difference is too large."""
         if not self.world.is_main:
             return ""
-        pairs = zip(one.losses(), other.losses(), strict=True)
-        apart = max(abs(a - b) / abs(b) for a, b in pairs)
+        apart = matrix.apart(one.losses(), other.losses())
         weights, expected = (
             export.read(max(job.run_dir.checkpoints.iterdir()))["model"] for job in (one, other)
         )
-        most, name = max(
-            (float((weights[it] - own).double().norm() / own.double().norm().clamp(1e-9)), it)
+        by_name = {
+            it: float((weights[it] - own).double().norm() / own.double().norm().clamp(1e-9))
             for it, own in expected.items()
-        )
+        }
+        name = max(by_name, key=lambda it: (math.isnan(by_name[it]), by_name[it]))
+        most = by_name[name]
         found = f"losses differ by {apart:.1e}, weights by {most:.1e} ({name})"
         if not (apart <= tolerances[0] and most <= tolerances[1]):
             raise Failed(f"{found}; allowed: {tolerances[0]:.0e} and {tolerances[1]:.0e}")
@@ -151,7 +159,7 @@ def machine(it: Setting) -> str:
         own = nodes.ask([words], it.folder, [name], THOROUGH + 15)[name]
     for rank, host in it.hosts.items():
         fields = it.world.broadcast(own, rank)
-        found[host] = {check: Found(*values) for check, values in fields.items()}
+        found[f"{host} (rank {rank})"] = {check: Found(*values) for check, values in fields.items()}
     every = [(node, *one) for node, results in found.items() for one in results.items()]
     wrong = [f"{name} on {node}: {one.text}" for node, name, one in every if one.state == "bad"]
     for check, odd in compare(found).items():
@@ -318,12 +326,19 @@ def main(argv: Sequence[str]) -> int:
     made = argparse.ArgumentParser("rollcall accept ... --", allow_abbrev=False)
     first = "only checks whose names begin with one of these, separated by commas"
     made.add_argument("--only", default="", metavar="CHECK,…", help=f"{first}: {', '.join(CHECKS)}")
-    made.add_argument("--device", default="auto", help="cpu or cuda (default: auto)")
+    kinds = ("auto", "cpu", "cuda")
+    made.add_argument("--device", default="auto", choices=kinds, help="(default: auto)")
     made.add_argument("words", nargs="*", metavar="key=value", help="for every training")
     options = made.parse_args(argv[1:])
-    chosen = [name for name in CHECKS if name.startswith(tuple(options.only.split(",")))]
-    if not chosen:
-        return refuse(f"--only {options.only}: expected {', '.join(CHECKS)}")
+    firsts = [first.strip() for first in options.only.split(",")] if options.only else [""]
+    chosen = [name for name in CHECKS if name.startswith(tuple(firsts))]
+    for first in firsts if options.only else []:
+        if not first or not any(name.startswith(first) for name in CHECKS):
+            return refuse(f"--only {options.only}: '{first}' is none of {', '.join(CHECKS)}")
+    try:
+        parse([*matrix.WORDS, *options.words])
+    except ConfigError as error:
+        return refuse(error)
     return on_all_ranks(options.device, partial(_work, Path(argv[0]), chosen, options.words))
 
 
@@ -345,6 +360,8 @@ def _work(
             if world.is_main:
                 page.record(folder, row)
                 print(f"{row.state}: {name}: {row.text}", flush=True)
+        if world.first_problem(it.stopped):
+            return 1
     return 0
 
 

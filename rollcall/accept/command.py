@@ -17,6 +17,7 @@ from pathlib import Path
 from rollcall.accept import page
 from rollcall.launch.commands import network
 from rollcall.launch.runs import root_cause
+from rollcall.refusal import refuse
 from rollcall.run_dir import RunDir
 
 USAGE = "usage: rollcall accept [options of rollcall submit] [-- [--only CHECK,…] [key=value …]]"
@@ -33,6 +34,10 @@ def main(argv: Sequence[str]) -> int:
     if not network.values(given, "name"):
         given.append(f"--name=accept-{time.strftime('%Y%m%d-%H%M%S')}")
     run = RunDir(Path(network.values(given, "root")[-1]), network.values(given, "name")[-1])
+    if run.path.exists():
+        return refuse(
+            f"{run.path} exists; a new page needs a run of its own: choose another --name"
+        )
     folder = run.path / "accept"
     given.append(f"--max-restarts={RESTARTS}")
     code = network.submit(given, "rollcall.accept.checks", str(folder), *words)

@@ -13,6 +13,8 @@ from rollcall.config.schema import ConfigError
 FILE = Path(__file__).with_name("chips.yaml")
 Chips = dict[str, dict[str, float]]
 """The numbers of each chip, by name and key."""
+OTHER = {"mig", "laptop", "ti", "super", "d", "nvl"}
+"""Words after a chip's name that make it another chip: a slice of it, or a slower or faster one."""
 
 
 def known(own: str | None = None) -> Chips:
@@ -58,7 +60,8 @@ def update(table: Chips, found: Any) -> None:
 
 def find(name: str, table: Iterable[str]) -> str | None:
     """Return the longest entry whose words are all in a chip's name, in any order and case."""
-    fitting = [entry for entry in table if _words(entry) <= _words(name)]
+    words = _words(name)
+    fitting = [entry for entry in table if words & OTHER <= _words(entry) <= words]
     return max(fitting, key=len, default=None)
 
 

@@ -66,12 +66,22 @@ class Machines:
                 if kind not in self._known:
                     expected = ", ".join(self._known)
                     raise RefusedError(f"{own}: unknown section '{kind}'; expected {expected}")
+                if kind != "factors":
+                    keys = {"source", "fitted"}.union(*self._known[kind].values())
+                    if wrong := {key for entry in entries.values() for key in entry} - keys:
+                        word = min(map(str, wrong))
+                        raise ValueError(f"{kind}: unknown key '{word}'{did_you_mean(word, keys)}")
                 if kind == "chips":
                     chips.update(self._known[kind], entries)
                 elif kind == "factors":
                     self._known[kind] |= chips.numbers({kind: entries})[kind]
                 else:
                     self._known[kind] |= {name: dict(entry) for name, entry in entries.items()}
+            for key in self._known["factors"]:
+                chip, precision, software = key.rsplit(" ", 2)
+                known = (*self._known["software"],)
+                if precision not in self._known["chips"].get(chip, ()) or software not in known:
+                    raise ValueError(f"factors: '{key}' is not of the form 'H100 bf16 default'")
         except OSError as error:
             raise RefusedError(f"--machines {own}: {error.strerror}") from None
         except (AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -79,6 +89,10 @@ class Machines:
                 f"--machines {own}: expected a YAML file with sections such as `chips:`, in the "
                 f"form of docs/plan.md: {' '.join(str(error).split())}"
             ) from None
+
+    def is_named(self, chip: Chip, name: str) -> bool:
+        """Whether the name that torch reports is of this chip."""
+        return chips.find(name, self._known["chips"]) == chip.name
 
     def chip(self, word: str) -> Chip:
         """Return the chip of a name, such as h100 or the one that torch reports."""
@@ -112,9 +126,13 @@ class Machines:
         try:
             values["hop"] = self._known["fabrics"][place]["hop"] * 1e-6
             values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
+            if not min(values[key] for key in ("hop", "host", "stall")) >= 0:
+                raise TypeError
             return Software(**{**values, "name": word})
         except (KeyError, TypeError):
-            raise RefusedError("--machines: `hop`, `host` and `stall` must be numbers") from None
+            raise RefusedError(
+                "--machines: `hop`, `host` and `stall` must be numbers from 0 on"
+            ) from None
 
     def machine(
         self,

@@ -131,7 +131,7 @@ def levers(
     for chip in map(machines.chip, ("H100", "B200")):
         if chip.name != machine.chip.name and precision in chip.flops:
             node = min(machine.node, chip.node)
-            other = dataclasses.replace(machine, chip=chip, node=node, factor=1.0)
+            other = dataclasses.replace(machine, chip=chip, node=node)  # a factor cancels out
             tried.append((f"{gpus} {chip.name}", other, gpus, batch, precision))
     if precision == "bf16" and "fp8" in machine.chip.flops:
         tried.append(("precision=fp8", machine, gpus, batch, "fp8"))

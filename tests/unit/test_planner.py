@@ -8,6 +8,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollcall.planning.layout import Layout
 from rollcall.planning.machine import Machines
 from rollcall.planning.model import named, transformer
 from rollcall.records.run import LoggedStep
+from rollcall.run_dir import RunDir
 from rollcall.train import plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -157,7 +159,15 @@ def test_nodes_that_share_links_and_odd_numbers_of_gpus(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "text", ["chips: 3", "just", "factors: {a: -1}", "fabrics: {efa: {}}", "{"]
+    "text",
+    [
+        *("chips: 3", "just", "factors: {a: -1}", "fabrics: {efa: {}}", "{"),
+        *(
+            "factors: {H100 bf16 defualt: 2}",
+            "chips: {H100: {memmory: 9}}",
+            "fabrics: {efa: {hop: -1}}",
+        ),
+    ],
 )
 def test_wrong_machines_are_refused(text: str, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
@@ -205,10 +215,18 @@ def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixt
     config += "micro_batch: auto}"
     (tmp_path / "config.yaml").write_text(f"{config}\nmodel: {{name: gpt}}\n")
     words = [str(tmp_path), "--gpu", "a100", "--json"]
+    run = RunDir(tmp_path.parent, tmp_path.name)
+    for chip in ("Intel(R) Xeon(R) Processor", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"):
+        run.record("started", world_size=2, chip=chip)
+        assert plan.main(words) == 2
+        assert f"ran on {chip}" in capsys.readouterr().err
+    LoggedStep(1, 1.0, 1.0, time.time()).append(tmp_path)
+    run.record("started", world_size=1, chip="NVIDIA A100-SXM4-80GB")
     assert plan.main(words) == 2
     assert "no step has been logged" in capsys.readouterr().err
-    for step in range(1, 9):
-        LoggedStep(step, 1.0, 4.0, float(step)).append(tmp_path)
+    LoggedStep(9, 1.0, 4.0, time.time()).append(tmp_path)
+    assert plan.main([*words, "--gpus", "64"]) == 2
+    assert "the plan of a run takes no --gpus" in capsys.readouterr().err
     assert plan.main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["measured"] == 2.0 > found["predicted"]

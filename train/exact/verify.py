@@ -91,6 +91,9 @@ def main(words: Sequence[str]) -> int:
     except (ConfigError, VerifyError) as error:
         print(f"rollcall: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:  # such as a read-only folder of runs
+        print(f"rollcall: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _train_all(kind: str, ranks: Sequence[int], words: Sequence[str]) -> Iterator[Finished]:
