@@ -33,13 +33,24 @@ class Packed(Dataset[list[Any]]):
         """Put rows together by their lengths: the attribute `lengths`, or all rows are read."""
         if isinstance(rows, BatchDataset):
             raise ConfigError(f"data.pack: the rows of data.name={name} have one length; remove it")
-        known = getattr(rows, "lengths", None)
-        try:
-            every = map(rows.__getitem__, range(len(rows)))
-            lengths = [*map(form.length, every)] if known is None else known
-        except SampleError as error:
-            raise ConfigError(f"data.name={name}: a sample cannot be packed: {error}") from None
-        self._rows, self._groups = rows, fitted(lengths, int(form.pad))
+        known, lengths, size = getattr(rows, "lengths", None), list[int](), int(form.pad)
+        if known is not None and len(known) != len(rows):
+            raise ConfigError(
+                f"data.pack: data.name={name} has {len(rows)} rows, but {len(known)} `lengths`"
+            )
+        for row in range(len(rows)):
+            try:
+                lengths.append(form.length(rows[row]) if known is None else int(known[row]))
+            except Exception as error:  # a data set may raise anything
+                kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
+                why = f"row {row} cannot be packed: {kind}{error}"
+                raise ConfigError(f"data.name={name}: {why}") from error
+            if lengths[-1] > size:
+                raise ConfigError(
+                    f"data.name={name}: row {row} has {lengths[-1]} entries, more than "
+                    f"data.pack={size}; raise it, or cut rows in the data set"
+                )
+        self._rows, self._groups = rows, fitted(lengths, size)
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -49,16 +60,13 @@ class Packed(Dataset[list[Any]]):
 
 
 def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
-    """Return groups of rows of at most `size` together: the longest, then what is left fits best.
-
-    A row that is longer is alone.
-    """
+    """Return groups of rows of at most `size` together: the longest, then what still fits."""
     rows: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         rows.setdefault(int(length), []).append(row)
     known, found = sorted(rows), []
     while known:
-        group, left = [], max(size, known[-1])
+        group, left = [], size
         while place := bisect_right(known, left):
             length = known[place - 1]
             group.append(rows[length].pop())
