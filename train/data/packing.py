@@ -50,13 +50,13 @@ class Packed(Dataset[list[Any]]):
                     f"data.name={name}: row {row} has {lengths[-1]} entries, more than "
                     f"data.pack={size}; raise it, or cut rows in the data set"
                 )
-        self._rows, self._groups = rows, fitted(lengths, size)
+        self.rows, self._groups = rows, fitted(lengths, size)
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def __getitem__(self, index: int) -> list[Any]:
-        return [self._rows[row] for row in self._groups[index]]
+        return [self.rows[row] for row in self._groups[index]]
 
 
 def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
