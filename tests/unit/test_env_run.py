@@ -448,6 +448,9 @@ def test_packages_of_ones_own_are_installed_once_beside_the_environment(machine:
     first = machine.run(*words)
     assert "installing tiny in" in first.stderr, first.stderr
     assert first.stdout.startswith(f"{machine.envs}/with-")
+    (machine.folder / "test_tiny.py").write_text("import tiny\ndef test_it(): pass\n")
+    tested = machine.run("--with", "tiny", "pytest", str(machine.folder / "test_tiny.py"))
+    assert "1 passed" in tested.stdout, tested.stdout
     shutil.rmtree(wheels / "tiny-1.0-py3-none-any.whl", ignore_errors=True)
     again = machine.run(*words)
     assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
