@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
@@ -77,8 +79,18 @@ def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
     return found
 
 
-def refuse_leaks(forward: Callable[[Batch], Any], form: Form, example: Batch) -> None:
-    """Raise ConfigError if a row's outputs depend on the row before it in the same sequence."""
+@torch.no_grad()
+def refuse_leaks(
+    forward: Callable[[Batch], Any], model: nn.Module, form: Form, example: Batch
+) -> None:
+    """Raise ConfigError if a row's outputs depend on the row before it in the same sequence.
+
+    Weights that begin with zero would hide it, so they have another value meanwhile.
+    """
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+    zeros = [one for one in local if not one.any()]
+    for weight in zeros:
+        weight.fill_(0.01)
     inputs = form.divided(example.inputs)[0] if form.is_whole else example.inputs
     places = inputs[POSITIONS] if isinstance(inputs, Mapping) else inputs[-1]
     half = places.shape[1] // 2
@@ -94,6 +106,8 @@ def refuse_leaks(forward: Callable[[Batch], Any], form: Form, example: Batch) ->
 
         made = tree_map_only(torch.Tensor, changed, inputs)
         found.append(forward(example._replace(inputs=made)))
+    for weight in zeros:
+        weight.zero_()
     one, two = found
     is_tensor = isinstance(one, torch.Tensor) and one.shape[:2] == places.shape
     if not is_tensor or not (one - two)[:, half:].abs().max() <= CLOSE * one.abs().max():
