@@ -226,7 +226,8 @@ def _place_model(
     strategy.warm_up(example)
     spread.compare()
     if config.data.pack:
-        packing.refuse_leaks(strategy.forward, source.form, spread.example.to(world.device))
+        example = spread.example.to(world.device)
+        packing.refuse_leaks(strategy.forward, strategy.model, source.form, example)
     drop_gathered(strategy.model)  # of a forward pass without a backward pass
     if config.train.compile:
         models.compile_blocks(strategy.model)

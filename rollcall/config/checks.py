@@ -84,7 +84,7 @@ def _check_batch(config: Config) -> None:
         if getattr(config.data, key):
             raise ConfigError(f"data.pack and data.{key} both make batches of rows; remove one")
     is_of_model = config.data.pack and config.train.loss == "model"
-    if is_of_model and not config.train.loss_args.get("counts"):
+    if is_of_model and config.train.loss_args.get("counts") not in ("next", "labels"):
         raise ConfigError(
             "data.pack with train.loss=model needs train.loss_args.counts: next if the model "
             "predicts each token from those before it, labels if not"

@@ -187,7 +187,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "row longer than data.pack": (
         ["data.name=user_tasks:words", "data.pack=5"],
-        r"sample \d of .*data.name=user_tasks:words\): a row has \d+ entries, more than data.pack",
+        r"data.name=user_tasks:words: row \d has \d+ entries, more than data.pack=5",
     ),
     "packed entries of other lengths": (
         ["data.name=user_mistakes:ragged", "data.pack=16"],

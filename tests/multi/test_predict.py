@@ -14,6 +14,7 @@ from disks import until
 from PIL import Image
 from ranks import Ranks, train
 from sklearn.datasets import load_digits
+from user_tasks import Sentences
 
 from rollcall.records.files import read_lines
 
@@ -67,6 +68,24 @@ def test_many_ranks_predict_the_same(
     assert len(lines) == len(alone)
     for line, expected in zip(lines, alone, strict=True):
         assert line == {**expected, "probability": pytest.approx(expected["probability"], rel=1e-4)}
+
+
+def test_rows_of_a_packed_run_are_predicted_one_by_one(tmp_path: Path) -> None:
+    words = [
+        "data.name=user_tasks:words",
+        "data.pack=16",
+        "train.loss=next_token",
+        "model.name=gpt",
+    ]
+    words += ["model.hidden_size=16", "data.global_batch=6", "train.steps=3", "optim.lr=0.01"]
+    train(1, [*words, f"run.root={tmp_path}", "run.name=run"], tmp_path / "logs")
+    lines = predict(1, tmp_path / "run", tmp_path / "lines.jsonl")
+    targets = [len(Sentences(11)[line["sample"]]["labels"]) - 1 for line in lines]
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    [evaluated] = [line for line in events if line["event"] == "evaluated"]
+    mean = np.average([line["loss"] for line in lines], weights=targets)
+    assert len(lines) == 11
+    assert mean == pytest.approx(evaluated["loss"], rel=1e-5)
 
 
 def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from user_tasks import WORDS, Sentences
 
-from rollcall.config.schema import Model
+from rollcall.config.schema import ConfigError, Model
 from rollcall.train.data.form import Form
 from rollcall.train.data.packing import Packed, fitted
 from rollcall.train.models.gpt import gpt
@@ -50,4 +50,33 @@ def test_every_row_is_in_one_group_that_fits() -> None:
     assert sorted(row for group in groups for row in group) == [*range(500)]
     assert max(sum(lengths[row] for row in group) for group in groups) == 24
     assert len(groups) <= -(-sum(lengths) // 24) + 2
-    assert fitted([30, 2], 24) == [[0], [1]]  # refused when it is read
+
+
+def test_rows_that_cannot_be_packed_are_named() -> None:
+    def refused(rows: Any) -> str:
+        with pytest.raises(ConfigError) as found:
+            Packed(rows, Form(pad=3, packs=True, mask=None), "rows")
+        return str(found.value)
+
+    class Known(list[Any]):
+        lengths = (1, 2, 3)
+
+    class Unreadable(list[Any]):
+        def __getitem__(self, _: Any) -> Any:
+            raise OSError("no disk")
+
+    assert "rows: row 1 has 4 entries, more than data.pack=3" in refused(
+        [{"x": []}, {"x": [0] * 4}]
+    )
+    assert "rows: row 0 cannot be packed: OSError: no disk" in refused(Unreadable([1]))
+    assert "rows has 2 rows, but 3 `lengths`" in refused(Known([1, 2]))
+
+
+def test_a_row_of_no_tokens_leaves_the_others_as_they_are() -> None:
+    form = Form(pad=4, packs=True, mask=None, shifts=True)
+    rows = [{"input_ids": one, "labels": one} for one in ([], [5, 6], [7])]
+    inputs, targets = form.inputs_and_targets([rows])
+    assert inputs["input_ids"].tolist() == [[5, 6, 7, 0]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 0, 0]]
+    assert targets.tolist() == [[-100, 6, -100, -100]]
+    assert inputs["input_ids"].dtype == torch.int64

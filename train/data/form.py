@@ -205,7 +205,8 @@ def _tensors(sample: Any, place: str = "it") -> Any:
         return tuple(parts)
     if isinstance(sample, torch.Tensor | np.ndarray | np.generic | bool | int | float | list):
         try:
-            tensor = torch.as_tensor(sample)
+            is_empty = isinstance(sample, list) and not sample  # torch takes it for floats
+            tensor = torch.as_tensor(sample, dtype=torch.int64 if is_empty else None)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SampleError(f"{place} is not a tensor: {error}") from None
         return tensor.to(FORMATS.get(tensor.dtype, tensor.dtype))

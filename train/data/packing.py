@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
@@ -33,32 +35,40 @@ class Packed(Dataset[list[Any]]):
         """Put rows together by their lengths: the attribute `lengths`, or all rows are read."""
         if isinstance(rows, BatchDataset):
             raise ConfigError(f"data.pack: the rows of data.name={name} have one length; remove it")
-        known = getattr(rows, "lengths", None)
-        try:
-            every = map(rows.__getitem__, range(len(rows)))
-            lengths = [*map(form.length, every)] if known is None else known
-        except SampleError as error:
-            raise ConfigError(f"data.name={name}: a sample cannot be packed: {error}") from None
-        self._rows, self._groups = rows, fitted(lengths, int(form.pad))
+        known, lengths, size = getattr(rows, "lengths", None), list[int](), int(form.pad)
+        if known is not None and len(known) != len(rows):
+            raise ConfigError(
+                f"data.pack: data.name={name} has {len(rows)} rows, but {len(known)} `lengths`"
+            )
+        for row in range(len(rows)):
+            try:
+                lengths.append(form.length(rows[row]) if known is None else int(known[row]))
+            except Exception as error:  # a data set may raise anything
+                kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
+                why = f"row {row} cannot be packed: {kind}{error}"
+                raise ConfigError(f"data.name={name}: {why}") from error
+            if lengths[-1] > size:
+                raise ConfigError(
+                    f"data.name={name}: row {row} has {lengths[-1]} entries, more than "
+                    f"data.pack={size}; raise it, or cut rows in the data set"
+                )
+        self.rows, self._groups = rows, fitted(lengths, size)
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def __getitem__(self, index: int) -> list[Any]:
-        return [self._rows[row] for row in self._groups[index]]
+        return [self.rows[row] for row in self._groups[index]]
 
 
 def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
-    """Return groups of rows of at most `size` together: the longest, then what is left fits best.
-
-    A row that is longer is alone.
-    """
+    """Return groups of rows of at most `size` together: the longest, then what still fits."""
     rows: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         rows.setdefault(int(length), []).append(row)
     known, found = sorted(rows), []
     while known:
-        group, left = [], max(size, known[-1])
+        group, left = [], size
         while place := bisect_right(known, left):
             length = known[place - 1]
             group.append(rows[length].pop())
@@ -69,8 +79,18 @@ def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
     return found
 
 
-def refuse_leaks(forward: Callable[[Batch], Any], form: Form, example: Batch) -> None:
-    """Raise ConfigError if a row's outputs depend on the row before it in the same sequence."""
+@torch.no_grad()
+def refuse_leaks(
+    forward: Callable[[Batch], Any], model: nn.Module, form: Form, example: Batch
+) -> None:
+    """Raise ConfigError if a row's outputs depend on the row before it in the same sequence.
+
+    Weights that begin with zero would hide it, so they have another value meanwhile.
+    """
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+    zeros = [one for one in local if not one.any()]
+    for weight in zeros:
+        weight.fill_(0.01)
     inputs = form.divided(example.inputs)[0] if form.is_whole else example.inputs
     places = inputs[POSITIONS] if isinstance(inputs, Mapping) else inputs[-1]
     half = places.shape[1] // 2
@@ -86,6 +106,8 @@ def refuse_leaks(forward: Callable[[Batch], Any], form: Form, example: Batch) ->
 
         made = tree_map_only(torch.Tensor, changed, inputs)
         found.append(forward(example._replace(inputs=made)))
+    for weight in zeros:
+        weight.zero_()
     one, two = found
     is_tensor = isinstance(one, torch.Tensor) and one.shape[:2] == places.shape
     if not is_tensor or not (one - two)[:, half:].abs().max() <= CLOSE * one.abs().max():

@@ -126,12 +126,14 @@ def _predict(
 
 def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Return the samples, and facts that identify them for a later start."""
+    from rollcall.train.data.packing import Packed
     from rollcall.train.data.sets import files
 
     source = model.source
     if options.input is None:
-        dataset = source.train if options.split == "train" else source.validation
-        return dataset, {"input": options.split}
+        dataset: Any = source.train if options.split == "train" else source.validation
+        rows = dataset.rows if isinstance(dataset, Packed) else dataset
+        return rows, {"input": options.split}
     if source.read is None:
         raise ConfigError(
             f"--input: data.name={model.config.data.name} cannot read files; use --split, or set "

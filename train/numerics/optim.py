@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from rollcall.config import arguments
 from rollcall.config.schema import Config, ConfigError, Optim
@@ -198,7 +199,9 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     The rest of that method takes three times as long as the update of a small model.
     """
     own: Any = optimizer
-    is_seen = own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks
+    hooks = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
+    is_seen = any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    is_seen |= "step" in vars(own)  # somebody has replaced the method, as schedulers of torch do
     is_plain = type(own) in (torch.optim.Adam, torch.optim.AdamW) and not is_seen
     for group in own.param_groups if is_plain else ():
         is_plain &= group["fused"] is True and not group["amsgrad"]
