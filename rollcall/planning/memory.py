@@ -58,8 +58,9 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
 
 
 def _kept(part: Part, layout: Layout, times: float = 1.0) -> float:
-    whole = part.saved / (layout.tensor if layout.sequence else 1)
-    return (whole + times * part.cut_saved / layout.tensor) * layout.micro / layout.context
+    tensor = part.ranks(layout.tensor)
+    whole = part.saved / (tensor if layout.sequence else 1)
+    return (whole + times * part.cut_saved / tensor) * layout.micro / layout.context
 
 
 def fits(terms: Terms, machine: Machine) -> bool:

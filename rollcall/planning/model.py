@@ -47,6 +47,7 @@ class Part:
         saved: bytes per sample kept for the backward pass; tensor ranks divide `cut_saved` more,
             and `saved` only with sequence parallelism. In the last part, `cut_saved` counts the
             outputs, of which a program keeps more or fewer bytes each.
+        whole: every tensor rank holds and computes all of it.
         boundary: bytes per sample that the part hands to the next.
     """
 
@@ -60,6 +61,11 @@ class Part:
     cut_saved: float = 0
     boundary: float = 0
     messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
+    whole: bool = False
+
+    def ranks(self, tensor: int) -> int:
+        """Return how many of the tensor ranks divide this part."""
+        return 1 if self.whole else tensor
 
     def flops(self) -> float:
         """Multiplications and additions of the forward pass per sample."""
@@ -114,11 +120,13 @@ def transformer(
     length: int,
     gated: bool,
     tied: bool,
+    divided: bool = True,
 ) -> Model:
     """Return a decoder-only transformer.
 
     It keeps the activations that Korthikanti et al., https://arxiv.org/abs/2205.05198, count,
-    without the scores, which a fused attention recomputes, and without dropout.
+    without the scores, which a fused attention recomputes, and without dropout. Megatron's tensor
+    ranks divide the vocabulary; `divided=False` is for rollcall's, which hold all of it.
     """
     width = hidden // heads
     shared = kv_heads * width
@@ -148,7 +156,9 @@ def transformer(
         boundary=row,
         messages=4,
     )
-    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
+    first = Part(
+        vocab * hidden, vocab * hidden, moved=4 * row, boundary=row, whole=not divided
+    )
     logits = HALF * vocab * length
     last = Part(
         weights=hidden + (0 if tied else vocab * hidden),
@@ -159,18 +169,19 @@ def transformer(
         cut_moved=14 * logits,
         saved=2 * row,
         cut_saved=vocab * length,
+        whole=not divided,
     )
     return Model(name, first, layer, layers, last, length, kv_heads, tied)
 
 
 def named(name: str, length: int | None = None) -> Model:
-    """Return a model of models.yaml; `length` replaces its sequence length."""
+    """Return a model of models.yaml as rollcall spreads it; `length` replaces its own."""
     known: Mapping[str, dict[str, Any]] = yaml.safe_load(MODELS.read_text())
     if name not in known:
         more = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
         raise RefusedError(f"unknown shape '{name}'{more}")
     values = {key: value for key, value in known[name].items() if key != "source"}
-    return transformer(name, **{**values, "length": length or values["length"]})
+    return transformer(name, **{**values, "length": length or values["length"]}, divided=False)
 
 
 def shapes() -> list[str]:
