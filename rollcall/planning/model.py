@@ -102,6 +102,11 @@ class Model:
         """Values of all weights, each counted once."""
         return self.first.weights + self.layer.weights * self.layers + self.last.weights
 
+    def with_whole_ends(self) -> "Model":
+        """Return the model as rollcall's tensor ranks hold it; Megatron's divide the vocabulary."""
+        first, last = (dataclasses.replace(end, whole=True) for end in (self.first, self.last))
+        return dataclasses.replace(self, first=first, last=last)
+
     def flops(self) -> float:
         """Of forward and backward pass per sample, without recomputation."""
         forward = [self.first.flops(), self.layer.flops() * self.layers, self.last.flops()]
@@ -120,13 +125,11 @@ def transformer(
     length: int,
     gated: bool,
     tied: bool,
-    divided: bool = True,
 ) -> Model:
     """Return a decoder-only transformer.
 
     It keeps the activations that Korthikanti et al., https://arxiv.org/abs/2205.05198, count,
-    without the scores, which a fused attention recomputes, and without dropout. Megatron's tensor
-    ranks divide the vocabulary; `divided=False` is for rollcall's, which hold all of it.
+    without the scores, which a fused attention recomputes, and without dropout.
     """
     width = hidden // heads
     shared = kv_heads * width
@@ -156,9 +159,7 @@ def transformer(
         boundary=row,
         messages=4,
     )
-    first = Part(
-        vocab * hidden, vocab * hidden, moved=4 * row, boundary=row, whole=not divided
-    )
+    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
     logits = HALF * vocab * length
     last = Part(
         weights=hidden + (0 if tied else vocab * hidden),
@@ -169,7 +170,6 @@ def transformer(
         cut_moved=14 * logits,
         saved=2 * row,
         cut_saved=vocab * length,
-        whole=not divided,
     )
     return Model(name, first, layer, layers, last, length, kv_heads, tied)
 
@@ -181,7 +181,8 @@ def named(name: str, length: int | None = None) -> Model:
         more = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
         raise RefusedError(f"unknown shape '{name}'{more}")
     values = {key: value for key, value in known[name].items() if key != "source"}
-    return transformer(name, **{**values, "length": length or values["length"]}, divided=False)
+    model = transformer(name, **{**values, "length": length or values["length"]})
+    return model.with_whole_ends()
 
 
 def shapes() -> list[str]:
