@@ -61,7 +61,7 @@ def _gpt(config: Config, source: Source) -> Model:
         length=source.shape[0],
         gated=False,
         tied=False,
-    )
+    ).with_whole_ends()
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
     masked = model.layers * attention_flops(model.layer.attention) if model.layer.attention else 0
     return dataclasses.replace(model, exact_flops=model.flops() + (3.5 * 2 - 3) * masked)

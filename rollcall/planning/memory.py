@@ -28,7 +28,16 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     terms = Terms()
     copies = software.copies and is_half
     terms["weights"] = count * (HALF if copies else FULL) / (shards if zero == 3 else 1)
-    terms["gradients"] = count * software.gradient / (shards if zero >= 2 else 1)
+    if zero == 2 and not copies:  # whole in the format of the products, beside the shards
+        terms["weights"] = count * (layout.width + FULL / shards)
+    casts = (
+        is_half and not copies and zero < 2
+    )  # autocast: what follows the embedding, for backward
+    if casts and layout.recompute != "full":
+        rest = count - (number == 0) * model.first.weights / model.first.ranks(layout.tensor)
+        terms["weights"] += HALF * rest
+    whole = software.whole and layout.micro_batches > 1
+    terms["gradients"] = count * software.gradient / (shards if zero >= 2 and not whole else 1)
     terms["optimizer state"] = count * (12 if copies else 8) / (shards if zero else 1)
     if zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
         terms["gathered layers"] = (2 * layout.width + FULL) * model.layer.weights / layout.tensor
@@ -45,7 +54,8 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
         one += 5 * scores / layout.tensor / layout.context
     if layout.recompute == "full":
         share = layout.context * (layout.tensor if layout.sequence else 1)
-        saved = flying * layers * model.layer.boundary * layout.micro / share + one
+        stream = FULL / HALF if casts else 1  # sums of both formats have 32 bits
+        saved = stream * flying * layers * model.layer.boundary * layout.micro / share + one
     else:
         saved = flying * layers * one
     terms["activations"] = saved * wide
@@ -58,8 +68,9 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
 
 
 def _kept(part: Part, layout: Layout, times: float = 1.0) -> float:
-    whole = part.saved / (layout.tensor if layout.sequence else 1)
-    return (whole + times * part.cut_saved / layout.tensor) * layout.micro / layout.context
+    tensor = part.ranks(layout.tensor)
+    whole = part.saved / (tensor if layout.sequence else 1)
+    return (whole + times * part.cut_saved / tensor) * layout.micro / layout.context
 
 
 def fits(terms: Terms, machine: Machine) -> bool:

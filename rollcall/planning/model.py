@@ -47,6 +47,7 @@ class Part:
         saved: bytes per sample kept for the backward pass; tensor ranks divide `cut_saved` more,
             and `saved` only with sequence parallelism. In the last part, `cut_saved` counts the
             outputs, of which a program keeps more or fewer bytes each.
+        whole: every tensor rank holds and computes all of it.
         boundary: bytes per sample that the part hands to the next.
     """
 
@@ -60,6 +61,11 @@ class Part:
     cut_saved: float = 0
     boundary: float = 0
     messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
+    whole: bool = False
+
+    def ranks(self, tensor: int) -> int:
+        """Return how many of the tensor ranks divide this part."""
+        return 1 if self.whole else tensor
 
     def flops(self) -> float:
         """Multiplications and additions of the forward pass per sample."""
@@ -95,6 +101,11 @@ class Model:
     def weights(self) -> int:
         """Values of all weights, each counted once."""
         return self.first.weights + self.layer.weights * self.layers + self.last.weights
+
+    def with_whole_ends(self) -> "Model":
+        """Return the model as rollcall's tensor ranks hold it; Megatron's divide the vocabulary."""
+        first, last = (dataclasses.replace(end, whole=True) for end in (self.first, self.last))
+        return dataclasses.replace(self, first=first, last=last)
 
     def flops(self) -> float:
         """Of forward and backward pass per sample, without recomputation."""
@@ -164,13 +175,14 @@ def transformer(
 
 
 def named(name: str, length: int | None = None) -> Model:
-    """Return a model of models.yaml; `length` replaces its sequence length."""
+    """Return a model of models.yaml as rollcall spreads it; `length` replaces its own."""
     known: Mapping[str, dict[str, Any]] = yaml.safe_load(MODELS.read_text())
     if name not in known:
         more = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
         raise RefusedError(f"unknown shape '{name}'{more}")
     values = {key: value for key, value in known[name].items() if key != "source"}
-    return transformer(name, **{**values, "length": length or values["length"]})
+    model = transformer(name, **{**values, "length": length or values["length"]})
+    return model.with_whole_ends()
 
 
 def shapes() -> list[str]:

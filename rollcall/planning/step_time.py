@@ -56,7 +56,7 @@ def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
 
 def work(part: Part, layout: Layout, machine: Machine) -> Terms:
     """Seconds of a GPU for one micro-batch of a part, forward and backward."""
-    chip, software, tensor = machine.chip, machine.software, layout.tensor
+    chip, software, tensor = machine.chip, machine.software, part.ranks(layout.tensor)
     moving, wide = chip.bandwidth * MOVING, layout.width / HALF
     share = layout.micro / layout.context
     is_layer = part.messages > 0
@@ -121,8 +121,10 @@ def held(model: Model, layout: Layout, layers: int, stage: int) -> float:
         parts.append((model.first, 1))
     if is_last:
         parts.append((model.last, 1))
-    cut = 1 - 1 / layout.tensor
-    return sum(count * (part.weights - part.cut_weights * cut) for part, count in parts)
+    return sum(
+        count * (part.weights - part.cut_weights * (1 - 1 / part.ranks(layout.tensor)))
+        for part, count in parts
+    )
 
 
 def of(model: Model, layout: Layout, machine: Machine) -> Terms:

@@ -23,9 +23,6 @@ WITHOUT = {
         "the form is for one stage; what stages send depends on where the model is cut"
     ),
     r"(digits|whole): .*tensor": "the form is for the layers of gpt, not for convolutions",
-    r"text: shard×tensor": (
-        "tensor ranks hold the embedding and the head whole; the form divides them"
-    ),
     r".*sequence": "the form is for whole messages; pieces of sequences are gathered and scattered",
     r".*-again": "the form is for a step that computes nothing twice",
     r"tied: ": "the form counts all weights; those that are frozen or unused are not sent",

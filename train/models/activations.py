@@ -65,12 +65,11 @@ class _Checkpointed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": partial(_contexts, self, self.selective)}
+        if torch.compiler.is_compiling():  # torch's own contexts alone; no buffer changes twice
+            options = {"context_fn": SELECTIVE} if self.selective else {}
         return checkpoint.checkpoint(
-            super().forward,
-            *args,
-            use_reentrant=False,
-            context_fn=partial(_contexts, self, self.selective),
-            **kwargs,
+            super().forward, *args, use_reentrant=False, **options, **kwargs
         )
 
 
@@ -79,7 +78,7 @@ def _contexts(block: nn.Module, selective: bool) -> Contexts:
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     if not selective:
         return nullcontext(), _counted_once(norms, nullcontext())
-    first, second = checkpoint.create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    first, second = SELECTIVE()
     return first, _counted_once(norms, second)
 
 
@@ -91,6 +90,9 @@ def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> checkpoint.Che
         if keep
         else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
     )
+
+
+SELECTIVE = partial(checkpoint.create_selective_checkpoint_contexts, _policy)
 
 
 @contextmanager
