@@ -55,7 +55,7 @@ class Words(nn.Module):
 class Summed(Words):
     """Takes positions, and does not use them."""
 
-    def forward(self, input_ids: Any, position_ids: Any) -> Any:  # noqa: ARG002  # type: ignore[override]
+    def forward(self, input_ids: Any, position_ids: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
         return super().forward(input_ids)
 
 
