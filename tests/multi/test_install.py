@@ -118,8 +118,10 @@ def test_the_wheel_has_one_package_and_one_command(wheel: Path) -> None:
         sources |= {f"rollcall/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
     recipes = {str(path.relative_to(ROOT)) for path in ROOT.glob("rollcall/config/recipes/*")}
     tables = {str(path.relative_to(ROOT)) for path in ROOT.glob("rollcall/*/*.yaml")}
-    pages = {f"rollcall/launch/report/page.{kind}" for kind in ("css", "js", "html")}
-    data = {"rollcall/py.typed", "rollcall/launch/doctor/table.md", *recipes, *tables, *pages}
+    report = [path for path in (ROOT / "launch/report").iterdir() if path.is_file()]
+    sources |= {f"rollcall/{path.relative_to(ROOT)}" for path in report}
+    data = {"rollcall/py.typed", "rollcall/fabrics.toml", "rollcall/launch/doctor/table.md"}
+    data |= {*recipes, *tables}
     assert {name for name in names if name.startswith("rollcall/")} == sources | data
 
 
