@@ -176,5 +176,5 @@ def test_accept_passes_on_two_hosts_and_names_what_is_wrong_on_others(
     finally:
         own_lab.output(BAD, "tc", "qdisc", "del", "dev", "eth0", "root")
     assert code == 1 and {row["state"] for row in rows.values()} == {"failed"}, said
-    assert f"shared-memory on {BAD}: " in rows["machine"]["text"], said
+    assert f"shared-memory on {BAD} (rank 1): " in rows["machine"]["text"], said
     assert "expected 2% at least with gloo" in rows["bandwidth"]["text"], said
