@@ -112,6 +112,7 @@ class NodeAttempt:
         self.run, self.node, self.ranks = run, node, ranks
         self.rendezvous, self.monitor = rendezvous, monitor
         self.log = run.log(rendezvous.attempt, node.number, sum(ranks[: node.number]))
+        self.nccl = fabric.settings(os.environ)  # what NCCL needs for the fabric, unless set
         self.comes_back = False  # whether a request to stop means that the run is started again
         self.is_victim = False  # whether the ranks were ended because another node failed
 
@@ -140,7 +141,7 @@ class NodeAttempt:
             "GLOO_SOCKET_IFNAME": interface,
             # "=" means exactly this one; NCCL avoids lo itself and needs no address on one node
             **({"NCCL_SOCKET_IFNAME": f"={interface}"} if is_free and interface != "lo" else {}),
-            **fabric.settings(os.environ),
+            **self.nccl,
             **os.environ,
             "ROLLCALL_WORLD_SIZE": str(sum(self.ranks)),
         }

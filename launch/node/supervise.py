@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from rollcall import fabric
 from rollcall.hosts import HostError, ranks_of_nodes
 from rollcall.launch import frameworks
 from rollcall.launch.node import heartbeat, identity, processes, takeover
@@ -129,7 +128,7 @@ class Supervisor:
         attempt = NodeAttempt(self.run, self.node, self.ranks, rendezvous, self.monitor)
         number, node = rendezvous.attempt, self.node
         part = NodeState(number, node.number, node.host, "running", time.time(), os.getpid())
-        part = replace(part, nccl=fabric.settings(os.environ))
+        part = replace(part, nccl=attempt.nccl)
         part.write(self.run.path)
         if self.node.is_head:
             event = self._event(number, "started")
