@@ -130,16 +130,19 @@ class Node:
         """Yield the directories of runs, caches and temporary files, or what exists of them."""
         home = self.env.get("HOME", "/")
         cache = self.env.get("HF_HOME") or self.env.get("XDG_CACHE_HOME") or f"{home}/.cache"
-        given = {"runs": self.root, "cache": Path(cache)}
-        given["temporary files"] = Path(self.env.get("TMPDIR", "/tmp"))
-        for name, path in given.items():
+        temporary = Path(self.env.get("TMPDIR", "/tmp"))
+        for name, path in (
+            ("runs", self.root),
+            ("cache", Path(cache)),
+            ("temporary files", temporary),
+        ):
             yield name, next(place for place in (path, *path.parents) if place.is_dir())
 
     def _answer(self, words: Sequence[str], seconds: float) -> str | Exception:
         name, null, pipe = Path(words[0]).name, subprocess.DEVNULL, subprocess.PIPE
         try:
             process = subprocess.Popen(
-                words, stdin=null, stdout=pipe, stderr=pipe, text=True, errors="replace"
+                words, stdin=null, stdout=pipe, stderr=pipe, errors="replace"
             )
         except OSError:
             return Skip(f"{name} is not installed")

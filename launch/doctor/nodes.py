@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,9 +24,16 @@ from rollcall.launch.scheduler.job import Job, options
 from rollcall.process import die_with_parent
 from rollcall.records.files import read_object
 
-NOT_OF_SRUN = {
-    *("array", "output", "open-mode", "requeue", "no-requeue", "no-kill", "signal", "mail-type")
-}
+NOT_OF_SRUN = (
+    "array",
+    "output",
+    "open-mode",
+    "requeue",
+    "no-requeue",
+    "no-kill",
+    "signal",
+    "mail-type",
+)
 """Options of a job script that a waiting srun does not take or need."""
 WAITING = 24 * 3600.0
 """Seconds for which the nodes may be in use by others."""
@@ -49,11 +55,10 @@ def meeting_place(root: Path) -> Iterator[Path]:
     """Yield a directory that all nodes see, for their results; it is removed."""
     is_new = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
     try:
-        yield folder
+        with tempfile.TemporaryDirectory("", ".doctor-", root, ignore_cleanup_errors=True) as name:
+            yield Path(name)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         if is_new:
             with contextlib.suppress(OSError):
                 root.rmdir()
