@@ -26,18 +26,12 @@ print(json.dumps(dict(torch=torch.__version__, cuda=build, seconds=took, gpus=co
 
 
 class Found(NamedTuple):
-    """What a check found on one node.
-
-    Attributes:
-        text: for people, in a few words.
-        value: what all nodes of a job should have in common; None if that does not matter.
-        within: by how much a number may differ from the other nodes'.
-    """
+    """What a check found on one node."""
 
     state: State
-    text: str
-    value: Value = None
-    within: float = 0.0
+    text: str  # for people, in a few words
+    value: Value = None  # what all nodes should have in common; None if that does not matter
+    within: float = 0.0  # by how much a number may differ from the other nodes'
 
 
 class Skip(Exception):
@@ -64,19 +58,13 @@ def warn(problem: object, fine: object, value: Value = None) -> Found:
 
 
 class Node:
-    """The machine that is checked, and what the job on it needs.
-
-    Args:
-        root: the directory of the runs.
-        python: the interpreter of the ranks.
-        hosts: all hosts of the job, or only this one.
-        env: the environment of the job.
-    """
+    """The machine that is checked, and what the job on it needs."""
 
     def __init__(
         self, root: Path, python: str, hosts: Sequence[str], env: Mapping[str, str]
     ) -> None:
-        self.root, self.python, self.hosts, self.env = root, python, hosts, env
+        self.root, self.env = root, env  # the directory of the runs; the job's environment
+        self.python, self.hosts = python, hosts  # interpreter of the ranks; all hosts of the job
         self._answers: dict[Sequence[str], str | Exception] = {}
         self._locks: dict[Sequence[str], threading.Lock] = {}
         self._started: list[subprocess.Popen[str]] = []

@@ -20,10 +20,8 @@ def links(given: Sequence[str], checkout: Path) -> tuple[str, ...]:
         if not place.exists():
             raise ProgramError(f"--link {text}: no such file or directory")
         if not place.is_relative_to(checkout) or place == checkout:
-            raise ProgramError(
-                f"--link {text}: expected a path in {checkout}, the directory that is copied; name "
-                "other places by their absolute path in the program's arguments"
-            )
+            advice = "name other places by their absolute path in the program's arguments"
+            raise ProgramError(f"--link {text}: expected a path in {checkout}; {advice}")
         names.append(str(_to_link(place, checkout).relative_to(checkout)))
     within = {name for name in names if {*map(str, Path(name).parents)} & {*names}}
     return tuple(name for name in dict.fromkeys(names) if name not in within)
@@ -56,14 +54,8 @@ def left_out(
         if name in there or is_linked or is_told or not place.exists():
             continue
         told.append(place)
-        if name.startswith(".."):
-            yield (
-                f"{text}, named by an argument, is outside {code.checkout} and will not exist in "
-                "the job: use its absolute path"
-            )
-        else:
+        why = f"it is outside {code.checkout}. Use"
+        if not name.startswith(".."):
             link = os.path.relpath(_to_link(place, code.checkout))
-            yield (
-                f"{text}, named by an argument, will not exist in the job: git ignores it, or it "
-                f"is hidden. Link it (--link {link}), or use its absolute path"
-            )
+            why = f"git ignores it, or it is hidden. Link it (--link {link}), or use"
+        yield f"{text}, named by an argument, will not exist in the job: {why} its absolute path"

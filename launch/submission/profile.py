@@ -23,15 +23,10 @@ OFF = ("false", "null", "")
 
 
 class Profile(NamedTuple):
-    """A cluster's profile.
+    """A cluster's profile."""
 
-    Attributes:
-        words: its options, as words of the command line.
-        setup: shell lines of the job script.
-    """
-
-    words: tuple[str, ...]
-    setup: tuple[str, ...]
+    words: tuple[str, ...]  # its options, as words of the command line
+    setup: tuple[str, ...]  # shell lines of the job script
 
 
 def users_folder() -> Path:
