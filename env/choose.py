@@ -53,11 +53,9 @@ def build_for(driver: str) -> str:
     for oldest, build in BUILDS:
         if major >= oldest:
             return build
-    raise CannotBuild(
-        f"the NVIDIA driver {driver} is too old: torch needs {BUILDS[-1][0]} or newer "
-        f"({BUILDS[0][0]} for the registry's default build). Update the driver, or train on the "
-        "CPU with ROLLCALL_TORCH=cpu."
-    )
+    needs = f"{BUILDS[-1][0]} or newer ({BUILDS[0][0]} for the registry's default build)"
+    advice = "Update the driver, or train on the CPU with ROLLCALL_TORCH=cpu."
+    raise CannotBuild(f"the NVIDIA driver {driver} is too old: torch needs {needs}. {advice}")
 
 
 def choose(request: str, driver: str, ready: Iterable[str], say: Callable[[str], None]) -> str:

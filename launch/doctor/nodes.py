@@ -24,16 +24,9 @@ from rollcall.launch.scheduler.job import Job, options
 from rollcall.process import die_with_parent
 from rollcall.records.files import read_object
 
-NOT_OF_SRUN = (
-    "array",
-    "output",
-    "open-mode",
-    "requeue",
-    "no-requeue",
-    "no-kill",
-    "signal",
-    "mail-type",
-)
+NOT_OF_SRUN = {
+    *("array", "output", "open-mode", "requeue", "no-requeue", "no-kill", "signal", "mail-type")
+}
 """Options of a job script that a waiting srun does not take or need."""
 WAITING = 24 * 3600.0
 """Seconds for which the nodes may be in use by others."""
@@ -76,17 +69,7 @@ def ask(
         limit: seconds after which nodes that have not answered are given up.
     """
     clocks: dict[str, float] = {}
-    started = [
-        subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=_begin,
-        )
-        for words in commands
-    ]
+    started = [*map(_start, commands)]
     listeners = [threading.Thread(target=_listen, args=[it, clocks], daemon=True) for it in started]
     end = time.monotonic() + limit
     try:
@@ -107,9 +90,15 @@ def ask(
     return found | {node: silent for node in nodes if node not in found}
 
 
-def _begin() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
+def _start(words: Sequence[str]) -> subprocess.Popen[str]:
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
+
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(
+        words, stdin=null, stdout=pipe, text=True, start_new_session=True, preexec_fn=begin
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:

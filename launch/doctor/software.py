@@ -97,11 +97,7 @@ def leaked_variables(node: Node) -> Found:
 
 
 def container(node: Node) -> Found:
-    marks = {
-        "docker": "/.dockerenv",
-        "podman": "/run/.containerenv",
-        "apptainer": "/.singularity.d",
-    }
+    marks = {"docker": ".dockerenv", "podman": "run/.containerenv", "apptainer": ".singularity.d"}
     found = [name for name, path in marks.items() if node.paths(path)]
     found += [name for name in ("enroot", "pyxis") if f"{name.upper()}_VERSION" in node.env]
     text = ", ".join(found) or "none"

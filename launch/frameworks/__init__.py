@@ -12,11 +12,8 @@ from rollcall.launch.frameworks.framework import Framework, Place
 
 def _of_deepspeed(place: Place) -> dict[str, int]:
     """Return what DeepSpeed's own launcher sets in addition to torchrun's variables."""
-    return {
-        "CROSS_RANK": place.node,
-        "CROSS_SIZE": place.nodes,
-        "LOCAL_SIZE": place.local_world_size,
-    }
+    sizes = {"CROSS_SIZE": place.nodes, "LOCAL_SIZE": place.local_world_size}
+    return {"CROSS_RANK": place.node, **sizes}
 
 
 def _of_tensorflow(place: Place) -> dict[str, str]:
@@ -43,9 +40,9 @@ def guess(program: Sequence[str]) -> str:
     Args:
         program: what a rank runs, word by word.
     """
-    directory, program = (
-        (program[2], program[3:]) if tuple(program[:2]) == USER_PROGRAM else (".", program)
-    )
+    directory = "."
+    if tuple(program[:2]) == USER_PROGRAM:
+        directory, program = program[2], program[3:]
     path = Path(directory, program[0])
     if program[0] == "-m":
         path = Path(directory, *program[1].split("."))

@@ -167,9 +167,9 @@ class Script:
                     before = found.get(match[1], "")
                     own = re.compile(rf"\$(?:{match[1]}\b|\{{{match[1]}(?:\[[@*]\])?\}})")
                     value = own.sub(before.replace("\\", r"\\"), value)  # CMD="$CMD --more"
-                    found[match[1]] = (
-                        f"{before}{' ' if array else ''}{value}" if match[2] else value
-                    )
+                    if match[2]:  # NAME+=value
+                        value = f"{before}{' ' if array else ''}{value}"
+                    found[match[1]] = value
         return found
 
     def _words(self, command: Command) -> list[str]:

@@ -59,10 +59,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="rollcall supervise", allow_abbrev=False)
     add_run_options(result)
     ranks = f"ranks on every node (default: one per GPU, or {RANKS_WITHOUT_GPU} without a GPU)"
-    restarts = (
-        "how often failed ranks restart (default: as long as they make progress; 0 for a "
-        "script of your own)"
-    )
+    restarts = "how often failed ranks restart (default: while they make progress; 0 for a script)"
     add = result.add_argument
     add("--nproc-per-node", help=f"{ranks}; 4,8,8 for different nodes")
     add("--start-method", choices=("fork", "torchrun"), default="fork")
@@ -107,10 +104,8 @@ def check_code(directory: Path) -> None:
         record = CodeRecord.read(source) if copy.is_dir() else None
         for file, is_missing in record.damage(copy) if record else ():
             if is_missing:
-                raise CommandError(
-                    f"{copy / file} is missing, though it was submitted; restore it, or submit "
-                    "the run again with --resume --new-code"
-                )
+                advice = "restore it, or submit the run again with --resume --new-code"
+                raise CommandError(f"{copy / file} is missing, though it was submitted; {advice}")
             print(f"note: {copy / file} has changed since it was submitted", file=sys.stderr)
 
 

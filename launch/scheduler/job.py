@@ -42,6 +42,11 @@ class Job:
     # Of a heterogeneous job, what each group of hosts asks for; `nodes` counts all hosts.
     groups: tuple["Job", ...] = ()
 
+    @property
+    def all_groups(self) -> tuple["Job", ...]:
+        """What each group of hosts asks for; this job itself if it has a single one."""
+        return self.groups or (self,)
+
 
 def render(job: Job) -> str:
     """Return the sbatch script of a job.

@@ -55,9 +55,8 @@ def load(name: str) -> Profile:
     if not files:
         there = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
         known = f"known profiles: {', '.join(there)}" if there else f"{folders[-1]} has none"
-        raise RefusedError(
-            f"--cluster {name}: no such profile; {known}; `rollcall submit --discover` writes one"
-        )
+        known += "; `rollcall submit --discover` writes one"
+        raise RefusedError(f"--cluster {name}: no such profile; {known}")
     merged: dict[str, Any] = {}
     for path in files:
         values = _read(path)

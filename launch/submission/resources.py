@@ -104,8 +104,6 @@ def _per_node(name: str, text: str, own: Namespace) -> str:
         return text
     least, nodes = own.nodes
     if least < nodes or any(count % nodes for count in counts.values()):
-        raise RefusedError(
-            f"--gpus {text}: every node needs the same number of GPUs; use --gpus-per-node"
-        )
+        raise RefusedError(f"--gpus {text}: nodes need equal numbers of GPUs; use --gpus-per-node")
     shares = {kind: count // nodes for kind, count in counts.items()}
     return ",".join(f"{kind}:{count}" if kind else str(count) for kind, count in shares.items())

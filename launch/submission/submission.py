@@ -42,16 +42,6 @@ def batch_command(run: RunDir) -> tuple[str, ...]:
     return (*command("batch"), f"--run-dir={run.path}")
 
 
-def launcher_copy(run: RunDir) -> Path:
-    """Return where a run keeps its copy of rollcall if `code/` is the user's code."""
-    return run.job / "rollcall"
-
-
-def modules_copy(run: RunDir, number: int) -> Path:
-    """Return where a run keeps its copy of the user's modules from the `number`-th directory."""
-    return run.job / "modules" / str(number)
-
-
 def note(text: str) -> None:
     """Print something that the user might not expect."""
     with contextlib.suppress(OSError):  # nobody reads it

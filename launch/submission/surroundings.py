@@ -18,7 +18,7 @@ from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
-from rollcall.launch.submission.submission import launcher_copy, modules_copy, note
+from rollcall.launch.submission.submission import note
 from rollcall.records.job import JobRecord
 from rollcall.refusal import RefusedError
 from rollcall.requirements import PACKAGES
@@ -98,8 +98,8 @@ class Surroundings:
             before = record.more.get("command", []) if record else []
             return [word[10:] for word in before if word.startswith("--modules=")]
         places = [run.code / path for path in self.found.inside]
-        places += [modules_copy(run, number) for number in range(len(self.found.outside))]
-        places += [launcher_copy(run)] if self.found.needs_rollcall and self.code else []
+        places += [run.modules(number) for number in range(len(self.found.outside))]
+        places += [run.launcher] if self.found.needs_rollcall and self.code else []
         return [str(path) for path in places]
 
 

@@ -64,9 +64,7 @@ def read(path: Path) -> Sweep:
     if not isinstance(options, dict):
         raise RefusedError(f"{path}: options: expected 'name: value' lines, found '{options}'")
     if throttle and (not throttle.isdecimal() or throttle == "0"):
-        raise RefusedError(
-            f"{path}: throttle: expected a whole number of at least 1, found {throttle}"
-        )
+        raise RefusedError(f"{path}: throttle: expected a whole number from 1, found {throttle}")
     cells = [_cell(path, choice) for choice in _choices(path, values)]
     if not cells:
         raise RefusedError(f"{path}: the sweep has no cells: add grid or list")

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import submitit
 
@@ -26,6 +26,9 @@ from rollcall.run_dir import RunDir
 LOOK = 0.5
 """Seconds between two looks at whether a task has ended."""
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+T = TypeVar("T")
 
 
 class Share(NamedTuple):
@@ -71,13 +74,10 @@ def divide(most: int | None, cpus: int, gpus: int, tasks: int) -> list[Share]:
     fit = len(cards) // gpus if gpus else hosts.usable_cpus() // cpus
     count = max(1, min(most or fit, tasks))
 
-    def of(number: int, size: int) -> slice:
-        return slice(number * size // count, (number + 1) * size // count)
+    def part(all_: list[T], number: int) -> list[T]:
+        return all_[number * len(all_) // count : (number + 1) * len(all_) // count]
 
-    return [
-        Share(there[of(number, len(there))] or there, cards[of(number, len(cards))])
-        for number in range(count)
-    ]
+    return [Share(part(there, each) or there, part(cards, each)) for each in range(count)]
 
 
 class Array:

@@ -51,7 +51,7 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
         ("list: [{a: [1, 2]}]", "lr.yaml: a: expected a single value"),
         (
             "{list: [{a: 1}], throttle: few}",
-            "lr.yaml: throttle: expected a whole number of at least 1",
+            "lr.yaml: throttle: expected a whole number from 1",
         ),
         ("program: digits", "lr.yaml: program: expected a list of words, found 'digits'"),
     ],
