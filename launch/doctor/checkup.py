@@ -108,8 +108,9 @@ def compare(nodes: Mapping[str, Results]) -> dict[str, list[Odd]]:
 
 def _far_from_others(found: Mapping[str, Found], values: Mapping[str, Any]) -> Iterator[Odd]:
     middle = median(values.values()) if values else 0.0
+    share = 0.5 if len(values) == 2 else 1.0  # the median of two lies between them
     for node, value in values.items():
-        if abs(value - middle) > found[node].within:
+        if abs(value - middle) > share * found[node].within:
             yield Odd(node, found[node].text, f"{middle:,.1f} at the median")
 
 
