@@ -65,19 +65,23 @@ def main(argv: Sequence[str]) -> int:
 def divide(most: int | None, cpus: int, gpus: int, tasks: int) -> list[Share]:
     """Divide this machine among the tasks that run at a time; return the CPUs and GPUs of each.
 
+    If there are more tasks than CPUs or GPUs, several share one.
+
     Args:
         most: how many tasks may run at a time; None for the number that fits.
         cpus, gpus: how many a task needs.
         tasks: number of all tasks.
     """
     there, cards = sorted(os.sched_getaffinity(0)), visible_gpus(os.environ)
-    fit = len(cards) // gpus if gpus else hosts.usable_cpus() // cpus
+    # A task that asks for no GPU gets one nevertheless, or cells of a sweep would differ in device.
+    fit = len(cards) // (gpus or 1) if cards else hosts.usable_cpus() // cpus
     count = max(1, min(most or fit, tasks))
 
     def part(all_: list[T], number: int) -> list[T]:
-        return all_[number * len(all_) // count : (number + 1) * len(all_) // count]
+        first = number * len(all_) // count
+        return all_[first : max(first + 1, (number + 1) * len(all_) // count)]
 
-    return [Share(part(there, each) or there, part(cards, each)) for each in range(count)]
+    return [Share(part(there, each), part(cards, each)) for each in range(count)]
 
 
 class Array:
