@@ -83,11 +83,7 @@ class Builder:
         self.uv = shutil.which("uv")
 
     def build_in_turn(self) -> None:
-        """Build unless another process does or has.
-
-        Raises:
-            CannotBuild: the build failed, here or in another process; the message says why.
-        """
+        """Build unless another process does or has; raise CannotBuild if a build failed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if lock := take_turn(self.folder, say):
             try:

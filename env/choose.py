@@ -29,11 +29,7 @@ class CannotBuild(Exception):
 
 
 def parse(request: str) -> tuple[str, str]:
-    """Split ROLLCALL_TORCH into version and build; either may be empty.
-
-    Raises:
-        CannotBuild: it does not have the form ``[VERSION][+BUILD]``.
-    """
+    """Split ROLLCALL_TORCH into version and build, either may be empty, or raise CannotBuild."""
     match = REQUEST.fullmatch(request)
     if not match:
         raise CannotBuild(
@@ -44,11 +40,7 @@ def parse(request: str) -> tuple[str, str]:
 
 
 def build_for(driver: str) -> str:
-    """Return the newest build that an NVIDIA driver supports.
-
-    Raises:
-        CannotBuild: the driver is too old for every build listed here.
-    """
+    """Return the newest build for an NVIDIA driver; raise CannotBuild if it is too old for all."""
     major = int(driver.split(".")[0])
     for oldest, build in BUILDS:
         if major >= oldest:

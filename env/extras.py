@@ -25,11 +25,7 @@ class ExtrasBuilder(Builder):
     packages: list[str]
 
     def build(self) -> None:
-        """Build in a new folder, and write the stamp that marks the environment as ready.
-
-        Raises:
-            CannotBuild: the message gives the cause and the remedy; only the log is left.
-        """
+        """Build in a new folder and write its stamp; raise CannotBuild, leaving only the log."""
         say(f"installing {', '.join(self.packages)} in {self.folder} (log: {self.log.name})")
         self.log.unlink(missing_ok=True)
         has_pip = find_spec("pip") is not None

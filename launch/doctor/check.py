@@ -91,12 +91,7 @@ class Node:
         return []
 
     def run(self, *words: str, seconds: float = 20.0) -> str:
-        """Return what a program prints; each is started once.
-
-        Raises:
-            Skip: the program is not installed.
-            Failed: it fails or takes too long.
-        """
+        """Return what a program prints; raise Skip if it is not there, Failed if it fails."""
         with self._locks.setdefault(words, threading.Lock()):
             if words not in self._answers:
                 self._answers[words] = self._answer(words, seconds)

@@ -35,11 +35,7 @@ TABLE: dict[str, Framework] = {
 
 
 def guess(program: Sequence[str]) -> str:
-    """Return the framework of a program from what its file imports; `torch` if it is not plain.
-
-    Args:
-        program: what a rank runs, word by word.
-    """
+    """Return the framework of a rank's words, by what the file imports; else `torch`."""
     directory = "."
     if tuple(program[:2]) == USER_PROGRAM:
         directory, program = program[2], program[3:]

@@ -9,11 +9,7 @@ from rollcall.launch.program.python import ProgramError
 
 
 def links(given: Sequence[str], checkout: Path) -> tuple[str, ...]:
-    """Return what `--link` names, relative to the directory that is copied.
-
-    Raises:
-        ProgramError: a path does not exist, or lies outside that directory.
-    """
+    """Return what `--link` names, relative to the checkout; raise ProgramError if elsewhere."""
     names = []
     for text in given:
         place = Path(os.path.abspath(text))  # noqa: PTH100 - a link stays what it is

@@ -49,11 +49,7 @@ def checkout_of(directory: Path) -> Path:
 
 
 def find(words: Sequence[str]) -> Program:
-    """Find the program that a command line names, from the current directory.
-
-    Raises:
-        ProgramError: the program does not exist, or lies outside the directory that is copied.
-    """
+    """Find the program that a command line names; raise ProgramError if no copy could have it."""
     directory = Path.cwd()
     checkout = checkout_of(directory)
     if words[0] == "-m":

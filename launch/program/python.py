@@ -71,11 +71,7 @@ class Imports:
 
 
 def find(text: str) -> str:
-    """Return the interpreter that --python names: a program, or the directory of an environment.
-
-    Raises:
-        ProgramError: there is no such interpreter.
-    """
+    """Return the interpreter of --python, a program or an environment, or raise ProgramError."""
     place = Path(text).expanduser()
     if place.is_dir():
         place = place / "bin" / "python"
@@ -122,11 +118,7 @@ def ask(executable: str, directory: Path, words: Sequence[str]) -> Facts:
 
 
 def imports(facts: Facts, checkout: Path) -> Imports:
-    """Sort the user's modules by whether a copy of the checkout has them.
-
-    Raises:
-        ProgramError: a module has another name than its directory.
-    """
+    """Sort the user's modules by place; raise ProgramError if a directory has another name."""
     inside: dict[Path, None] = {}
     outside: dict[Path, tuple[str, ...]] = {}
     needs_rollcall = "rollcall" in facts.missing

@@ -92,11 +92,7 @@ def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job:
 
 
 def check_code(directory: Path) -> None:
-    """Look at the copies of a run's code; say what has changed.
-
-    Raises:
-        CommandError: a file is missing.
-    """
+    """Say what has changed in the copies of a run's code; raise CommandError for a missing file."""
     job = directory / "job"
     copies = [(directory / "code", job / "source.json"), (job / "rollcall", job / "rollcall.json")]
     copies += [(path.with_name(path.stem), path) for path in (job / "modules").glob("*.json")]
@@ -110,11 +106,7 @@ def check_code(directory: Path) -> None:
 
 
 def facts_of_batch(options: argparse.Namespace, env: Mapping[str, str], job: str) -> StepFacts:
-    """Find what a job's first process must know.
-
-    Raises:
-        CommandError, ConfigError: the step starts no run, or as `work_of_supervisor`.
-    """
+    """Find what a job's first process must know; raise like `work_of_supervisor`."""
     record = None if options.run_dir is None else JobRecord.read(options.run_dir)
     if record is None:
         return _facts_of_template(options.command, options.nodes, env, job)
@@ -175,11 +167,7 @@ def finished(run: RunDir) -> str:
 def named_run(
     options: argparse.Namespace, env: Mapping[str, str]
 ) -> tuple[RunDir, tuple[str, ...]]:
-    """Return the run that the options name, and further words for its program.
-
-    Raises:
-        CommandError: this task of a sweep has no cell.
-    """
+    """Return the run that the options name, and its further words; CommandError without a cell."""
     given: Path = options.run_dir.absolute()
     if "SLURM_ARRAY_TASK_ID" not in env:
         return RunDir(given.parent, given.name), ()

@@ -66,12 +66,7 @@ class CommandLine(NamedTuple):
 
 
 def read(argv: Sequence[str]) -> CommandLine:
-    """Parse a command line.
-
-    Raises:
-        RefusedError: an unknown or conflicting option, or a wrong value.
-        SystemExit: --help was given.
-    """
+    """Parse a command line; raise RefusedError at a wrong option, SystemExit after --help."""
     end = argv.index("--") if "--" in argv else len(argv)
     if ":" in argv[:end]:
         return _read_groups(argv[:end], argv[end:])

@@ -40,11 +40,7 @@ JOB_SCRIPTS = (".sbatch", ".slurm", ".sh")
 
 
 def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Submission:
-    """Return the submission that a command line asks for; write nothing.
-
-    Raises:
-        RefusedError: it cannot be met.
-    """
+    """Return what a command line asks for, without writing anything; or raise RefusedError."""
     if line.own.in_allocation:
         line = resources.in_allocation(line, os.environ)
     line = resources.spread(line)

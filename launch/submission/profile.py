@@ -45,11 +45,7 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load(name: str) -> Profile:
-    """Return the profile of a cluster.
-
-    Raises:
-        RefusedError: the profile does not exist, or it is wrong.
-    """
+    """Return the profile of a cluster; raise RefusedError if it is wrong or does not exist."""
     folders = _folders()
     files = [path for folder in folders if (path := folder / f"{name}.yaml").is_file()]
     if not files:

@@ -12,11 +12,7 @@ from rollcall.refusal import RefusedError
 
 
 def ranks_of_nodes(line: CommandLine) -> tuple[int, ...]:
-    """Return how many ranks each node starts, of all groups.
-
-    Raises:
-        RefusedError: `--nproc-per-node` is wrong.
-    """
+    """Return the ranks of each node of all groups; raise RefusedError if they do not fit."""
     found: list[int] = []
     for group in line.groups or (line,):
         text, nodes = group.own.nproc_per_node, group.own.nodes

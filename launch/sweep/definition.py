@@ -50,11 +50,7 @@ class Sweep:
 
 
 def read(path: Path) -> Sweep:
-    """Read a sweep's file.
-
-    Raises:
-        RefusedError: it cannot be read, or does not have the form shown above.
-    """
+    """Read a sweep's file; raise RefusedError if it does not have the form shown above."""
     values = read_texts(path, KEYS)
     program = values.get("program", [])
     options = values.get("options", {})

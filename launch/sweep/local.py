@@ -99,11 +99,7 @@ class Array:
         self._has_failed = False
 
     def run(self) -> int:
-        """Start tasks as others end, until all have ended or this process is asked to stop.
-
-        Returns:
-            The exit code: 0 if all tasks succeed.
-        """
+        """Start tasks as others end, until all have ended or it must stop; return the exit code."""
         for number in STOP:
             signal.signal(number, self._stop)
         while self._running or (self._waiting and not self._is_asked_to_stop):
