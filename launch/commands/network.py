@@ -5,11 +5,10 @@ Takes the options of `rollcall submit`; after `--`, the measurement takes --size
 
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from rollcall.installation import IS_CHECKOUT, ROOT
-from rollcall.launch.submission import command
+from rollcall.launch.submission import command, layers
 
 USAGE = "usage: rollcall network [options of rollcall submit] [-- [--sizes 64K,16M] [--json]]"
 
@@ -19,26 +18,31 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
-    given, rest = divided(argv)
-    return submit(given, "rollcall.train.network", *rest)
+    job = OwnJob(argv, "rollcall.train.network")
+    return job.submit(*job.words)
 
 
-def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of `submit`, with a --root, and the words after `--`."""
-    words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    given, rest = words[:end], words[end + 1 :]
-    return [*given, f"--root={Path.cwd() / (values(given, 'root') or ['runs'])[-1]}"], rest
+class OwnJob:
+    """A module of rollcall that runs on all ranks of a job; words after `--` are for the module.
 
+    `defaults` are options of `submit` that those in `argv` replace.
+    """
 
-def values(given: Sequence[str], name: str) -> list[str]:
-    """Return the values of an option, each as `--name=value` or as two words."""
-    found = [it.partition("=")[2] for it in given if it.startswith(f"--{name}=")]
-    return found + [after for word, after in pairwise(given) if word == f"--{name}"]
+    def __init__(self, argv: Sequence[str], module: str, *defaults: str) -> None:
+        end = argv.index("--") if "--" in argv else len(argv)
+        self._given, self.words = ["--wait", *defaults, *argv[:end]], argv[end + 1 :]
+        self._line, self._setup = layers.read([*self._given, "--", "-m", module])
+        self.options = self._line.own
+        self.options.root = str(Path.cwd() / (self.options.root or "runs"))
+        for name in ("python", "container"):
+            path = getattr(self.options, name)
+            if path and Path(path).exists():
+                setattr(self.options, name, str(Path(path).absolute()))
 
-
-def submit(given: Sequence[str], module: str, *words: str) -> int:
-    """Run a module of rollcall on all ranks of a job, and wait; return its exit code."""
-    if IS_CHECKOUT:  # the module is found only there
-        os.chdir(ROOT)
-    return command.main(["--wait", *given, "--", "-m", module, *words])
+    def submit(self, *words: str) -> int:
+        """Submit the job and wait for it; return its exit code."""
+        line = self._line._replace(program=(*self._line.program, *words))
+        argv = [*self._given, f"--root={self.options.root}", "--", *line.program]
+        if IS_CHECKOUT:  # the module is found only there
+            os.chdir(ROOT)
+        return command.submit(line, argv, self._setup)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import options, render, render_step
 from rollcall.launch.submission import layers
+from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.plan import plan
 from rollcall.launch.submission.submission import Submission, TakenError, note
 from rollcall.text import table
@@ -22,6 +23,11 @@ def main(argv: Sequence[str]) -> int:
         from rollcall.launch.submission import discover  # here: few command lines need it
 
         return discover.main(line.own.cluster, line.own.dry_run)
+    return submit(line, argv, setup)
+
+
+def submit(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> int:
+    """Plan and carry out what a command line asks for; return the exit code."""
     local = line.own.local or not slurm.is_available()
     if local and not (line.own.local or line.own.dry_run):
         note("this machine has no sbatch, so the run starts here")
