@@ -42,8 +42,7 @@ def find(word: str, root: str) -> RunDir:
     for path in (Path(root) / word, Path(os.path.abspath(word))):  # noqa: PTH100 - without ".."
         if _is_run(path):
             return RunDir(path.parent, path.name)
-    near = did_you_mean(word, [run.name for run in find_all(root)])
-    hint = near or "; rollcall status lists all"
+    hint = did_you_mean(word, [run.name for run in find_all(root)]) or "; rollcall status lists all"
     raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
 
 
