@@ -119,11 +119,6 @@ def jobs(run: RunDir, known: Sequence[AttemptRecord] | None = None) -> list[Subm
     return [SubmittedJob(job, times[job], "-" in job or job in processes) for job in ids]
 
 
-def newest_job(run: RunDir) -> SubmittedJob | None:
-    """Return the job that was submitted last, or started last if it was submitted by hand."""
-    return next(iter(jobs(run)[-1:]), None)
-
-
 def cancelled(run: RunDir) -> set[str]:
     """Return the ids of the jobs that `rollcall cancel` has ended."""
     return {job for record in Cancellation.read(run.path) for job in record.jobs}

@@ -34,9 +34,9 @@ def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
 
 
 def _live_jobs(run: RunDir) -> list[str]:
-    newest = find.newest_job(run)
-    if newest is None:
+    if not (known := find.jobs(run)):
         return []
+    newest = known[-1]
     if newest.is_local:
         there = Processes().of(run, newest)
         return [f"process {there[0]} on this machine"] if there else []
