@@ -88,13 +88,11 @@ class Surroundings:
         rest = (*job.command[1:at], *modules, *job.command[at:])
         own = self.line.own
         if own.container:
-            image = own.container
-            image = str(Path(image).absolute()) if Path(image).exists() else image
             linked = [str(self.code.checkout / name) for name in self.links if self.code]
             mounts = [str(run.path.parent), *linked, *own.mount]
             has_gpus = bool(gpus.per_node(job.gpus_per_node, job.options))
             with_srun = slurm.is_available() and not own.local
-            box = container.plan(image, mounts, job.directory, has_gpus, with_srun)
+            box = container.plan(own.container, mounts, job.directory, has_gpus, with_srun)
             words = (*box.words, own.python or "python3")
             return replace(job, command=(*words, *rest), srun=(*job.srun, *box.srun), python=words)
         if python.is_other(self.facts.executable) and own.python:
