@@ -62,15 +62,17 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     if number == 0:
         terms["activations"] += _kept(model.first, layout) * flying * wide
     if number == layout.stages - 1:
-        terms["outputs and loss"] = _kept(model.last, layout, software.loss)
+        outputs = model.last.outputs / model.last.ranks(layout.tensor) / layout.context
+        terms["outputs and loss"] = _kept(model.last, layout)
+        terms["outputs and loss"] += software.loss_keeps * outputs * layout.micro
     terms["workspaces"] = CONTEXT
     return terms
 
 
-def _kept(part: Part, layout: Layout, times: float = 1.0) -> float:
+def _kept(part: Part, layout: Layout) -> float:
     tensor = part.ranks(layout.tensor)
     whole = part.saved / (tensor if layout.sequence else 1)
-    return (whole + times * part.cut_saved / tensor) * layout.micro / layout.context
+    return (whole + part.cut_saved / tensor) * layout.micro / layout.context
 
 
 def fits(terms: Terms, machine: Machine) -> bool:

@@ -45,8 +45,9 @@ class Part:
         moved: bytes that operations other than products read and write per sample, forward and
             backward, of which tensor ranks divide `cut_moved`.
         saved: bytes per sample kept for the backward pass; tensor ranks divide `cut_saved` more,
-            and `saved` only with sequence parallelism. In the last part, `cut_saved` counts the
-            outputs, of which a program keeps more or fewer bytes each.
+            and `saved` only with sequence parallelism.
+        outputs: values of the model's result per sample, which tensor ranks divide. A program's
+            loss moves and keeps some bytes for each.
         whole: every tensor rank holds and computes all of it.
         boundary: bytes per sample that the part hands to the next.
     """
@@ -59,6 +60,7 @@ class Part:
     cut_moved: float = 0
     saved: float = 0
     cut_saved: float = 0
+    outputs: float = 0
     boundary: float = 0
     messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
     whole: bool = False
@@ -160,16 +162,13 @@ def transformer(
         messages=4,
     )
     first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
-    logits = HALF * vocab * length
     last = Part(
         weights=hidden + (0 if tied else vocab * hidden),
         cut_weights=0 if tied else vocab * hidden,
         products=(Product(length, hidden, vocab, "columns"),),
         moved=5 * row,
-        # Cast to fp32, softmax and its gradient in fp32, cast back.
-        cut_moved=14 * logits,
         saved=2 * row,
-        cut_saved=vocab * length,
+        outputs=vocab * length,
     )
     return Model(name, first, layer, layers, last, length, kv_heads, tied)
 
