@@ -173,7 +173,7 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
         if count > 1:  # read the gradient, read and write the sum
             # A product that adds up its gradient itself does not write it in its own format.
             alone = -layout.width if software.adds else layout.width
-            terms["adding gradients"] = count * most * (2 * software.gradient + alone) / moving
+            terms["adding gradients"] = count * most * (2 * software.reduce + alone) / moving
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
         terms["data collectives"] = _beside(_exchange(model, most, layout, machine), hidden)
     terms["optimizer"] = most / layout.shards * UPDATE / moving
