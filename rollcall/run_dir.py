@@ -55,6 +55,15 @@ class RunDir:
         return self.path / "job"
 
     @property
+    def launcher(self) -> Path:
+        """The copy of rollcall, if `code/` is the user's code."""
+        return self.job / "rollcall"
+
+    def modules(self, number: int) -> Path:
+        """Return the copy of the user's modules from the `number`-th directory."""
+        return self.job / "modules" / str(number)
+
+    @property
     def metrics(self) -> Path:
         """One line per logged step, written by rank 0."""
         return self.path / LoggedStep.FILE
