@@ -85,6 +85,13 @@ def numbered_samples(_: Data, _world: World) -> Source:
     return Source(rows, InMemory(inputs[SIZE:], rows.targets[SIZE:]), SIZE, 24, (1, 8, 8), 10)
 
 
+def unvalidated(config: Data, world: World) -> Source:
+    """The same without samples for a validation."""
+    source = numbered_samples(config, world)
+    none = InMemory(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
+    return replace(source, validation=none, validation_size=0)
+
+
 def one_ignored(config: Data, world: World) -> Source:
     """The same; the target of the bad sample does not count."""
     source = numbered_samples(config, world)

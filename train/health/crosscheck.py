@@ -50,7 +50,8 @@ def check(world: World, config: Config, model: nn.Module) -> None:
     """
     mine = {
         **facts(world.device),
-        "configuration": dotted(config.model_dump(exclude={"run"})),
+        # As rank 0's arrives: all keys are texts.
+        "configuration": dotted(config.model_dump(mode="json", exclude={"run"})),
         "model": {
             name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             for name, tensor in model.state_dict().items()

@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_known_args(words)
     try:
-        if options.temperature < 0 or options.length < 1 or options.top_k < 0:
+        if not options.temperature >= 0 or options.length < 1 or options.top_k < 0:
             raise ConfigError("expected --length at least 1, --temperature and --top-k at least 0")
         run_dir, config = trained.find(options.run, overrides)
         prompt = _encode(options, config)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcall.records.files import sync, write_atomic
+from rollcall.records.files import read_object, sync, write_atomic
 
 if TYPE_CHECKING:
     from rollcall.train.dist.world import World
@@ -69,8 +69,8 @@ class Parts:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomic(plan, json.dumps({"size": size, **facts}) + "\n")
             return "", size
-        before = json.loads(plan.read_text())
-        size = before.pop("size")
+        before = read_object(plan) or {}
+        size = before.get("size", size)
         changed = [name for name in facts if facts[name] != before.get(name)]
         if changed:
             return (

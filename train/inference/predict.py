@@ -100,6 +100,8 @@ def _predict(
         dataset, facts = _samples(model, options)
         parts = Parts(options.output, world)
         samples = len(dataset)
+        if not samples:
+            raise ConfigError(f"{options.input or options.split}: no samples to predict")
         facts = {**facts, "run": str(run_dir.path), "step": model.step}
         parts.begin(facts, samples, _size(samples, model.strategy.data_ranks, options.batch))
         output = FORMATS[options.output.suffix](model, dataset, options.input is None)

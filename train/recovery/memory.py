@@ -53,7 +53,7 @@ def with_proposal(run: Run) -> Run:
         [(found or {}).get("micro_batch"), (found or {}).get("is_fastest") is True]
     )
     most = batch + 1 if asked == "auto" else asked or batch
-    if type(size) is not int or size >= most or (is_fastest and asked != "auto"):
+    if type(size) is not int or not 0 < size < most or (is_fastest and asked != "auto"):
         return run
     did = "found it to be the fastest" if is_fastest else "ran out of memory"
     run.say(f"rollcall: data.micro_batch={size}, because an earlier attempt {did}")

@@ -84,8 +84,9 @@ class Recovery:
         if self._snapshots:
             self._snapshots.clean()
         # What cannot be read is found again: the rollback repeats.
-        found = (read_value(self._directory / LEFT_OUT) or []) if self._world.is_main else []
-        self.left_out = {int(step) for step in self._world.broadcast(found)}
+        found = read_value(self._directory / LEFT_OUT) if self._world.is_main else []
+        steps = self._world.broadcast(found if isinstance(found, list) else [])
+        self.left_out = {step for step in steps if isinstance(step, int)}
 
     def succeeded(self, step: int) -> None:
         """Note that a step, counted from 1, changed the weights."""
