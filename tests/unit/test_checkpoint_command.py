@@ -12,7 +12,8 @@ import torch
 from checkpoints import cut, entry_of, flip, forge, save, state
 
 from rollcall.train.checkpoint import layout, manifest
-from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.tools import verify
 from rollcall.train.dist.world import World
 from rollcall.train.main import main
@@ -84,7 +85,7 @@ def test_a_strangers_facts_do_not_reach_the_terminal(
 def test_weights_that_are_not_there_are_not_exported(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    save(SharedEngine(tmp_path, world), 1, {"x": torch.ones(2)})
+    save(Engine(Store(tmp_path, world)), 1, {"x": torch.ones(2)})
     target = tmp_path / f"weights{suffix}"
     code, output = command(capsys, "export", tmp_path, target)
     assert code == 2 and "holds no tensor under model; --all exports" in output

@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -206,7 +206,10 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
         try:
             directory = place(text, run_dir)
             _make(directory)
-            stack.enter_context(_probe(directory / f".probe-{word}-{world.rank}"))
+            # It shows that the disk is writable, and who shares it.
+            probe = directory / f".probe-{word}-{world.rank}"
+            stack.callback(probe.unlink, missing_ok=True)
+            probe.touch()
             run_id = _run_id(run_dir) if world.is_main else ""
         except ConfigError as error:
             unfit = f"{error} (rank {world.rank} on {world.host})"
@@ -231,8 +234,8 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
     store = NodeLocalStore(directory, world, run_id, nodes, writer_pid)
     if store.publishes:
         _remove_other_runs(directory, run_id)
-        for probe in directory.glob(".probe-*"):
-            probe.unlink(missing_ok=True)
+        for left in directory.glob(".probe-*"):
+            left.unlink(missing_ok=True)
     return store
 
 
@@ -247,16 +250,6 @@ def _make(directory: Path) -> None:
             f"{directory} is a link, belongs to another user, or is writable by others: expected "
             "your own directory; remove it, or choose another checkpoint.local"
         )
-
-
-@contextlib.contextmanager
-def _probe(path: Path) -> Iterator[None]:
-    """Keep a file of this rank there: it shows that the disk is writable, and who shares it."""
-    path.touch()
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _run_id(run_dir: RunDir) -> str:

@@ -9,9 +9,10 @@ from rollcall.activity import doing
 from rollcall.deadline import Deadline
 from rollcall.train.checkpoint import node_local
 from rollcall.train.checkpoint.cadence import Best, Cadence
-from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SharedEngine, restore
+from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, restore
 from rollcall.train.checkpoint.node_local import LocalTier
 from rollcall.train.checkpoint.pending_save import SaveResult
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
 
@@ -48,14 +49,8 @@ class Saver:
         self._cadence = Cadence(options)
         self._best = Best(options.keep_best)
         self._hooks = Hooks(run.run_dir.check_claim, self._refused, deadline.is_late)
-        self.checkpoints = SharedEngine(
-            run.run_dir.checkpoints,
-            run.world,
-            options.keep_last,
-            options.keep_every,
-            lambda: self._best.step,
-            self._hooks,
-        )
+        keep = options.keep_last, options.keep_every, lambda: self._best.step
+        self.checkpoints = Engine(Store(run.run_dir.checkpoints, run.world, *keep), self._hooks)
         self._local: LocalTier | None = None
         self._local_problem = ""  # why saves no longer go to the local disks
         self._saved_at: int | None = None
@@ -75,12 +70,12 @@ class Saver:
             try:
                 store = node_local.open_store(local, run.run_dir, run.world)
             except OSError as error:
-                self._leave_local(self.checkpoints.newest() or 0, str(error))
+                self._leave_local(self.checkpoints.store.newest() or 0, str(error))
             else:
                 hooks = replace(self._hooks, on_refusal=self._refused_locally)
-                engine = Engine(run.world, store, hooks, self.checkpoints.buffer)
+                engine = Engine(store, hooks, self.checkpoints.buffer)
                 self._local = LocalTier(engine, store, self.checkpoints)
-        return any(tier.newest() is not None for tier in self._tiers())
+        return any(tier.store.newest() is not None for tier in self._tiers())
 
     @doing("loading a checkpoint", may_take_long=True)
     def resume(self) -> Restored | None:
@@ -103,7 +98,7 @@ class Saver:
         if self._local:
             self._local.store.forget_after(step)
         for tier in tiers:
-            tier.retire()
+            tier.store.retire()
         return found
 
     def report(self) -> dict[str, float]:
@@ -165,7 +160,7 @@ class Saver:
             self._ended(self._local.engine, self._local.engine.drain(seconds))
         while self.checkpoints.busy:
             self._ended(self.checkpoints, self.checkpoints.drain(end - time.monotonic()))
-        self.checkpoints.retire()  # the best one may be another now
+        self.checkpoints.store.retire()  # the best one may be another now
 
     @doing("removing local checkpoints", may_take_long=True)
     def remove_local(self) -> None:

@@ -18,7 +18,7 @@ class Store:
         self,
         directory: Path,
         world: World,
-        keep: int,
+        keep: int = 2,
         keep_every: int | None = None,
         best: Callable[[], int | None] = lambda: None,
         nodes: Sequence[int] = (),
@@ -95,7 +95,7 @@ class Store:
         self.retire()
 
     def retire(self) -> None:
-        """Remove the checkpoints that need not be kept."""
+        """Remove the checkpoints that need not be kept, as every save does."""
         if self.publishes:
             found = layout.published(self.directory)
             # A refused one that could not be renamed must not displace an intact one.

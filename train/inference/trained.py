@@ -73,7 +73,8 @@ def load(
     from rollcall.train import models
     from rollcall.train.checkpoint import cadence, manifest
     from rollcall.train.checkpoint.contents import Damaged
-    from rollcall.train.checkpoint.engine import SharedEngine
+    from rollcall.train.checkpoint.engine import Engine
+    from rollcall.train.checkpoint.store import Store
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
@@ -82,8 +83,8 @@ def load(
     from rollcall.train.update import drop_frozen
     from rollcall.train.weights import start
 
-    checkpoints = SharedEngine(run_dir.checkpoints, world)
-    if checkpoints.newest() is None:
+    checkpoints = Engine(Store(run_dir.checkpoints, world))
+    if checkpoints.store.newest() is None:
         raise ConfigError(f"{run_dir.path} has no checkpoint yet; train it first")
     precision.prepare(config.precision, world.device)
     strategy = Strategy(config, world, losses.Objective(losses.of(config)))
@@ -102,7 +103,7 @@ def load(
         averages = Ema(strategy.model, config.optim.ema)
         state["ema"] = averages.state()
     # Asked late: a running training may remove older ones, but never the newest.
-    step = checkpoints.newest()
+    step = checkpoints.store.newest()
     if best:
         problem = ""
         if world.is_main:

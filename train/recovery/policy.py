@@ -11,7 +11,8 @@ import torch
 
 from rollcall.activity import doing
 from rollcall.records.files import read_value, write_atomic
-from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import FaultError
@@ -77,7 +78,7 @@ class Recovery:
         self._skipped: list[int] = []
         self._directory = faults_of(run.run_dir)
         keep = run.config.faults.replay_snapshots
-        self._snapshots = SharedEngine(self._directory, run.world, keep) if keep else None
+        self._snapshots = Engine(Store(self._directory, run.world, keep)) if keep else None
 
     def resume(self) -> None:
         """Read which steps an earlier attempt left out, and remove its half-written snapshots."""

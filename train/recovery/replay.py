@@ -70,7 +70,8 @@ def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
 
 def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) -> int:
     from rollcall.train import models
-    from rollcall.train.checkpoint.engine import SharedEngine
+    from rollcall.train.checkpoint.engine import Engine
+    from rollcall.train.checkpoint.store import Store
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
@@ -93,7 +94,7 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     batch = next(training_batches(source, order, rows, range(step - 1, step)))
     strategy.place(begin.model, batch, begin.fill)
     state = {"model": dict(begin.model.state_dict())}
-    SharedEngine(run / "faults", world).load(step, state)
+    Engine(Store(run / "faults", world)).load(step, state)
     set_seed(config.seed, "step", fault["stream"], step - 1)
     size = fault["micro_batch"]
     parts = [
