@@ -131,7 +131,7 @@ class PinnedBuffer:
 def host_views(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     """Return the bytes of tensors in host memory, for a process that is forked right after.
 
-    Memory shared between processes is copied, because a forked process would see it change.
+    Memory shared between processes is copied: a forked process would see it change.
     """
     views = []
     for lazy in tensors:

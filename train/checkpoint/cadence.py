@@ -139,8 +139,7 @@ def ranked(metric: str) -> tuple[str, int]:
 def best(directory: Path) -> Path:
     """Return the checkpoint with the best validation: by `checkpoint.keep_best`, or by its loss.
 
-    Raises:
-        ConfigError: no checkpoint was evaluated.
+    Raise ConfigError if no checkpoint was evaluated.
     """
     scores = []
     for stored, path in _intact(directory):

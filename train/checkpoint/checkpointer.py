@@ -116,19 +116,11 @@ class Checkpointer:
             self.close()
 
     def poll(self) -> None:
-        """Continue a save in the background; call it after every step. It does not wait.
-
-        Raises:
-            OSError: the save could not be written.
-        """
+        """Continue a save in the background, without waiting; OSError if it cannot be written."""
         self._raise(self._engine.wait(0))
 
     def close(self) -> None:
-        """Wait until the save in the background is published.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Wait until the save in the background is published; OSError if it cannot be written."""
         self._raise(self._engine.drain())
 
     def __enter__(self) -> "Checkpointer":

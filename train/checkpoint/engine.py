@@ -142,11 +142,7 @@ class Engine:
         return result
 
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Fill `state` in place from the checkpoint of this step.
-
-        Raises:
-            ConfigError: it is damaged, or belongs to another model or version.
-        """
+        """Fill `state` in place; ConfigError if the checkpoint is damaged or does not fit."""
         problem = self.try_load(step, state)
         if problem:
             raise ConfigError(f"{self.store.place(step)} is damaged: {problem}")

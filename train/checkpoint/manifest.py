@@ -53,12 +53,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
-    """Read the text of a manifest, and check everything it says.
-
-    Raises:
-        Damaged: the text is not what was written, or it contradicts itself.
-        ConfigError: another version of rollcall wrote it.
-    """
+    """Read the text of a manifest, check everything it says, and raise as `read` does."""
     end = re.search(rb',"crc32":"([0-9a-f]{8})"}\n\Z', data[-32:])
     intact = end is not None and int(end[1], 16) == zlib.crc32(data[: -len(end[0])])
     try:
@@ -143,12 +138,7 @@ def size_problem(directory: Path, manifest: Manifest, file: str) -> str:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; refuse links, pipes and devices.
-
-    Raises:
-        Damaged: it is not a regular file.
-        OSError: it cannot be opened.
-    """
+    """Open a file for reading and return its descriptor; Damaged for links, pipes and devices."""
     # Without O_NONBLOCK, opening a pipe in place of the file would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -178,11 +178,7 @@ def _bytes(files: read.DataFiles, tensor: StoredTensor, piece: Piece) -> memoryv
 
 
 def place(text: str, run_dir: RunDir) -> Path:
-    """Return the directory of a run's checkpoints on this node, from `checkpoint.local`.
-
-    Raises:
-        ConfigError: a variable is not set, or the path is not absolute.
-    """
+    """Return the directory of a run's checkpoints on this node; ConfigError if it is unusable."""
     root = os.path.expandvars(text)
     if "$" in root or not root.startswith("/"):
         raise ConfigError(

@@ -62,8 +62,7 @@ class Saver:
     def open(self) -> bool:
         """Open the nodes' disks if they are used; return whether there is any checkpoint.
 
-        Raises:
-            ConfigError: `checkpoint.local` is not a usable path.
+        Raise ConfigError if `checkpoint.local` is not a usable path.
         """
         run, local = self._run, self._run.config.checkpoint.local
         if local:
@@ -79,11 +78,7 @@ class Saver:
 
     @doing("loading a checkpoint", may_take_long=True)
     def resume(self) -> Restored | None:
-        """Load the newest intact checkpoint, if any.
-
-        Raises:
-            ConfigError: the checkpoints cannot be used.
-        """
+        """Load the newest intact checkpoint, if any; ConfigError if only unusable ones exist."""
         run, tiers = self._run, self._tiers()
         if run.world.is_main:
             self._cadence.start(run.run_dir.read_events())

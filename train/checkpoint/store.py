@@ -62,11 +62,7 @@ class Store:
         return owner.rpartition("-")[0]
 
     def check_fresh_start(self) -> None:
-        """Check that a run for which nothing could be loaded may start from step 0.
-
-        Raises:
-            ConfigError: there were checkpoints, and all of them are damaged.
-        """
+        """Raise ConfigError if there were checkpoints, and all of them are damaged."""
         aside = layout.refused(self.directory) if self.world.is_main else []
         self.world.raise_together(
             f"{self.directory} holds no intact checkpoint: "

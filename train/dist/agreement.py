@@ -72,10 +72,7 @@ class Member(Protocol):
 
 
 def one_slot(value: float | torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Return a vector (world_size,) that is zero except at `rank`; its sum lists all ranks' values.
-
-    It lies on the CPU, or on the device of the value.
-    """
+    """Return a vector (world_size,), zero except at `rank`, on the value's device or the CPU."""
     device = value.device if isinstance(value, torch.Tensor) else None
     slots = torch.zeros(world_size, dtype=torch.float64, device=device)
     slots[rank] = value

@@ -145,8 +145,7 @@ class World:
     def join(cls, device: str = "auto") -> World:
         """Join the other ranks: with gloo on CPUs, with NCCL (and gloo for host data) on GPUs.
 
-        Raises:
-            ConfigError: the environment or the device is not usable, or other ranks did not join.
+        Raise ConfigError if the environment or the device is unusable, or other ranks are missing.
         """
         place = find_place(os.environ)
         if "OMP_NUM_THREADS" not in os.environ:
@@ -254,11 +253,7 @@ class World:
 
 
 def pick_device(wanted: str, place: Place, env: Mapping[str, str]) -> torch.device:
-    """Return the device of this rank; a GPU also becomes the current device.
-
-    Raises:
-        ConfigError: a GPU was requested or allocated, but torch sees none for this local rank.
-    """
+    """Return this rank's device, now the current one; ConfigError if torch sees no GPU for it."""
     if wanted == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -30,11 +30,7 @@ def short(tensor: torch.Tensor) -> str:
 
 
 def of_checkpoint(directory: Path) -> str:
-    """Return the hash that `of` gives for the weights in a checkpoint.
-
-    Raises:
-        Damaged: the checkpoint is not what was written.
-    """
+    """Return the hash that `of` gives for a checkpoint's weights; Damaged if it is damaged."""
     with layout.reading(directory):
         stored = manifest.read(directory).tensors.values()
         weights = [tensor for tensor in stored if tensor.key[0] == "model"]

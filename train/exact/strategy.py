@@ -70,11 +70,7 @@ class Exact(Strategy):
         return range(self._own.start * share, self._own.stop * share)
 
     def place(self, model: nn.Module, example: Batch, fill: Fill | None = None) -> None:
-        """Move the model to the device and copy the weights of rank 0 into it.
-
-        Raises:
-            ConfigError: the model has a BatchNorm layer, whose statistics depend on the ranks.
-        """
+        """Place the model with rank 0's weights; ConfigError if it has a BatchNorm layer."""
         name = next((n for n, part in model.named_modules() if isinstance(part, _BatchNorm)), None)
         if name is not None:
             raise ConfigError(

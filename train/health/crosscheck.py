@@ -45,8 +45,7 @@ _hashes: dict[str, str] = {}
 def check(world: World, config: Config, model: nn.Module) -> None:
     """Compare every rank with rank 0, before the model is spread over them; all call it together.
 
-    Raises:
-        ConfigError: the torch version, the configuration, the code or the model of a rank differs.
+    Raise ConfigError if the torch version, the configuration, the code or the model differs.
     """
     mine = {
         **facts(world.device),

@@ -97,11 +97,7 @@ class Spread:
             world.raise_together(self._different_weights())
 
     def compare(self) -> None:
-        """Pass the samples through the spread model.
-
-        Raises:
-            ConfigError: on every rank, if it computes something else.
-        """
+        """Pass the samples through the spread model; ConfigError on all ranks if it differs."""
         if self._plain is None:
             return
         strategy = self._strategy

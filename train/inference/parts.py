@@ -25,8 +25,7 @@ class Parts:
     def begin(self, facts: dict[str, Any], samples: int, size: int) -> None:
         """Begin, or continue with existing parts and their size; all parts have the same facts.
 
-        Raises:
-            ConfigError: the output file exists, or the existing parts have other facts.
+        Raise ConfigError if the output file exists, or the existing parts have other facts.
         """
         problem = ""
         if self.world.is_main:

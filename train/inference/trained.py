@@ -31,11 +31,7 @@ class Trained:
 
 
 def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
-    """Return the run with this directory or name, and its configuration with these overrides.
-
-    Raises:
-        ConfigError: the run is unknown, or a word is wrong.
-    """
+    """Return a run and its configuration with these overrides; ConfigError if they are wrong."""
     for word in words:
         if word.startswith("-") or "=" not in word:
             raise ConfigError(f"expected an option or key=value, got '{word}'; see --help")

@@ -79,10 +79,7 @@ def search(
 
 
 def trials(trial: Callable[[int], Trial], most: int, limit: float) -> list[Trial]:
-    """Return what was tried on the way to the largest size up to `most` that fits.
-
-    The search ends within a sixteenth of it.
-    """
+    """Return what was tried on the way to the largest fitting size up to `most`, or nearly that."""
     found: list[Trial] = []
     fits, fails, size = 0, most + 1, min(2, most)  # BatchNorm does not train on one sample
     while fails - fits > max(1, fits // 16):

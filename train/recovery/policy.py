@@ -126,8 +126,7 @@ class Recovery:
     def roll_back(self, saved_at: int | None) -> None:
         """Leave out the skipped steps, after loading the checkpoint of step `saved_at`, if any.
 
-        Raises:
-            FaultError: no checkpoint exists, or the last rollback to it did not help.
+        Raise FaultError if there is none, or the last rollback to it did not help.
         """
         if saved_at is None or saved_at == self._rolled_back_to:
             reason = f"the last rollback to step {saved_at} did not help"

@@ -44,12 +44,7 @@ COMPANIONS = (
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read and check a whole state, nested like the one that was saved.
-
-    Raises:
-        Damaged: the checkpoint is damaged.
-        ConfigError: another version of rollcall wrote it.
-    """
+    """Read and check a whole state, nested like the saved one; the errors are `manifest.read`'s."""
     state: dict[str, Any] = {}
     with layout.reading(path):
         stored = manifest.read(path)
