@@ -57,12 +57,11 @@ def find_place(env: Mapping[str, str]) -> Place:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Place:
-    missing = [name for name in TORCHRUN if name not in env]
-    if missing:
-        present = [name for name in TORCHRUN if name in env]
+    if missing := [name for name in TORCHRUN if name not in env]:
+        present = ", ".join(name for name in TORCHRUN if name in env)
         raise ConfigError(
-            f"the environment has {', '.join(present)} but not {', '.join(missing)}; start ranks "
-            f"with torchrun, srun or mpirun, or unset {', '.join(present)} to train alone"
+            f"the environment has {present} but not {', '.join(missing)}; start ranks with "
+            f"torchrun, srun or mpirun, or unset {present} to train alone"
         )
     return Place(
         "torchrun",
@@ -106,12 +105,10 @@ def _from_open_mpi(env: Mapping[str, str]) -> Place:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
+    if name not in env:
+        raise ConfigError(f"{name} is not set, although other variables of its launcher are")
     try:
         return int(env[name])
-    except KeyError:
-        raise ConfigError(
-            f"{name} is not set, although other variables of its launcher are"
-        ) from None
     except ValueError:
         raise ConfigError(f"{name}: expected a whole number, got '{env[name]}'") from None
 
@@ -134,11 +131,9 @@ class World:
     """All ranks that train together, and this rank's place among them (numbers as in torchrun)."""
 
     def __init__(self, place: Place, device: torch.device) -> None:
-        self.place = place
-        self.rank = place.rank
-        self.local_rank = place.local_rank
+        self.place, self.device = place, device
+        self.rank, self.local_rank = place.rank, place.local_rank
         self.world_size = place.world_size
-        self.device = device
         self.host = socket.gethostname()
 
     @classmethod

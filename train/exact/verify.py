@@ -21,6 +21,7 @@ from typing import NamedTuple
 from rollcall import config as schema
 from rollcall.config import ConfigError
 from rollcall.installation import TRAIN, command, environment
+from rollcall.parser import parser
 from rollcall.run_dir import RunDir
 from rollcall.text import table
 from rollcall.train.exact import difference
@@ -67,23 +68,13 @@ class Finished(NamedTuple):
 
 def main(words: Sequence[str]) -> int:
     """Train the runs, compare them and print a table; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rollcall verify",
-        usage=USAGE,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("kind", choices=[*WAYS, "runs"], help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--ranks",
-        type=_ranks,
-        default=[1, 2, 4],
-        metavar="N,…",
-        help="numbers of ranks (default: 1,2,4); resume uses the smallest and the largest, and "
-        "launch the largest",
-    )
-    options, rest = parser.parse_known_args(words)
+    asked = parser("verify", DESCRIPTION)
+    asked.usage = USAGE
+    asked.add_argument("kind", choices=[*WAYS, "runs"], help=argparse.SUPPRESS)
+    ranks = "numbers of ranks (default: 1,2,4); resume uses the smallest and the largest, and "
+    ranks += "launch the largest"
+    asked.add_argument("--ranks", type=_ranks, default=[1, 2, 4], metavar="N,…", help=ranks)
+    options, rest = asked.parse_known_args(words)
     try:
         if options.kind == "runs":
             return report([_existing(Path(word)) for word in rest])

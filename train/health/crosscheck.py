@@ -36,8 +36,6 @@ KERNELS = ("device", "cpu capability")
 """Facts that determine in which order a kernel adds."""
 MAX_SHOWN = 3
 """Number of differences that a message names."""
-
-
 _hashes: dict[str, str] = {}
 """Of modules seen so far, most of them before the ranks were forked; empty for installed ones."""
 

@@ -47,30 +47,18 @@ PARTS_OF_A_RANK = 4
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
     parser = argparse.ArgumentParser(prog="rollcall predict", usage=USAGE)
-    parser.add_argument("run", metavar="RUN", help="name or directory of a run")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--input",
-        metavar="FILES",
-        help="images or texts: comma-separated files, directories or quoted patterns",
-    )
-    what.add_argument(
-        "--split",
-        choices=("train", "validation"),
-        default="validation",
-        help="part of the run's data set (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl for one line per sample, .npy for an array of the outputs "
-        "(default: predictions.jsonl in the run directory)",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=64, help="samples per forward pass on one rank (default: 64)"
-    )
-    parser.add_argument("--best", action="store_true", help=trained.BEST)
+    add, what = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("run", metavar="RUN", help="name or directory of a run")
+    files = "images or texts: comma-separated files, directories or quoted patterns"
+    what.add_argument("--input", metavar="FILES", help=files)
+    split, splits = "part of the run's data set (default: %(default)s)", ("train", "validation")
+    what.add_argument("--split", choices=splits, default="validation", help=split)
+    output = ".jsonl for one line per sample, .npy for an array of the outputs "
+    output += "(default: predictions.jsonl in the run directory)"
+    add("--output", type=Path, metavar="FILE", help=output)
+    batch = "samples per forward pass on one rank (default: 64)"
+    add("--batch", type=int, default=64, help=batch)
+    add("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_known_args(words)
     try:
         run_dir, config = trained.find(options.run, overrides)

@@ -62,7 +62,7 @@ class Part:
         return nullcontext()
 
     def finish(self, model: nn.Module) -> None:
-        """Complete a step's gradients; UnusedWeights if they are NaN on all ranks for lack of some."""
+        """Complete a step's gradients; UnusedWeights if they are NaN since some were unused."""
 
     def allow_unused(self, module: nn.Module) -> nn.Module:
         """Return what is called in place of what `wrap` returned: a step may leave weights out."""

@@ -48,10 +48,8 @@ def with_proposal(run: Run) -> Run:
     With `data.micro_batch=auto`, also the one that an earlier attempt found to be the fastest.
     """
     asked, batch = run.config.data.micro_batch, run.config.data.global_batch
-    found = read_object(faults_of(run.run_dir) / FILE) if run.world.is_main else None
-    size, is_fastest = run.world.broadcast(
-        [(found or {}).get("micro_batch"), (found or {}).get("is_fastest") is True]
-    )
+    found = run.world.broadcast(run.world.is_main and read_object(faults_of(run.run_dir) / FILE))
+    size, is_fastest = ((found or {}).get(name) for name in ("micro_batch", "is_fastest"))
     most = batch + 1 if asked == "auto" else asked or batch
     if type(size) is not int or not 0 < size < most or (is_fastest and asked != "auto"):
         return run

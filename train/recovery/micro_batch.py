@@ -56,11 +56,8 @@ def search(
 ) -> Search:
     """Try passes over more and more rows of a batch; every rank calls it together.
 
-    Args:
-        world: the ranks.
-        fits_memory: computes a gradient; returns whether this rank had enough memory.
-        batch: all samples of a rank.
-        limit: bytes that this rank may use; by default, the free memory less MARGIN.
+    `fits_memory` computes the gradient of some of a rank's samples, and returns whether this rank
+    had enough memory. The limit is in bytes of this rank; by default, the free memory less MARGIN.
     """
 
     def trial(size: int) -> Trial:

@@ -49,13 +49,8 @@ class Witness:
     def finding(self) -> "Finding":
         """Return what was seen, after the context was closed."""
         rows = tuple((~self.losses.isfinite()).nonzero().flatten().tolist())
-        if self._forward:
-            return Finding(FORWARD, self._forward, rows)
-        if rows:
-            return Finding(LOSS, "the loss", rows)
-        if self._backward:
-            return Finding(BACKWARD, self._backward, rows)
-        return Finding()
+        seen = (FORWARD, self._forward), (LOSS, "the loss" * bool(rows)), (BACKWARD, self._backward)
+        return next((Finding(stage, place, rows) for stage, place in seen if place), Finding())
 
     def largest(self, count: int) -> tuple[float, tuple[int, ...]]:
         """Return the largest loss, and the rows with the `count` largest losses."""

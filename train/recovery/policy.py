@@ -66,11 +66,8 @@ class Recovery:
     """Records skipped steps and ends the run after too many; all ranks make each call together."""
 
     def __init__(self, run: Run, order: Order, strategy: Strategy, objective: Objective) -> None:
-        self._run = run
-        self._world = run.world
-        self._order = order
-        self._strategy = strategy
-        self._objective = objective
+        self._run, self._world, self._order = run, run.world, order
+        self._strategy, self._objective = strategy, objective
         # The newest steps, if they were skipped: a state that is not worth saving.
         self.row: list[int] = []
         self.left_out: set[int] = set()  # updates (from 0) that are not done, after a rollback
@@ -101,9 +98,7 @@ class Recovery:
         """Repeat a skipped step to find its cause, with the weights unchanged, and report it.
 
         Steps count from 1; `agreed` holds `loss`, summed over the samples, `count` and `grad_norm`.
-
-        Raises:
-            FaultError: `faults.max_skipped_steps` in a row were skipped.
+        Raise FaultError if `faults.max_skipped_steps` in a row were skipped.
         """
         with Witness(self._strategy.model, self._objective) as witness:
             update.gradient(batch, step - 1)
