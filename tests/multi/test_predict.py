@@ -207,6 +207,8 @@ def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
             "expected an option or key=value, got '--inptu=x'",
         ),
         (["predict", "{run}", "data.name=user_code:unvalidated"], "validation: no samples"),
+        (["predict", "{run}", "data.name=user_code:streamed"], "the samples are a stream"),
+        (["predict", "{run}", "model.name=user_code:in_a_dictionary"], "one tensor of outputs"),
         (["generate", "{run}", "--prompt", "x"], "but this run was trained on digits"),
         (["generate", "{run}", "--tokens", "1"], "only models of sequences can generate"),
         (["generate", "{run}", "--tokens", "1", "--temperature", "nan"], "expected --length"),

@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,11 +46,7 @@ class NodeLocalStore(Store):
         self.host_note = f"on {world.host}: "
         self._run_id = run_id  # distinguishes this run from an earlier one of the same name
         self._writer_pid = writer_pid
-        self._held: frozenset[int] = frozenset()
-
-    def hold(self, steps: Iterable[int]) -> None:
-        """Keep these steps, in place of those given before, however old they become."""
-        self._held = frozenset(steps)
+        self.held: frozenset[int] = frozenset()  # steps that are kept, however old they become
 
     def newest(self) -> int | None:
         """Return the newest step that any node has and that was not refused."""
@@ -61,7 +57,7 @@ class NodeLocalStore(Store):
 
     def stale(self, steps: Sequence[int]) -> list[int]:
         """Return which of these steps may be removed."""
-        return [step for step in super().stale(steps) if step not in self._held]
+        return [step for step in super().stale(steps) if step not in self.held]
 
     def refuse(self, step: int) -> str:
         """Do not offer this checkpoint again in this attempt; `forget_after` removes it."""
@@ -121,9 +117,7 @@ class LocalTier:
     """Node-local checkpoints and their copies on shared storage; all ranks call it together."""
 
     def __init__(self, engine: Engine, store: NodeLocalStore, shared: Engine) -> None:
-        self.engine = engine
-        self.store = store
-        self._shared = shared
+        self.engine, self.store, self._shared = engine, store, shared
         self._waiting: list[Copy] = []
         self._copying: list[Copy] = []
 
@@ -151,7 +145,7 @@ class LocalTier:
         self._hold()
 
     def _hold(self) -> None:
-        self.store.hold(copy.step for copy in (*self._waiting, *self._copying))
+        self.store.held = frozenset(copy.step for copy in (*self._waiting, *self._copying))
 
 
 def _copy(source: Path, host_note: str, rank: int, share: frozenset[int], written: Path) -> None:

@@ -42,10 +42,8 @@ class Saver:
         options = run.config.checkpoint
         self.problem = ""  # why the newest save to shared storage failed; empty if it succeeded
         self.seconds = 0.0  # how long that save took
-        self._run = run
-        self._make_state = make_state
-        self._facts = facts or {}
-        self._deadline = deadline
+        self._run, self._deadline = run, deadline
+        self._make_state, self._facts = make_state, facts or {}
         self._cadence = Cadence(options)
         self._best = Best(options.keep_best)
         self._hooks = Hooks(run.run_dir.check_claim, self._refused, deadline.is_late)
@@ -86,9 +84,8 @@ class Saver:
             tier.clean()
         found = restore(tiers, self._make_state)
         step = found.step if found else 0
-        is_local = bool(found and self._local and found.engine is self._local.engine)
-        self._saved_at = step if found and not is_local else None
-        self._local_at = step if found and is_local else None
+        self._saved_at = step if found and found.engine is self.checkpoints else None
+        self._local_at = step if found and found.engine is not self.checkpoints else None
         self._best.recall(run.run_dir.checkpoints, run.world)
         if self._local:
             self._local.store.forget_after(step)
@@ -194,10 +191,10 @@ class Saver:
         if result is None:
             return
         self._is_slow = False
-        if self._local and engine is self._local.engine:
-            self._ended_locally(self._local, result)
-        else:
+        if engine is self.checkpoints:
             self._ended_on_shared(result)
+        elif self._local:
+            self._ended_locally(self._local, result)
 
     def _ended_on_shared(self, result: SaveResult) -> None:
         step, self.problem, self.seconds = result.step, "", result.seconds
@@ -237,10 +234,10 @@ class Saver:
         stall, seconds = round(result.stall, 4), round(result.seconds, 3)
         self._run.record("checkpointed", step=result.step, seconds=seconds, stall=stall, **more)
 
-    def _refused_locally(self, step: int, problem: str) -> None:
-        text = f"the local checkpoint of step {step} cannot be used: {problem}"
-        self._run.tell("refused", text, step=step, reason=problem, local=True)
-
     def _refused(self, step: int, problem: str) -> None:
         text = f"{self.checkpoints.store.place(step)} is damaged and was set aside: {problem}"
         self._run.tell("refused", text, step=step, reason=problem)
+
+    def _refused_locally(self, step: int, problem: str) -> None:
+        text = f"the local checkpoint of step {step} cannot be used: {problem}"
+        self._run.tell("refused", text, step=step, reason=problem, local=True)

@@ -110,12 +110,13 @@ def _train_all(kind: str, ranks: Sequence[int], words: Sequence[str]) -> Iterato
 def _existing(path: Path) -> Finished:
     run_dir = RunDir(path.parent, path.name)
     events = run_dir.read_events()
-    if not any("weights" in line for line in events if line["event"] == "finished"):
+    finished = [line for line in events if line["event"] == "finished"]
+    if not finished or not {"step", "weights"} <= finished[-1].keys():
         raise ConfigError(
             f"{path}: events.jsonl has no hash of the final weights; expected the directory of a "
             "finished run with exact=true"
         )
-    ranks = [str(line["world_size"]) for line in events if line["event"] == "started"]
+    ranks = [str(line.get("world_size")) for line in events if line["event"] == "started"]
     return Finished(str(path), ", then ".join(ranks), run_dir)
 
 

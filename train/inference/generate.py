@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
     add("--length", type=int, default=200, help="number of tokens to add (default: %(default)s)")
     heat = "divides the logits: below 1 favors likely tokens, 0 takes the likeliest (default: 1)"
     add("--temperature", type=float, default=1.0, help=heat)
-    add("--top-k", type=int, default=0, help="take only the K likeliest tokens (default: all)")
+    add("--top-k", type=int, default=0, help="take from the K likeliest tokens (default: all)")
     add("--seed", type=int, default=0, help="seed of the random choice (default: 0)")
     add("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_known_args(words)
@@ -131,7 +131,13 @@ def tokens(
         # Always the full length, which meshes can divide; causal attention ignores the padding.
         inputs = torch.tensor([window + [0] * (length - len(window))], device=world.device)
         batch = Batch(inputs, torch.zeros_like(inputs), torch.ones(1, device=world.device))
-        logits = model.strategy.forward(batch)[0, len(window) - 1].cpu()
+        outputs = model.outputs(batch)
+        if outputs.ndim != 3:
+            raise ConfigError(
+                f"model.name={model.config.model.name} returns outputs of shape "
+                f"{tuple(outputs.shape)}; to generate, expected logits (rows, length, tokens)"
+            )
+        logits = outputs[0, len(window) - 1].cpu()
         drawn = torch.tensor([_draw(logits, temperature, top_k, generator)])
         dist.broadcast(drawn, 0)  # one rank draws: logits of others may differ in the last bit
         text.append(int(drawn))

@@ -118,11 +118,16 @@ def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[s
     """Return the samples, and facts that identify them for a later start."""
     from rollcall.train.data.packing import Packed
     from rollcall.train.data.sets import files
+    from rollcall.train.data.stream import Stream
 
     source = model.source
     if options.input is None:
         dataset: Any = source.train if options.split == "train" else source.validation
         rows = dataset.rows if isinstance(dataset, Packed) else dataset
+        if isinstance(rows, Stream):
+            raise ConfigError(
+                f"--split {options.split}: the samples are a stream without numbers; use --input"
+            )
         return rows, {"input": options.split}
     if source.read is None:
         raise ConfigError(
@@ -182,7 +187,7 @@ def _compute(
     writes = shares.index(strategy.data_rank) == world.rank
     content: list[Any] = []
     for number, read in enumerate(batches):
-        outputs = strategy.forward(read.to(world.device)).cpu()
+        outputs = model.outputs(read.to(world.device)).cpu()
         content += output.encode(indices(number), outputs, read.to(torch.device("cpu")))
         turn, place = divmod(number, passes)
         if place < passes - 1:

@@ -12,7 +12,9 @@ from rollcall.run_dir import RunDir, named
 from rollcall.text import did_you_mean
 
 if TYPE_CHECKING:
-    from rollcall.train.data.source import Source
+    import torch
+
+    from rollcall.train.data.source import Batch, Source
     from rollcall.train.dist.world import World
     from rollcall.train.parallel.strategy import Strategy
 
@@ -28,6 +30,16 @@ class Trained:
     step: int  # of the checkpoint
     source: "Source"
     strategy: "Strategy"
+
+    def outputs(self, batch: "Batch") -> "torch.Tensor":
+        """Return the outputs for a batch of this rank; ConfigError if they are not one tensor."""
+        found = self.strategy.forward(batch)
+        if not hasattr(found, "ndim"):
+            raise ConfigError(
+                f"model.name={self.config.model.name}: expected one tensor of outputs, got a "
+                f"{type(found).__name__}"
+            )
+        return found  # type: ignore[no-any-return]
 
 
 def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
@@ -89,7 +101,7 @@ def load(
     begin = start.built(config, models.maker(config, source, world.device), draws=False)
     if not config.checkpoint.save_frozen:
         start.read_init(begin, config, world)
-    order = Order(source.train_size, 2, 2, config.seed)
+    order = Order.of_run(config, source)
     example = next(training_batches(source, order, range(2), range(1)))
     strategy.place(begin.model, example, begin.fill)
     weights = state_dict.get_model_state_dict(strategy.model, options=OPTIONS)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from rollcall.train.numerics.losses import Objective
 
@@ -73,5 +74,5 @@ class Witness:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    found = output if isinstance(output, tuple | list) else [output]
+    found = tree_leaves(output)
     return [one for one in found if isinstance(one, torch.Tensor) and one.is_floating_point()]

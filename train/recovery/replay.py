@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         return 0 if wants_help else 2
     try:
         name, step, *settings = words
-        if not step.isdigit():
+        if not step.isdecimal():
             raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
         run_dir, config = trained.find(name, settings)
         run = run_dir.path
@@ -81,12 +81,11 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     from rollcall.train.weights import start
 
     fault = facts["fault"]
-    step, batch_size = fault["step"], config.data.global_batch
+    step, size = fault["step"], fault["micro_batch"]
     precision.prepare(config.precision, world.device)
     objective = losses.Objective(losses.of(config))
     source = sets.load(config.data, world, config.seed).learned_by(objective.loss)
-    samples = facts.get("samples", (step - 1) * batch_size)
-    order = Order(source.train_size, samples + batch_size, batch_size, config.seed)
+    order = Order.of_run(config, source)
     order.continue_from(step - 1, facts)
     rows = range(*fault["rows"])
     begin = start.built(config, models.maker(config, source, world.device), draws=False)
@@ -96,7 +95,6 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     state = {"model": dict(begin.model.state_dict())}
     Engine(Store(run / "faults", world)).load(step, state)
     set_seed(config.seed, "step", fault["stream"], step - 1)
-    size = fault["micro_batch"]
     parts = [
         batch.map(lambda tensor, at=at: tensor[at : at + size].to(world.device))  # type: ignore[misc]
         for at in range(0, len(rows), size)

@@ -50,7 +50,8 @@ def _row(path: Path) -> tuple[str, ...]:
     try:
         stored = manifest.read(path)
     except (Damaged, ConfigError) as error:
-        return (path.name, "", "", "", "", f"damaged: {error}")
+        damaged = "damaged: " * isinstance(error, Damaged)
+        return (path.name, "", "", "", "", f"{damaged}{error}")
     facts = stored.facts
     try:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
