@@ -57,6 +57,7 @@ def test_one_process_predicts_what_the_evaluation_counted(
     ("ranks", "more"),
     [
         (3, ("--batch", "7", "data.num_workers=1")),
+        (1, ("--batch", "99999999999")),
         (2, ("parallel.strategy=zero3",)),
         (4, ("parallel.mesh=pipeline=2,tensor=2", "data.micro_batch=8")),
     ],

@@ -79,14 +79,14 @@ class Exact(Strategy):
                 "Replace it by GroupNorm or LayerNorm, or remove exact=true"
             )
         super().place(model, example, fill)
-        for tensor in self._model.state_dict().values():
+        for tensor in self.model.state_dict().values():
             if not tensor.is_meta:  # as in a plan
                 dist.broadcast(tensor, 0)
 
     def describe(self) -> str:
         """Describe in one paragraph what each rank holds and exchanges."""
         rounds = len(self._peers())
-        gradients = size(sum(weight.nbytes for weight in self._model.parameters()))
+        gradients = size(sum(weight.nbytes for weight in self.model.parameters()))
         exchanges = f", with {rounds} exchanges of {gradients} per step" * bool(rounds)
         return (
             f"{super().describe()} Exact: each rank computes {len(self._own)} of {self._count} "
@@ -96,7 +96,7 @@ class Exact(Strategy):
     def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
         """Compute the gradient of the mean loss over `count` samples, summed shard by shard."""
         step_seed = torch.initial_seed()
-        parameters = [weight for weight in self._model.parameters() if weight.requires_grad]
+        parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
         shards = list(self._shards(micro_batches))
         losses: list[torch.Tensor] = []
         tree = Tree()
@@ -114,7 +114,7 @@ class Exact(Strategy):
         )
         for weight, gradient in zip(parameters, gradients, strict=True):
             weight.grad = gradient
-        self._on_step(self._model, shards, losses)
+        self._on_step(self.model, shards, losses)
         # The caller sums this over all ranks; zeros from the other ranks change no bit.
         return total * (self.world.rank == 0)
 

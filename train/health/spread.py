@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -136,9 +135,7 @@ class Spread:
         if config.parallel.compression != "none":
             return f"parallel.compression={config.parallel.compression} changes the gradients"
         needed = 2 * sum(weight.nbytes for weight in model.parameters())
-        free = psutil.virtual_memory().available // world.place.local_world_size
-        if world.device.type == "cuda":
-            free = torch.cuda.mem_get_info(world.device)[0]
+        free = memory.free(world)
         if 2 * needed > free:
             return (
                 f"its weights and gradients take {size(needed)}, more than half of the "

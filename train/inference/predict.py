@@ -90,6 +90,7 @@ def _predict(
         samples = len(dataset)
         if not samples:
             raise ConfigError(f"{options.input or options.split}: no samples to predict")
+        options.batch = min(options.batch, samples)
         facts = {**facts, "run": str(run_dir.path), "step": model.step}
         parts.begin(facts, samples, _size(samples, model.strategy.data_ranks, options.batch))
         output = FORMATS[options.output.suffix](model, dataset, options.input is None)

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from rollcall.records.files import read_object, write_atomic
 from rollcall.run_dir import RunDir
 from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import World
 
 # Messages of the CPU allocators: https://github.com/pytorch/pytorch/blob/main/c10/core/impl/alloc_cpu.cpp
 HOST_MESSAGES = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
@@ -22,6 +24,26 @@ def is_exhausted(error: Exception) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_MESSAGES)
+
+
+def free(world: World) -> float:
+    """Return the bytes that this rank may still take: of its GPU, or its share of the host's."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(world.device)[0])
+    found = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
+    for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
+        texts = [_text(folder / name) for name in ("memory.max", "memory.current")]
+        if all(text.isdecimal() for text in texts):
+            found = min(found, max(0, int(texts[0]) - int(texts[1])))
+    return found / world.place.local_world_size
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def snapshot(run: Run, step: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
+from rollcall.train.recovery import memory
 
 MARGIN = 0.1
 """Share of the memory that stays free: longer samples or fragments may need it."""
@@ -71,7 +72,7 @@ def search(
             times.append(time.perf_counter() - began)
         return Trial(size, *_most(world, _peak(world.device) if fits else math.inf, min(times)))
 
-    (least,) = _most(world, -(limit or _free(world) * (1 - MARGIN)))
+    (least,) = _most(world, -(limit or _usable(world) * (1 - MARGIN)))
     return Search(trials(trial, len(batch.weights), -least), -least)
 
 
@@ -103,25 +104,11 @@ def _most(world: World, *mine: float) -> list[float]:
     return list(world.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist())
 
 
-def _free(world: World) -> float:
+def _usable(world: World) -> float:
     """Return the bytes that this rank may use: what it has, and its share of what is free."""
-    if world.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(world.device)
-        return free + torch.cuda.memory_reserved(world.device)
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
-    for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
-        texts = [_text(folder / name) for name in ("memory.max", "memory.current")]
-        if all(text.isdecimal() for text in texts):
-            free = min(free, max(0, int(texts[0]) - int(texts[1])))
-    return float(psutil.Process().memory_info().rss + free / world.place.local_world_size)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    on_gpu = world.device.type == "cuda"
+    own = torch.cuda.memory_reserved(world.device) if on_gpu else psutil.Process().memory_info().rss
+    return own + memory.free(world)
 
 
 def _forget_peak(device: torch.device) -> None:

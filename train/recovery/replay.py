@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
         run_dir, config = trained.find(name, settings)
         run = run_dir.path
         directory = layout.place(run / "faults", int(step))
-        facts = manifest.read(directory).facts if directory.exists() else {}
+        facts = manifest.read_named(directory).facts if directory.exists() else {}
         if "fault" not in facts:
             found = sorted(layout.published(run / "faults"))
             steps = ", ".join(map(str, found)) or "none"

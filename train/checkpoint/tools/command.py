@@ -28,9 +28,12 @@ def main(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     try:
         return int(arguments.command(arguments))
-    except (ConfigError, Damaged, OSError) as error:
-        print(f"rollcall: error: {_plain(str(error))}", file=sys.stderr)
-        return 2
+    except (ConfigError, Damaged) as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    print(f"rollcall: error: {_plain(problem)}", file=sys.stderr)
+    return 2
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -117,6 +120,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
     path, target = _checkpoint(arguments.path, arguments.best), arguments.target
     form = arguments.format or target.suffix.removeprefix(".")
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target}: expected a new name in a folder that exists")
     if form not in export.FORMATS:
         raise ConfigError(
             f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or "

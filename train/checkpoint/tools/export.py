@@ -248,8 +248,6 @@ def _new_file(target: Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """Make a folder that gets its name once it is complete."""
-    if target.exists():
-        raise ConfigError(f"{target} exists already; choose another target")
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     beside.mkdir()
     try:
