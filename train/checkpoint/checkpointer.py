@@ -206,9 +206,8 @@ class Checkpointer:
             mine = torch.tensor([int.from_bytes(digest.digest(), "big")])
             if len({*self._world.gather(mine).flatten().tolist()}) > 1:
                 raise ValueError(
-                    f"{name} differs between the ranks, so it cannot be restored on another number "
-                    "of ranks: keep what is equal on all ranks, and derive the rest from the step "
-                    "and the rank"
+                    f"{name} differs between the ranks: keep what is equal on all ranks, and "
+                    "derive the rest from the step and the rank"
                 )
 
 

@@ -65,9 +65,8 @@ def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
     if version == 1 or (intact and isinstance(version, int) and version > FORMAT):
         age = "an earlier" if version == 1 else "a newer"
         raise ConfigError(
-            f"{directory} was written by {age} version of rollcall (format {version}; this version "
-            f"reads format {FORMAT}): resume with that version, or start a new run with another "
-            "run.name"
+            f"{directory} was written by {age} version of rollcall (format {version} instead of "
+            f"{FORMAT}): resume with that version, or start a new run with another run.name"
         )
     if not intact or version != FORMAT:
         raise Damaged(f"{NAME} is not what was written: its checksum differs")

@@ -66,9 +66,8 @@ class Store:
         aside = layout.refused(self.directory) if self.world.is_main else []
         self.world.raise_together(
             f"{self.directory} holds no intact checkpoint: "
-            f"{', '.join(path.name for path in aside)} {'is' if len(aside) == 1 else 'are'} "
-            "damaged, and nothing was deleted. `rollcall checkpoint verify` names the damaged "
-            "files; restore a copy of a checkpoint, or start a new run with another run.name"
+            f"{', '.join(path.name for path in aside)}. Nothing was deleted; `rollcall checkpoint "
+            "verify` names what is damaged. Restore a copy, or start a run with another run.name"
             if aside or self._refused
             else ""
         )

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,13 +63,9 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
             f"the environment has {present} but not {', '.join(missing)}; start ranks with "
             f"torchrun, srun or mpirun, or unset {present} to train alone"
         )
-    return Place(
-        "torchrun",
-        rank=_number(env, "RANK"),
-        local_rank=_number(env, "LOCAL_RANK"),
-        world_size=_number(env, "WORLD_SIZE"),
-        local_world_size=_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1,
-    )
+    alone = {"LOCAL_WORLD_SIZE": "1", **env}
+    numbers = _numbers(alone, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return Place("torchrun", *numbers)
 
 
 def _from_slurm(env: Mapping[str, str]) -> Place:
@@ -80,37 +76,28 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         count, _, times = part.partition("(x")
         counts += [int(count)] * int(times.rstrip(")") or 1)
-    return Place(
-        "srun",
-        rank=_number(env, "SLURM_PROCID"),
-        local_rank=_number(env, "SLURM_LOCALID"),
-        world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
-        local_world_size=counts[_number(env, "SLURM_NODEID")],
-        nodes=tuple(nodes),
-        key=f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
-    )
+    names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"
+    *numbers, node = _numbers(env, *names)
+    key = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    return Place("srun", *numbers, counts[node], nodes=tuple(nodes), key=key)
 
 
 def _from_open_mpi(env: Mapping[str, str]) -> Place:
-    return Place(
-        "mpirun",
-        rank=_number(env, "OMPI_COMM_WORLD_RANK"),
-        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
-        local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        nodes=tuple(hosts.expand(env.get("SLURM_JOB_NODELIST", ""))),
-        # The same in all processes of this mpirun, different in the next one.
-        key=env.get("PMIX_NAMESPACE", "") + env.get("OMPI_MCA_ess_base_jobid", ""),
-    )
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+    nodes = tuple(hosts.expand(env.get("SLURM_JOB_NODELIST", "")))
+    # The same in all processes of this mpirun, different in the next one.
+    key = env.get("PMIX_NAMESPACE", "") + env.get("OMPI_MCA_ess_base_jobid", "")
+    return Place("mpirun", *_numbers(env, *names), nodes=nodes, key=key)
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
-    if name not in env:
-        raise ConfigError(f"{name} is not set, although other variables of its launcher are")
-    try:
-        return int(env[name])
-    except ValueError:
-        raise ConfigError(f"{name}: expected a whole number, got '{env[name]}'") from None
+def _numbers(env: Mapping[str, str], *names: str) -> Iterator[int]:
+    for name in names:
+        if name not in env:
+            raise ConfigError(f"{name} is not set, although other variables of its launcher are")
+        try:
+            yield int(env[name])
+        except ValueError:
+            raise ConfigError(f"{name}: expected a whole number, got '{env[name]}'") from None
 
 
 def _check(place: Place, env: Mapping[str, str]) -> None:

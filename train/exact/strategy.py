@@ -74,9 +74,8 @@ class Exact(Strategy):
         name = next((n for n, part in model.named_modules() if isinstance(part, _BatchNorm)), None)
         if name is not None:
             raise ConfigError(
-                f"exact=true does not work with layer {name} of the model: BatchNorm computes its "
-                "statistics from one rank's samples, so they depend on the number of ranks. "
-                "Replace it by GroupNorm or LayerNorm, or remove exact=true"
+                f"exact=true does not work with layer {name} of the model: BatchNorm's statistics "
+                "depend on the ranks. Replace it by GroupNorm or LayerNorm, or remove exact=true"
             )
         super().place(model, example, fill)
         for tensor in self.model.state_dict().values():

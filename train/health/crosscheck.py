@@ -65,9 +65,8 @@ def check(world: World, config: Config, model: nn.Module) -> None:
     kernels = [text for name in KERNELS for text in differences(name, main[name], mine[name])]
     if kernels and config.exact:
         print(
-            f"rollcall: warning: rank {world.rank} on {world.host} uses different kernels than "
-            f"rank 0 ({'; '.join(kernels)}); with exact=true, only runs on the same mix of "
-            "processors end with equal weights",
+            f"rollcall: warning: rank {world.rank} on {world.host} uses other kernels than rank 0 "
+            f"({'; '.join(kernels)}); only runs on the same processors end with equal weights",
             file=sys.stderr,
             flush=True,
         )

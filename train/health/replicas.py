@@ -110,8 +110,7 @@ class Replicas:
         ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} of {world.world_size}"
         text = (
             f"the weights of {ranks} differ from the other replicas', seen in {tensor} after step "
-            f"{step}; look for a faulty device or different CPUs, and restart from an earlier "
-            "checkpoint"
+            f"{step}; look for a faulty device or different CPUs, and go back to a checkpoint"
         )
         self._run.tell("diverged", text, step=step, ranks=odd, tensor=tensor)
         if self._run.config.faults.divergence == "stop":

@@ -114,8 +114,7 @@ class Recovery:
             raise FaultError(
                 f"{_steps(self.row)} skipped, the last one because of {fault.kind} in "
                 f"{fault.place}: see `rollcall replay {self._run.run_dir.path} {step}`, lower "
-                "optim.lr or set optim.clip_norm, or set faults.on_repeated=rollback to leave such "
-                "batches out"
+                "optim.lr, set optim.clip_norm, or leave them out by faults.on_repeated=rollback"
             )
 
     def roll_back(self, saved_at: int | None) -> None:
