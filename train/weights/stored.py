@@ -80,7 +80,7 @@ class Checkpoint:
         self.where = str(path)
         self._path = path
         self._stored = manifest.read_named(path)
-        optim = self._stored.facts.get("config", {}).get("optim", {})
+        optim = self._stored.about("config", "optim")
         keys = [tensor.key for tensor in self._stored.tensors.values()]
         has_average = bool(optim.get("evaluate_ema")) and any(key[0] == "ema" for key in keys)
         self.where += " (its average)" * has_average
