@@ -182,12 +182,18 @@ def named(word: str, holding: str = "") -> Path | None:
     return next((path for path in places if is_there(path / holding)), None)
 
 
+def plain(stem: str) -> str:
+    """Return a text such as the name of a file as `run.name` may be."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")[:80] or "run"
+
+
 def default_name(recipe: str) -> str:
     """Name a run after its recipe and the Slurm job or the time.
 
     A restarted attempt must find its run again: a requeued job keeps its id, and ranks that
     torchrun restarts have the same parent as before.
     """
+    recipe = plain(recipe)
     if "SLURM_STEP_ID" in os.environ:
         return f"{recipe}-{os.environ['SLURM_JOB_ID']}"
     begin = time.time()

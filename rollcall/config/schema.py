@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 # Searching all installed packages for pydantic plugins takes a sixth of the start of a command.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from rollcall.config import yaml_values
 from rollcall.config.catalog import DATA_SETS, LOGGERS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
@@ -48,6 +56,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
     ON_RESUME: ClassVar[OnResume] = OnResume.TELL  # for keys that do not say it themselves
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and is_number(cls.model_fields[str(info.field_name)].annotation):
+            raise PydanticCustomError("not_a_number", "expected a number")
+        return value
+
+
+def is_number(kind: Any) -> bool:
+    """Return whether a type has numbers but no true and false, which pydantic takes for 1 and 0."""
+    parts = [kind, *get_args(kind)]
+    parts += [part for union in parts[1:] for part in get_args(union)]
+    return bool not in parts and (int in parts or float in parts)
+
 
 def _key(default: Any, meaning: str, on_resume: OnResume | None = None, **limits: Any) -> Any:
     field = Field(default=default, description=meaning, **limits)
@@ -67,7 +89,10 @@ def entries(value: Any) -> Any:
     if isinstance(value, str):
         value = [word.strip() for word in value.split(",")]
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
-        value = {word.rpartition(":")[2].rpartition(".")[2]: word for word in value}
+        names = [word.rpartition(":")[2].rpartition(".")[2] for word in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"names that differ, such as {{first: a:{twice}, second: b:{twice}}}")
+        value = dict(zip(names, value, strict=True))
     if not isinstance(value, dict):
         return value
     found = {}

@@ -91,11 +91,15 @@ def dump(values: Any, **options: Any) -> str:
 @contextlib.contextmanager
 def _explained(text: str) -> Iterator[None]:
     try:
-        depth = 0
+        within: list[str | None] = []  # the anchors of the open collections
         for event in yaml.parse(text, yaml.CBaseLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
+            if isinstance(event, yaml.CollectionStartEvent):
+                within.append(event.anchor)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                within.pop()
+            elif isinstance(event, yaml.AliasEvent) and event.anchor in within:
+                raise yaml.YAMLError(f"*{event.anchor} stands inside of what it names")
+            if len(within) > DEEPEST:
                 raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")
         yield
     except yaml.YAMLError:

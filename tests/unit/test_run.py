@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollcall import deadline, run_dir
+from rollcall.config import parse
 from rollcall.deadline import Deadline
 from rollcall.records.files import write_atomic
 from rollcall.records.run import JobEnd
@@ -56,6 +57,12 @@ def test_a_requeued_job_finds_its_run_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert run_dir.default_name("digits") == "digits-17"
+
+
+@pytest.mark.parametrize("recipe", ["my recipe", "_x", "é", "a" * 200])
+def test_the_name_of_a_file_becomes_a_name_that_a_run_may_have(recipe: str) -> None:
+    name = run_dir.default_name(recipe)
+    assert parse([f"run.name={name}"])[1].run.name == name
 
 
 def test_lines_wait_for_a_disk_that_takes_none(tmp_path: Path) -> None:
