@@ -350,7 +350,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         counted = rows.targets >= 0
         right = (outputs.argmax(-1) == rows.targets)[counted].float().mean()
         assert result is not None
-        assert result.figures()["accuracy"] == pytest.approx(right.item())
+        assert result.values["accuracy"] == pytest.approx(right.item())
         mean = nn.functional.cross_entropy(outputs, rows.targets)
         assert result.loss == pytest.approx(mean.item())
         before = copy.deepcopy(model.state_dict())
