@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from rollcall.config import mesh, parse
+from rollcall.config import parse
 from rollcall.config.schema import ConfigError, Parallel
 
 
@@ -72,11 +72,6 @@ def test_contradictions_are_refused(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         parse(" ".join(f"parallel.{word}" for word in words).split())
     assert expected in str(refusal.value)
-
-
-def test_every_strategy_of_the_schema_has_a_mesh() -> None:
-    strategies = typing.get_args(Parallel.model_fields["strategy"].annotation)
-    assert set(strategies) == set(mesh.PRESETS)
 
 
 def test_stages_are_balanced() -> None:

@@ -13,7 +13,7 @@ from rollcall.config import parse
 from rollcall.deadline import Deadline
 from rollcall.records.files import write_atomic
 from rollcall.records.run import JobEnd
-from rollcall.run_dir import RunDir, Verdict
+from rollcall.run_dir import RunDir
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,23 +33,9 @@ def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert path.read_bytes() == b"of caf\xe9"
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_others_cannot_read_a_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "name")
     run_dir.create()
-    run_dir.record("started")
-    with run_dir.events.open("a") as file:
-        file.write('{"event": "resu')
-    assert [line["event"] for line in run_dir.read_events()] == ["started"]
-    run_dir.record("resumed", step=3)
-    assert [line["event"] for line in run_dir.read_events()] == ["started", "resumed"]
-
-
-def test_verdict_reads_back(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path, "name")
-    run_dir.create()
-    assert run_dir.read_verdict() is None
-    run_dir.conclude(Verdict("done", 7, "7 steps trained"))
-    assert run_dir.read_verdict() == Verdict("done", 7, "7 steps trained")
     assert run_dir.path.stat().st_mode & 0o077 == 0
 
 

@@ -96,11 +96,6 @@ def test_training_does_not_thaw_what_the_parent_of_the_ranks_froze() -> None:
         gc.unfreeze()
 
 
-def test_a_rule_needs_the_batch_it_starts_from() -> None:
-    with pytest.raises(ConfigError, match="need each other"):
-        parse(["optim.lr_scaling=linear"])
-
-
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -210,6 +205,7 @@ def test_tf32_is_refused_on_cpus() -> None:
         ["precision=fp8", "parallel.strategy=tensor"],
         ["train.compile=true", "parallel.strategy=dp"],
         ["optim.evaluate_ema=true"],
+        ["optim.lr_scaling=linear"],
     ],
 )
 def test_what_cannot_work_together_is_refused(words: list[str]) -> None:
