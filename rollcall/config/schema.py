@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from rollcall.config import yaml_values
 from rollcall.config.catalog import DATA_SETS, LOGGERS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
 from rollcall.config.mesh import PRESETS, fit
-from rollcall.refusal import RefusedError
+from rollcall.refusal import ConfigError as ConfigError
 
 if TYPE_CHECKING:
     Strategy = str
@@ -36,10 +36,6 @@ else:
 Schedule = Literal[
     "1f1b", "gpipe", "interleaved", "breadth-first", "zero-bubble", "zbv", "dualpipev", "sequential"
 ]
-
-
-class ConfigError(RefusedError, ValueError):
-    """A wrong configuration; the message says what was expected and what to do."""
 
 
 class OnResume(enum.Enum):

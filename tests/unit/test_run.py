@@ -33,12 +33,6 @@ def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert path.read_bytes() == b"of caf\xe9"
 
 
-def test_others_cannot_read_a_run(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path, "name")
-    run_dir.create()
-    assert run_dir.path.stat().st_mode & 0o077 == 0
-
-
 def test_a_requeued_job_finds_its_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
