@@ -241,7 +241,8 @@ def reference() -> str:
         "explains one key.",
     ]
     section = None
-    for name, kind, default, meaning, _ in describe():
+    for key in describe():
+        name, default = key.name, key.default
         first = name.partition(".")[0] if "." in name else ""
         if first != section:
             section = first
@@ -258,7 +259,7 @@ def reference() -> str:
             if default is None
             else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
-        cells = (f"`{name}`", kind, shown, meaning)
+        cells = (f"`{name}`", key.type, shown, key.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "## Commands", ""]
     lines += ["| command | what it does |", "| --- | --- |"]
