@@ -83,3 +83,9 @@ def test_a_copy_of_the_output_has_the_lines_that_stay(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "rank-0.log"
     subprocess.run([sys.executable, "-c", code, str(log)], check=True, capture_output=True)
     assert log.read_text() == "one\ntwo\n"
+    log.unlink()
+    ours, theirs = os.pipe()
+    os.close(ours)  # as if the terminal were gone
+    subprocess.run([sys.executable, "-c", code, str(log)], check=True, stdout=theirs)
+    os.close(theirs)
+    assert log.read_text() == "one\ntwo\n"
