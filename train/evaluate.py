@@ -31,16 +31,12 @@ Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
 class Evaluation:
     """Figures over the whole validation data; figures of further sets are named set/figure."""
 
-    values: Mapping[str, float]
+    values: dict[str, float]
 
     @property
     def loss(self) -> float:
         """The mean loss of the first validation set."""
         return self.values["loss"]
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures that apply to the data, by name."""
-        return dict(self.values)
 
     def __str__(self) -> str:
         return "  ".join(f"{name} {shown(name, value)}" for name, value in self.values.items())

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -139,9 +140,7 @@ class Metrics:
 
     def _left(self, step: int) -> str:
         per_step = (time.perf_counter() - self._start) / max(1, step - self._first)
-        minutes, seconds = divmod(round(per_step * (self._last - step)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}"
+        return str(timedelta(seconds=round(per_step * (self._last - step))))
 
 
 def _bar(console: Console) -> Progress:

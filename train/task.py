@@ -116,13 +116,13 @@ class Task:
             return self._stop.agree()
         if not result.values:
             return result
-        self.patience.add(step, result.figures())
+        self.patience.add(step, result.values)
         self.result = result
         run.say(f"step {step}/{self.order.steps}  validation {result}")
         seconds = round(time.perf_counter() - began, 4)
-        run.record("evaluated", step=step, seconds=seconds, **result.figures())
+        run.record("evaluated", step=step, seconds=seconds, **result.values)
         if run.world.is_main:
-            values = {f"val_{name}": value for name, value in result.figures().items()}
+            values = {f"val_{name}": value for name, value in result.values.items()}
             line = Validation.parse({"step": step, "time": time.time(), **values})
             assert line is not None, "the figures have a loss"
             path = run.run_dir.path
@@ -155,7 +155,7 @@ class Task:
         """Return rows for the summary of the run."""
         if self.result is None:
             return {}
-        figures = self.result.figures()
+        figures = self.result.values
         first = ["accuracy"] if "accuracy" in figures else []  # the first row, as people want it
         names = [
             *first,

@@ -148,7 +148,7 @@ class Trainer:
                 raise
         if isinstance(result, Action):
             return result
-        self.saver.evaluated(self.step, result.figures())
+        self.saver.evaluated(self.step, result.values)
         return Action.CONTINUE
 
     def _load(self) -> Restored | None:

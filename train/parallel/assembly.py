@@ -46,7 +46,7 @@ def parts(
     data = tuple(name for name in names if name in ("replicate", "shard"))
     code = preset.part or (preset.single_process_part if world.world_size == 1 else "")
     if code:
-        found.append(load_attribute(code, "parallel.strategy", {})(config, world, mesh))
+        found.append(load_attribute(code, "parallel.strategy")(config, world, mesh))
     elif mesh and "shard" in data and options.stage > 1:
         # A mesh of one shard has nothing to free after a forward pass.
         stage = options.stage if mesh["shard"].size() > 1 else 2

@@ -106,7 +106,7 @@ def without_samples(config: Data, facts: Mapping[str, Any]) -> Source | None:
 
 
 def _declared(name: str, attribute: str) -> Any:
-    return getattr(load_attribute(name, "data.name", DATA_SETS), attribute, None)
+    return getattr(load_attribute(DATA_SETS.get(name, name), "data.name"), attribute, None)
 
 
 def _reader(config: Data, classes: int) -> ReadFiles | None:
