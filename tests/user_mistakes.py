@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -175,8 +176,23 @@ def endless() -> Any:
     return Stream(pairs()[0]), pairs()[1]
 
 
+class Long(Stream):
+    """Says that it has more samples than it yields."""
+
+    def __len__(self) -> int:
+        return 100
+
+
+def long() -> Any:
+    return Long(pairs()[0]), None
+
+
 def dry() -> Any:
     return Stream([]), pairs()[1]
+
+
+def unsized() -> Any:
+    return SimpleNamespace(shards=[Stream(pairs()[0])]), None
 
 
 def broken_collate(samples: list[Any]) -> Any:

@@ -79,6 +79,14 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["data.name=user_mistakes:endless", "train.steps=null"],
         "is a stream of unknown length: set train.steps",
     ),
+    "stream shorter than its length": (
+        ["data.name=user_mistakes:long", "train.steps=3"],
+        f"{DATA}: the stream ended after 8 samples, but its len.. is 100; correct it, or remove",
+    ),
+    "shards without lengths": (
+        ["data.name=user_mistakes:unsized"],
+        f"{DATA}: shard 0 has the length None; let len.. return its number of samples, or list",
+    ),
     "empty stream": (["data.name=user_mistakes:dry"], "the stream has no sample"),
     "built-in model without classes": (
         ["model.name=mlp"],

@@ -57,10 +57,10 @@ class ModelLoss:
 
 
 def _seen(loss: torch.Tensor, found: Any, labels: Any, told: str) -> str:
-    """Return over what the loss is the mean cross entropy of the logits; else what the user told.
+    """Return what the loss is a mean over: found by comparing it with the logits, or as told.
 
     Raises:
-        ConfigError: nobody knows, or the user told something else.
+        ConfigError: the logits do not show it, or show that the user told something else.
     """
     logits, fits = getattr(found, "logits", None), []
     if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor):

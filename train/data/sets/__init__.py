@@ -14,7 +14,7 @@ from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data.form import shape_of
 from rollcall.train.data.reader import Reader, Selection
 from rollcall.train.data.source import Batch, InMemory, ReadFiles, Source
-from rollcall.train.data.stream import Stream, adapted
+from rollcall.train.data.stream import PARTS, Stream, adapted
 from rollcall.train.dist.world import World
 
 
@@ -51,7 +51,11 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         collate=collate,
     )
     every: list[Any] = [found.train, found.validation, *found.further.values()]
-    train, validation, *further = (adapted(one, config.name, seed, form) for one in every)
+    # A rank evaluates neighboring samples, so that one part of all shards is best there.
+    every = [
+        adapted(one, config.name, seed, form, 1 if n else PARTS) for n, one in enumerate(every)
+    ]
+    train, validation, *further = every
     size, count = (-1, -1) if config.pack else (found.train_size, found.validation_size)
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
