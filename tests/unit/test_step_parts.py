@@ -357,7 +357,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         assert (found["loss"], found["grad_norm"], found["skipped"]) == (0, 0, 0)
         assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
         rows.targets[:] = -100
-        with pytest.raises(ConfigError, match="no target that counts"):
+        with pytest.raises(ConfigError, match="no target of the validation data counts"):
             evaluate(strategy, data, world, config, objective.loss)
     finally:
         world.leave()

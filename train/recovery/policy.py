@@ -160,7 +160,7 @@ class Recovery:
             rank=self._world.rank,
             world_size=self._world.world_size,
             samples=[self._order.samples(step - 1, span)[0][0] for span in spans],
-            loss=str(agreed["loss"] / agreed["count"]),
+            loss=str(agreed["loss"] / (agreed["count"] or 1)),
             grad_norm=str(agreed["grad_norm"]),
             micro_batch=update.micro_batch or len(rows),
             rows=(rows.start, rows.stop),
