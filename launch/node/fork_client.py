@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from rollcall.launch.node import processes
+from rollcall.process import LARGE_PAGES
 
 MAX_BYTES = 1 << 16
 """Size limit of an answer."""
@@ -44,7 +45,7 @@ class ForkClient:
             # The words are here too, so that the server can import early and `ps` shows the run.
             self._process = subprocess.Popen(
                 [*command, f"--serve={theirs.fileno()}", *words],
-                env=env,
+                env={**LARGE_PAGES, **env},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C reaches the ranks once: through the supervisor
                 preexec_fn=processes.become_agent,

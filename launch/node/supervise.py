@@ -129,10 +129,6 @@ class Supervisor:
         number, node = rendezvous.attempt, self.node
         part = NodeState(number, node.number, node.host, "running", time.time(), os.getpid())
         part = replace(part, nccl=attempt.nccl)
-        part.write(self.run.path)
-        if self.node.is_head:
-            event = self._event(number, "started")
-            replace(event, hosts=list(node.hosts), ranks=sum(self.ranks)).append(self.run.path)
         words = attempt.words(
             self.meeting.key, self.start_method, self.framework, self.work.program
         )
@@ -140,6 +136,10 @@ class Supervisor:
         attempt.comes_back = self.work.is_training
         if holder is not None:
             holder.close()  # the agent has it now
+        part.write(self.run.path)  # while the ranks start
+        if self.node.is_head:
+            event = self._event(number, "started")
+            replace(event, hosts=list(node.hosts), ranks=sum(self.ranks)).append(self.run.path)
         state, code = self._outcome(attempt.follow(self.server))
         asked = next((signal.Signals(it.number).name for it in self.monitor.requests), None)
         part = replace(part, asked=asked, is_victim=attempt.is_victim)
