@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from rollcall import hosts, process
@@ -95,7 +96,7 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, 1)
         if not message:
             os._exit(0)
-        pid, orders = agent or _fork_agent(options, start, control)
+        pid, orders = agent or _fork_agent(options, start, descriptors)
         with orders, contextlib.suppress(OSError):  # it was killed, as its exit code will say
             socket.send_fds(orders, [message], descriptors)
         for number in descriptors:
@@ -106,34 +107,36 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
         # The supervisor waits for SIGCHLD, which the kernel sends for its own children only.
         os.kill(os.getppid(), signal.SIGCHLD)
         has_failed = code not in (0, os.EX_TEMPFAIL)
-        agent = _fork_agent(options, start, control) if has_failed else None
+        agent = _fork_agent(options, start) if has_failed else None
 
 
 def _fork_agent(
-    options: argparse.Namespace, start: Start, control: socket.socket
+    options: argparse.Namespace, start: Start, inherited: Sequence[int] = ()
 ) -> tuple[int, socket.socket]:
     """Fork an agent; return its process id and the socket at which it waits for a command line."""
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-    def receive() -> None:
-        message, descriptors, _, _ = socket.recv_fds(theirs, MAX_BYTES, 1)
-        if not message:
-            os._exit(0)
-        theirs.close()
-        words = [*(f"--port-fd={number}" for number in descriptors), *json.loads(message)]
-        vars(options).update(vars(_read(words)))
-
     pid = os.fork()
     if pid == 0:
         process.die_with_parent()
         process.is_fork = True
-        control.close()
         orders.close()
-        code = _run(options, start, receive)
+        for number in (options.serve, *inherited):
+            os.close(number)
+        options.serve = theirs.detach()
+        code = _run(options, start, partial(_receive, options))
         sys.stderr.flush()
         os._exit(code)
     theirs.close()
     return pid, orders
+
+
+def _receive(options: argparse.Namespace) -> None:
+    with socket.socket(fileno=options.serve) as orders:
+        message, descriptors, _, _ = socket.recv_fds(orders, MAX_BYTES, 1)
+    if not message:
+        os._exit(0)
+    words = [*(f"--port-fd={number}" for number in descriptors), *json.loads(message)]
+    vars(options).update(vars(_read(words)))
 
 
 def parser() -> argparse.ArgumentParser:

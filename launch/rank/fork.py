@@ -154,6 +154,8 @@ def _fork(
         process.is_fork = True
         os.setsid()  # as under torchrun: a program may signal its whole group
         opener.close()
+        if options.serve is not None:
+            os.close(options.serve)
         order = gate.recv(MAX_BYTES)
         if not order:
             os._exit(1)  # the nodes have not met
