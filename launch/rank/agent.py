@@ -25,7 +25,7 @@ from rollcall.records.attempt import AGENT
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 MAX_BYTES = 1 << 20
-"""Size limit of an order: a command line as JSON."""
+"""Size limit of an order: a command line and new variables, as JSON."""
 Receive = Callable[[], None]
 """Waits for the command line of an attempt, and changes the options to it."""
 Start = Callable[[argparse.Namespace, Receive], None]
@@ -85,10 +85,10 @@ def _run(options: argparse.Namespace, start: Start, receive: Receive = lambda: N
 def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
     """Fork an agent for each command line that arrives, until the supervisor has ended.
 
-    So torch is imported once for all attempts. A message at the socket `options.serve` may carry
-    another socket, the one of the port. The answers are the agent's process id and, at the end, its
-    exit code. After a failure the next agent forks its ranks while the supervisor writes its
-    records; all of them wait for the next command line.
+    So torch is imported once for all attempts, and while the supervisor prepares the first one. A
+    message at the socket `options.serve` may carry another socket, the one of the port. The answers
+    are the agent's process id and, at the end, its exit code. After a failure the next agent forks
+    its ranks while the supervisor writes its records; all wait for the next command line.
     """
     control = socket.socket(fileno=options.serve)
     agent: tuple[int, socket.socket] | None = None
@@ -96,9 +96,11 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, 1)
         if not message:
             os._exit(0)
+        order = json.loads(message)
+        os.environ.update(order["env"])
         pid, orders = agent or _fork_agent(options, start, descriptors)
         with orders, contextlib.suppress(OSError):  # it was killed, as its exit code will say
-            socket.send_fds(orders, [message], descriptors)
+            socket.send_fds(orders, [json.dumps(order["words"]).encode()], descriptors)
         for number in descriptors:
             os.close(number)
         control.send(json.dumps({"pid": pid}).encode())
@@ -147,11 +149,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--node-rank", type=int, default=0)
     result.add_argument("--nproc-per-node", default="1", help="ranks, or 1,2,2 node by node")
     result.add_argument("--master-addr", default="127.0.0.1", help="address of node 0")
-    result.add_argument("--master-port", type=int, required=True)
+    result.add_argument("--master-port", type=int, default=0)
     result.add_argument("--port-fd", type=int, help="a bound socket that reserves the port")
     result.add_argument("--serve", type=int, help="be a fork server that takes orders here")
-    result.add_argument("--run-id", required=True, help="the same on all nodes, new per attempt")
-    result.add_argument("--log-dir", required=True, help="where each rank writes rank-<n>.log")
+    result.add_argument("--run-id", default="", help="the same on all nodes, new per attempt")
+    result.add_argument("--log-dir", default=".", help="where each rank writes rank-<n>.log")
     result.add_argument(
         "--start-method",
         choices=("fork", "torchrun", "none"),

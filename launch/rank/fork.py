@@ -37,10 +37,8 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
     from rollcall.launch.rank import store
 
-MAX_BYTES = 1 << 16
-"""Size limit of what a rank learns of its attempt."""
-OF_ATTEMPT = ("master_addr", "master_port", "run_id", "log_dir")
-"""Options that differ between attempts; ranks may be forked before they are known."""
+MAX_BYTES = 1 << 20
+"""Size limit of an attempt's options, as JSON; ranks may be forked before they are known."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 LAST_WORDS = 2.0
@@ -86,7 +84,7 @@ def start(options: argparse.Namespace, receive: Callable[[], None]) -> None:
     keys = 0 if meeting is None else meeting.num_keys()
     if meeting is None and options.port_fd is not None:
         os.close(options.port_fd)  # the program may want the port
-    order = json.dumps({name: getattr(options, name) for name in OF_ATTEMPT}).encode()
+    order = json.dumps(vars(options)).encode()
     with opener, contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
         for _ in pids:
             opener.send(order)
