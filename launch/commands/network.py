@@ -9,8 +9,11 @@ from pathlib import Path
 
 from rollcall.installation import IS_CHECKOUT, ROOT
 from rollcall.launch.submission import command, layers
+from rollcall.run_dir import RunDir
 
 USAGE = "usage: rollcall network [options of rollcall submit] [-- [--sizes 64K,16M] [--json]]"
+RUNS = "runs"
+"""The directory of runs that `submit` takes if no option names one."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,31 +21,32 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
-    job = OwnJob(argv, "rollcall.train.network")
-    return job.submit(*job.words)
+    given, rest = divided(argv)
+    return submit(given, "rollcall.train.network", *rest)
 
 
-class OwnJob:
-    """A module of rollcall that runs on all ranks of a job; words after `--` are for the module.
+def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of `submit`, and the words after `--`."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
 
-    `defaults` are options of `submit` that those in `argv` replace.
+
+def run_of(given: Sequence[str], name: str) -> RunDir:
+    """Return the directory of the run that these options name, or `name` if they do not.
+
+    Raises:
+        RefusedError: an option is wrong.
     """
+    own = layers.read(given)[0].own
+    return RunDir(Path(own.root or RUNS).absolute(), own.name or name)
 
-    def __init__(self, argv: Sequence[str], module: str, *defaults: str) -> None:
-        end = argv.index("--") if "--" in argv else len(argv)
-        self._given, self.words = ["--wait", *defaults, *argv[:end]], argv[end + 1 :]
-        self._line, self._setup = layers.read([*self._given, "--", "-m", module])
-        self.options = self._line.own
-        self.options.root = str(Path.cwd() / (self.options.root or "runs"))
-        for name in ("python", "container"):
-            path = getattr(self.options, name)
-            if path and Path(path).exists():
-                setattr(self.options, name, str(Path(path).absolute()))
 
-    def submit(self, *words: str) -> int:
-        """Submit the job and wait for it; return its exit code."""
-        line = self._line._replace(program=(*self._line.program, *words))
-        argv = [*self._given, f"--root={self.options.root}", "--", *line.program]
-        if IS_CHECKOUT:  # the module is found only there
-            os.chdir(ROOT)
-        return command.submit(line, argv, self._setup)
+def submit(given: Sequence[str], module: str, *words: str) -> int:
+    """Run a module of rollcall on all ranks of a job, and wait; return its exit code."""
+    argv = ["--wait", *given, "--", "-m", module, *words]
+    line, setup = layers.read(argv)
+    line.own.root = str(Path(line.own.root or RUNS).absolute())
+    if IS_CHECKOUT:  # the module is found only there; paths of the options are of this directory
+        os.chdir(ROOT)
+    return command.begin(line, setup, argv)

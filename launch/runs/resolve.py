@@ -17,7 +17,7 @@ from rollcall.launch import frameworks
 from rollcall.launch.scheduler.job import RANKS_WITHOUT_GPU
 from rollcall.records.code import CodeRecord
 from rollcall.records.job import Cell, JobRecord
-from rollcall.run_dir import RunDir
+from rollcall.run_dir import RunDir, plain
 
 
 class CommandError(ValueError):
@@ -185,6 +185,6 @@ def _default_run(program: Sequence[str], job: str) -> RunDir:
         from rollcall.config import parse  # here, because it costs 100 ms
 
         recipe, config = parse(words)
-        return RunDir(config.run.root, config.run.name or f"{recipe}-{job}")
+        return RunDir(config.run.root, config.run.name or f"{plain(recipe)}-{job}")
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
-    return RunDir("runs", f"{name}-{job}")
+    return RunDir("runs", f"{plain(name)}-{job}")

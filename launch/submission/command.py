@@ -18,16 +18,15 @@ from rollcall.text import table
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return the exit code."""
-    line, setup = layers.read(argv)
+    return begin(*layers.read(argv), argv)
+
+
+def begin(line: CommandLine, setup: tuple[str, ...], argv: Sequence[str]) -> int:
+    """Do what a parsed command line asks for; return the exit code."""
     if line.own.discover:
         from rollcall.launch.submission import discover  # here: few command lines need it
 
         return discover.main(line.own.cluster, line.own.dry_run)
-    return submit(line, argv, setup)
-
-
-def submit(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> int:
-    """Plan and carry out what a command line asks for; return the exit code."""
     local = line.own.local or not slurm.is_available()
     if local and not (line.own.local or line.own.dry_run):
         note("this machine has no sbatch, so the run starts here")

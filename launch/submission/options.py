@@ -1,10 +1,12 @@
 """The command line of `rollcall submit`: own options, and sbatch options that it passes on."""
 
 import argparse
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -245,11 +247,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", "--job-name", metavar="RUN", help=name)
     add("--root", metavar="DIR", help="directory of the runs (default: runs)")
     python = "interpreter of the ranks, or its virtual or conda environment (default: this one)"
-    add("--python", metavar="PATH", help=python)
+    add("--python", type=_placed, metavar="PATH", help=python)
     image = "run the ranks in a container: pyxis if srun has it, else Apptainer"
-    add("--container", metavar="IMAGE", help=image)
+    add("--container", type=_placed, metavar="IMAGE", help=image)
     mount = "a further directory that the container sees; may be repeated"
-    add("--mount", action="append", default=[], metavar="PATH[:INSIDE]", help=mount)
+    add("--mount", type=_mount, action="append", default=[], metavar="PATH[:INSIDE]", help=mount)
     link = "link this file or directory into the copy of the code instead of copying it; repeatable"
     add("--link", action="append", default=[], metavar="PATH", help=link)
     start = "fork: one import for all ranks (default); torchrun: an interpreter for each rank"
@@ -312,6 +314,16 @@ def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
         return text
 
     return same
+
+
+def _placed(text: str) -> str:
+    """Return the absolute path of what exists here: what uses it may work in another directory."""
+    return os.path.abspath(text) if Path(text).exists() else text  # noqa: PTH100 - keeps links
+
+
+def _mount(text: str) -> str:
+    place, colon, inside = text.partition(":")
+    return _placed(place) + colon + inside
 
 
 def _plugin(text: str) -> str:

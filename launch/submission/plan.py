@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rollcall.config import Config, ConfigError, parse, plugin
+from rollcall.config import Config, ConfigError, arguments, parse
 from rollcall.config.read import is_file
 from rollcall.installation import (
     IS_CHECKOUT,
@@ -31,7 +31,7 @@ from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.records.job import slurm_output
 from rollcall.records.nodes import NodeReport
 from rollcall.refusal import RefusedError
-from rollcall.run_dir import RunDir
+from rollcall.run_dir import RunDir, plain
 from rollcall.text import listed, word
 
 OF_FIRST = ("cpus-per-gpu", "dependency")
@@ -58,7 +58,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     if script is None:
         _check_every_size(config, line)
         if not setup:  # its lines may set PYTHONPATH
-            plugin.check_modules(config.model_dump())
+            arguments.check_modules(config.model_dump())
     if code and not takes_code:
         _check_copy(code, run, user.links)
     copy = _snapshot(code, run, user) if takes_code else None
@@ -117,8 +117,7 @@ def _run_directory(config: Config, stem: str) -> RunDir:
     root, name = config.run.root, config.run.name
     if name is not None:
         return RunDir(root, name)
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
-    return RunDir.unused(root, f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return RunDir.unused(root, f"{plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _code_of_modules(config: Config, run: RunDir, takes_code: bool) -> UserCode | None:

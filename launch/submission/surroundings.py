@@ -78,12 +78,13 @@ class Surroundings:
         modules = [f"--modules={path}" for path in self._searched(run)]
         rest = (*job.command[1:at], *modules, *job.command[at:])
         own = self.line.own
-        if image := own.container:
-            image = str(Path(image).absolute()) if Path(image).exists() else image
+        if own.container:
             linked = [str(self.code.checkout / name) for name in self.links if self.code]
             mounts = [str(run.path.parent), *linked, *own.mount]
             with_srun = slurm.is_available() and not own.local
-            srun, before = container.plan(image, mounts, job.directory, job.gpus > 0, with_srun)
+            srun, before = container.plan(
+                own.container, mounts, job.directory, job.gpus > 0, with_srun
+            )
             words = (*before, own.python or "python3")
             return replace(job, command=(*words, *rest), srun=(*job.srun, *srun), python=words)
         if python.is_other(self.facts.executable) and own.python:

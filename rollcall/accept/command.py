@@ -17,7 +17,6 @@ from rollcall.accept import page
 from rollcall.launch.commands import network
 from rollcall.launch.runs import root_cause
 from rollcall.refusal import refuse
-from rollcall.run_dir import RunDir
 
 USAGE = "usage: rollcall accept [options of rollcall submit] [-- [--only CHECK,…] [key=value …]]"
 RESTARTS = 40
@@ -29,15 +28,15 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
-    defaults = f"--name=accept-{time.strftime('%Y%m%d-%H%M%S')}", f"--max-restarts={RESTARTS}"
-    job = network.OwnJob(argv, "rollcall.accept.checks", *defaults)
-    run = RunDir(job.options.root, job.options.name)
+    given, words = network.divided(argv)
+    run = network.run_of(given, f"accept-{time.strftime('%Y%m%d-%H%M%S')}")
     if run.path.exists():
         return refuse(
             f"{run.path} exists; a new page needs a run of its own: choose another --name"
         )
     folder = run.path / "accept"
-    code = job.submit(str(folder), *job.words)
+    given = [f"--name={run.name}", f"--max-restarts={RESTARTS}", *given]
+    code = network.submit(given, "rollcall.accept.checks", str(folder), *words)
     if not folder.exists():  # refused, or shown by --dry-run
         return code
     title = f"rollcall accept, {time.strftime('%Y-%m-%d')}"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.launch.commands import network
 from rollcall.launch.scheduler.job import Job, render
 from rollcall.launch.submission import discover, layers, options, profile
 from rollcall.refusal import RefusedError
@@ -52,20 +51,6 @@ def test_a_profile_becomes_options_and_setup_lines(place: Path) -> None:
     path = {"PATH": f"{place}:/bin:/usr/bin"}
     shown = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=path)
     assert shown.stdout == "module load gcc/12 cuda\nWARN it's $HOME\n"
-
-
-def test_jobs_of_rollcalls_own_take_the_options_of_submit(place: Path) -> None:
-    """From another directory, so that paths and the profile must be read before."""
-    users(place, f"options: {{root: {place}/shared, python: venv/python}}\n")
-    (place / "project" / "deep" / "venv").mkdir()
-    (place / "project" / "deep" / "venv" / "python").touch()
-    words = ["--cluster=here", "-J", "mine", "--", "--sizes", "64K"]
-    job = network.OwnJob(words, "rollcall.train.network", "--name=default", "--max-restarts=4")
-    own = job.options
-    assert (own.name, own.root, own.max_restarts) == ("mine", f"{place}/shared", 4)
-    assert own.python == f"{place}/project/deep/venv/python" and own.wait
-    assert job.words == ["--sizes", "64K"]
-    assert network.OwnJob([], "rollcall.train.network").options.root == f"{Path.cwd()}/runs"
 
 
 def test_the_users_file_wins_key_by_key(place: Path) -> None:
