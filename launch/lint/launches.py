@@ -190,7 +190,7 @@ def pipe_hides_failure(script: Script) -> Iterator[Finding]:
         return
     for launch in script.launches():
         if launch.end in ("|", "|&") and _starts_training(script, launch):
-            reason = "the exit code is that of the pipe's last command: a failed training COMPLETED"
+            reason = "the pipe's last command sets the exit code: a failed training is COMPLETED"
             yield Finding(launch.line, reason, "write set -o pipefail at the top of the script")
 
 

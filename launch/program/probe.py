@@ -27,7 +27,7 @@ class Scan:
     def __init__(self) -> None:
         self.own: dict[str, Path] = {}  # neither standard nor installed, and their places
         self.packages: set[str] = set()  # modules of installed packages
-        self.missing: dict[str, str] = {}  # modules that this Python lacks, and who imports them
+        self.missing: dict[str, str] = {}  # modules that were not found, and who imports them
         self.changes_path = False  # whether the code uses sys.path: more modules may be found
         self._seen: set[Path] = set()
         self._waiting: list[tuple[Path, str]] = []

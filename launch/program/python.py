@@ -34,7 +34,7 @@ class Facts:
     versions: Mapping[str, str | None]  # of torch and of packages that the program imports
     own: Mapping[str, str]  # modules that are not installed, and where they lie
     shadowing: Sequence[str]  # directories that hide other modules if they are searched first
-    missing: Mapping[str, str]  # modules that this Python lacks, and where they are imported
+    missing: Mapping[str, str]  # modules that were not found, and where they are imported
 
     def describe(self) -> Iterator[str]:
         """Yield lines for people: this Python, what the program imports, and what is missing."""
