@@ -153,7 +153,9 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         from rollcall.train import plan_model  # late: it imports torch
 
         model = plan_model.describe(config)
-    machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)
+    machine = machines.machine(
+        options.gpu, "rollcall", precision, options.node_size, options.fabric
+    )
     gpus = options.gpus or (options.nodes or 1) * machine.host
     found = search.search(model, gpus, batch, machine, precision)
     if not found:
@@ -217,7 +219,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     started = (read_events(directory, "started") or [{"time": 0.0}])[-1]
     ranks = int(started.get("world_size", 1))
     precision, node = config.precision, options.node_size
-    machine = machines.machine(options.gpu, "default", precision, node, options.fabric)
+    machine = machines.machine(options.gpu, "rollcall", precision, node, options.fabric)
     chip = str(started.get("chip", "a chip that it did not record"))
     if not machines.is_named(machine.chip, chip):
         raise RefusedError(
@@ -252,7 +254,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     model = plan_model.describe(config)
     seconds = step_time.of(model, layout, machine)
     factor = measured / seconds.total() * machine.factor
-    key = f"{machine.chip.name} {precision} default"
+    key = f"{machine.chip.name} {precision} rollcall"
     if options.json:
         values = {"measured": measured, "predicted": seconds.total(), "terms": dict(seconds)}
         return json.dumps({**values, "factor": {key: round(factor, 3)}}, indent=2)
