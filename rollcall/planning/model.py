@@ -52,6 +52,8 @@ class Part:
             loss moves and keeps some bytes for each.
         whole: every tensor rank holds and computes all of it.
         boundary: bytes per sample that the part hands to the next.
+        tensors: the number of weights as tensors, of which tensor ranks divide `cut_tensors`.
+        units: what FSDP gathers as one.
     """
 
     weights: int
@@ -69,6 +71,9 @@ class Part:
     boundary: float = 0
     messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
     whole: bool = False
+    tensors: float = 1
+    cut_tensors: int = 0
+    units: float = 1
 
     def ranks(self, tensor: int) -> int:
         """Return how many of the tensor ranks divide this part."""
@@ -108,6 +113,11 @@ class Model:
     def weights(self) -> int:
         """Values of all weights, each counted once."""
         return self.first.weights + self.layer.weights * self.layers + self.last.weights
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts in order, each layer by itself."""
+        return [self.first, *[self.layer] * self.layers, self.last]
 
     def with_whole_ends(self) -> "Model":
         """Return the model as rollcall's tensor ranks hold it; Megatron's divide the vocabulary."""
@@ -152,6 +162,7 @@ def transformer(
     )
     cut = sum(product.inner * product.columns for product in products)
     attended = HALF * length * (2 * hidden + 2 * shared)  # queries, keys, values, outputs
+    cut_tensors = 6 + gated  # queries, keys, values, outputs, and the perceptron's
     layer = Part(
         weights=cut + 2 * hidden,
         cut_weights=cut,
@@ -168,8 +179,10 @@ def transformer(
         cut_saved=attended + (4 if gated else 2) * inner,
         boundary=row,
         messages=4,
+        tensors=cut_tensors + 2,
+        cut_tensors=cut_tensors,
     )
-    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
+    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row, cut_tensors=1)
     last = Part(
         weights=hidden + (0 if tied else vocab * hidden),
         cut_weights=0 if tied else vocab * hidden,
@@ -177,6 +190,9 @@ def transformer(
         moved=5 * row,
         saved=2 * row,
         outputs=vocab * length,
+        tensors=2 - tied,
+        cut_tensors=1 - tied,
+        units=2 - tied,  # the norm and the head
     )
     return Model(name, first, layer, layers, last, length, kv_heads, tied)
 
