@@ -8,7 +8,6 @@ rollcall plan --validate FOLDER                   # the planner's errors on meas
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
@@ -234,21 +233,21 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     waits = statistics.median(one.data_wait for one in late)
     degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
     shard = degrees.get("shard", 1)
+    data = degrees.get("replicate", 1) * shard
+    batch, micro = config.data.global_batch, config.data.micro_batch
     layout = Layout(
-        data=degrees.get("replicate", 1) * shard,
+        data=data,
         tensor=degrees.get("tensor", 1),
         stages=degrees.get("pipeline", 1),
         context=degrees.get("context", 1),
         zero=config.parallel.stage if shard > 1 else 0,
         shard=shard if degrees.get("replicate", 1) > 1 else 0,
-        batch=config.data.global_batch,
+        micro=micro if isinstance(micro, int) else -(-batch // data),
+        batch=batch,
         sequence=config.parallel.sequence_parallel,
         precision=precision,
         recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
     )
-    share = -(-layout.batch // layout.data)
-    micro = config.data.micro_batch if isinstance(config.data.micro_batch, int) else share
-    layout = dataclasses.replace(layout, micro=micro)
     from rollcall.train import plan_model  # late: it imports torch
 
     model = plan_model.describe(config)

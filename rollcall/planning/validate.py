@@ -74,27 +74,19 @@ class Row(NamedTuple):
         layout = self.layout
         return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
 
+    def was_disturbed(self, other: "Row") -> bool:
+        """Whether a micro-batch took far longer, even if layers and samples take their share."""
+        one, two = self.layout, other.layout
+        larger = max(1, one.micro / two.micro) * max(1, two.stages / one.stages)
+        # Without a pipeline, the end of a step counts: with more data ranks it is no shorter.
+        is_like = min(one.stages, two.stages) > 1 or two.data >= one.data
+        return is_like and self.slot > SLOTS * other.slot * larger
+
     @property
     def was_fitted(self) -> bool:
         """Whether the row is in the half of the cells that the fitted numbers come from."""
         name = " ".join(self.key("table", "model", "layers", "hidden", "gpus"))
         return self.cells["table"] in FITTED and zlib.crc32(name.encode()) % 2 == 0
-
-
-class Slot(NamedTuple):
-    """The seconds of a micro-batch on a stage, the pipeline's bubble counted in micro-batches."""
-
-    place: int
-    layout: Layout
-    seconds: float
-
-    def is_disturbed(self, other: "Slot") -> bool:
-        """Whether it took far longer than another, even if layers and samples take their share."""
-        one, two = self.layout, other.layout
-        larger = max(1, one.micro / two.micro) * max(1, two.stages / one.stages)
-        # Without a pipeline, the end of a step counts: with more data ranks it is no shorter.
-        is_like = min(one.stages, two.stages) > 1 or two.data >= one.data
-        return is_like and self.seconds > SLOTS * other.seconds * larger
 
 
 def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
@@ -164,7 +156,7 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
     A run can be slower than its layout allows, but not faster; so of two rows that cannot both be
     right, the slower one is disturbed. No prediction has a say in this.
     """
-    equal, slots = defaultdict(list), defaultdict[tuple[str, ...], list[Slot]](list)
+    equal, alike = defaultdict(list), defaultdict(list)
     found = set()
     for place, row in enumerate(rows):
         layout, seconds = row.layout, row.seconds
@@ -173,16 +165,14 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
         if seconds and layout.zero < 2:
             equal[TWINS, key].append((seconds, place))
         if seconds:
-            slots[row.key(*STAGE)].append(Slot(place, layout, row.slot))
+            alike[row.key(*STAGE)].append((place, row))
         peak = row.machine.chip.flops[layout.precision] * layout.ranks
         if seconds and row.model.flops() * layout.batch < STALLED * peak * seconds:
             found.add(place)
     for (most, _), members in equal.items():
         found |= {place for seconds, place in members if seconds > most * min(members)[0]}
-    for stages in slots.values():
-        for slot in stages:
-            if any(slot.is_disturbed(other) for other in stages):
-                found.add(slot.place)
+    for pairs in alike.values():
+        found |= {one for one, row in pairs if any(row.was_disturbed(two) for _, two in pairs)}
     return found
 
 
