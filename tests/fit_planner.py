@@ -61,7 +61,7 @@ def ratios(rows: list[validate.Row], numbers: Numbers) -> list[float]:
 def loss(tables: list[list[validate.Row]], numbers: Numbers) -> float:
     """Return the mean over the tables of the errors, each at most 0.3, and how far the fit went.
 
-    Two tables do not tell all numbers apart; what they leave open stays near the start.
+    Two tables leave some numbers open; these stay near the start.
     """
     means = []
     for rows in tables:

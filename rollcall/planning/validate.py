@@ -78,7 +78,7 @@ class Row(NamedTuple):
         """Whether a micro-batch took far longer, even if layers and samples take their share."""
         one, two = self.layout, other.layout
         larger = max(1, one.micro / two.micro) * max(1, two.stages / one.stages)
-        # Without a pipeline, the end of a step counts: with more data ranks it is no shorter.
+        # Without a pipeline, the end of a step counts: more data ranks do not make it shorter.
         is_like = min(one.stages, two.stages) > 1 or two.data >= one.data
         return is_like and self.slot > SLOTS * other.slot * larger
 
