@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from rollcall.config.mesh import parse
 from rollcall.text import size
 from rollcall.train.data.source import Batch
+from rollcall.train.dist.device import free_memory
 from rollcall.train.dist.run import Run
 from rollcall.train.health import crosscheck
 from rollcall.train.numerics.randomness import kept, set_seed
@@ -144,9 +144,7 @@ class Spread:
         if config.parallel.compression != "none":
             return f"parallel.compression={config.parallel.compression} changes the gradients"
         needed = 2 * sum(weight.nbytes for weight in model.parameters())
-        free = psutil.virtual_memory().available // world.place.local_world_size
-        if world.device.type == "cuda":
-            free = torch.cuda.mem_get_info(world.device)[0]
+        free = free_memory(world.device, world.place.local_world_size)
         if 2 * needed > free:
             return (
                 f"its weights and gradients take {size(needed)}, more than half of the "

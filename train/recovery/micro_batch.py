@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from rollcall.train.data.source import Batch
-from rollcall.train.dist.device import synchronize
+from rollcall.train.dist.device import free_memory, synchronize
 from rollcall.train.dist.world import World
 
 MARGIN = 0.1
@@ -111,23 +111,10 @@ def _most(world: World, *mine: float) -> list[float]:
 
 def _free(world: World) -> float:
     """Return the bytes that this rank may use: what it has, and its share of what is free."""
-    if world.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(world.device)
-        return free + torch.cuda.memory_reserved(world.device)
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
-    for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
-        texts = [_text(folder / name) for name in ("memory.max", "memory.current")]
-        if all(text.isdecimal() for text in texts):
-            free = min(free, max(0, int(texts[0]) - int(texts[1])))
-    return float(psutil.Process().memory_info().rss + free / world.place.local_world_size)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    is_gpu = world.device.type == "cuda"
+    process = psutil.Process().memory_info().rss
+    held = torch.cuda.memory_reserved(world.device) if is_gpu else process
+    return held + free_memory(world.device, world.place.local_world_size)
 
 
 def _forget_peak(device: torch.device) -> None:
