@@ -29,7 +29,10 @@ WORDS = re.compile(r"\b(cuda|nccl|nvidia-smi)\b")
 NOTES = "ROLLCALL_GPU_LINES"
 """The folder where the processes of a recording note what they reach."""
 NEVER = "never run"
+PROFILER = "CUPTI, which needs a driver"
 REASONS = {
+    ("train/profiling/profiler.py", "_Profile.__init__"): PROFILER,
+    ("train/profiling/profiler.py", "_Profile.end"): PROFILER,
     ("train/parallel/replicate.py", "_hook"): "NCCL on at least two GPUs",
     ("train/dist/world.py", "World.replicate"): "DDP, whose buckets are C++",
 }

@@ -36,7 +36,6 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     [
         (1, "parallel.strategy=ddp profile.tool=nsight profile.steps=2:4"),
         (1, "parallel.strategy=single data.micro_batch=auto"),
-        (1, "parallel.strategy=single profile.steps=2:4"),
         (2, "parallel.strategy=split"),
     ],
 )
