@@ -242,7 +242,8 @@ def reference() -> str:
         "explains one key.",
     ]
     section = None
-    for name, kind, default, meaning, _ in describe():
+    for key in describe():
+        name, default = key.name, key.default
         first = name.partition(".")[0] if "." in name else ""
         if first != section:
             section = first
@@ -253,7 +254,7 @@ def reference() -> str:
             if default is None
             else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
-        lines.append(markdown([(f"`{name}`", kind, shown, meaning)])[0])
+        lines.append(markdown([(f"`{name}`", key.type, shown, key.meaning)])[0])
     lines += ["", "## Commands", ""]
     people = [(name, command) for name, command in COMMANDS.items() if command.by_people]
     rows = [(f"[`rollcall {name}`](#rollcall-{name})", it.meaning) for name, it in people]

@@ -15,7 +15,7 @@ import rollcall.requirements as _packages  # noqa: F401
 from rollcall import config as schema
 from rollcall import process
 from rollcall.commands import TRAIN
-from rollcall.config import Config, ConfigError, help, plugin
+from rollcall.config import Config, ConfigError, arguments, help
 from rollcall.refusal import PATIENCE, REFUSED, refuse
 from rollcall.run_dir import FencedError
 from rollcall.train.dist import failure
@@ -38,18 +38,21 @@ def main(words: Sequence[str]) -> int:
         return 0
     try:
         recipe, config = schema.parse([word for word in words if word != "--print-config"])
-        plugin.check_modules(config.model_dump())  # before seconds of imports
+        arguments.check_modules(config.model_dump())  # before seconds of imports
     except ConfigError as error:
         return refuse(error)
     if "--print-config" in words:
         print(config.to_yaml(), end="")
         return 0
     process.outlast_full_disks()
+    gc.disable()  # until the imports are done, of whose time collections would take a quarter
     try:
         return on_all_ranks(config.device, partial(_train, recipe, config))
     except Exception as error:
         failure.tell_torchrun(error)
         raise
+    finally:
+        gc.enable()
 
 
 def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") -> int:
@@ -59,6 +62,7 @@ def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") 
     # parent has frozen it.
     if not process.is_fork:
         gc.freeze()
+    gc.enable()
     try:
         return EXIT_CODES[train(recipe, config, world, signals)]
     finally:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config import Config, ConfigError
+from rollcall.planning.model import HALF as BYTES
 from rollcall.planning.model import Model, Part, Product, attention_flops, transformer
 from rollcall.planning.step_time import PASSES
 from rollcall.train import models
@@ -62,9 +63,14 @@ def _gpt(config: Config, source: Source) -> Model:
         gated=False,
         tied=False,
     ).with_whole_ends()
+    layer = model.layer
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
-    masked = model.layers * attention_flops(model.layer.attention) if model.layer.attention else 0
-    return dataclasses.replace(model, exact_flops=model.flops() + (3.5 * 2 - 3) * masked)
+    masked = model.layers * attention_flops(layer.attention) if layer.attention else 0
+    if config.data.pack:  # each layer keeps the mask as numbers, whole on every tensor rank
+        mask = BYTES * model.length**2
+        layer = dataclasses.replace(layer, saved=layer.saved + mask, inputs=layer.inputs + mask)
+    flops = model.flops() + (3.5 * 2 - 3) * masked
+    return dataclasses.replace(model, layer=layer, exact_flops=flops)
 
 
 def traced(model: nn.Module, example: Batch, name: str) -> Model:

@@ -44,9 +44,12 @@ class Part:
         weights: values, of which tensor ranks divide `cut_weights`.
         moved: bytes that operations other than products read and write per sample, forward and
             backward, of which tensor ranks divide `cut_moved`.
-        saved: bytes per sample kept for the backward pass; tensor ranks divide `cut_saved` more,
-            and `saved` only with sequence parallelism. In the last part, `cut_saved` counts the
-            outputs, of which a program keeps more or fewer bytes each.
+        saved: bytes per sample kept for the backward pass, which tensor ranks divide only with
+            sequence parallelism. `inputs` of them go into divided products, and `stream` of them
+            are sums, which autocast leaves in 32 bits. Tensor ranks divide `cut_saved` more.
+        recast: bytes that autocast keeps more, of inputs that several products cast.
+        outputs: values of the model's result per sample, which tensor ranks divide. A program's
+            loss moves and keeps some bytes for each.
         whole: every tensor rank holds and computes all of it.
         boundary: bytes per sample that the part hands to the next.
         tensors: the number of weights as tensors, of which tensor ranks divide `cut_tensors`.
@@ -60,7 +63,11 @@ class Part:
     moved: float = 0
     cut_moved: float = 0
     saved: float = 0
+    inputs: float = 0
+    stream: float = 0
+    recast: float = 0
     cut_saved: float = 0
+    outputs: float = 0
     boundary: float = 0
     messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
     whole: bool = False
@@ -100,7 +107,7 @@ class Model:
     length: int = 1
     divides: int = 1
     tied: bool = False  # the last part uses the weights of the first
-    exact_flops: float = 0.0  # of forward and backward pass per sample, if they were counted
+    exact_flops: float = 0.0  # of forward and backward pass per sample, if its code was counted
 
     @property
     def weights(self) -> int:
@@ -166,6 +173,9 @@ def transformer(
         # Activation of the wide part: with a gate two products of values more.
         cut_moved=(13 if gated else 5) * inner + 2 * attended,
         saved=4 * row,  # inputs of both norms and of both groups of products
+        inputs=2 * row,
+        stream=2 * row,
+        recast=2 * row,  # of the queries', keys' and values' products
         cut_saved=attended + (4 if gated else 2) * inner,
         boundary=row,
         messages=4,
@@ -173,16 +183,13 @@ def transformer(
         cut_tensors=cut_tensors,
     )
     first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row, cut_tensors=1)
-    logits = HALF * vocab * length
     last = Part(
         weights=hidden + (0 if tied else vocab * hidden),
         cut_weights=0 if tied else vocab * hidden,
         products=(Product(length, hidden, vocab, "columns"),),
         moved=5 * row,
-        # Cast to fp32, softmax and its gradient in fp32, cast back.
-        cut_moved=14 * logits,
         saved=2 * row,
-        cut_saved=vocab * length,
+        outputs=vocab * length,
         tensors=2 - tied,
         cut_tensors=1 - tied,
         units=2 - tied,  # the norm and the head

@@ -58,7 +58,7 @@ def test_files_that_the_job_will_not_have_are_named(
     lacks, *told = notes(capsys)
     assert lacks.startswith("fit.py:1 imports tqdm9, which ")
     assert [note.partition(",")[0] for note in told] == ["cache/images", "../elsewhere"]
-    assert "--link cache/images" in told[0] and "use its absolute path" in told[1]
+    assert "--link cache/images" in told[0] and "Use its absolute path" in told[1]
 
 
 def test_linked_data_is_not_copied_and_is_there(

@@ -1,9 +1,7 @@
 """Copy beside a GPU's computation: https://docs.pytorch.org/docs/stable/notes/cuda.html."""
 
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from rollcall import hosts
@@ -13,26 +11,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def free_memory(device: torch.device, ranks: int) -> float:
-    """Return the bytes that a rank may still take: of its GPU, or its share of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
-    for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
-        texts = [_text(folder / name) for name in ("memory.max", "memory.current")]
-        if all(text.isdecimal() for text in texts):
-            free = min(free, max(0, int(texts[0]) - int(texts[1])))
-    return free / ranks
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

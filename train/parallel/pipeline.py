@@ -27,8 +27,7 @@ class Pipeline:
     def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
         """Divide `share`, this pipeline's samples of a step, into micro-batches of equal size.
 
-        Raises:
-            ConfigError: the schedule cannot run that many micro-batches.
+        Raise ConfigError if the schedule cannot run that many micro-batches.
         """
         self.group = mesh.get_group()  # the ranks of one pipeline
         self._options, self._world = config.parallel, world
@@ -159,10 +158,7 @@ class Pipeline:
         return run
 
     def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, on every rank.
-
-        Each stage broadcasts to all ranks: a schedule would need every batch to have one size.
-        """
+        """Return the outputs, on every rank. Each stage broadcasts its own, of any batch size."""
         x = inputs
         mine = dict(zip(self.mine, modules, strict=True))
         for stage, owner in enumerate(self._owners):

@@ -117,8 +117,7 @@ class Tensor(Part):
         if not self._sequence_plan:
             raise ConfigError(
                 f"model.name={self._model.name} has no plan for parallel.sequence_parallel=true: "
-                "choose model.name=gpt, give the model an attribute sequence_plan, or remove the "
-                "key"
+                "give the model an attribute sequence_plan, choose model.name=gpt, or remove it"
             )
         length = one_input(example, "parallel.sequence_parallel=true").shape[1]
         if length % (degree * self._pieces):
