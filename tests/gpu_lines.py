@@ -36,7 +36,7 @@ REASONS = {
     ("train/parallel/replicate.py", "_hook"): "NCCL on at least two GPUs",
     ("train/dist/world.py", "World.replicate"): "DDP, whose buckets are C++",
 }
-"""What the lines need that no test reaches, by file and function."""
+"""Needs of the lines that no test reaches, by file and function."""
 UNSEEN = {
     ("env/build.py", "Builder._verify"): "test_a_failed_installation_names_cause_and_cure",
     ("env/choose.py", "_driver_of_nvidia_smi"): "test_a_driver_that_only_other_sources_show",

@@ -92,7 +92,7 @@ def test_the_tests_for_gpus_report_why_they_do_not_apply(tmp_path: Path) -> None
     for name in ("conftest.py", "test_1_training.py"):
         (tmp_path / name).write_text((ROOT / "tests" / "gpu" / name).read_text())
     conftest = (tmp_path / "conftest.py").read_text()
-    # Without a GPU the hook skips all; here only those that need one.
+    # Without a GPU the hook skips all; here only what needs one.
     conftest = conftest.replace("HERE.parents[1]", "HERE").replace("in items:", "in items[:-1]:")
     (tmp_path / "conftest.py").write_text(conftest)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
