@@ -31,9 +31,7 @@ def main(argv: Sequence[str]) -> int:
     given, words = network.divided(argv)
     run = network.run_of(given, f"accept-{time.strftime('%Y%m%d-%H%M%S')}")
     if run.path.exists():
-        return refuse(
-            f"{run.path} exists; a new page needs a run of its own: choose another --name"
-        )
+        return refuse(f"{run.path} exists; a new page needs a new run: choose another --name")
     folder = run.path / "accept"
     given = [f"--name={run.name}", f"--max-restarts={RESTARTS}", *given]
     code = network.submit(given, "rollcall.accept.checks", str(folder), *words)

@@ -27,7 +27,7 @@ class Row(Line):
 
 @dataclass(frozen=True)
 class Facts(Line):
-    """What the ranks of an attempt know about the machine, in the same file."""
+    """The machine, as the ranks of an attempt see it, in the same file."""
 
     FILE = Row.FILE
 

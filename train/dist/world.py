@@ -244,9 +244,10 @@ def pick_device(wanted: str, place: Place, env: Mapping[str, str]) -> torch.devi
         if wanted == "auto" and allocated in ("", "-1", "NoDevFiles"):
             return torch.device("cpu")
         reason = f"CUDA_VISIBLE_DEVICES={allocated}" if wanted == "auto" else "device=cuda"
+        advice = "check `nvidia-smi` and the torch build, or set device=cpu"
         raise ConfigError(
             f"{reason} asks for GPUs, but torch {torch.__version__} on {socket.gethostname()} "
-            "sees none: check `nvidia-smi` and the torch build, or set device=cpu"
+            f"sees none: {advice}"
         )
     # With --gpus-per-task each task sees only its own GPU, as number 0.
     masked = place.launcher == "srun" and int(env.get("SLURM_GPUS_ON_NODE", 0)) > count
