@@ -4,12 +4,12 @@ Takes the options of `rollcall submit`; after `--`, the measurement takes --size
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from rollcall.installation import IS_CHECKOUT, ROOT
-from rollcall.launch.submission import command
+from rollcall.launch.submission import command, layers
 
 USAGE = "usage: rollcall network [options of rollcall submit] [-- [--sizes 64K,16M] [--json]]"
 
@@ -19,22 +19,22 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
-    given, rest = divided(argv)
+    given, rest, _ = divided(argv)
     return submit(given, "rollcall.train.network", *rest)
 
 
-def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of `submit`, with a --root, and the words after `--`."""
+def divided(argv: Sequence[str], *more: str) -> tuple[list[str], list[str], Namespace]:
+    """Return the options of `submit`, with an absolute --root, and the words after `--`.
+
+    Also return what `submit` reads of these options. `more` are options for the whole job.
+    """
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     given, rest = words[:end], words[end + 1 :]
-    return [*given, f"--root={Path.cwd() / (values(given, 'root') or ['runs'])[-1]}"], rest
-
-
-def values(given: Sequence[str], name: str) -> list[str]:
-    """Return the values of an option, each as `--name=value` or as two words."""
-    found = [it.partition("=")[2] for it in given if it.startswith(f"--{name}=")]
-    return found + [after for word, after in pairwise(given) if word == f"--{name}"]
+    place = given.index(":") if ":" in given else end  # before a second group of nodes
+    own = layers.read([*given, "--", "program"])[0].own
+    own.root = str(Path(own.root or "runs").absolute())
+    return [*given[:place], f"--root={own.root}", *more, *given[place:]], rest, own
 
 
 def submit(given: Sequence[str], module: str, *words: str) -> int:

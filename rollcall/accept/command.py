@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rollcall.accept import page
 from rollcall.launch.commands import network
@@ -30,16 +29,15 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
-    given, words = network.divided(argv)
-    if not network.values(given, "name"):
-        given.append(f"--name=accept-{time.strftime('%Y%m%d-%H%M%S')}")
-    run = RunDir(Path(network.values(given, "root")[-1]), network.values(given, "name")[-1])
+    name = f"accept-{time.strftime('%Y%m%d-%H%M%S')}"
+    given, words, own = network.divided(argv, f"--max-restarts={RESTARTS}")
+    given.insert(0, f"--name={name}")  # a name that was given comes later, and counts
+    run = RunDir(own.root, own.name or name)
     if run.path.exists():
         return refuse(
             f"{run.path} exists; a new page needs a run of its own: choose another --name"
         )
     folder = run.path / "accept"
-    given.append(f"--max-restarts={RESTARTS}")
     code = network.submit(given, "rollcall.accept.checks", str(folder), *words)
     if not folder.exists():  # refused, or shown by --dry-run
         return code
