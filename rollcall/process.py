@@ -18,6 +18,9 @@ PR_SET_PDEATHSIG = 1
 LOST = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE})
 """Errors of writing output that must not end a run: nowhere to write it, or nobody who reads it."""
 
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Has the C library ask for large pages: a process with fewer pages forks and ends sooner."""
+
 is_fork = False
 """Whether a parent that has frozen what it imported has forked this process."""
 ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")

@@ -43,6 +43,8 @@ class RunDir:
     """The snapshot of the code that every attempt runs."""
     job = _Place("job")
     """What was submitted and how its attempts went."""
+    launcher = _Place("job/rollcall")
+    """The copy of rollcall, if `code/` is the user's code."""
     metrics = _Place(LoggedStep.FILE)
     """One line per logged step, written by rank 0."""
     events = _Place(EVENTS)
@@ -67,6 +69,10 @@ class RunDir:
         """Return a run of this name, or with a number behind it if there is such a directory."""
         names = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
         return next(run for run in (cls(root, name) for name in names) if not run.path.exists())
+
+    def modules(self, number: int) -> Path:
+        """Return the copy of the user's modules from the `number`-th directory."""
+        return self.job / "modules" / str(number)
 
     def attempt_logs(self, attempt: int) -> Path:
         """Return the directory of an attempt's logs, which has a directory for each node."""

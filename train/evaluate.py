@@ -13,7 +13,7 @@ from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import validation_batches
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.world import World
-from rollcall.train.numerics.losses import Loss, valid_share
+from rollcall.train.numerics.losses import NOTHING, Loss, valid_share
 from rollcall.train.numerics.metrics import Metric
 from rollcall.train.parallel.strategy import Strategy
 
@@ -122,8 +122,8 @@ class _Set:
                 found.update(self._metrics[name].figures(name, one, weight[0]))
             elif not weight[0]:
                 raise ConfigError(
-                    "the validation data has no target that counts: expected class numbers, got "
-                    "only -100"
+                    f"data.name={self._config.data.name}: no target of the validation data counts"
+                    f"{f' ({self._name})' * bool(self._name)}: {NOTHING}"
                 )
             else:
                 found[name] = one[0] / weight[0]

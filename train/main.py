@@ -45,11 +45,14 @@ def main(words: Sequence[str]) -> int:
         print(config.to_yaml(), end="")
         return 0
     process.outlast_full_disks()
+    gc.disable()  # until the imports are done, of whose time collections would take a quarter
     try:
         return on_all_ranks(config.device, partial(_train, recipe, config))
     except Exception as error:
         failure.tell_torchrun(error)
         raise
+    finally:
+        gc.enable()
 
 
 def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") -> int:
@@ -59,6 +62,7 @@ def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") 
     # parent has frozen it.
     if not process.is_fork:
         gc.freeze()
+    gc.enable()
     try:
         return EXIT_CODES[train(recipe, config, world, signals)]
     finally:

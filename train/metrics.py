@@ -86,7 +86,7 @@ class Metrics:
             self._samples += samples
             self._window_samples += samples
             self._window_waited += agreed["waited"]
-            loss = agreed["loss"] / agreed["count"]
+            loss = agreed["loss"] / (agreed["count"] or 1)
             if self._bar:
                 self._bar.update(self._task_id, completed=step, loss=loss, rate=self._rate)
             if step % self._run.config.log.every == 0 or step in (self._first + 1, self._last):

@@ -98,6 +98,19 @@ class NodeMonitor:
             self.kill_at = min(self.kill_at or end, end)
 
 
+def place_words(node: Node, ranks: Sequence[int]) -> list[str]:
+    """Return the words of the agent's command line that all attempts share."""
+    words = [f"--nnodes={node.count}", f"--node-rank={node.number}"]
+    return [*words, f"--nproc-per-node={','.join(map(str, ranks))}"]
+
+
+def with_modules(modules: Sequence[str]) -> dict[str, str]:
+    """Return this environment with directories that Python searches first."""
+    searched = [*modules, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, searched))} if modules else {}
+    return {**os.environ, **path}
+
+
 class NodeAttempt:
     """This node's part of one attempt."""
 
@@ -120,8 +133,7 @@ class NodeAttempt:
         self, key: str, start_method: str, framework: str, program: Sequence[str]
     ) -> list[str]:
         """Return the agent's command line."""
-        words = [f"--nnodes={self.node.count}", f"--node-rank={self.node.number}"]
-        words += [f"--nproc-per-node={','.join(map(str, self.ranks))}"]
+        words = place_words(self.node, self.ranks)
         words += [f"--master-addr={self.rendezvous.address}"]
         words += [f"--master-port={self.rendezvous.port}"]
         words += [f"--run-id={key}", f"--log-dir={self.log.parent}"]
@@ -142,12 +154,9 @@ class NodeAttempt:
             # "=" means exactly this one; NCCL avoids lo itself and needs no address on one node
             **({"NCCL_SOCKET_IFNAME": f"={interface}"} if is_free and interface != "lo" else {}),
             **self.nccl,
-            **os.environ,
+            **with_modules(modules),
             "ROLLCALL_WORLD_SIZE": str(sum(self.ranks)),
         }
-        if modules:
-            searched = [*modules, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, searched))
         if self.node.gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.node.gpus
         return env

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from rollcall.launch.node import processes
+from rollcall.process import LARGE_PAGES
 
 MAX_BYTES = 1 << 16
 """Size limit of an answer."""
@@ -34,25 +35,30 @@ class ForkClient:
         """The process ids of the server and the agent, if they exist."""
         return [pid for pid in (self.pid, self.agent) if pid is not None]
 
+    def begin(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the server, which imports what all ranks need; `ps` shows the words, too."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-u", "-m", "rollcall.launch.rank.agent"]
+        self._process = subprocess.Popen(
+            [*command, f"--serve={theirs.fileno()}", *words],
+            env={**LARGE_PAGES, **env},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C reaches the ranks once: through the supervisor
+            preexec_fn=processes.become_agent,
+        )
+        theirs.close()
+
     def start(
         self, words: Sequence[str], env: Mapping[str, str], port: socket.socket | None
     ) -> None:
         """Start an agent, whose store listens on `port`; only the first one's `env` is used."""
         if self._process is None:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-u", "-m", "rollcall.launch.rank.agent"]
-            # The words are here too, so that the server can import early and `ps` shows the run.
-            self._process = subprocess.Popen(
-                [*command, f"--serve={theirs.fileno()}", *words],
-                env=env,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C reaches the ranks once: through the supervisor
-                preexec_fn=processes.become_agent,
-            )
-            theirs.close()
+            self.begin(words, env)
         assert self._control is not None
         descriptors = [port.fileno()] if port else []
-        socket.send_fds(self._control, [json.dumps(list(words)).encode()], descriptors)
+        new = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        order = json.dumps({"words": [*words], "env": new}).encode()
+        socket.send_fds(self._control, [order], descriptors)
 
     def poll(self) -> int | None:
         """Return the exit code of the agent; None while it runs or is about to."""

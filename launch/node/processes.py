@@ -97,18 +97,16 @@ def children(pid: int) -> list[int]:
 
 
 def end_orphans(keep: int | None = None) -> None:
-    """End all processes that the ranks left behind, but not our child `keep`."""
-    if not any(child != keep or children(child) for child in children(os.getpid())):
-        return  # psutil would read all processes of the host
-    own = psutil.Process()
-    while orphans := [child for child in own.children(recursive=True) if child.pid != keep]:
+    """End all processes that the ranks left behind, but not our child `keep` and its children.
+
+    A process whose parent has ended is our own child.
+    """
+    while orphans := [child for child in children(os.getpid()) if child != keep]:
         for child in orphans:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.01)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.002)
 
 
 class StoppedProcesses:

@@ -7,6 +7,7 @@ Exit code: 0 done, 75 stopped in order (start it again to continue), 69 another 
 anything else is a failure.
 """
 
+import argparse
 import contextlib
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Literal
 from rollcall.hosts import HostError, ranks_of_nodes
 from rollcall.launch import frameworks
 from rollcall.launch.node import heartbeat, identity, processes, takeover
-from rollcall.launch.node.attempt import NodeAttempt, NodeMonitor
+from rollcall.launch.node.attempt import NodeAttempt, NodeMonitor, place_words, with_modules
 from rollcall.launch.node.fork_client import ForkClient
 from rollcall.launch.node.identity import Node, NodeError
 from rollcall.launch.node.processes import REQUESTS
@@ -54,6 +55,7 @@ class Supervisor:
         start_method: str,
         framework: str,
         max_restarts: int | None,
+        server: ForkClient,
     ) -> None:
         self.work, self.run = work, work.run
         self.node, self.ranks, self.start_method = node, ranks, start_method  # ranks of each node
@@ -61,7 +63,7 @@ class Supervisor:
         self.max_restarts = max_restarts  # None for as long as they make progress
         self.meeting = Meeting(self.run, node)
         self.monitor = NodeMonitor(self.run, node, self.meeting)
-        self.server = ForkClient()
+        self.server = server
 
     def go(self) -> int:
         """Make attempts until one is the last; return the exit code."""
@@ -129,10 +131,6 @@ class Supervisor:
         number, node = rendezvous.attempt, self.node
         part = NodeState(number, node.number, node.host, "running", time.time(), os.getpid())
         part = replace(part, nccl=attempt.nccl)
-        part.write(self.run.path)
-        if self.node.is_head:
-            event = self._event(number, "started")
-            replace(event, hosts=list(node.hosts), ranks=sum(self.ranks)).append(self.run.path)
         words = attempt.words(
             self.meeting.key, self.start_method, self.framework, self.work.program
         )
@@ -140,6 +138,10 @@ class Supervisor:
         attempt.comes_back = self.work.is_training
         if holder is not None:
             holder.close()  # the agent has it now
+        part.write(self.run.path)  # while the ranks start
+        if self.node.is_head:
+            event = self._event(number, "started")
+            replace(event, hosts=list(node.hosts), ranks=sum(self.ranks)).append(self.run.path)
         state, code = self._outcome(attempt.follow(self.server))
         asked = next((signal.Signals(it.number).name for it in self.monitor.requests), None)
         part = replace(part, asked=asked, is_victim=attempt.is_victim)
@@ -255,10 +257,22 @@ def main(argv: Sequence[str]) -> int:
     processes.adopt_orphans()
     outlast_full_disks()
     options = resolve.parser().parse_args(argv)
+    options.program = options.program[options.program[:1] == ["--"] :]
+    server = ForkClient()
+    try:
+        return _supervise(options, server)
+    finally:
+        server.kill()
+
+
+def _supervise(options: argparse.Namespace, server: ForkClient) -> int:
     try:
         node = identity.find(os.environ)
-        work = resolve.work_of_supervisor(options, os.environ, node.job)
         ranks = ranks_of_nodes(options.nproc_per_node or str(node.default_ranks), node.count)
+        words = [*place_words(node, ranks), f"--start-method={options.start_method}"]
+        if options.program:  # it imports while the rest is found out
+            server.begin([*words, *options.program], with_modules(options.modules))
+        work = resolve.work_of_supervisor(options, os.environ, node.job)
     except (NodeError, ValueError) as error:
         return _fail(str(error))
     run = work.run
@@ -267,15 +281,15 @@ def main(argv: Sequence[str]) -> int:
         return 0
     max_restarts = options.max_restarts
     if work.is_training:
-        place = [word("run.name", run.name), word("run.root", str(run.path.parent))]
-        work = replace(work, program=(*work.program, *place))
+        named = [word("run.name", run.name), word("run.root", str(run.path.parent))]
+        work = replace(work, program=(*work.program, *named))
     elif max_restarts is None:
         max_restarts = 0  # only its author knows whether restarting it makes progress
     try:
         run.create()
         framework = options.framework or frameworks.guess(work.program)
         how = (options.start_method, framework, max_restarts)
-        code = Supervisor(work, node, ranks, *how).go()
+        code = Supervisor(work, node, ranks, *how, server).go()
     except KNOWN as error:
         return _fail(f"node {node.number} ({node.host}): {error}")
     if code == os.EX_UNAVAILABLE and not node.is_head:

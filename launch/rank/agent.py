@@ -7,13 +7,15 @@ at import. The exit code is the first failed rank's (128 + n if signal n killed 
 """
 
 import argparse
+import contextlib
+import gc
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 from rollcall import hosts, process
@@ -23,18 +25,17 @@ from rollcall.records.attempt import AGENT
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 MAX_BYTES = 1 << 20
-"""Size limit of an order: a command line as JSON."""
+"""Size limit of an order: a command line and new variables, as JSON."""
+Receive = Callable[[], None]
+"""Waits for the command line of an attempt, and changes the options to it."""
+Start = Callable[[argparse.Namespace, Receive], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks that the command line asks for and wait for them; return the exit code."""
-    options = parser().parse_args(argv)
-    options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
-    options.nproc_per_node = options.ranks[options.node_rank]
-    options.first_rank = sum(options.ranks[: options.node_rank])
+    options = _read(argv)
     if options.start_method == "none":
         sys.exit(run_rank(options))
-    Path(options.log_dir).mkdir(parents=True, exist_ok=True)
     # Before torch is imported: its thread pool reads this once.
     threads = max(1, hosts.usable_cpus() // options.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -43,19 +44,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     variables = set(os.environ)
     if options.start_method == "fork":
+        gc.disable()  # collections would take a quarter of the time that imports take
         from rollcall.launch.rank.fork import preload, start  # imports torch
 
-        if not process.is_fork:  # of a server that has done so
-            preload(options)
+        preload(options)
+        # Later collections leave out what was imported: to look at an object is to write to it,
+        # which copies the page that ranks share.
+        gc.freeze()
+        gc.enable()
     else:
         from rollcall.launch.rank.torchrun import start  # imports torch
 
     for name in set(os.environ) - variables:  # an import has set it; ranks must not inherit it
         del os.environ[name]
     if options.serve is not None:
-        run_fork_server(options.serve)
+        run_fork_server(options, start)
+    return _run(options, start)
+
+
+def _read(argv: Sequence[str] | None) -> argparse.Namespace:
+    options = parser().parse_args(argv)
+    options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
+    options.nproc_per_node = options.ranks[options.node_rank]
+    options.first_rank = sum(options.ranks[: options.node_rank])
+    return options
+
+
+def _run(options: argparse.Namespace, start: Start, receive: Receive = lambda: None) -> int:
+    """Be the agent of one attempt; return the exit code."""
     try:
-        start(options)
+        start(options, receive)
     except RankError as error:
         if error.code != os.EX_TEMPFAIL:  # a rank that was asked to stop has said so itself
             print(f"node {options.node_rank}: {error}", file=sys.stderr)
@@ -64,27 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_fork_server(descriptor: int) -> NoReturn:
+def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
     """Fork an agent for each command line that arrives, until the supervisor has ended.
 
-    So torch is imported once for all attempts. A message at the `descriptor` of a socket may carry
-    another socket, the one of the port. The answers are the agent's process id and, at the end, its
-    exit code.
+    So torch is imported once for all attempts, and while the supervisor prepares the first one. A
+    message at the socket `options.serve` may carry another socket, the one of the port. The answers
+    are the agent's process id and, at the end, its exit code. After a failure the next agent forks
+    its ranks while the supervisor writes its records; all wait for the next command line.
     """
-    control = socket.socket(fileno=descriptor)
+    control = socket.socket(fileno=options.serve)
+    agent: tuple[int, socket.socket] | None = None
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, 1)
         if not message:
             os._exit(0)
-        words = json.loads(message)
-        pid = os.fork()
-        if pid == 0:
-            process.die_with_parent()
-            process.is_fork = True
-            control.close()
-            code = main([*(f"--port-fd={number}" for number in descriptors), *words])
-            sys.stderr.flush()
-            os._exit(code)
+        order = json.loads(message)
+        os.environ.update(order["env"])
+        pid, orders = agent or _fork_agent(options, start, descriptors)
+        with orders, contextlib.suppress(OSError):  # it was killed, as its exit code will say
+            socket.send_fds(orders, [json.dumps(order["words"]).encode()], descriptors)
         for number in descriptors:
             os.close(number)
         control.send(json.dumps({"pid": pid}).encode())
@@ -92,6 +108,37 @@ def run_fork_server(descriptor: int) -> NoReturn:
         control.send(json.dumps({"code": code if code >= 0 else 128 - code}).encode())
         # The supervisor waits for SIGCHLD, which the kernel sends for its own children only.
         os.kill(os.getppid(), signal.SIGCHLD)
+        has_failed = code not in (0, os.EX_TEMPFAIL)
+        agent = _fork_agent(options, start) if has_failed else None
+
+
+def _fork_agent(
+    options: argparse.Namespace, start: Start, inherited: Sequence[int] = ()
+) -> tuple[int, socket.socket]:
+    """Fork an agent; return its process id and the socket at which it waits for a command line."""
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        process.die_with_parent()
+        process.is_fork = True
+        orders.close()
+        for number in (options.serve, *inherited):
+            os.close(number)
+        options.serve = theirs.detach()
+        code = _run(options, start, partial(_receive, options))
+        sys.stderr.flush()
+        os._exit(code)
+    theirs.close()
+    return pid, orders
+
+
+def _receive(options: argparse.Namespace) -> None:
+    with socket.socket(fileno=options.serve) as orders:
+        message, descriptors, _, _ = socket.recv_fds(orders, MAX_BYTES, 1)
+    if not message:
+        os._exit(0)
+    words = [*(f"--port-fd={number}" for number in descriptors), *json.loads(message)]
+    vars(options).update(vars(_read(words)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,11 +149,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--node-rank", type=int, default=0)
     result.add_argument("--nproc-per-node", default="1", help="ranks, or 1,2,2 node by node")
     result.add_argument("--master-addr", default="127.0.0.1", help="address of node 0")
-    result.add_argument("--master-port", type=int, required=True)
+    result.add_argument("--master-port", type=int, default=0)
     result.add_argument("--port-fd", type=int, help="a bound socket that reserves the port")
     result.add_argument("--serve", type=int, help="be a fork server that takes orders here")
-    result.add_argument("--run-id", required=True, help="the same on all nodes, new per attempt")
-    result.add_argument("--log-dir", required=True, help="where each rank writes rank-<n>.log")
+    result.add_argument("--run-id", default="", help="the same on all nodes, new per attempt")
+    result.add_argument("--log-dir", default=".", help="where each rank writes rank-<n>.log")
     result.add_argument(
         "--start-method",
         choices=("fork", "torchrun", "none"),

@@ -1,20 +1,21 @@
 """Start ranks as forks of a process that has imported torch.
 
-The ranks wait at a pipe until this process has the store that `env://` uses (see store.py).
+The ranks wait at a socket until this process has the store that `env://` uses (see store.py).
 So before the fork there are only imports: no thread and no connection.
 """
 
 import argparse
 import contextlib
-import gc
 import importlib
 import importlib.util
+import json
 import os
 import signal
+import socket
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollcall import process
@@ -36,6 +37,8 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
     from rollcall.launch.rank import store
 
+MAX_BYTES = 1 << 20
+"""Size limit of an attempt's options, as JSON; ranks may be forked before they are known."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 LAST_WORDS = 2.0
@@ -51,10 +54,6 @@ def preload(options: argparse.Namespace) -> None:
         for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
             # What torch's modules undo at exit, no rank needs: it takes 60 ms.
             info.atexit &= not (info.func.__module__ or "").startswith("torch")
-    # Otherwise the collector writes to every page that ranks share, which copies it. Done before
-    # the first attempt, so that a restart has only its own few objects to collect.
-    gc.collect()
-    gc.freeze()
 
 
 def _import_training(words: Sequence[str]) -> None:
@@ -71,23 +70,24 @@ def _import_training(words: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def start(options: argparse.Namespace) -> None:
+def start(options: argparse.Namespace, receive: Callable[[], None]) -> None:
     """Fork the ranks and wait for them; raise RankError if they do not start or one fails."""
+    sys.stdout.flush()  # otherwise every rank would print what waits here
+    gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
+    gate.close()
+    receive()
+    Path(options.log_dir).mkdir(parents=True, exist_ok=True)
     if HAS_TORCH:
         store.check_cuda(options.program)
-    gc.collect()
-    gc.freeze()
-    sys.stdout.flush()  # otherwise every rank would print what waits here
-    gate, opener = os.pipe()
-    pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
-    os.close(gate)
     meeting = store.meet(options) if HAS_TORCH else None
     keys = 0 if meeting is None else meeting.num_keys()
     if meeting is None and options.port_fd is not None:
         os.close(options.port_fd)  # the program may want the port
-    with contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
-        os.write(opener, bytes(len(pids)))
-    os.close(opener)
+    order = json.dumps(vars(options)).encode()
+    with opener, contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
+        for _ in pids:
+            opener.send(order)
     _wait(pids, options)
     if meeting is not None:
         store.record_if_alone(meeting, keys, options)
@@ -143,18 +143,22 @@ def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _fork(options: argparse.Namespace, local_rank: int, gate: int, opener: int) -> int:
+def _fork(
+    options: argparse.Namespace, local_rank: int, gate: socket.socket, opener: socket.socket
+) -> int:
     pid = os.fork()
     if pid == 0:
         process.die_with_parent()
         process.is_fork = True
         os.setsid()  # as under torchrun: a program may signal its whole group
-        os.close(opener)
-        if options.port_fd is not None:
-            os.close(options.port_fd)
-        if not os.read(gate, 1):
+        opener.close()
+        if options.serve is not None:
+            os.close(options.serve)
+        order = gate.recv(MAX_BYTES)
+        if not order:
             os._exit(1)  # the nodes have not met
-        os.close(gate)
+        gate.close()
+        vars(options).update(json.loads(order))
         os.environ.update(environment(options, local_rank))
         if "numpy" in sys.modules:  # torch has imported it
             sys.modules["numpy"].random.seed()  # otherwise all ranks would draw the same numbers

@@ -12,11 +12,12 @@ from urllib.parse import quote
 from rollcall import hosts
 from rollcall.launch.frameworks import TABLE
 from rollcall.launch.frameworks.framework import Place, Store
+from rollcall.process import LARGE_PAGES
 from rollcall.records.files import write_once
 
 OF_SUPERVISOR = ("SUBMITIT_", "PMI_", "PMIX_", "PMI2_", "SLURM_PMI", "SLURM_GTIDS")
 """Beginnings of variables that describe the supervisor as a task of its step."""
-OWN = {"PYDANTIC_DISABLE_PLUGINS": "__all__", "SLURM_TIME_FORMAT": "standard"}
+OWN = {"PYDANTIC_DISABLE_PLUGINS": "__all__", "SLURM_TIME_FORMAT": "standard", **LARGE_PAGES}
 """Variables that rollcall sets for itself."""
 EXCHANGE = timedelta(minutes=10)
 """How long a rank waits for the addresses of all others."""

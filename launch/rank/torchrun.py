@@ -3,6 +3,8 @@
 import argparse
 import logging
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -14,8 +16,10 @@ JOIN_TIMEOUT = 600
 """Seconds that nodes wait for each other."""
 
 
-def start(options: argparse.Namespace) -> None:
+def start(options: argparse.Namespace, receive: Callable[[], None]) -> None:
     """Let torchrun start the ranks and wait for them; raise RankError if one fails."""
+    receive()
+    Path(options.log_dir).mkdir(parents=True, exist_ok=True)
     logging.disable(logging.CRITICAL)  # torch reports a failure in 40 lines, rollcall in one
     if options.port_fd is not None:
         os.close(options.port_fd)  # torchrun binds the port itself

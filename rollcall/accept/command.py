@@ -17,7 +17,6 @@ from rollcall.accept import page
 from rollcall.launch.commands import network
 from rollcall.launch.runs import root_cause
 from rollcall.refusal import refuse
-from rollcall.run_dir import RunDir
 
 USAGE = "usage: rollcall accept [options of rollcall submit] [-- [--only CHECK,…] [key=value …]]"
 RESTARTS = 40
@@ -29,15 +28,14 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
-    name = f"accept-{time.strftime('%Y%m%d-%H%M%S')}"
-    given, words, own = network.divided(argv, f"--max-restarts={RESTARTS}")
-    given.insert(0, f"--name={name}")  # a name that was given comes later, and counts
-    run = RunDir(own.root, own.name or name)
+    given, words = network.divided(argv)
+    run = network.run_of(given, f"accept-{time.strftime('%Y%m%d-%H%M%S')}")
     if run.path.exists():
         return refuse(
             f"{run.path} exists; a new page needs a run of its own: choose another --name"
         )
     folder = run.path / "accept"
+    given = [f"--name={run.name}", f"--max-restarts={RESTARTS}", *given]
     code = network.submit(given, "rollcall.accept.checks", str(folder), *words)
     if not folder.exists():  # refused, or shown by --dry-run
         return code

@@ -1,14 +1,13 @@
 """The page of `rollcall accept` and of tests/gpu: what passed, failed or does not apply."""
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rollcall.records.files import write_atomic
 from rollcall.records.run import Line
-from rollcall.text import duration
+from rollcall.text import duration, markdown
 
 
 @dataclass(frozen=True)
@@ -56,21 +55,14 @@ class Page:
         cells = [(row.check, row.state, duration(row.seconds), row.text) for row in self.rows]
         verdict = "FAILED" if self.failed else "Passed" if "passed" in states else "Nothing passed"
         lines = [f"# {self.title}", "", f"{verdict}: {counts}; {total}."]
-        lines += ["", *_table([("fact", ""), *self.facts.items()]), ""]
-        return "\n".join([*lines, *_table([("check", "result", "time", "found"), *cells]), ""])
+        lines += ["", *markdown([("fact", ""), *self.facts.items()], wide=True), ""]
+        found = markdown([("check", "result", "time", "found"), *cells], wide=True)
+        return "\n".join([*lines, *found, ""])
 
     def write(self, place: Path) -> None:
         """Write the page to `place`.md and `place`.json."""
         write_atomic(Path(f"{place}.md"), self.markdown())
         write_atomic(Path(f"{place}.json"), json.dumps(asdict(self), indent=1) + "\n")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    safe = [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in rows]
-    widths = [max(3, *map(len, column)) for column in zip(*safe, strict=True)]
-    widths[-1] = 3  # it holds sentences
-    for row in [safe[0], ["-" * width for width in widths], *safe[1:]]:
-        yield f"| {' | '.join(map(str.ljust, row, widths))} |"
 
 
 def read(folder: Path, title: str) -> Page:

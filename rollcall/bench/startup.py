@@ -1,8 +1,10 @@
 """`rollcall bench startup`: measure the time from the command to the first step.
 
-torchrun and the supervisor start the same run in turns, so that other load affects both. With
+torchrun and the supervisor start the same run in turns, so that other load affects both. torchrun
+also starts a bare script; the floor is that script with forked ranks (rollcall/bench/bare.py). With
 `--more`, they also take turns with `rollcall submit --local`. A second table compares the CPU time
-of `rollcall submit --dry-run` with the import of submitit.
+of `rollcall submit --dry-run` with the import of submitit, and of what a check of the configuration
+needs.
 """
 
 import sys
@@ -16,6 +18,7 @@ from rollcall.installation import TRAIN, command
 from rollcall.run_dir import RunDir
 from rollcall.text import word
 
+BASE, FLOOR = "torchrun, bare script", "bare script, forked"
 SHORT = ("train.steps=1", "checkpoint.every=null")
 """Settings of a run that consists almost entirely of its start."""
 
@@ -30,8 +33,10 @@ def main(argv: Sequence[str]) -> int:
     count, repeats = options.nproc_per_node, options.repeats
     ranks = f"--nproc-per-node={count}"
     starts = {
-        "torchrun": turns.torchrun(*TRAIN, ranks=count),
+        BASE: turns.torchrun(*turns.BARE, ranks=count),
+        "torchrun -m train": turns.torchrun(*TRAIN, ranks=count),
         "supervisor": [*command("supervise", ranks), "--", *TRAIN],
+        FLOOR: [],
     }
     if options.more:
         starts["submit --local"] = [*command("submit", "--local", "--wait", ranks), "digits"]
@@ -40,8 +45,11 @@ def main(argv: Sequence[str]) -> int:
         def measure(name: str, number: int) -> turns.Figures:
             run = RunDir(folder, f"{name.replace(' ', '')}-{number}")
             place = [word("run.name", run.name), word("run.root", folder)]
+            words = [*starts[name], *options.words, *SHORT, *place]
+            if name == BASE:
+                words = [*starts[name], str(run.path), "1"]
             start = time.time()
-            cpu = turns.timed([*starts[name], *options.words, *SHORT, *place])["CPU"]
+            cpu = turns.timed(turns.bare(run, 1, count) if name == FLOOR else words)["CPU"]
             first = [line["time"] for line in run.read_events("first_step")]
             if not first:
                 raise turns.BenchError(f"{name}: the run ended without a first step")
@@ -49,9 +57,10 @@ def main(argv: Sequence[str]) -> int:
 
         found = turns.take_turns({name: partial(measure, name) for name in starts}, repeats)
     title = f"command to first step, {count} ranks, medians of {repeats}, in turns"
-    turns.compare(title, found, "torchrun")
+    turns.compare(title, found, BASE)
     dry = {
         "import submitit": [sys.executable, "-c", "import submitit"],
+        "import of the schema": [sys.executable, "-c", "import submitit, rollcall.config.schema"],
         "submit --dry-run": [*command("submit", "--dry-run")],
     }
     ways = {

@@ -24,8 +24,10 @@ import psutil
 
 from rollcall import hosts
 from rollcall.installation import environment
+from rollcall.run_dir import RunDir
 from rollcall.text import size, table
 
+BARE = ("-m", "rollcall.bench.bare")
 Figures = dict[str, float]
 """The result of one measurement, by the titles of the columns; times are in seconds."""
 
@@ -81,6 +83,11 @@ def _gpus() -> list[str]:
 def torchrun(*words: str, ranks: int) -> list[str]:
     """Return the command line that starts ranks on this machine with torchrun."""
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *words]
+
+
+def bare(run: RunDir, *words: int) -> list[str]:
+    """Return the command line of a bare script that forks its ranks: its steps, and the ranks."""
+    return [sys.executable, *BARE, str(run.path), *map(str, words)]
 
 
 def take_turns(

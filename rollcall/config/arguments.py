@@ -99,6 +99,15 @@ def code_of(found: Any) -> Code | None:
     return Code(signature, is_class, inspect.getdoc(found) or "")
 
 
+def cannot_take(code: Code, count: int) -> str:
+    """Return why code cannot be called with so many arguments; an empty text if it can."""
+    try:
+        code.signature.bind(*range(count))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
 def checked(key: str, args_key: str, name: str, args: Mapping[str, Any], find: Find) -> Any:
     """Return the arguments with the defaults of the code; values are plain, as in YAML.
 

@@ -133,12 +133,5 @@ def test_the_sites_default_serves_all_who_name_no_cluster(
 
 def test_network_and_accept_use_the_root_of_a_profile_and_take_groups_of_nodes(place: Path) -> None:
     users(place, "options: {root: /scratch/runs}")
-    given, rest, own = network.divided(["--cluster=here", "--", "--json"])
-    assert (own.root, rest) == ("/scratch/runs", ["--json"])
-    given, _, own = network.divided(["--nodes=1", ":", "--nodes=2"], "--max-restarts=1")
-    line = options.read([*given, "--", "x"])
-    assert [(group.own.nodes, group.own.max_restarts) for group in line.groups] == [
-        ((1, 1), 1),
-        ((2, 2), 1),
-    ]
-    assert line.own.root == own.root == str(Path("runs").absolute())
+    assert network.run_of(["--cluster=here"], "it").path == Path("/scratch/runs/it")
+    assert network.run_of(["--nodes=1", ":", "--nodes=2"], "it").path == Path("runs/it").absolute()

@@ -14,10 +14,7 @@ from rollcall.train.parallel.tensor import Tensor
 
 
 def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
-    """Return the mesh over which the weights are spread; None for one rank.
-
-    It has no dimension `context`: ranks that share sequences hold replicas or shards of weights.
-    """
+    """Return the mesh of the weights, without `context`, whose ranks hold replicas or shards."""
     if not degrees:
         return None
     pieces = degrees.get("context", 1)
