@@ -46,7 +46,6 @@ REASONS = {
     ("train/dist/world.py", "World.replicate"): "DDP, whose buckets are C++",
     ("train/network.py", "main"): CLUSTER,
     ("train/network.py", "measure"): CLUSTER,
-    ("rollcall/accept/checks.py", "main"): CLUSTER,
     ("rollcall/bench/checkpoint.py", "main"): CLUSTER,
     ("launch/commands/watch.py", "_machine"): CLUSTER,
 }
