@@ -24,6 +24,7 @@ sys.path.insert(0, str(DOCS.parent))
 from rollcall.commands import COMMANDS  # noqa: E402
 from rollcall.config import describe  # noqa: E402
 from rollcall.launch.doctor.checkup import checks  # noqa: E402
+from rollcall.text import markdown  # noqa: E402
 
 STYLE = """
     text { font: 14px system-ui, sans-serif; fill: #1f2328; }
@@ -241,31 +242,23 @@ def reference() -> str:
         "explains one key.",
     ]
     section = None
-    for name, kind, default, meaning, _ in describe():
+    for key in describe():
+        name, default = key.name, key.default
         first = name.partition(".")[0] if "." in name else ""
         if first != section:
             section = first
             title = f"`{first}`" if first else "Top level"
-            lines += [
-                "",
-                f"### {title}",
-                "",
-                "| key | type | default | meaning |",
-                "| --- | --- | --- | --- |",
-            ]
+            lines += ["", f"### {title}", "", *markdown([("key", "type", "default", "meaning")])]
         shown = (
             ""
             if default is None
             else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
-        cells = (f"`{name}`", kind, shown, meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append(markdown([(f"`{name}`", key.type, shown, key.meaning)])[0])
     lines += ["", "## Commands", ""]
-    lines += ["| command | what it does |", "| --- | --- |"]
     people = [(name, command) for name, command in COMMANDS.items() if command.by_people]
-    lines += [
-        f"| [`rollcall {name}`](#rollcall-{name}) | {command.meaning} |" for name, command in people
-    ]
+    rows = [(f"[`rollcall {name}`](#rollcall-{name})", it.meaning) for name, it in people]
+    lines += markdown([("command", "what it does"), *rows])
     for name, _ in people:
         if name == "train":
             lines += ["", "### rollcall train", "", "`rollcall train --help KEY` explains a key."]
@@ -277,16 +270,17 @@ def reference() -> str:
 def doctor() -> str:
     """The page about the doctor, with the table of its checks as its last section."""
     text = (DOCS / "doctor.md").read_text().partition("\n## All checks\n")[0]
-    rows = ["| check | what is checked | why it matters | what to do | source |"]
-    rows += ["| --- | --- | --- | --- | --- |"]
+    rows = [("check", "what is checked", "why it matters", "what to do", "source")]
     for each in checks().values():
         name = f"`{each.name}`" + ("" if each.is_quick else " (slow)")
-        rows.append(f"| {name} | {each.what} | {each.why} | {each.cure} | {each.source} |")
+        rows.append((name, each.what, each.why, each.cure, each.source))
     count = sum(each.is_quick for each in checks().values())
     how = (
         f"{len(checks())} checks, of which {count} are quick. `docs/make.py` makes this table from"
     )
-    return "\n".join([text, "## All checks", "", how, "`launch/doctor/table.md`.", "", *rows, ""])
+    return "\n".join(
+        [text, "## All checks", "", how, "`launch/doctor/table.md`.", "", *markdown(rows), ""]
+    )
 
 
 def _help(name: str) -> str:

@@ -7,6 +7,7 @@ the code always runs from the checkout.
 """
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -74,13 +75,24 @@ class Builder:
     folder: Path
     python: str
     torch: str
-    say: Callable[[str], None]
     detail: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self.log = self.folder / "install.log"
         self.venv = self.folder / f"venv-{secrets.token_hex(3)}"
         self.uv = shutil.which("uv")
+
+    def build_in_turn(self) -> None:
+        """Build unless another process does or has; raise CannotBuild if a build failed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if lock := take_turn(self.folder, say):
+            try:
+                self.build()
+            except CannotBuild as error:
+                write(self.folder / "failed", str(error))
+                raise
+            finally:
+                lock.release()
 
     def build(self) -> None:
         """Build in a new folder, verify, and write the stamp that marks the environment as ready.
@@ -92,7 +104,7 @@ class Builder:
         version, _, build = self.torch.rpartition("+")
         needed = NEEDED_GB_CPU if build == "cpu" else NEEDED_GB
         check_space(self.folder, needed)
-        self.say(f"making {self.folder} (up to {needed:.0f} GB; log: {self.log.name} there)")
+        say(f"making {self.folder} (up to {needed:.0f} GB; log: {self.log.name} there)")
         self.log.unlink(missing_ok=True)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         extras = project["optional-dependencies"]
@@ -116,7 +128,7 @@ class Builder:
             stamp = self.folder / "ready"
             if not stamp.exists():  # otherwise another builder, believed dead, was faster
                 write(stamp, self.venv.name)
-                self.say(f"ready after {time.monotonic() - started:.0f} s")
+                say(f"ready after {time.monotonic() - started:.0f} s")
         finally:
             if read(self.folder / "ready") != self.venv.name:
                 shutil.rmtree(self.venv, ignore_errors=True)
@@ -191,6 +203,11 @@ def check_space(folder: Path, needed_gb: float) -> None:
         )
 
 
+def say(line: str) -> None:
+    """Print a line about the build."""
+    print(f"env/run: {line}", file=sys.stderr, flush=True)
+
+
 def write(path: Path, line: str) -> None:
     """Write a short file, whole or not at all."""
     beside = path.with_name(f"{path.name}.{secrets.token_hex(3)}")
@@ -204,33 +221,17 @@ def write(path: Path, line: str) -> None:
 def _prepare(python: str, envs: Path, digest: str, driver: str, chosen: Path, quiet: bool) -> str:
     """Wait until this process or another one has made the environment; return the torch choice."""
     before, after = "py{}.{}-".format(*sys.version_info), f"-{digest}"
-
-    def say(line: str) -> None:
-        print(f"env/run: {line}", file=sys.stderr, flush=True)
-
-    def detail(line: str) -> None:
-        if not quiet:
-            say(line)
-
+    detail = (lambda _: None) if quiet else say
     stamps = envs.glob(f"{before}*{after}/ready")
     ready = {path.parent.name.removeprefix(before).removesuffix(after) for path in stamps}
     torch = choose(os.environ.get("ROLLCALL_TORCH", ""), driver, ready, detail)
     folder = envs / f"{before}{torch}{after}"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = take_turn(folder, say)
-    if lock:
-        try:
-            Builder(folder, python, torch, say, detail).build()
-        except CannotBuild as error:
-            write(folder / "failed", str(error))
-            raise
-        finally:
-            lock.release()
+    Builder(folder, python, torch, detail).build_in_turn()
     interpreter = folder / read(folder / "ready") / "bin" / "python"
     if not os.access(interpreter, os.X_OK):
+        advice = "Set ROLLCALL_PYTHON to an interpreter that every node has, or delete that folder."
         raise CannotBuild(
-            f"{folder} was made with {interpreter.resolve()}, which does not run here. Set "
-            "ROLLCALL_PYTHON to an interpreter that every node has, or delete that folder."
+            f"{folder} has {interpreter.resolve()}, which does not run here. {advice}"
         )
     with contextlib.suppress(OSError):  # the site's folder, which only its administrator may write
         chosen.parent.mkdir(exist_ok=True)
@@ -242,9 +243,8 @@ def main() -> None:
     """Make the environment and start env/run again with its original arguments."""
     python, envs, digest, driver, chosen, *arguments = sys.argv[1:]
     quiet = "--quiet" in arguments[:3]
-    run_again(
-        lambda: _prepare(python, Path(envs), digest, driver, Path(chosen), quiet), envs, arguments
-    )
+    made = functools.partial(_prepare, python, Path(envs), digest, driver, Path(chosen), quiet)
+    run_again(made, envs, arguments)
 
 
 def run_again(prepare: Callable[[], str], place: str, arguments: Sequence[str]) -> NoReturn:
@@ -268,10 +268,8 @@ def run_again(prepare: Callable[[], str], place: str, arguments: Sequence[str]) 
     except CannotBuild as error:
         sys.exit(f"env/run: {error}")
     except OSError as error:
-        sys.exit(
-            f"env/run: {error.strerror}: {error.filename or place}. Set ROLLCALL_ENVS to a folder "
-            "that you may write to and that has enough space."
-        )
+        advice = "Set ROLLCALL_ENVS to a folder that you may write to, with enough space."
+        sys.exit(f"env/run: {error.strerror}: {error.filename or place}. {advice}")
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and exec would keep that
     run = [shutil.which("bash") or "/bin/bash", str(ROOT / "env" / "run"), *arguments]

@@ -29,11 +29,7 @@ class CannotBuild(Exception):
 
 
 def parse(request: str) -> tuple[str, str]:
-    """Split ROLLCALL_TORCH into version and build; either may be empty.
-
-    Raises:
-        CannotBuild: it does not have the form ``[VERSION][+BUILD]``.
-    """
+    """Split ROLLCALL_TORCH into version and build, either may be empty, or raise CannotBuild."""
     match = REQUEST.fullmatch(request)
     if not match:
         raise CannotBuild(
@@ -44,20 +40,14 @@ def parse(request: str) -> tuple[str, str]:
 
 
 def build_for(driver: str) -> str:
-    """Return the newest build that an NVIDIA driver supports.
-
-    Raises:
-        CannotBuild: the driver is too old for every build listed here.
-    """
+    """Return the newest build for an NVIDIA driver; raise CannotBuild if it is too old for all."""
     major = int(driver.split(".")[0])
     for oldest, build in BUILDS:
         if major >= oldest:
             return build
-    raise CannotBuild(
-        f"the NVIDIA driver {driver} is too old: torch needs {BUILDS[-1][0]} or newer "
-        f"({BUILDS[0][0]} for the registry's default build). Update the driver, or train on the "
-        "CPU with ROLLCALL_TORCH=cpu."
-    )
+    needs = f"{BUILDS[-1][0]} or newer ({BUILDS[0][0]} for the registry's default build)"
+    advice = "Update the driver, or train on the CPU with ROLLCALL_TORCH=cpu."
+    raise CannotBuild(f"the NVIDIA driver {driver} is too old: torch needs {needs}. {advice}")
 
 
 def choose(request: str, driver: str, ready: Iterable[str], say: Callable[[str], None]) -> str:

@@ -13,9 +13,8 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from build import Builder, run_again, write
+from build import Builder, run_again, say, write
 from choose import CannotBuild
-from turn import take_turn
 
 
 @dataclass
@@ -26,12 +25,8 @@ class ExtrasBuilder(Builder):
     packages: list[str]
 
     def build(self) -> None:
-        """Build in a new folder, and write the stamp that marks the environment as ready.
-
-        Raises:
-            CannotBuild: the message gives the cause and the remedy; only the log is left.
-        """
-        self.say(f"installing {', '.join(self.packages)} in {self.folder} (log: {self.log.name})")
+        """Build in a new folder and write its stamp; raise CannotBuild, leaving only the log."""
+        say(f"installing {', '.join(self.packages)} in {self.folder} (log: {self.log.name})")
         self.log.unlink(missing_ok=True)
         has_pip = find_spec("pip") is not None
         self.run(self.python, "-m", "venv", *(["--without-pip"] * has_pip), str(self.venv))
@@ -47,10 +42,9 @@ class ExtrasBuilder(Builder):
         try:
             self.run(*pip, "--no-input", "--progress-bar=off", "-c", str(kept), *self.packages)
         except CannotBuild as error:
-            raise CannotBuild(
-                f"--with {','.join(self.packages)}: {error}\nThe packages of {self.base} keep "
-                "their versions; for others, use an environment of your own (submit --python)"
-            ) from None
+            keep = f"The packages of {self.base} keep their versions; for others, use an "
+            keep += "environment of your own (submit --python)"
+            raise CannotBuild(f"--with {','.join(self.packages)}: {error}\n{keep}") from None
         subprocess.run(["sync", "-f", str(self.venv)], check=False)
         write(self.folder / "ready", self.venv.name)
 
@@ -58,21 +52,10 @@ class ExtrasBuilder(Builder):
 def main(base: str, place: str, packages: str, *arguments: str) -> None:
     """Make the environment and start env/run again with its original arguments."""
 
-    def say(line: str) -> None:
-        print(f"env/run: {line}", file=sys.stderr, flush=True)
-
     def prepare() -> str:
-        folder, torch = Path(place), os.environ["ROLLCALL_TORCH"]
-        folder.mkdir(parents=True, exist_ok=True)
-        if lock := take_turn(folder, say):
-            try:
-                words = [word.strip() for word in packages.split(",") if word.strip()]
-                ExtrasBuilder(folder, sys.executable, torch, say, say, Path(base), words).build()
-            except CannotBuild as error:
-                write(folder / "failed", str(error))
-                raise
-            finally:
-                lock.release()
+        torch = os.environ["ROLLCALL_TORCH"]
+        words = [word.strip() for word in packages.split(",") if word.strip()]
+        ExtrasBuilder(Path(place), sys.executable, torch, say, Path(base), words).build_in_turn()
         return torch
 
     run_again(prepare, place, arguments)

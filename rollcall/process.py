@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,13 +33,11 @@ class _Lossy(io.FileIO):
 
     def write(self, data: object) -> int:
         written = memoryview(data).nbytes  # type: ignore[arg-type]
-        try:
+        with _tolerated():
             written = super().write(data)  # type: ignore[arg-type]
-            if self.copy is not None:
+        if self.copy is not None:  # also if the terminal is gone
+            with _tolerated():
                 self._copy_lines(ESCAPES.sub(b"", bytes(memoryview(data)[:written])))  # type: ignore[arg-type]
-        except OSError as error:
-            if error.errno not in LOST:
-                raise
         return written
 
     def _copy_lines(self, data: bytes) -> None:
@@ -49,6 +47,15 @@ class _Lossy(io.FileIO):
         text = b"".join(line.rpartition(b"\r")[2] + b"\n" for line in lines)
         if text and self.copy is not None:
             os.write(self.copy, text)
+
+
+@contextlib.contextmanager
+def _tolerated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
 
 
 def stat(pid: int | str) -> list[str]:

@@ -24,6 +24,10 @@ class RefusedError(Exception):
     """A request that cannot be met: the user gets the message, without a traceback."""
 
 
+class ConfigError(RefusedError, ValueError):
+    """A wrong configuration; the message says what was expected and what to do."""
+
+
 def sentences(error: Exception | str) -> str:
     """Return the lines that say why a request is refused."""
     return "\n".join(PREFIX + line for line in str(error).splitlines())

@@ -24,8 +24,39 @@ class FencedError(OSError):
     """Another attempt of the run has begun: this one may write no checkpoint and no verdict."""
 
 
+class _Place:
+    """A file or a folder of a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDir", _: type) -> Path:
+        return run.path / self._name
+
+
 class RunDir:
     """The directory of one run and the places in it."""
+
+    config = _Place("config.yaml")
+    """The complete configuration, with defaults filled in."""
+    code = _Place("code")
+    """The snapshot of the code that every attempt runs."""
+    job = _Place("job")
+    """What was submitted and how its attempts went."""
+    launcher = _Place("job/rollcall")
+    """The copy of rollcall, if `code/` is the user's code."""
+    metrics = _Place(LoggedStep.FILE)
+    """One line per logged step, written by rank 0."""
+    events = _Place(EVENTS)
+    """One line per event, written by rank 0."""
+    checkpoints = _Place("checkpoints")
+    """One directory per saved step."""
+    verdict = _Place(Verdict.FILE)
+    """How the newest attempt ended."""
+    logs = _Place("logs")
+    """One directory per attempt."""
+    logs_by_hand = _Place("logs/by-hand")
+    """In which ranks without a supervisor record their failures."""
 
     def __init__(self, root: str | Path, name: str) -> None:
         self.name = name
@@ -39,62 +70,24 @@ class RunDir:
         names = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
         return next(run for run in (cls(root, name) for name in names) if not run.path.exists())
 
-    @property
-    def config(self) -> Path:
-        """The complete configuration, with defaults filled in."""
-        return self.path / "config.yaml"
-
-    @property
-    def code(self) -> Path:
-        """The snapshot of the code that every attempt runs."""
-        return self.path / "code"
-
-    @property
-    def job(self) -> Path:
-        """The directory of what was submitted and how its attempts went."""
-        return self.path / "job"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per logged step, written by rank 0."""
-        return self.path / LoggedStep.FILE
-
-    @property
-    def events(self) -> Path:
-        """One line per event, written by rank 0."""
-        return self.path / EVENTS
-
-    @property
-    def checkpoints(self) -> Path:
-        """One directory per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def verdict(self) -> Path:
-        """How the newest attempt ended."""
-        return Verdict.place(self.path)
+    def modules(self, number: int) -> Path:
+        """Return the copy of the user's modules from the `number`-th directory."""
+        return self.job / "modules" / str(number)
 
     def attempt_logs(self, attempt: int) -> Path:
         """Return the directory of an attempt's logs, which has a directory for each node."""
-        return self.path / "logs" / f"attempt-{attempt}"
-
-    @property
-    def logs_by_hand(self) -> Path:
-        """The directory in which ranks without a supervisor record their failures."""
-        return self.path / "logs" / "by-hand"
+        return self.logs / f"attempt-{attempt}"
 
     def next_attempt(self) -> int:
         """Return the number of an attempt that has no logs yet."""
-        paths = listed(self.attempt_logs(0).parent, "attempt-*")
-        names = [path.name.rpartition("-")[2] for path in paths]
-        return 1 + max(
-            (int(name) for name in names if re.fullmatch(r"[0-9]{1,9}", name)), default=-1
-        )
+        paths = listed(self.logs, "attempt-*")
+        found = (re.fullmatch(r"attempt-([0-9]{1,9})", path.name) for path in paths)
+        return 1 + max((int(match[1]) for match in found if match), default=-1)
 
     def keeps(self, descriptor: int) -> bool:
         """Return whether an open file is one of this run's logs."""
         file = Path(f"/proc/self/fd/{descriptor}").resolve()
-        return self.attempt_logs(0).parent.resolve() in file.parents
+        return self.logs.resolve() in file.parents
 
     def log(self, attempt: int, node: int, rank: int) -> Path:
         """Return the file with the output of one rank in one attempt."""
@@ -182,12 +175,18 @@ def named(word: str, holding: str = "") -> Path | None:
     return next((path for path in places if is_there(path / holding)), None)
 
 
+def plain(stem: str) -> str:
+    """Return a text such as the name of a file as `run.name` may be."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")[:80] or "run"
+
+
 def default_name(recipe: str) -> str:
     """Name a run after its recipe and the Slurm job or the time.
 
     A restarted attempt must find its run again: a requeued job keeps its id, and ranks that
     torchrun restarts have the same parent as before.
     """
+    recipe = plain(recipe)
     if "SLURM_STEP_ID" in os.environ:
         return f"{recipe}-{os.environ['SLURM_JOB_ID']}"
     begin = time.time()

@@ -58,3 +58,17 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table whose columns are as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def markdown(rows: Sequence[Sequence[str]], wide: bool = False) -> list[str]:
+    """Return the lines of a Markdown table, the first row being its head.
+
+    With `wide`, a terminal shows it well, too: all columns but the last are as wide as their widest
+    cell.
+    """
+    safe = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
+    widths = [max(3, *map(len, column)) * wide for column in zip(*safe, strict=True)]
+    widths[-1] = 0
+    head, *rest = safe
+    line = ["-" * max(3, width) for width in widths]
+    return [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in (head, line, *rest)]

@@ -44,7 +44,6 @@ REASONS = {
     ): "nn.DataParallel, whose copies are C++",
     ("train/dist/world.py", "pick_device"): "nothing: Python traces the first line of a message",
     ("train/dist/world.py", "World.replicate"): "DDP, whose buckets are C++",
-    ("train/health/spread.py", "Spread._obstacle"): "NCCL on at least two GPUs",
     ("train/network.py", "main"): CLUSTER,
     ("train/network.py", "measure"): CLUSTER,
     ("rollcall/accept/checks.py", "main"): CLUSTER,

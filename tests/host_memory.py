@@ -23,8 +23,9 @@ from rollcall.config import parse
 from rollcall.text import size
 from rollcall.train import models
 from rollcall.train.checkpoint import layout
-from rollcall.train.checkpoint.engine import SharedEngine
-from rollcall.train.checkpoint.tools.export import to_safetensors
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
+from rollcall.train.checkpoint.tools.export import export
 from rollcall.train.data import sets
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.dist.world import World
@@ -94,14 +95,15 @@ def _rank(words: list[str], folder: Path) -> None:
         engine.wait(600)
 
     measure("peak while building", build)
-    engine = SharedEngine(folder / "checkpoints", world)
+    engine = Engine(Store(folder / "checkpoints", world))
     measure("peak while saving", save)
     measure("peak while loading", lambda: engine.load(1, state()))
     before = _resident("VmRSS")
     if world.is_main:
         saved = layout.published(folder / "checkpoints")[1]
         measure(
-            "peak while exporting", lambda: to_safetensors(saved, folder / "x.safetensors", "model")
+            "peak while exporting",
+            lambda: export(saved, folder / "x.safetensors", "safetensors", "model"),
         )
     else:
         measure("peak while exporting", lambda: None)

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rollcall.train.checkpoint import layout
-from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.tools import export, verify
 from rollcall.train.dist.world import World
 
@@ -125,10 +126,10 @@ def _work(rank: int, port: int, place: Path) -> None:
         whole = torch.arange(NUMBERS)
         return {"model": {"whole": whole, "sharded": distribute_tensor(whole, mesh, [Shard(0)])}}
 
-    checkpoints = SharedEngine(place, world, keep=KEEP)
+    checkpoints = Engine(Store(place, world, keep=KEEP))
     checkpoints.clean()
     first, state = restored(checkpoints, start()) or (0, start())
-    checkpoints.retire()
+    checkpoints.store.retire()
     sharded = state["model"]["sharded"].to_local()
     for step in range(first, STEPS):
         _advance(state["model"]["whole"], range(step, step + 1))
@@ -141,7 +142,7 @@ def _work(rank: int, port: int, place: Path) -> None:
         if not checkpoints.busy:
             checkpoints.begin(step + 1, state)
     checkpoints.drain()
-    if checkpoints.newest() != STEPS:
+    if checkpoints.store.newest() != STEPS:
         save(checkpoints, STEPS, state)
     world.leave()
 

@@ -9,7 +9,7 @@ import random
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 
 from rollcall.config.schema import Data, Model
 from rollcall.train.data.sets.text import text
@@ -83,6 +84,30 @@ def numbered_samples(_: Data, _world: World) -> Source:
     inputs[:, 0, 0, 0] = torch.arange(SIZE + 24) / 1000
     rows = InMemory(inputs, torch.arange(SIZE + 24) % 10)
     return Source(rows, InMemory(inputs[SIZE:], rows.targets[SIZE:]), SIZE, 24, (1, 8, 8), 10)
+
+
+def unvalidated(config: Data, world: World) -> Source:
+    """The same without samples for a validation."""
+    source = numbered_samples(config, world)
+    none = InMemory(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
+    return replace(source, validation=none, validation_size=0)
+
+
+def streamed(_: Data, _world: World) -> Source:
+    """The same as streams."""
+
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from ((torch.zeros(1, 8, 8), number % 10) for number in range(SIZE))
+
+    return Source(Rows(), Rows(), shape=(1, 8, 8), classes=10)
+
+
+def in_a_dictionary(config: Model, source: Source) -> nn.Module:
+    """A model whose outputs are not one tensor."""
+    model = cnn(config, source)
+    model.register_forward_hook(lambda *call: {"logits": call[-1]})
+    return model
 
 
 def one_ignored(config: Data, world: World) -> Source:

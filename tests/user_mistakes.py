@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,6 +139,35 @@ def generator() -> Any:
     return (one for one in pairs()[0]), pairs()[1]
 
 
+def hollow() -> Any:
+    row = torch.zeros(0).long()
+    return Rows([{"input_ids": row, "labels": row}] * 8), None
+
+
+def unlabelled() -> Any:
+    return pairs()[0], Rows([torch.ones(4)] * 8)
+
+
+def no_row() -> Any:
+    return Rows(), None
+
+
+def no_second() -> Any:
+    return pairs()[0], {"first": pairs()[0], "second": Rows()}
+
+
+def library() -> Any:
+    return {"train": pairs()[0], "validation": pairs()[1]}
+
+
+def other_classes() -> Any:
+    return _both([(torch.ones(4), n) for n in range(8)])
+
+
+def keyed_by_number() -> Any:
+    return _both([{0: torch.ones(4), "label": 1}] * 8)
+
+
 def number() -> Any:
     return 3
 
@@ -146,8 +176,23 @@ def endless() -> Any:
     return Stream(pairs()[0]), pairs()[1]
 
 
+class Long(Stream):
+    """Says that it has more samples than it yields."""
+
+    def __len__(self) -> int:
+        return 100
+
+
+def long() -> Any:
+    return Long(pairs()[0]), None
+
+
 def dry() -> Any:
     return Stream([]), pairs()[1]
+
+
+def unsized() -> Any:
+    return SimpleNamespace(shards=[Stream(pairs()[0])]), None
 
 
 def broken_collate(samples: list[Any]) -> Any:
@@ -174,12 +219,28 @@ def good(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]).sum(), 1
 
 
+def detached(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs.detach(), targets, reduction="none")
+
+
+def of_outputs(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.sum(1)
+
+
+def lone_figure(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]).sum(), 1, {"right": 3}
+
+
 def no_optimizer(params: Any) -> Any:
     return list(params)
 
 
 def worded_schedule(step: int, steps: int) -> Any:
     return f"{step} of {steps}"
+
+
+def falling_schedule(step: int, steps: int) -> float:
+    return 1 - 2 * step / steps
 
 
 def no_callback() -> Any:

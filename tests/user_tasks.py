@@ -10,6 +10,7 @@ import signal
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -118,6 +119,39 @@ def shards(folder: str) -> Any:
     return Tars(folder), Sentences(11)
 
 
+class Shard:
+    """A few numbers, and where to note what is read."""
+
+    def __init__(self, numbers: range, log: str) -> None:
+        self.numbers, self.log = numbers, log
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers:
+            note(self.log, f"read {number}")
+            yield self.log, number
+
+
+def note(log: str, line: str) -> None:
+    with Path(log).open("a") as file:
+        file.write(f"{line}\n")
+
+
+def numbered(log: str, world: Any, shards: int = 8) -> Any:
+    """Shards of four numbers each, for training and for validation."""
+    logs = f"{log}-{world.rank}", f"{log}-val-{world.rank}"
+    spans = [range(4 * number, 4 * number + 4) for number in range(shards)]
+    return [SimpleNamespace(shards=[Shard(span, log) for span in spans]) for log in logs]
+
+
+def of_numbers(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Make sentences of a rank's own numbers, and note these."""
+    note(samples[0][0], f"seen {' '.join(str(number) for _, number in samples)}")
+    return decoded([Sentences(40)[number] for _, number in samples])
+
+
 def decoded(samples: list[Any]) -> dict[str, torch.Tensor]:
     """Decode and pad a rank's own rows."""
     rows = [json.loads(one) if isinstance(one, bytes) else one["input_ids"] for one in samples]
@@ -138,7 +172,10 @@ def hub(kind: str) -> Any:
     ]
     whole = library.Dataset.from_list(rows)
     stream = whole.to_iterable_dataset(num_shards=4)
-    sets = {"map": whole, "stream": stream, "shuffled": stream.shuffle(seed=3, buffer_size=8)}
+    parts = [stream.shard(num_shards=4, index=number) for number in range(4)]
+    sharded = SimpleNamespace(shards=parts, lengths=[sum(1 for _ in part) for part in parts])
+    shuffled = stream.shuffle(seed=3, buffer_size=8)
+    sets = {"map": whole, "stream": stream, "shuffled": shuffled, "shards": sharded}
     return sets[kind], whole.select(range(11))
 
 

@@ -21,7 +21,7 @@ def tell(run: Run, step: int, facts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a change of the order of the samples was not allowed, on every rank.
     """
-    found = find(facts.get("config") or {}, run.config.model_dump())
+    found = find(facts.get("config") or {}, run.config.model_dump(mode="json"))
     rules, allowed = on_resume(), run.config.run.changes_allowed
     refused = [key for key in found if rules[key] is OnResume.REFUSE and key not in allowed]
     if refused:

@@ -13,7 +13,7 @@ from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import validation_batches
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.world import World
-from rollcall.train.numerics.losses import Loss, valid_share
+from rollcall.train.numerics.losses import NOTHING, Loss, valid_share
 from rollcall.train.numerics.metrics import Metric
 from rollcall.train.parallel.strategy import Strategy
 
@@ -31,16 +31,12 @@ Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
 class Evaluation:
     """Figures over the whole validation data; figures of further sets are named set/figure."""
 
-    values: Mapping[str, float]
+    values: dict[str, float]
 
     @property
     def loss(self) -> float:
         """The mean loss of the first validation set."""
         return self.values["loss"]
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures that apply to the data, by name."""
-        return dict(self.values)
 
     def __str__(self) -> str:
         return "  ".join(f"{name} {shown(name, value)}" for name, value in self.values.items())
@@ -126,8 +122,8 @@ class _Set:
                 found.update(self._metrics[name].figures(name, one, weight[0]))
             elif not weight[0]:
                 raise ConfigError(
-                    "the validation data has no target that counts: expected class numbers, got "
-                    "only -100"
+                    f"data.name={self._config.data.name}: no target of the validation data counts"
+                    f"{f' ({self._name})' * bool(self._name)}: {NOTHING}"
                 )
             else:
                 found[name] = one[0] / weight[0]

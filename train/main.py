@@ -15,7 +15,7 @@ import rollcall.requirements as _packages  # noqa: F401
 from rollcall import config as schema
 from rollcall import process
 from rollcall.commands import TRAIN
-from rollcall.config import Config, ConfigError, help, plugin
+from rollcall.config import Config, ConfigError, arguments, help
 from rollcall.refusal import PATIENCE, REFUSED, refuse
 from rollcall.run_dir import FencedError
 from rollcall.train.dist import failure
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     try:
         recipe, config = schema.parse([word for word in words if word != "--print-config"])
-        plugin.check_modules(config.model_dump())  # before seconds of imports
+        arguments.check_modules(config.model_dump())  # before seconds of imports
     except ConfigError as error:
         return refuse(error)
     if "--print-config" in words:

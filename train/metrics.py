@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -85,7 +86,7 @@ class Metrics:
             self._samples += samples
             self._window_samples += samples
             self._window_waited += agreed["waited"]
-            loss = agreed["loss"] / agreed["count"]
+            loss = agreed["loss"] / (agreed["count"] or 1)
             if self._bar:
                 self._bar.update(self._task_id, completed=step, loss=loss, rate=self._rate)
             if step % self._run.config.log.every == 0 or step in (self._first + 1, self._last):
@@ -139,9 +140,7 @@ class Metrics:
 
     def _left(self, step: int) -> str:
         per_step = (time.perf_counter() - self._start) / max(1, step - self._first)
-        minutes, seconds = divmod(round(per_step * (self._last - step)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}"
+        return str(timedelta(seconds=round(per_step * (self._last - step))))
 
 
 def _bar(console: Console) -> Progress:

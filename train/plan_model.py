@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config import Config, ConfigError
+from rollcall.planning.model import HALF as BYTES
 from rollcall.planning.model import Model, Part, Product, attention_flops, transformer
 from rollcall.planning.step_time import PASSES
 from rollcall.train import models
@@ -62,9 +63,14 @@ def _gpt(config: Config, source: Source) -> Model:
         gated=False,
         tied=False,
     ).with_whole_ends()
+    layer = model.layer
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
-    masked = model.layers * attention_flops(model.layer.attention) if model.layer.attention else 0
-    return dataclasses.replace(model, exact_flops=model.flops() + (3.5 * 2 - 3) * masked)
+    masked = model.layers * attention_flops(layer.attention) if layer.attention else 0
+    if config.data.pack:  # each layer keeps the mask as numbers, whole on every tensor rank
+        mask = BYTES * model.length**2
+        layer = dataclasses.replace(layer, saved=layer.saved + mask, inputs=layer.inputs + mask)
+    flops = model.flops() + (3.5 * 2 - 3) * masked
+    return dataclasses.replace(model, layer=layer, exact_flops=flops)
 
 
 def traced(model: nn.Module, example: Batch, name: str) -> Model:
@@ -126,14 +132,21 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved: Counter[str] = Counter()
         self._saved: Counter[str] = Counter()
         self._weights: Counter[str] = Counter()
+        self._tensors: Counter[str] = Counter()
+        self._units: Counter[str] = Counter()
         self._boundary = 0
         inside = {id(weight) for layer in layers for weight in layer.parameters()}
         self._parameters = {id(weight) for weight in model.parameters()}
-        passed = False
+        # What is in no unit is gathered as one.
+        unit = {id(weight): each for each in units(model) for weight in each.parameters()}
+        passed, seen = False, set()
         for weight in model.parameters():
             passed = passed or id(weight) in inside
             place = "layer" if id(weight) in inside else "last" if passed else "first"
             self._weights[place] += weight.numel()
+            self._tensors[place] += 1
+            self._units[place] += unit.get(id(weight)) not in seen
+            seen.add(unit.get(id(weight)))
         self._left = len(layers)
         self._hooks = [layer.register_forward_pre_hook(self._enter) for layer in layers]
         self._hooks += [layer.register_forward_hook(self._leave) for layer in layers]
@@ -183,7 +196,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def part(self, place: str, layers: int, rows: int) -> Part:
         """Return what was recorded, per sample and layer, in 16 bits."""
-        share = rows * (max(1, layers) if place == "layer" else 1)
+        count = max(1, layers) if place == "layer" else 1
+        share = rows * count
         products = self._products.get(place, Counter())
         return Part(
             weights=round(self._weights[place] * rows / share),
@@ -194,6 +208,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved=PASSES_OF_STEP * HALF * self._moved[place] / share / PASSES,
             saved=HALF * self._saved[place] / share,
             boundary=HALF * self._boundary / rows if place == "layer" else 0.0,
+            tensors=self._tensors[place] / count,
+            units=self._units[place] / count,
         )
 
 

@@ -1,10 +1,12 @@
 """The data of a run: the batches to train on, and the evaluation."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rollcall.config.schema import ConfigError
 from rollcall.records.files import Journal
 from rollcall.records.run import LoggedStep, Validation
 from rollcall.train.data import identity
@@ -17,12 +19,14 @@ from rollcall.train.dist.run import Run
 from rollcall.train.dist.stop import Stop
 from rollcall.train.evaluate import Evaluation, evaluate, shown
 from rollcall.train.numerics import metrics
-from rollcall.train.numerics.losses import Loss
+from rollcall.train.numerics.losses import NOTHING, Loss
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.patience import Patience
 
 QUIET = ("top5", "perplexity")
 """Figures that the summary leaves out."""
+VAIN = 10
+"""Steps without any target that counts, after which a run is refused."""
 
 
 class Task:
@@ -55,6 +59,7 @@ class Task:
         self._loading = Loading(config.data, config.seed, world.rank, world.device)
         # Targets of the batch that was yielded that do not count, and of the next one.
         self.missing = self._missing = 0.0
+        self._vain: float = 0  # steps so far, as long as no target has counted
 
     def identify(self, resumes: bool) -> None:
         """Raise ConfigError if the data differs from other ranks', or from earlier attempts'."""
@@ -94,9 +99,25 @@ class Task:
         }
 
     def settle(self, _step: int, agreed: Mapping[str, Any]) -> Action:
-        """Raise ConfigError if more than `data.skip_unreadable` samples could not be read."""
+        """Count steps without a target that counts.
+
+        Raises:
+            ConfigError: more than `data.skip_unreadable` samples could not be read, or no target
+                has counted since this attempt began.
+        """
         self._loading.refuse(self._run.world, agreed["unreadable"])
+        self._vain = math.inf if agreed["count"] else self._vain + 1
+        if self._vain == min(VAIN, self.order.steps):
+            raise ConfigError(
+                f"data.name={self._run.config.data.name}: no target of the first {self._vain} "
+                f"steps counts: {NOTHING}"
+            )
         return Action.CONTINUE
+
+    @property
+    def must_exchange(self) -> bool:
+        """Whether ranks must add up numbers after this step, because no target has counted yet."""
+        return 0 < self._vain < math.inf
 
     def is_evaluation_due(self, step: int) -> bool:
         """Return whether to evaluate after `step` updates; the end of the run does not count."""
@@ -116,13 +137,13 @@ class Task:
             return self._stop.agree()
         if not result.values:
             return result
-        self.patience.add(step, result.figures())
+        self.patience.add(step, result.values)
         self.result = result
         run.say(f"step {step}/{self.order.steps}  validation {result}")
         seconds = round(time.perf_counter() - began, 4)
-        run.record("evaluated", step=step, seconds=seconds, **result.figures())
+        run.record("evaluated", step=step, seconds=seconds, **result.values)
         if run.world.is_main:
-            values = {f"val_{name}": value for name, value in result.figures().items()}
+            values = {f"val_{name}": value for name, value in result.values.items()}
             line = Validation.parse({"step": step, "time": time.time(), **values})
             assert line is not None, "the figures have a loss"
             path = run.run_dir.path
@@ -155,7 +176,7 @@ class Task:
         """Return rows for the summary of the run."""
         if self.result is None:
             return {}
-        figures = self.result.figures()
+        figures = self.result.values
         first = ["accuracy"] if "accuracy" in figures else []  # the first row, as people want it
         names = [
             *first,

@@ -106,7 +106,8 @@ class Trainer:
         return Action.CONTINUE
 
     def _send(self) -> None:
-        due = self.step % self._run.config.log.every == 0 or self.update.must_exchange
+        due = self.step % self._run.config.log.every == 0
+        due |= self.update.must_exchange or self.task.must_exchange
         self._agreement.send(self.step, self.update.skipped, due)
 
     def _settle(self, now: bool = False) -> Action:
@@ -148,7 +149,7 @@ class Trainer:
                 raise
         if isinstance(result, Action):
             return result
-        self.saver.evaluated(self.step, result.figures())
+        self.saver.evaluated(self.step, result.values)
         return Action.CONTINUE
 
     def _load(self) -> Restored | None:

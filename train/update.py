@@ -68,6 +68,7 @@ class Update:
         self._batch: Batch | None = None
         self._exhausted = self._unused = self._uncounted = False
         self._must_allow_unused = self._must_add_missing = False
+        self._counts: bool | torch.Tensor = True  # whether any target of the newest update does
         # Whether some targets do not count, so that ranks must add them up in every step; None
         # before the first step of an attempt.
         self._adds_missing: bool | None = None
@@ -153,9 +154,9 @@ class Update:
     def report(self) -> Mapping[str, float | torch.Tensor]:
         """Return the numbers of the newest update.
 
-        `loss` sums to the weighted loss of all samples and `count` to their weight, `grad_norm` to
-        the norm before clipping, `skipped` to 1 if the weights did not change, and `exhausted` to
-        the number of ranks that ran out of memory.
+        `loss` sums to the weighted loss of all samples and `count` to their weight (0 if no target
+        counts), `grad_norm` to the norm before clipping, `skipped` to 1 if the weights did not
+        change, and `exhausted` to the number of ranks that ran out of memory.
         """
         loss, norm, count = self._numbers
         exhausted, unused, uncounted = self._flags
@@ -167,7 +168,7 @@ class Update:
             "exhausted": exhausted,
             "unused": unused,
             "uncounted": uncounted,
-            "count": count * self._run.world.is_main,
+            "count": count * self._run.world.is_main * self._counts,
         }
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
@@ -302,12 +303,14 @@ class Update:
         if not self._adds_missing and not loss.is_weighted:
             return samples
         size = loss.size(batch.targets)
-        count = max(1, samples * size - self._missing.get(step, 0)) / size
+        targets = samples * size - self._missing.get(step, 0)
+        count, self._counts = max(1, targets) / size, targets > 0
         if not loss.is_weighted:
             return count
         weights = self._objective.sums_of_weights(self._device)
         dist.all_reduce(weights)
         mean = weights[0] / weights[1]
+        self._counts = mean > 0
         return (count * torch.where(mean > 0, mean, 1)).float()
 
     def _add_missing(self, batch: Batch, step: int) -> int:

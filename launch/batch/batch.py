@@ -87,15 +87,14 @@ def main(argv: Sequence[str]) -> int:
 def _tear_down(lines: Sequence[str], code: int) -> None:
     """Run the lines of `--teardown`; how they end does not change how the job ends."""
     if lines:
-        env = os.environ | {"ROLLCALL_EXIT_CODE": str(code)}
-        ended = subprocess.run(
-            ["bash", "-c", "\n".join(lines)],
-            env=env,
-            check=False,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []),
-        ).returncode
+        command, env = ["bash", "-c", "\n".join(lines)], {"ROLLCALL_EXIT_CODE": str(code)}
+        ended = subprocess.run(command, env=os.environ | env, preexec_fn=_unblock).returncode
         if ended:
             print(f"batch: the lines of --teardown end with exit code {ended}", file=sys.stderr)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 class Batch:
@@ -170,10 +169,8 @@ class Batch:
         except (OSError, SlurmError, placement.NoSpareError) as error:  # the run can do without it
             self._say(f"starts without the preflight: {error}")
             return self.command
-        took = time.monotonic() - begin
-        self._say(
-            f"has {len(self._hosts.all)} hosts, {len(bad)} bad; the preflight took {took:.1f} s"
-        )
+        took = f"the preflight took {time.monotonic() - begin:.1f} s"
+        self._say(f"has {len(self._hosts.all)} hosts, {len(bad)} bad; {took}")
         for host, reason in bad.items():
             used = "uses, because no other host is left," if host in chosen else "leaves out"
             self._say(f"{used} {host}: {reason}")
@@ -206,11 +203,7 @@ class Batch:
         return placement.on(self.command, hosts)
 
     def _follow(self, command: Sequence[str]) -> int:
-        self._step = subprocess.Popen(
-            command,
-            start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []),
-        )
+        self._step = subprocess.Popen(command, start_new_session=True, preexec_fn=_unblock)
         clock, end, seldom = RunningClock(), float("inf"), Every(SELDOM)
         while self._step.poll() is None:
             number = wait_for_signal(TAKEN, LOOK)
@@ -295,7 +288,7 @@ class Batch:
 
     def _is_lost(self, run: RunDir) -> bool:
         """Whether a supervisor vanished: the head, or one that another supervisor misses."""
-        attempt = next(iter(find.attempts(run)[-1:]), None)
+        attempt = find.newest_attempt(run)
         is_silent = attempt is not None and attempt.job == self.job and attempt.state is None
         return is_silent or bool(self._new_losses())
 
@@ -362,7 +355,7 @@ class Batch:
         if self.job in find.cancelled(run):
             return False
         step = restarts.saved_step(run)
-        if cause in UNASKED and not self._can_continue(run):
+        if cause in UNASKED and not (self._continues or self._has_saved(run)):
             advice = "exits with 75 when it is asked to stop, or --max-restarts is given"
             reason = f"{cause}; a script restarts only if it {advice}"
         elif restarts.allowed(run, self.job, cause):
@@ -377,10 +370,9 @@ class Batch:
             self._say(f"is not restarted: {reason}")
         return False
 
-    def _can_continue(self, run: RunDir) -> bool:
-        """Whether a restart continues the work: else it would repeat it from the beginning."""
-        has_saved = self._step.returncode == os.EX_TEMPFAIL
-        return self._continues or has_saved or restarts.has_stopped_in_order(run)
+    def _has_saved(self, run: RunDir) -> bool:
+        """Whether the program ever saved when asked to stop: else a restart repeats its work."""
+        return self._step.returncode == os.EX_TEMPFAIL or restarts.orderly_stops(run) > 0
 
     def _status(self, patience: float = 0.0) -> JobStatus | None:
         end = time.monotonic() + patience

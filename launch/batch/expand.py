@@ -31,11 +31,8 @@ class Expansion:
         self._job = job
         self._hosts = hosts
         self._script = submitted_script(run.job, job)
-        self._may_requeue = (
-            self._script.exists()
-            and "\n#SBATCH --requeue\n" in self._script.read_text()
-            and not self._was_in_vain()
-        )
+        text = self._script.read_text() if self._script.exists() else ""
+        self._may_requeue = "\n#SBATCH --requeue\n" in text and not self._was_in_vain()
         self._timer = Every(LOOK, at_once=False)
         self._probes: dict[str, subprocess.Popen[bytes]] = {}
         self._question: subprocess.Popen[bytes] | None = None

@@ -13,11 +13,7 @@ from rollcall.run_dir import RunDir
 
 
 def bad_hosts(job: str, hosts: Sequence[str], run: RunDir) -> dict[str, str]:
-    """Run the quick checks on all hosts; return the bad ones, and why.
-
-    Raises:
-        OSError, SlurmError: the checks could not be started.
-    """
+    """Return the hosts that fail the quick checks; raise OSError or SlurmError without answers."""
     root = run.path.parent
     with nodes.meeting_place(run.job) as into:
         words = nodes.doctor(root, "--quick", f"--into={into}")

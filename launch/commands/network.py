@@ -5,13 +5,15 @@ Takes the options of `rollcall submit`; after `--`, the measurement takes --size
 
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from rollcall.installation import IS_CHECKOUT, ROOT
-from rollcall.launch.submission import command
+from rollcall.launch.submission import command, layers
+from rollcall.run_dir import RunDir
 
 USAGE = "usage: rollcall network [options of rollcall submit] [-- [--sizes 64K,16M] [--json]]"
+RUNS = "runs"
+"""The directory of runs that `submit` takes if no option names one."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,21 +26,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of `submit`, with a --root, and the words after `--`."""
+    """Return the options of `submit`, and the words after `--`."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
-    given, rest = words[:end], words[end + 1 :]
-    return [*given, f"--root={Path.cwd() / (values(given, 'root') or ['runs'])[-1]}"], rest
+    return words[:end], words[end + 1 :]
 
 
-def values(given: Sequence[str], name: str) -> list[str]:
-    """Return the values of an option, each as `--name=value` or as two words."""
-    found = [it.partition("=")[2] for it in given if it.startswith(f"--{name}=")]
-    return found + [after for word, after in pairwise(given) if word == f"--{name}"]
+def run_of(given: Sequence[str], name: str) -> RunDir:
+    """Return the directory of the run that these options name, or `name` if they do not.
+
+    Raises:
+        RefusedError: an option is wrong.
+    """
+    own = layers.read(given)[0].own
+    return RunDir(Path(own.root or RUNS).absolute(), own.name or name)
 
 
 def submit(given: Sequence[str], module: str, *words: str) -> int:
     """Run a module of rollcall on all ranks of a job, and wait; return its exit code."""
-    if IS_CHECKOUT:  # the module is found only there
+    argv = ["--wait", *given, "--", "-m", module, *words]
+    line, setup = layers.read(argv)
+    line.own.root = str(Path(line.own.root or RUNS).absolute())
+    if IS_CHECKOUT:  # the module is found only there; paths of the options are of this directory
         os.chdir(ROOT)
-    return command.main(["--wait", *given, "--", "-m", module, *words])
+    return command.begin(line, setup, argv)

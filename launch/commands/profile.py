@@ -54,24 +54,18 @@ def main(argv: Sequence[str]) -> int:
 def _check_running(run: RunDir) -> None:
     (condition,), _ = states.look([run])
     if condition.state != "running":
-        raise NoRunError(
-            f"run {run.name} cannot be profiled, because it does not run: {condition.state}; "
-            "profile.steps=10:13 profiles a run from its start"
-        )
+        advice = "profile.steps=10:13 profiles a run from its start"
+        raise NoRunError(f"run {run.name} is {condition.state}, so it has no steps now; {advice}")
 
 
 def _ranks(run: RunDir, text: str) -> list[int]:
     starts = run.read_events("started")
     count = starts[-1].get("world_size") if starts else None
     if not isinstance(count, int):
-        raise NoRunError(
-            f"run {run.name} cannot be profiled: no training of `rollcall train` has started in it"
-        )
+        raise NoRunError(f"run {run.name} cannot be profiled: no rollcall training started in it")
     if text == "all":
         return [*range(count)]
     words = text.split(",")
     if not all(word.isdecimal() and int(word) < count for word in words):
-        raise RefusedError(
-            f"--ranks {text}: expected all, or ranks from 0 to {count - 1} as in 0,1"
-        )
+        raise RefusedError(f"--ranks {text}: expected all, or ranks up to {count - 1} as in 0,1")
     return sorted({int(word) for word in words})

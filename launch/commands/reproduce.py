@@ -4,8 +4,9 @@ Everything comes from the run directory, which may have been moved. The new run 
 Python, and it does not depend on other jobs.
 """
 
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,7 @@ from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import Job, render
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.command import carry_out
-from rollcall.launch.submission.snapshot import Snapshot
-from rollcall.launch.submission.submission import (
-    Submission,
-    batch_command,
-    launcher_copy,
-    modules_copy,
-)
+from rollcall.launch.submission.submission import Submission, batch_command
 from rollcall.records.job import JobRecord
 from rollcall.records.job import Submission as SubmissionRecord
 from rollcall.refusal import RefusedError
@@ -67,6 +62,7 @@ def _new_run(old: RunDir, name: str | None) -> RunDir:
 
 def _plan(old: RunDir, run: RunDir, argv: Sequence[str]) -> Submission:
     record = JobRecord.read(old.path)
+    place = JobRecord.place(old.path)
     if record is None and old.config.is_file():
         raise RefusedError(
             f"run {old.name} was not started by `rollcall submit`, so its code was not copied; to "
@@ -74,35 +70,22 @@ def _plan(old: RunDir, run: RunDir, argv: Sequence[str]) -> Submission:
         )
     try:
         if record is None:
-            raise KeyError(str(JobRecord.place(old.path)))
+            raise KeyError(str(place))
         recorded = record.as_dict()
         code = snapshot.recorded(old.code, old.job / "source")
-        copy = launcher_copy(old)
-        launcher = snapshot.recorded(copy, old.job / "rollcall") if copy.is_dir() else None
-        modules = tuple(_modules(old))
+        copy = old.launcher
+        launcher = snapshot.recorded(copy, copy) if copy.is_dir() else None
+        copies = itertools.takewhile(Path.is_dir, map(old.modules, itertools.count()))
+        modules = tuple(snapshot.recorded(copy, copy) for copy in copies)
     except KeyError as error:
-        raise RefusedError(
-            f"run {old.name} cannot be reproduced: {error.args[0]} is missing or damaged; only "
-            "runs started by `rollcall submit` have it"
-        ) from None
+        why = f"{error.args[0]} is missing or damaged; only `rollcall submit` writes it"
+        raise RefusedError(f"run {old.name} cannot be reproduced: {why}") from None
     try:
         job, recipes = _job(old, run, recorded)
         render(job)
     except (KeyError, TypeError, AttributeError, ValueError, RefusedError):
-        place = JobRecord.place(old.path)
         raise RefusedError(f"run {old.name} cannot be reproduced: {place} is damaged") from None
     return Submission(tuple(argv), run, recipes, code, launcher, job, modules=modules)
-
-
-def _is_teardown(word: str) -> bool:
-    return word.startswith("--teardown=")
-
-
-def _modules(old: RunDir) -> Iterator[Snapshot]:
-    number = 0
-    while (copy := modules_copy(old, number)).is_dir():
-        yield snapshot.recorded(copy, copy)
-        number += 1
 
 
 def _job(old: RunDir, run: RunDir, recorded: dict[str, Any]) -> tuple[Job, tuple[Path, ...]]:
@@ -124,12 +107,13 @@ def _job(old: RunDir, run: RunDir, recorded: dict[str, Any]) -> tuple[Job, tuple
     recipes = tuple(old.path / text[len(before) + 1 :] for text in words)
     recorded["options"].pop("dependency", None)
     fields = {name: moved(value) for name, value in recorded.items()}
+    teardown = [word for word in fields["batch"] if word.startswith("--teardown=")]
     if not fields.get("python"):
         fields["command"] = (sys.executable, *fields["command"][1:])
     fields |= {
         "name": run.name,
         "output": f"{str(run.job).replace('%', '%%')}/{Path(recorded['output']).name}",
-        "batch": (*batch_command(run), *filter(_is_teardown, fields["batch"])),
+        "batch": (*batch_command(run), *teardown),
         "allocation": None,
         "groups": tuple(
             Job(**{name: moved(value) for name, value in group.items()})

@@ -111,10 +111,7 @@ def _lines(rows: list[list[str]], width: int | None) -> list[str]:
     room = None if width is None else max(NOTE, width - sum(widths) - 2 * len(widths))
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(size) if place < 2 else cell.rjust(size)
-            for place, (cell, size) in enumerate(zip(row, widths, strict=False))
-        ]
+        cells = [*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]
         colour = COLOURS.get(row[1]) if width is not None else None
         cells[1] = f"\x1b[{colour}m{cells[1]}\x1b[0m" if colour else cells[1]
         first, *more = textwrap.wrap(row[-1], room) if room and row[-1] else [row[-1]]

@@ -72,9 +72,8 @@ def sparkline(values: Sequence[float]) -> str:
     known = [value for value in values if abs(value) < float("inf")]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        BARS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in values
-    )
+    bars = {value: BARS[round((value - low) * scale)] for value in known}
+    return "".join(bars.get(value, " ") for value in values)
 
 
 def _bar(step: int, total: int | None, width: int) -> str:

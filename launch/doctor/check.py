@@ -26,18 +26,12 @@ print(json.dumps(dict(torch=torch.__version__, cuda=build, seconds=took, gpus=co
 
 
 class Found(NamedTuple):
-    """What a check found on one node.
-
-    Attributes:
-        text: for people, in a few words.
-        value: what all nodes of a job should have in common; None if that does not matter.
-        within: by how much a number may differ from the other nodes'.
-    """
+    """What a check found on one node."""
 
     state: State
-    text: str
-    value: Value = None
-    within: float = 0.0
+    text: str  # for people, in a few words
+    value: Value = None  # what all nodes should have in common; None if that does not matter
+    within: float = 0.0  # by how much a number may differ from the other nodes'
 
 
 class Skip(Exception):
@@ -64,19 +58,13 @@ def warn(problem: object, fine: object, value: Value = None) -> Found:
 
 
 class Node:
-    """The machine that is checked, and what the job on it needs.
-
-    Args:
-        root: the directory of the runs.
-        python: the interpreter of the ranks.
-        hosts: all hosts of the job, or only this one.
-        env: the environment of the job.
-    """
+    """The machine that is checked, and what the job on it needs."""
 
     def __init__(
         self, root: Path, python: str, hosts: Sequence[str], env: Mapping[str, str]
     ) -> None:
-        self.root, self.python, self.hosts, self.env = root, python, hosts, env
+        self.root, self.env = root, env  # the directory of the runs; the job's environment
+        self.python, self.hosts = python, hosts  # interpreter of the ranks; all hosts of the job
         self._answers: dict[Sequence[str], str | Exception] = {}
         self._locks: dict[Sequence[str], threading.Lock] = {}
         self._started: list[subprocess.Popen[str]] = []
@@ -103,12 +91,7 @@ class Node:
         return []
 
     def run(self, *words: str, seconds: float = 20.0) -> str:
-        """Return what a program prints; each is started once.
-
-        Raises:
-            Skip: the program is not installed.
-            Failed: it fails or takes too long.
-        """
+        """Return what a program prints; raise Skip if it is not there, Failed if it fails."""
         with self._locks.setdefault(words, threading.Lock()):
             if words not in self._answers:
                 self._answers[words] = self._answer(words, seconds)
@@ -130,16 +113,19 @@ class Node:
         """Yield the directories of runs, caches and temporary files, or what exists of them."""
         home = self.env.get("HOME", "/")
         cache = self.env.get("HF_HOME") or self.env.get("XDG_CACHE_HOME") or f"{home}/.cache"
-        given = {"runs": self.root, "cache": Path(cache)}
-        given["temporary files"] = Path(self.env.get("TMPDIR", "/tmp"))
-        for name, path in given.items():
+        temporary = Path(self.env.get("TMPDIR", "/tmp"))
+        for name, path in (
+            ("runs", self.root),
+            ("cache", Path(cache)),
+            ("temporary files", temporary),
+        ):
             yield name, next(place for place in (path, *path.parents) if place.is_dir())
 
     def _answer(self, words: Sequence[str], seconds: float) -> str | Exception:
         name, null, pipe = Path(words[0]).name, subprocess.DEVNULL, subprocess.PIPE
         try:
             process = subprocess.Popen(
-                words, stdin=null, stdout=pipe, stderr=pipe, text=True, errors="replace"
+                words, stdin=null, stdout=pipe, stderr=pipe, errors="replace"
             )
         except OSError:
             return Skip(f"{name} is not installed")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollcall.launch.doctor import cpu, fabric, gpu, limits, links, software, storage
 from rollcall.launch.doctor.check import QUICK, THOROUGH, Failed, Found, Node, Skip
+from rollcall.text import listed
 
 Results = dict[str, Found]
 """The results of a node, by the name of the check."""
@@ -63,9 +64,10 @@ def examine(node: Node, is_quick: bool) -> Results:
     begin = time.monotonic()
     for quick in (True, False):  # one after the other: the import of torch keeps the CPUs busy
         parts = [check for check in chosen if check.is_quick == quick]
-        workers += [threading.Thread(target=work, args=[check], daemon=True) for check in parts]
-        for worker in workers[-len(parts) :] if parts else ():
+        started = [threading.Thread(target=work, args=[check], daemon=True) for check in parts]
+        for worker in started:
             worker.start()
+        workers += started
         end = begin + (QUICK if quick else limit)
         for worker in workers:
             worker.join(max(0.0, end - time.monotonic()))
@@ -91,40 +93,45 @@ def compare(nodes: Mapping[str, Results]) -> dict[str, list[Odd]]:
     """
     found = {}
     for name in checks():
-        values = {it: results[name] for it, results in nodes.items() if name in results}
-        values = {it: value for it, value in values.items() if value.value is not None}
-        if len(values) > 1 and (odd := list(_odd(values))):
+        of_name = {it: results[name] for it, results in nodes.items() if name in results}
+        values = {it: each.value for it, each in of_name.items() if each.value is not None}
+        if all(isinstance(value, int | float) for value in values.values()):
+            odd = list(_far_from_others(of_name, values))
+        elif all(isinstance(value, dict) for value in values.values()):
+            odd = list(_odd_keys(values))
+        else:
+            odd = list(_odd({it: str(value) for it, value in values.items()}))
+        if odd:
             found[name] = odd
     return found
 
 
-def _odd(values: Mapping[str, Found]) -> Iterator[Odd]:
-    if all(isinstance(found.value, dict) for found in values.values()):
-        dicts = {node: dict(found.value) for node, found in values.items()}  # type: ignore[arg-type]
-        differing: dict[str, list[tuple[str, str]]] = {}
-        for key in sorted({key for each in dicts.values() for key in each}):
-            of_key = {
-                node: Found("ok", "", each.get(key, "absent")) for node, each in dicts.items()
-            }
-            for odd in _odd(of_key):
-                differing.setdefault(odd.node, []).append((f"{key} {odd.has}", odd.usual))
-        for node, pairs in differing.items():
-            more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
-            usual = ", ".join(usual for _, usual in pairs[:3])
-            yield Odd(node, ", ".join(text for text, _ in pairs[:3]) + more, usual)
-        return
-    if all(isinstance(found.value, int | float) for found in values.values()):
-        middle = median(float(found.value) for found in values.values())  # type: ignore[arg-type]
-        for node, found in values.items():
-            if abs(float(found.value) - middle) > found.within:  # type: ignore[arg-type]
-                yield Odd(node, found.text, f"{middle:,.1f} at the median")
-        return
-    counts = Counter(str(found.value) for found in values.values())
-    usual, most = counts.most_common(1)[0]
-    for node, found in values.items():
-        if str(found.value) != usual or (most == 1 and len(counts) > 1):
-            others = [it for it in counts if it != str(found.value)]
-            yield Odd(node, str(found.value), usual if str(found.value) != usual else others[0])
+def _far_from_others(found: Mapping[str, Found], values: Mapping[str, Any]) -> Iterator[Odd]:
+    middle = median(values.values()) if values else 0.0
+    share = 0.5 if len(values) == 2 else 1.0  # the median of two lies between them
+    for node, value in values.items():
+        if abs(value - middle) > share * found[node].within:
+            yield Odd(node, found[node].text, f"{middle:,.1f} at the median")
+
+
+def _odd_keys(values: Mapping[str, Any]) -> Iterator[Odd]:
+    differing: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted({key for each in values.values() for key in each}):
+        for odd in _odd({node: str(each.get(key, "absent")) for node, each in values.items()}):
+            differing.setdefault(odd.node, []).append((f"{key} {odd.has}", odd.usual))
+    for node, pairs in differing.items():
+        usual = ", ".join(usual for _, usual in pairs[:3])
+        yield Odd(node, listed([text for text, _ in pairs], 3), usual)
+
+
+def _odd(values: Mapping[str, str]) -> Iterator[Odd]:
+    counts = Counter(values.values()).most_common(2)
+    is_even = len(counts) == 2 and counts[0][1] == 1  # all differ: none of them is usual
+    for node, value in values.items():
+        if value != counts[0][0]:
+            yield Odd(node, value, counts[0][0])
+        elif is_even:
+            yield Odd(node, value, counts[1][0])
 
 
 def bad_nodes(nodes: Mapping[str, Results]) -> dict[str, str]:

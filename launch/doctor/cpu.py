@@ -42,9 +42,9 @@ def numa(node: Node) -> Found:
 
 def memory_errors(node: Node) -> Found:
     counts = [node.read(it) for it in node.paths("/sys/devices/system/edac/mc/mc*/ue_count")]
-    if not counts:
+    if not (known := [int(count) for count in counts if count.isdecimal()]):
         raise Skip("the kernel does not count them (EDAC)")
-    return judge(any(map(int, counts)) and f"{sum(map(int, counts))} uncorrected", "none")
+    return judge(any(known) and f"{sum(known)} uncorrected", "none")
 
 
 def foreign_processes(node: Node) -> Found:

@@ -87,11 +87,9 @@ def nccl_interface(node: Node) -> Found:
         names = given.lstrip("=^").split(",")
         there = [*psutil.net_if_addrs()]
         absent = [name for name in names if not any(it.startswith(name) for it in there)]
+        problem = f"{listed(absent)} does not exist; it has {listed(there)}"
         missing = absent == names and not given.startswith("^")  # one of them is enough
-        text = f"{given}, because NCCL_SOCKET_IFNAME says so"
-        return judge(
-            missing and f"{listed(absent)} does not exist; it has {listed(there)}", text, given
-        )
+        return judge(missing and problem, f"{given}, because NCCL_SOCKET_IFNAME says so", given)
     name = str(interface(node).value)
     return ok(f"{name}, which rollcall sets because it leads to the other hosts", name)
 

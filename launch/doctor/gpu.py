@@ -79,9 +79,7 @@ def nvlink(node: Node) -> Found:
         raise Skip("these GPUs have no NVLink")
     down = sum("inactive" in row.lower() for row in rows)
     text = f"{len(rows) - down} of {len(rows)} links are up"
-    return warn(
-        down and text, text, text
-    )  # without a bridge, or in a virtual machine, all are down
+    return warn(down and text, text, text)  # all are down in a virtual machine or without a bridge
 
 
 def peer_access(node: Node) -> Found:
@@ -121,12 +119,16 @@ def _gpus(node: Node) -> dict[str, Element]:
     return found
 
 
-def _each(wrong: Callable[[Element], str | bool], path: str, state: State, node: Node) -> Found:
+def _each(wrong: Callable[[Element], str], path: str, state: State, node: Node) -> Found:
     """Do a check of FIELDS."""
     gpus = _gpus(node)
     found = [f"GPU {name}: {text}" for name, gpu in gpus.items() if (text := wrong(gpu))]
     values = ", ".join(sorted({gpu.findtext(path, "N/A") for gpu in gpus.values()})) if path else ""
     return judge(listed(found, 4), values or f"none of {len(gpus)} GPUs", values or None, state)
+
+
+def _disabled(gpu: Element, path: str) -> str:
+    return "Disabled" if gpu.findtext(path) == "Disabled" else ""
 
 
 def _with(gpu: Element, text: str, paths: Sequence[str]) -> str:
@@ -153,14 +155,10 @@ def _number(text: str | None) -> float:
 ECC, PERSISTENCE = "ecc_mode/current_ecc", "persistence_mode"
 LANES = "pci/pci_gpu_link_info/link_widths/{}_link_width"
 CLOCK, POWER = "{}applications_clocks/graphics_clock", "gpu_power_readings/{}_power_limit"
-FIELDS: dict[str, tuple[Callable[[Element], str | bool], str, State]] = {
-    "gpu_model": (lambda _: False, "product_name", "warning"),
-    "ecc": (lambda gpu: gpu.findtext(ECC) == "Disabled" and "Disabled", ECC, "warning"),
-    "persistence": (
-        lambda gpu: gpu.findtext(PERSISTENCE) == "Disabled" and "Disabled",
-        PERSISTENCE,
-        "warning",
-    ),
+FIELDS: dict[str, tuple[Callable[[Element], str], str, State]] = {
+    "gpu_model": (lambda _: "", "product_name", "warning"),
+    "ecc": (partial(_disabled, path=ECC), ECC, "warning"),
+    "persistence": (partial(_disabled, path=PERSISTENCE), PERSISTENCE, "warning"),
     "ecc_errors": (_uncorrectable, "", "bad"),
     "remapped_rows": (lambda gpu: _with(gpu, "Yes", PENDING), "", "bad"),
     "throttling": (lambda gpu: _with(gpu, "Active", SLOWED), "", "bad"),

@@ -77,9 +77,7 @@ def clock_kept(_node: Node) -> Found:
     state = ctypes.CDLL(None, use_errno=True).adjtimex((ctypes.c_long * 64)())
     if state < 0:
         raise Skip(os.strerror(ctypes.get_errno()))
-    return warn(
-        state == TIME_ERROR and "no time service keeps the kernel's clock right", "kept right"
-    )
+    return warn(state == TIME_ERROR and "no time service keeps the clock right", "kept right")
 
 
 def clock(_node: Node) -> Found:

@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -49,11 +48,10 @@ def meeting_place(root: Path) -> Iterator[Path]:
     """Yield a directory that all nodes see, for their results; it is removed."""
     is_new = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
     try:
-        yield folder
+        with tempfile.TemporaryDirectory("", ".doctor-", root, ignore_cleanup_errors=True) as name:
+            yield Path(name)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         if is_new:
             with contextlib.suppress(OSError):
                 root.rmdir()
@@ -71,17 +69,7 @@ def ask(
         limit: seconds after which nodes that have not answered are given up.
     """
     clocks: dict[str, float] = {}
-    started = [
-        subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=_begin,
-        )
-        for words in commands
-    ]
+    started = [*map(_start, commands)]
     listeners = [threading.Thread(target=_listen, args=[it, clocks], daemon=True) for it in started]
     end = time.monotonic() + limit
     try:
@@ -102,9 +90,15 @@ def ask(
     return found | {node: silent for node in nodes if node not in found}
 
 
-def _begin() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
+def _start(words: Sequence[str]) -> subprocess.Popen[str]:
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
+
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(
+        words, stdin=null, stdout=pipe, text=True, start_new_session=True, preexec_fn=begin
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -38,8 +38,7 @@ def _rows(
         found = results.get(name)
         if found is None:
             continue
-        result: str = found.state
-        text = found.text
+        result, text = str(found.state), found.text
         if each := differs.get(node):
             is_problem = result in PROBLEMS
             result, text = (f"{result}, odd", text) if is_problem else ("odd", each.has)
@@ -52,10 +51,7 @@ def _rows(
 
 def as_json(nodes: Mapping[str, Results]) -> str:
     """Return the results of all nodes, and what differs, as JSON."""
-    found = {
-        node: {name: found._asdict() for name, found in results.items()}
-        for node, results in nodes.items()
-    }
+    found = {it: {name: each._asdict() for name, each in of.items()} for it, of in nodes.items()}
     odd = {name: [each._asdict() for each in them] for name, them in compare(nodes).items()}
     return json.dumps({"nodes": found, "odd": odd}, indent=1)
 

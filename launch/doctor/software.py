@@ -91,19 +91,14 @@ def search_paths(node: Node) -> Found:
 
 
 def leaked_variables(node: Node) -> Found:
-    in_step = "SLURM_STEP_ID" in node.env  # whose own variables these are
-    of_rank = () if in_step else OF_RANKS
+    of_rank = () if "SLURM_STEP_ID" in node.env else OF_RANKS  # a step has such variables itself
     found = [it for it in node.env if it.startswith("TORCHELASTIC_") or it in of_rank]
     return warn(listed(sorted(found)), "none of a surrounding rank")
 
 
 def container(node: Node) -> Found:
-    marks = {
-        "/.dockerenv": "docker",
-        "/run/.containerenv": "podman",
-        "/.singularity.d": "apptainer",
-    }
-    found = [name for path, name in marks.items() if node.paths(path)]
+    marks = {"docker": ".dockerenv", "podman": "run/.containerenv", "apptainer": ".singularity.d"}
+    found = [name for name, path in marks.items() if node.paths(path)]
     found += [name for name in ("enroot", "pyxis") if f"{name.upper()}_VERSION" in node.env]
     text = ", ".join(found) or "none"
     return ok(text, text)

@@ -72,11 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def await_training(run: RunDir) -> Target:
-    """Wait until the run trains; return its current attempt.
-
-    Raises:
-        NoRunError: the run is not live, or does not start to train.
-    """
+    """Wait until the run trains; return its current attempt. Raise NoRunError if it does not."""
     end = time.monotonic() + START_TIMEOUT
     while True:
         with contextlib.suppress(NoRunError):
@@ -95,11 +91,7 @@ def _seconds(value: float | None) -> str:
 
 
 def measure(target: Target, fault: Fault) -> Recovery:
-    """Inject the fault, and watch the run's files until it trains again or has ended.
-
-    Raises:
-        SlurmError: the fault could not be injected.
-    """
+    """Inject the fault, or raise SlurmError; watch the run until it trains again or has ended."""
     found = Recovery()
     events, starts = len(target.run.read_events()), len(AttemptEvent.read(target.run.path))
     # A Ctrl-C must not leave the fault half done, such as a disk that stays full.

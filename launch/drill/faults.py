@@ -45,9 +45,7 @@ def preempt(target: Target) -> Fault:
     """A job of a higher priority tier takes the run's nodes."""
     partition = cluster.preempting_partition(_slurm_job(target))
     if partition is None:
-        raise NoRunError(
-            "no partition here preempts the run's partition; try `drill RUN time-limit` instead"
-        )
+        raise NoRunError("no partition here preempts the run's; try `drill RUN time-limit` instead")
     nodes = ",".join(target.attempt.hosts)
     words = ["sbatch", "--parsable", "--output=/dev/null", f"--partition={partition}"]
     words += [f"--nodelist={nodes}", "--exclusive", f"--wrap=sleep {JOB_SECONDS}"]
@@ -120,9 +118,7 @@ def corrupt_checkpoint(target: Target) -> Fault:
     """A bit of the newest checkpoint flips; a rank is killed, so that the run loads one."""
     checkpoints = target.run.checkpoints
     if len(list(checkpoints.glob("step-*"))) < 2:
-        raise NoRunError(
-            f"run {target.run.name} does not have two checkpoints yet; it needs one to fall back to"
-        )
+        raise NoRunError(f"run {target.run.name} needs two checkpoints: one to fall back to")
     rank = target.any_rank
 
     def inject() -> None:
@@ -141,14 +137,9 @@ def corrupt_checkpoint(target: Target) -> Fault:
 
 
 FAULTS: dict[str, Callable[[Target], Fault]] = {
-    "preempt": preempt,
-    "time-limit": time_limit,
-    "kill-rank": kill_rank,
-    "kill-node": kill_node,
-    "hang": hang,
-    "full-disk": full_disk,
-    "slow-network": slow_network,
-    "corrupt-checkpoint": corrupt_checkpoint,
+    **{"preempt": preempt, "time-limit": time_limit, "kill-rank": kill_rank},
+    **{"kill-node": kill_node, "hang": hang, "full-disk": full_disk},
+    **{"slow-network": slow_network, "corrupt-checkpoint": corrupt_checkpoint},
 }
 
 

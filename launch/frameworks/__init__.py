@@ -12,11 +12,8 @@ from rollcall.launch.frameworks.framework import Framework, Place
 
 def _of_deepspeed(place: Place) -> dict[str, int]:
     """Return what DeepSpeed's own launcher sets in addition to torchrun's variables."""
-    return {
-        "CROSS_RANK": place.node,
-        "CROSS_SIZE": place.nodes,
-        "LOCAL_SIZE": place.local_world_size,
-    }
+    sizes = {"CROSS_SIZE": place.nodes, "LOCAL_SIZE": place.local_world_size}
+    return {"CROSS_RANK": place.node, **sizes}
 
 
 def _of_tensorflow(place: Place) -> dict[str, str]:
@@ -38,14 +35,10 @@ TABLE: dict[str, Framework] = {
 
 
 def guess(program: Sequence[str]) -> str:
-    """Return the framework of a program from what its file imports; `torch` if it is not plain.
-
-    Args:
-        program: what a rank runs, word by word.
-    """
-    directory, program = (
-        (program[2], program[3:]) if tuple(program[:2]) == USER_PROGRAM else (".", program)
-    )
+    """Return the framework of a rank's words, by what the file imports; else `torch`."""
+    directory = "."
+    if tuple(program[:2]) == USER_PROGRAM:
+        directory, program = program[2], program[3:]
     path = Path(directory, program[0])
     if program[0] == "-m":
         path = Path(directory, *program[1].split("."))

@@ -47,8 +47,7 @@ def check(script: Script) -> list[str]:
     """Return a script's findings, sorted by line: `file:line: reason`, fix and rule."""
     found = sorted((finding, name(rule)) for rule in RULES for finding in rule(script))
     return [
-        f"{script.path}:{finding.line}: {finding.reason}\n    fix: {finding.fix} [{rule}]"
-        for finding, rule in found
+        f"{script.path}:{it.line}: {it.reason}\n    fix: {it.fix} [{rule}]" for it, rule in found
     ]
 
 

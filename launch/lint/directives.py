@@ -32,9 +32,7 @@ def syntax_error(script: Script) -> Iterator[Finding]:
 def commented_directive(script: Script) -> Iterator[Finding]:
     """`# SBATCH`, which sbatch reads as a comment."""
     for line in script.disabled:
-        reason = (
-            "sbatch reads this as a comment: a directive starts with #SBATCH in the first column"
-        )
+        reason = "sbatch reads this as a comment: directives start with #SBATCH in the first column"
         yield Finding(line, reason, "write #SBATCH, or ##SBATCH to disable the directive")
 
 
@@ -100,9 +98,7 @@ def output_directory(script: Script) -> Iterator[Finding]:
             reason = f"'{folder}' differs for every job, and Slurm before 23.02 does not create it"
             fix = "use the % patterns only in the file name, in an existing directory"
         elif _is_missing(folder, script):
-            reason = (
-                f"the directory '{folder}' does not exist: the job would fail without any output"
-            )
+            reason = f"the directory '{folder}' does not exist: the job would fail without output"
             fix = f"run mkdir -p {folder} before you submit; in the script it is too late"
         else:
             continue

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
@@ -38,17 +39,14 @@ def rank_in_batch_shell(script: Script) -> Iterator[Finding]:
 def _starts_itself(script: Script) -> bool:
     """Return whether srun runs the script itself, or a function of it, on the nodes."""
     own = re.compile(rf"\$0|BASH_SOURCE|{re.escape(script.path.name)}")
-    steps = [launch for launch in script.launches() if launch.step is not None]
     words = [tuple(word.raw for word in command.words[:2]) for command in script.commands]
-    exported = ("export", "-f") in words
-    return exported or any(own.search(word) for step in steps for word in step.program)
+    started = (word for step in script.steps() for word in step.program)
+    return ("export", "-f") in words or any(map(own.search, started))
 
 
 def wrapper_without_exec(script: Script) -> Iterator[Finding]:
     """A shell that waits for the training instead of replacing itself with it (exec)."""
-    for launch in script.launches():
-        if launch.step is None:
-            continue
+    for launch in script.steps():
         if (inner := script.inner(launch)) is not None:
             # A shell with a single command replaces itself with it.
             culprit = _waiting(script, inner) if len(inner) > 1 else None
@@ -80,7 +78,7 @@ def _waiting(script: Script, commands: Sequence[Command]) -> Launch | None:
 
 def _visible_wrapper(script: Script, word: str) -> Script | None:
     for path in (Path(word), script.path.parent / word):
-        if word.endswith(".sh") and path.is_file():
+        if word.endswith(".sh") and path.is_file() and os.access(path, os.R_OK):
             return Script(path, path.read_text(errors="replace"))
     return None
 
@@ -145,7 +143,7 @@ def fixed_node_count(script: Script) -> Iterator[Finding]:
     """A number of nodes for torchrun that can contradict sbatch's."""
     for launch, words in _torchruns(script):
         count = _option(words, "nnodes") or "1"
-        if count.isdigit() and int(count) > 1:
+        if (_number(count) or 0) > 1:
             reason = f"--nnodes {count} waits forever if the job is submitted with another --nodes"
             yield Finding(launch.line, reason, 'write --nnodes="$SLURM_NNODES"')
 
@@ -155,32 +153,24 @@ def fixed_port(script: Script) -> Iterator[Finding]:
     if _takes_whole_nodes(script):
         return
     fix = "derive it from the job: $((20000 + SLURM_JOB_ID % 10000))"
-    seen = set()
-    for command in script.commands:
-        for word in command.words:
-            if match := re.fullmatch(r"MASTER_PORT=[\"']?([1-9]\d*)[\"']?", word.raw):
-                seen.add(match[1])
-                yield Finding(word.line, _port_reason(match[1]), fix)
+    found = {word.raw: word.line for word in [*script.assigned("MASTER_PORT")][::-1]}
     for launch, words in (*_torchruns(script), *_programs(script, ("accelerate", "deepspeed"))):
         endpoint = _option(words, "rdzv-endpoint") or ""
         port = _option(words, "master-port") or _option(words, "main-process-port")
-        port = port or endpoint.rpartition(":")[2]
-        if re.fullmatch(r"[1-9]\d*", port) and port not in seen:
-            yield Finding(launch.line, _port_reason(port), fix)
+        found.setdefault(port or endpoint.rpartition(":")[2], launch.line)
+    for port, line in found.items():
+        if _number(port):
+            reason = f"port {port} is in use if another job of this script runs on the same node"
+            yield Finding(line, reason, fix)
 
 
 def _takes_whole_nodes(script: Script) -> bool:
     """Whether no other job can run on the nodes, or hardly on any cluster."""
     on_node = _gpus_per_node(script) or 0
-    tasks = script.value("ntasks-per-node") or "1"
-    numbers = [word for word in (tasks, script.value("cpus-per-task")) if word.isdigit()]
-    cpus = math.prod(map(int, numbers))
+    numbers = (_number(script.value(name)) for name in ("ntasks-per-node", "cpus-per-task"))
+    cpus = math.prod(filter(None, numbers))
     is_all = script.option("exclusive") is not None or script.value("mem") == "0"
     return is_all or on_node >= 8 or (on_node >= 4 and cpus >= 32)
-
-
-def _port_reason(port: str) -> str:
-    return f"port {port} is in use if another job of this script runs on the same node"
 
 
 def fixed_rendezvous_id(script: Script) -> Iterator[Finding]:
@@ -200,9 +190,7 @@ def pipe_hides_failure(script: Script) -> Iterator[Finding]:
         return
     for launch in script.launches():
         if launch.end in ("|", "|&") and _starts_training(script, launch):
-            reason = (
-                "the pipe's last command sets the job's exit code: a failed training is COMPLETED"
-            )
+            reason = "the exit code is that of the pipe's last command: a failed training COMPLETED"
             yield Finding(launch.line, reason, "write set -o pipefail at the top of the script")
 
 
@@ -211,26 +199,22 @@ def tasks_mismatch(script: Script) -> Iterator[Finding]:
     on_node = _gpus_per_node(script)
     for launch, words in _torchruns(script):
         tasks = _tasks_per_node(script, launch) if launch.step is not None else None
-        ranks = _option(words, "nproc-per-node") or ""
+        ranks = _number(_option(words, "nproc-per-node") or "")
         if tasks is not None and tasks > 1:
             reason = f"srun starts {tasks} torchruns on each node, and each one starts all ranks"
             yield Finding(launch.line, reason, "add --ntasks-per-node=1, here or in #SBATCH")
-        elif ranks.isdigit() and on_node is not None and int(ranks) != on_node:
+        elif ranks is not None and on_node is not None and ranks != on_node:
             reason = f"torchrun starts {ranks} ranks on a node with {on_node} GPUs in this job"
             yield Finding(launch.line, reason, f"write --nproc-per-node={on_node}")
 
 
 def torchrun_without_srun(script: Script) -> Iterator[Finding]:
     """A job with several nodes whose torchrun starts only on the first node."""
-    nodes = re.match(r"\d+", script.value("nodes"))
-    if nodes is None or int(nodes[0]) < 2:
-        return
     for launch, words in _torchruns(script):
+        nodes = _nodes(script, launch)
         direct = launch.program[0].startswith("python") or launch.program[0] in TRAINERS
-        if launch.step is None and direct and words:
-            reason = (
-                f"the batch shell runs only on the first of {nodes[0]} nodes: the others stay idle"
-            )
+        if launch.step is None and nodes > 1 and direct and words:
+            reason = f"the batch shell runs only on the first of {nodes} nodes: the others idle"
             yield Finding(launch.line, reason, "start it with srun --ntasks-per-node=1")
 
 
@@ -240,10 +224,9 @@ def srun_without_cpus(script: Script) -> Iterator[Finding]:
         return
     if not (22, 5) <= (cluster.version() or (0, 0)) < (23, 11):
         return
-    for launch in script.launches():
-        if launch.step is None or not _starts_training(script, launch):
-            continue
-        if launch.step.keys().isdisjoint({"$", "cpus-per-task"}):
+    for launch in script.steps():
+        knows = {"$", "cpus-per-task"} & {*(launch.step or {})}
+        if _starts_training(script, launch) and not knows:
             reason = "srun of Slurm 22.05 to 23.02 does not take --cpus-per-task from sbatch: the "
             reason += "task gets one CPU"
             fix = 'write srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
@@ -270,35 +253,33 @@ def missing_node_count(script: Script) -> Iterator[Finding]:
 
 def local_address(script: Script) -> Iterator[Finding]:
     """A meeting place on localhost in a job with several nodes."""
-    steps = [launch for launch in script.launches() if launch.step is not None]
-    steps = [launch for launch in steps if _starts_training(script, launch)]
+    steps = [launch for launch in script.steps() if _starts_training(script, launch)]
     if not any(_nodes(script, launch) > 1 for launch in steps):
         return
     fix = 'write $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     reason = "on several nodes, {} is another address on each: the ranks cannot meet"
-    local = r"(localhost|127\.0\.0\.1)"
-    if re.fullmatch(local, script.expand("$MASTER_ADDR")):  # the last value
-        for command in script.commands:
-            for word in command.words:
-                if re.fullmatch(rf"MASTER_ADDR=[\"']?{local}[\"']?", word.raw):
-                    yield Finding(word.line, reason.format(word.raw), fix)
+    local = ("localhost", "127.0.0.1")
+    if script.expand("$MASTER_ADDR") in local:  # the last value
+        for word in script.assigned("MASTER_ADDR"):
+            if word.raw in local:
+                yield Finding(word.line, reason.format(f"MASTER_ADDR={word.raw}"), fix)
     for launch, words in _torchruns(script):
         for option in ("master-addr", "rdzv-endpoint"):
             value = _option(words, option) or ""
-            if _nodes(script, launch) > 1 and re.fullmatch(rf"{local}(:.*)?", value):
+            if _nodes(script, launch) > 1 and value.partition(":")[0] in local:
                 yield Finding(launch.line, reason.format(f"--{option} {value}"), fix)
 
 
 def visible_devices(script: Script) -> Iterator[Finding]:
     """GPUs in CUDA_VISIBLE_DEVICES that the job does not request."""
     on_node = _gpus_per_node(script)
-    for command in script.commands:
-        for word in command.words:
-            found = re.fullmatch(r"CUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)[\"']?", word.raw)
-            if on_node and found and max(map(int, found[1].split(","))) >= on_node:
-                reason = f"{word.raw}, but the job has {on_node} GPUs on a node, numbered from 0"
-                fix = "remove it: Slurm sets it to the job's GPUs; or request as many"
-                yield Finding(word.line, reason, fix)
+    for word in script.assigned("CUDA_VISIBLE_DEVICES"):
+        numbers = [_number(part) for part in word.raw.split(",")]
+        if on_node and None not in numbers and max(filter(None, numbers), default=0) >= on_node:
+            reason = f"CUDA_VISIBLE_DEVICES={word.raw}, but the job has {on_node} GPUs on a node, "
+            reason += "numbered from 0"
+            fix = "remove it: Slurm sets it to the job's GPUs; or request as many"
+            yield Finding(word.line, reason, fix)
 
 
 def shared_port(script: Script) -> Iterator[Finding]:
@@ -324,13 +305,13 @@ def hidden_exit_code(script: Script) -> Iterator[Finding]:
     launches = [launch for launch in script.launches() if launch.program[0] not in _CLOSES]
     if any(_sees_exit_codes(launch) for launch in launches):
         return
-    trainings = [
-        each for each in launches if _starts_training(script, each) and _runs(each.program)
-    ]
-    if not trainings or trainings[-1].replaces_shell:
+    runs = [_starts_training(script, each) and _runs(each.program) for each in launches]
+    if True not in runs:
         return
-    last = trainings[-1]
-    later = launches[launches.index(last) + 1 :]
+    place = len(runs) - runs[::-1].index(True)
+    last, later = launches[place - 1], launches[place:]
+    if last.replaces_shell:
+        return
     tells = all(_TELLS.fullmatch(each.program[0]) for each in later)
     if last.end == "&":
         waits = [each for each in later if each.program[0] == "wait"]
@@ -345,8 +326,6 @@ def hidden_exit_code(script: Script) -> Iterator[Finding]:
 
 _CLOSES = ("fi", "done", "}", "esac", ";;", "else")
 """Words that end a part of a script; they leave the exit code as it is."""
-
-
 _TELLS = re.compile(
     r"echo|printf|date|cp|mv|rm|ls|cat|touch|sleep|true|:|set|kill|wait|sync|cd|export|unset|rsync|"
     r"module|deactivate|conda|scontrol|sacct|seff|squeue|nvidia-smi|rocm-smi|dcgmi|hostname"
@@ -427,12 +406,16 @@ def _tasks_per_node(script: Script, launch: Launch) -> int | None:
     if per_node is None and "ntasks" not in step:
         per_node = script.value("ntasks-per-node") or script.value("tasks-per-node")
     if per_node:
-        return int(per_node) if per_node.isdigit() else None
-    tasks = step.get("ntasks") or script.value("ntasks")
+        return _number(per_node)
+    tasks = _number(step.get("ntasks") or script.value("ntasks"))
     nodes = step.get("nodes") or script.value("nodes") or ("1" if "ntasks" in step else "")
-    if tasks.isdigit() and nodes.isdigit():
-        return -(-int(tasks) // int(nodes))
-    return None
+    count = _number(nodes)
+    return math.ceil(tasks / count) if tasks and count else None
+
+
+def _number(text: str) -> int | None:
+    """Return a number; None for a variable and everything else that only the job knows."""
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _gpus_per_node(script: Script) -> int | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from rollcall.launch.lint.shell import Command, UnbalancedError, commands, plain
+from rollcall.launch.lint.shell import Command, UnbalancedError, Word, commands, plain
 from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, SRUN_FLAGS
 
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
@@ -99,6 +99,17 @@ class Script:
                 break
         return text
 
+    def assigned(self, name: str) -> Iterator[Word]:
+        """Yield the values that a variable gets, as written but for quotes around the whole."""
+        for command in self.commands:
+            for word in command.words:
+                if match := re.fullmatch(rf"{name}=([\"']?)(.*)\1", word.raw, re.DOTALL):
+                    yield Word(match[2], word.line)
+
+    def steps(self) -> list[Launch]:
+        """Return the programs that srun starts."""
+        return [launch for launch in self.launches() if launch.step is not None]
+
     def launches(self, found: list[Command] | None = None) -> Iterator[Launch]:
         """Yield the programs that the script, or the given commands, start."""
         for command in self.commands if found is None else found:
@@ -156,9 +167,9 @@ class Script:
                     before = found.get(match[1], "")
                     own = re.compile(rf"\$(?:{match[1]}\b|\{{{match[1]}(?:\[[@*]\])?\}})")
                     value = own.sub(before.replace("\\", r"\\"), value)  # CMD="$CMD --more"
-                    found[match[1]] = (
-                        f"{before}{' ' if array else ''}{value}" if match[2] else value
-                    )
+                    if match[2]:  # NAME+=value
+                        value = f"{before}{' ' if array else ''}{value}"
+                    found[match[1]] = value
         return found
 
     def _words(self, command: Command) -> list[str]:

@@ -44,11 +44,7 @@ class Command:
 
 
 def commands(text: str, line: int = 1) -> Iterator[Command]:
-    """Yield the simple commands of a shell script, without comments and redirections.
-
-    Raises:
-        UnbalancedError: a quote or bracket is not closed.
-    """
+    """Yield the simple commands of a script; raise UnbalancedError at what is not closed."""
     words: list[Word] = []
     documents: list[str] = []
     position = 0

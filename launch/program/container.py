@@ -4,30 +4,16 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rollcall.launch.program.python import ProgramError
 
 PROGRAMS = ("apptainer", "singularity")
 
 
-@dataclass(frozen=True)
-class Container:
-    """How a node's part of a run is started in a container.
-
-    Attributes:
-        srun: further options of srun.
-        words: what stands before the interpreter.
-    """
-
-    srun: tuple[str, ...]
-    words: tuple[str, ...]
-
-
 def plan(
     image: str, mounts: Sequence[str], directory: str, has_gpus: bool, with_srun: bool
-) -> Container:
-    """Return how to start a command in a container.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return further options of srun, and the words before the interpreter, for a container.
 
     Args:
         image: a file, or the name of an image in a registry.
@@ -42,7 +28,7 @@ def plan(
     if with_srun and _srun_has("--container-image"):
         both = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
         options = (f"--container-image={image}", f"--container-mounts={both}")
-        return Container((*options, f"--container-workdir={directory}"), ())
+        return (*options, f"--container-workdir={directory}"), ()
     program = next(filter(shutil.which, PROGRAMS), None)
     if program is None:
         raise ProgramError(
@@ -51,7 +37,7 @@ def plan(
         )
     gpus = ["--nv"] if has_gpus else []
     bound = f"--bind={','.join(mounts)}"
-    return Container((), (program, "exec", *gpus, bound, f"--pwd={directory}", image))
+    return (), (program, "exec", *gpus, bound, f"--pwd={directory}", image)
 
 
 def _srun_has(option: str) -> bool:

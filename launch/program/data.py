@@ -9,21 +9,15 @@ from rollcall.launch.program.python import ProgramError
 
 
 def links(given: Sequence[str], checkout: Path) -> tuple[str, ...]:
-    """Return what `--link` names, relative to the directory that is copied.
-
-    Raises:
-        ProgramError: a path does not exist, or lies outside that directory.
-    """
+    """Return what `--link` names, relative to the checkout; raise ProgramError if elsewhere."""
     names = []
     for text in given:
         place = Path(os.path.abspath(text))  # noqa: PTH100 - a link stays what it is
         if not place.exists():
             raise ProgramError(f"--link {text}: no such file or directory")
         if not place.is_relative_to(checkout) or place == checkout:
-            raise ProgramError(
-                f"--link {text}: expected a path in {checkout}, the directory that is copied; name "
-                "other places by their absolute path in the program's arguments"
-            )
+            advice = "name other places by their absolute path in the program's arguments"
+            raise ProgramError(f"--link {text}: expected a path in {checkout}; {advice}")
         names.append(str(_to_link(place, checkout).relative_to(checkout)))
     within = {name for name in names if {*map(str, Path(name).parents)} & {*names}}
     return tuple(name for name in dict.fromkeys(names) if name not in within)
@@ -56,14 +50,8 @@ def left_out(
         if name in there or is_linked or is_told or not place.exists():
             continue
         told.append(place)
-        if name.startswith(".."):
-            yield (
-                f"{text}, named by an argument, is outside {code.checkout} and will not exist in "
-                "the job: use its absolute path"
-            )
-        else:
+        why = f"it is outside {code.checkout}. Use"
+        if not name.startswith(".."):
             link = os.path.relpath(_to_link(place, code.checkout))
-            yield (
-                f"{text}, named by an argument, will not exist in the job: git ignores it, or it "
-                f"is hidden. Link it (--link {link}), or use its absolute path"
-            )
+            why = f"git ignores it, or it is hidden. Link it (--link {link}), or use"
+        yield f"{text}, named by an argument, will not exist in the job: {why} its absolute path"

@@ -17,19 +17,12 @@ STARTERS = ("python", "python3", "torchrun", "srun", "accelerate")
 
 @dataclass(frozen=True)
 class UserCode:
-    """A directory of the user, of which the ranks get a copy.
+    """A directory of the user, of which the ranks get a copy."""
 
-    Attributes:
-        checkout: the directory that is copied.
-        directory: the directory inside it in which the ranks work.
-        script: the program, unless it is a module.
-        without: directories in it that are not copied.
-    """
-
-    checkout: Path
-    directory: Path
-    script: Path | None = None
-    without: tuple[Path, ...] = ()
+    checkout: Path  # the directory that is copied
+    directory: Path  # inside it: where the ranks work
+    script: Path | None = None  # the program, unless it is a module
+    without: tuple[Path, ...] = ()  # directories in it that are not copied
 
     def in_copy(self, code: Path) -> Path:
         """Return the directory in which the ranks work, once `checkout` is copied to `code`."""
@@ -42,15 +35,10 @@ class UserCode:
 
 @dataclass(frozen=True)
 class Program:
-    """A script or module of the user that torchrun could start.
+    """A script or module of the user that torchrun could start."""
 
-    Attributes:
-        name: default name of its runs.
-        words: the program, as found from the current directory, and its arguments.
-    """
-
-    name: str
-    words: tuple[str, ...]
+    name: str  # default name of its runs
+    words: tuple[str, ...]  # the program, as found from the current directory, and its arguments
     code: UserCode
 
 
@@ -61,11 +49,7 @@ def checkout_of(directory: Path) -> Path:
 
 
 def find(words: Sequence[str]) -> Program:
-    """Find the program that a command line names, from the current directory.
-
-    Raises:
-        ProgramError: the program does not exist, or lies outside the directory that is copied.
-    """
+    """Find the program that a command line names; raise ProgramError if no copy could have it."""
     directory = Path.cwd()
     checkout = checkout_of(directory)
     if words[0] == "-m":
@@ -75,18 +59,14 @@ def find(words: Sequence[str]) -> Program:
         return Program(module.rpartition(".")[2], tuple(words), UserCode(checkout, directory))
     script = Path(words[0])
     if script.name in STARTERS and not script.is_file():
-        raise ProgramError(
-            f"{script.name}: rollcall starts the ranks itself; write only the script or -m module "
-            "and its arguments after `--`"
-        )
+        advice = "write only the script or -m module and its arguments after `--`"
+        raise ProgramError(f"{script.name}: rollcall starts the ranks itself; {advice}")
     if not script.is_file():
         raise ProgramError(f"{script}: no such file; expected a script or -m module after `--`")
     path = script.resolve()
     if not path.is_relative_to(checkout.resolve()):
-        raise ProgramError(
-            f"{script} is outside {checkout}, the directory that is copied for the run; submit it "
-            f"from its own directory: cd {path.parent}"
-        )
+        advice = f"submit it from its own directory: cd {path.parent}"
+        raise ProgramError(f"{script} is outside {checkout}, which is copied for the run; {advice}")
     inside = os.path.relpath(script) if script.is_absolute() else words[0]
     code = UserCode(checkout, directory, directory / inside)
     return Program(script.stem, (inside, *words[1:]), code)

@@ -22,31 +22,20 @@ STANDARD = getattr(sys, "stdlib_module_names", sys.builtin_module_names)
 
 
 class Scan:
-    """The modules that a program imports, by where they lie.
-
-    Attributes:
-        own: modules outside the standard library and the installed packages, and their places.
-        packages: modules of installed packages.
-        missing: modules that this Python does not have, and where they are imported.
-        changes_path: whether the code uses sys.path, so that more modules may be found.
-    """
+    """The modules that a program imports, by where they lie."""
 
     def __init__(self) -> None:
-        self.own: dict[str, Path] = {}
-        self.packages: set[str] = set()
-        self.missing: dict[str, str] = {}
-        self.changes_path = False
+        self.own: dict[str, Path] = {}  # neither standard nor installed, and their places
+        self.packages: set[str] = set()  # modules of installed packages
+        self.missing: dict[str, str] = {}  # modules that this Python lacks, and who imports them
+        self.changes_path = False  # whether the code uses sys.path: more modules may be found
         self._seen: set[Path] = set()
         self._waiting: list[tuple[Path, str]] = []
         self._places: dict[str, tuple[str, Path]] = {}
 
-    def read(self, file: Path) -> None:
-        """Read a program, and then every module of the user's that is imported from it."""
-        self._waiting.append((file, ""))
-        self.follow()
-
-    def follow(self) -> None:
-        """Read the modules of the user's that were found and not yet read."""
+    def read(self, *files: Path) -> None:
+        """Read these files, and then every module of the user's that was found and not yet read."""
+        self._waiting += [(file, "") for file in files]
         while self._waiting:
             path, package = self._waiting.pop()
             if path not in self._seen and path.suffix == ".py" and path.is_file():
@@ -165,7 +154,7 @@ def main(directory: str, *program: str) -> None:
     for name in modules:
         scan.find(name, f"-m {name}")
         scan.find(f"{name}.__main__", f"-m {name}")
-        scan.follow()
+        scan.read()
     if program and not modules:
         scan.read(Path(program[0]))
     roots = {place.parent for place in scan.own.values()}

@@ -26,23 +26,15 @@ class ProgramError(RefusedError):
 
 @dataclass(frozen=True)
 class Facts:
-    """The answer of a Python about itself and about a program; see probe.py.
-
-    Attributes:
-        first: the directory that Python searches first for the program's modules.
-        versions: of torch and of the packages that the program imports; None if unknown.
-        own: modules that are not installed, and where they lie.
-        shadowing: directories that hide other modules if they are searched first.
-        missing: modules that this Python does not have, and where they are imported.
-    """
+    """The answer of a Python about itself and about a program; see probe.py."""
 
     executable: str
     python: str
-    first: str
-    versions: Mapping[str, str | None]
-    own: Mapping[str, str]
-    shadowing: Sequence[str]
-    missing: Mapping[str, str]
+    first: str  # the directory that Python searches first for the program's modules
+    versions: Mapping[str, str | None]  # of torch and of packages that the program imports
+    own: Mapping[str, str]  # modules that are not installed, and where they lie
+    shadowing: Sequence[str]  # directories that hide other modules if they are searched first
+    missing: Mapping[str, str]  # modules that this Python lacks, and where they are imported
 
     def describe(self) -> Iterator[str]:
         """Yield lines for people: this Python, what the program imports, and what is missing."""
@@ -65,42 +57,28 @@ class Facts:
             shown = f"{os.path.relpath(file)}{colon}{line}" if colon else where
             is_ours = ENV_RUN and not is_other(self.executable)
             cure = f"add it with env/run --with {name}" if is_ours else "install it there"
-            yield (
-                f"{shown} imports {name}, which {self.executable} does not have: {cure}, or name "
-                "another interpreter with --python"
-            )
+            cure += ", or name another interpreter with --python"
+            yield f"{shown} imports {name}, which {self.executable} does not have: {cure}"
 
 
 @dataclass(frozen=True)
 class Imports:
-    """The user's modules outside the directory in which a program works.
+    """The user's modules outside the directory in which a program works."""
 
-    Attributes:
-        inside: directories of the checkout that the ranks must search.
-        outside: modules elsewhere, by the directory that has them; the run gets copies.
-        needs_rollcall: whether the program imports rollcall itself, which is not installed.
-    """
-
-    inside: tuple[Path, ...] = ()
-    outside: Mapping[Path, tuple[str, ...]] = ()  # type: ignore[assignment]
-    needs_rollcall: bool = False
+    inside: tuple[Path, ...]  # directories of the checkout that the ranks must search
+    outside: Mapping[Path, tuple[str, ...]]  # modules elsewhere, by directory; the run gets copies
+    needs_rollcall: bool  # whether the program imports rollcall itself, which is not installed
 
 
 def find(text: str) -> str:
-    """Return the interpreter that --python names: a program, or the directory of an environment.
-
-    Raises:
-        ProgramError: there is no such interpreter.
-    """
+    """Return the interpreter of --python, a program or an environment, or raise ProgramError."""
     place = Path(text).expanduser()
     if place.is_dir():
         place = place / "bin" / "python"
     found = shutil.which(str(place), path=_path_of_user())
     if found is None:
-        raise ProgramError(
-            f"--python {text}: no such interpreter; expected a program such as venv/bin/python, or "
-            "the directory of a virtual or conda environment"
-        )
+        expected = "a program such as venv/bin/python, or the directory of an environment"
+        raise ProgramError(f"--python {text}: no such interpreter; expected {expected}")
     return os.path.abspath(found)  # noqa: PTH100 - the link is what makes it an environment
 
 
@@ -134,19 +112,13 @@ def ask(executable: str, directory: Path, words: Sequence[str]) -> Facts:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ProgramError(f"{executable} cannot be used: {last or 'it prints nothing'}") from None
     if tuple(map(int, facts.python.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ProgramError(
-            f"{executable} is Python {facts.python}, and rollcall needs {oldest} or newer there"
-        )
+        needs = f"rollcall needs {OLDEST[0]}.{OLDEST[1]} or newer there"
+        raise ProgramError(f"{executable} is Python {facts.python}, and {needs}")
     return facts
 
 
 def imports(facts: Facts, checkout: Path) -> Imports:
-    """Sort the user's modules by whether a copy of the checkout has them.
-
-    Raises:
-        ProgramError: a module has another name than its directory.
-    """
+    """Sort the user's modules by place; raise ProgramError if a directory has another name."""
     inside: dict[Path, None] = {}
     outside: dict[Path, tuple[str, ...]] = {}
     needs_rollcall = "rollcall" in facts.missing

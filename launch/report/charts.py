@@ -209,14 +209,13 @@ def memory(found: Timing) -> Chart:
         for shade, dot, more in zip(("c1", "c2"), ("_", "."), values[1:], strict=False):
             axes.plot(found.first_ranks, more, dot, color=colour(shade), ms=9, mew=2)
 
-    words = "; ".join(
-        f"{name}: {figure(each.min())} to {figure(each.max())} GB, most on rank "
-        f"{int(each.argmax()) * found.group}"
-        for name, each in zip(names, values, strict=True)
-    )
+    words = []
+    for name, each in zip(names, values, strict=True):
+        range_, rank = f"{figure(each.min())} to {figure(each.max())}", each.argmax() * found.group
+        words.append(f"{name}: {range_} GB, most on rank {rank}")
     data = {"series": _series(names, values), "x": _short(found.first_ranks), "of": "rank"}
     legend = list(zip(("c0", "c1", "c2"), names, strict=False))
-    return _drawn("Memory by rank, GB", f"{words}.", paint, data, legend)
+    return _drawn("Memory by rank, GB", f"{'; '.join(words)}.", paint, data, legend)
 
 
 def parallel(titles: Sequence[str], rows: Sequence[Sequence[str]], best: int, words: str) -> Chart:

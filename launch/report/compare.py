@@ -22,9 +22,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     stories = ranked(story.tell(story.chosen(options.run, options.root)))
     if len(stories) < 2:
-        raise RefusedError(
-            f"{stories[0].name} is one run: name at least two runs to compare, or a sweep"
-        )
+        raise RefusedError(f"{stories[0].name} is one run: name at least two, or a sweep")
     groups = {title: rows for title, rows in differences(stories).items() if rows}
     lines = [["", *(each.name for each in stories)]]
     for title, rows in groups.items():
@@ -43,9 +41,7 @@ def differences(stories: Sequence[Story]) -> dict[str, list[list[str]]]:
 
     Of configuration and code, they have what differs; of the result, everything that is known.
     """
-    settings = [
-        each.cell or {key: value for key, (value, _) in each.settings.items()} for each in stories
-    ]
+    settings = [one.cell or {it: text for it, (text, _) in one.settings.items()} for one in stories]
     facts = [{**each.facts, **_packages(each)} for each in stories]
     return {
         "configuration": _differing(settings),
@@ -57,9 +53,7 @@ def differences(stories: Sequence[Story]) -> dict[str, list[list[str]]]:
 def best(stories: Sequence[Story]) -> tuple[int, str] | None:
     """Return the place of the best run, and by which curve's last value; None if none has one."""
     for key in RESULTS:
-        known = {
-            place: each.result[key] for place, each in enumerate(stories) if key in each.result
-        }
+        known = {it: each.result[key] for it, each in enumerate(stories) if key in each.result}
         if known:
             return (max if key == "val_accuracy" else min)(known, key=known.__getitem__), key
     return None
@@ -95,10 +89,7 @@ def _files(stories: Sequence[Story]) -> Iterator[list[str]]:
     """Yield a row with the files of the code that differ from the first run's, if any do."""
     records = [CodeRecord.read(each.run.job / "source.json") for each in stories]
     files = [record.files if record is not None else {} for record in records]
-    changed = [
-        sorted(name for name in {*files[0], *other} if files[0].get(name) != other.get(name))
-        for other in files
-    ]
+    changed = [sorted({name for name, _ in files[0].items() ^ each.items()}) for each in files]
     if any(changed) and all(files):
         yield ["changed files", *(listed(names, 3) for names in changed)]
 

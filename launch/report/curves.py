@@ -79,7 +79,8 @@ def timing(run: RunDir) -> Timing | None:
     known = (~np.isnan(times) * weights).sum(1)
     of_rank = np.nansum(times * weights, 1) / np.maximum(known, 1)  # (phases, ranks)
     kinds = {title: [getattr(line, name) or [] for line in lines] for name, title in MEMORY.items()}
-    memory = {title: _table(lines, kind, ranks) for title, kind in kinds.items() if any(kind)}
+    memory = {it: _table(lines, kind, ranks) for it, kind in kinds.items() if any(kind)}
+    peaks = {it: np.nan_to_num(each).max(axis=0) for it, each in memory.items()}
     return Timing(
         ranks,
         int(rows[1]),
@@ -88,7 +89,7 @@ def timing(run: RunDir) -> Timing | None:
         np.fmax.reduceat(np.fmax.reduceat(own.T, rows[:-1]), columns[:-1], axis=1),
         np.stack([_mean(np.nanmean(each, 1), columns) for each in times]),
         np.stack([_mean(each, rows) for each in of_rank]),
-        {title: np.maximum.reduceat(_peak(each), rows[:-1]) for title, each in memory.items()},
+        {title: np.maximum.reduceat(each, rows[:-1]) for title, each in peaks.items()},
         every,
     )
 
@@ -101,14 +102,8 @@ def _lines(run: RunDir) -> tuple[list[Phases], int]:
             found = [Phases.parse(line) for line in parse_lines(islice(file, 0, None, every))]
     except OSError:
         return [], 1
-    known = [
-        line
-        for line in found
-        if line is not None
-        and line.step >= 0 < line.steps
-        and all(line.phases.get(name) for name in Phases.PHASES)
-    ]
-    return known, every
+    known = [line for line in found if line is not None and line.step >= 0 < line.steps]
+    return [it for it in known if all(map(it.phases.get, Phases.PHASES))], every
 
 
 def _table(lines: Sequence[Phases], values: Sequence[Sequence[float]], ranks: int) -> Array:
@@ -121,15 +116,9 @@ def _table(lines: Sequence[Phases], values: Sequence[Sequence[float]], ranks: in
 
 def _edges(count: int, most: int) -> NDArray[np.int64]:
     """Return where groups of equal size, a power of two, begin, and the end: at most `most`."""
-    size = 1
-    while size * most < count:
-        size *= 2
+    size = 1 << max(0, (count - 1) // most).bit_length()
     return np.array([*range(0, count, size), count])
 
 
 def _mean(values: Array, edges: NDArray[np.int64]) -> Any:
     return np.add.reduceat(values, edges[:-1]) / np.diff(edges)
-
-
-def _peak(values: Array) -> Any:
-    return np.fmax.reduce(np.nan_to_num(values), axis=0)

@@ -54,9 +54,8 @@ def main(argv: Sequence[str]) -> int:
         reason = str(error).rstrip(".")
         text = f"cannot listen on port {options.port}: {reason}; choose another with --port"
         raise RefusedError(text) from None
-    print(
-        f"{server.address}\nopen this address in a browser on this machine; Ctrl-C ends", flush=True
-    )
+    print(server.address)
+    print("open this address in a browser on this machine; Ctrl-C ends", flush=True)
     with server:
         server.serve_forever()
     return 0
@@ -72,7 +71,7 @@ class Server(ThreadingHTTPServer):
         self.root = root
         self.token = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
-        self._report = lru_cache(KEPT)(self._build)
+        self._report = lru_cache(KEPT)(lambda path, _state: command.build([str(path)], root)[0])
 
     @property
     def address(self) -> str:
@@ -103,20 +102,16 @@ class Server(ThreadingHTTPServer):
         with self._lock:
             return self._report(parts[0].path, (*times, *states_now))
 
-    def _build(self, path: Path, _state: tuple[object, ...]) -> str:
-        return command.build([str(path)], self.root)[0]
-
 
 def _list(runs: dict[str, RunDir]) -> str:
     from rollcall.launch.report.page import listing  # imports matplotlib
 
-    found = [*runs.values()]
-    sweeps, conditions = {run.path.parent for run in found}, states.look(found)[0]
-    pairs = zip(found, conditions, strict=True)
-    known = ["sweep" if run.path in sweeps else each.state for run, each in pairs]
-    addresses = (quote(os.fsencode(name)) for name in runs)
-    rows = zip(addresses, runs, known, map(states.progress, found), strict=True)
-    return listing(reversed([*rows]))
+    conditions, _ = states.look([*runs.values()])
+    sweeps, rows = {run.path.parent for run in runs.values()}, []
+    for (name, run), condition in zip(runs.items(), conditions, strict=True):
+        state = "sweep" if run.path in sweeps else condition.state
+        rows.append((quote(os.fsencode(name)), name, state, states.progress(run)))
+    return listing(reversed(rows))
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -68,14 +68,10 @@ def page(stories: Sequence[Story]) -> str:
 
 def listing(rows: Iterable[tuple[str, str, str, Progress]]) -> str:
     """Return the page of all runs; a row has the address, the name, the state and the progress."""
-    shown = [
-        (
-            *(address, name, state),
-            "" if done.step is None else f"{done.step:,}",
-            ", ".join(f"{key} {figure(value)}" for key, value in done.validation.items()),
-        )
-        for address, name, state, done in rows
-    ]
+    shown = []
+    for *run, done in rows:
+        figures = ", ".join(f"{key} {figure(value)}" for key, value in done.validation.items())
+        shown.append((*run, "" if done.step is None else f"{done.step:,}", figures))
     return _filled("list.html", title="Runs", rows=shown)
 
 
@@ -115,9 +111,8 @@ def in_words(one: Story) -> str:
     elif one.condition.note and one.condition.state not in ("failed", "done"):
         text += f" {one.condition.note[:1].upper()}{one.condition.note[1:]}."
     restarts = sum(mark.kind == "restart" for mark in one.marks)
-    return text + (
-        f" It resumed {'once' if restarts == 1 else f'{restarts} times'}." * bool(restarts)
-    )
+    times = "once" if restarts == 1 else f"{restarts} times"
+    return f"{text} It resumed {times}." if restarts else text
 
 
 def _value(key: str, value: float) -> str:
@@ -155,23 +150,18 @@ def _of_all(stories: Sequence[Story]) -> dict[str, Any]:
 
 
 def _parallel(stories: Sequence[Story], axes: Sequence[list[str]], place: int, key: str) -> Chart:
+    titles, *columns = zip(*axes, strict=True)
     known = [number for number, each in enumerate(stories) if key in each.result]
-    rows = [
-        [*(row[1 + number] for row in axes), figure(stories[number].result[key])]
-        for number in known
-    ]
-    values = ", ".join(f"{row[0]} = {row[1 + place]}" for row in axes)
+    rows = [[*columns[number], figure(stories[number].result[key])] for number in known]
+    values = ", ".join(map(" = ".join, zip(titles, columns[place], strict=True)))
     text = f"Best {title_of(key).lower()}: {stories[place].name}, with {values}."
-    return charts.parallel(
-        [*(row[0] for row in axes), title_of(key)], rows, known.index(place), text
-    )
+    return charts.parallel([*titles, title_of(key)], rows, known.index(place), text)
 
 
 def _curves(stories: Sequence[Story]) -> list[Chart]:
     """Draw every curve that a run has; of one run, training and validation loss together."""
-    keys = list(
-        dict.fromkeys(key for each in stories[:OVERLAID] for key, of in each.curves.items() if of)
-    )
+    shown_runs = stories[:OVERLAID]
+    keys = list(dict.fromkeys(key for each in shown_runs for key, of in each.curves.items() if of))
     keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
     found, is_one = compare.best(stories), len(stories) == 1
     marks = stories[0].marks if is_one else []
@@ -182,7 +172,7 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
         if is_one and key == "val_loss" and result:
             continue
         named = []
-        for place, each in enumerate(stories[:OVERLAID]):
+        for place, each in enumerate(shown_runs):
             shade = f"c{place}"
             if len(stories) > charts.MANY:
                 shade = "c1" if found and found[0] == place else "muted"

@@ -112,10 +112,8 @@ class Story:
         """What is missing or could not be read."""
         found = [self.complaint] if self.complaint else []
         if not any(self.curves.values()):
-            found.append(
-                "This run has no metrics.jsonl with lines of steps, so it has no curves. "
-                "docs/report.md shows how a program of yours writes them."
-            )
+            found += ["This run has no lines of steps in metrics.jsonl, so it has no curves."]
+            found += ["docs/report.md shows how a program of yours writes them."]
         return [*found, *damage(self.run)]
 
 
@@ -134,9 +132,7 @@ def tell(found: Sequence[RunDir]) -> list[Story]:
     """Read these runs. Whatever their files hold, nothing is raised."""
     conditions, complaint = states.look(found)
     parents = {run.path.parent for run in found}
-    sweeps = {
-        path: _cells(path) for path in parents if find.is_sweep(RunDir(path.parent, path.name))
-    }
+    sweeps = {it: _cells(it) for it in parents if find.is_sweep(RunDir(it.parent, it.name))}
     stories = []
     for run, condition in zip(found, conditions, strict=True):
         cells = sweeps.get(run.path.parent)
@@ -266,11 +262,8 @@ def _table(run: RunDir, attempts: Sequence[AttemptRecord]) -> list[list[str]]:
         since = attempts[number - 1].started if number else attempt.started
         causes = [each.cause for each in restarts if since < each.time <= attempt.started + 1]
         changes = [f"restart: {cause}" for cause in causes[-1:]]
-        changes += [
-            f"{name} {before[name]} → {now[name]}"
-            for name in now.keys() & before.keys()
-            if before[name] != now[name]
-        ]
+        both = now.keys() & before.keys()
+        changes += [f"{it} {before[it]} → {now[it]}" for it in both if before[it] != now[it]]
         ended, when = attempt.state or "no written end", clock(attempt.started)
         changed = "; ".join(sorted(changes))
         rows.append([str(attempt.number), attempt.job, when, ranks, hosts, ended, changed])

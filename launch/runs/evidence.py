@@ -40,10 +40,8 @@ class Evidence:
     def host_of(self, rank: int) -> tuple[int, str]:
         """Return the number and the host of the node that a rank was on."""
         hosts = self.attempt.hosts
-        equal = rank // max(
-            1, self.attempt.ranks // len(hosts)
-        )  # if all nodes have the same number
-        node = min(self.places.get(rank, equal), len(hosts) - 1)
+        on_each = max(1, self.attempt.ranks // len(hosts))  # if all nodes have the same number
+        node = min(self.places.get(rank, rank // on_each), len(hosts) - 1)
         return node, hosts[node]
 
 
@@ -52,7 +50,8 @@ def gather(run: RunDir, attempt: AttemptRecord, slurm: str = "") -> Evidence:
     ends = RankEnd.of_attempt(run.attempt_logs(attempt.number))
     ends = {rank: end for rank, end in ends.items() if 0 <= rank < attempt.ranks}
     failures = _one_per_rank(find.failures(run, attempt), ends)
-    ranks = {each.rank: each.node for each in failures if each.rank is not None}
+    ranks = {each.rank: each.node or 0 for each in failures if each.rank is not None}
+    logs = {rank: tail(run.log(attempt.number, node, rank)) for rank, node in ranks.items()}
     nodes = _nodes(run, attempt.number)
     key = _key(run, attempt)
     lost = NodeFailure.read(run.path, key=key)
@@ -64,10 +63,7 @@ def gather(run: RunDir, attempt: AttemptRecord, slurm: str = "") -> Evidence:
         list(GaveUp.read_all(run.path, key=key).values()),
         lost if lost is not None and lost.is_lost else None,
         _last_seen(run, attempt, nodes),
-        {
-            rank: "\n".join(tail(run.log(attempt.number, node or 0, rank))[-LINES:])
-            for rank, node in ranks.items()
-        },
+        {rank: "\n".join(lines[-LINES:]) for rank, lines in logs.items()},
         _hang(run, attempt),
         slurm,
         nodes_of_ranks(run.attempt_logs(attempt.number)),

@@ -83,9 +83,8 @@ def with_cells(path: Path) -> list[RunDir]:
 
 def is_sweep(run: RunDir) -> bool:
     """Whether this is a sweep or an array, whose cells or tasks are runs in its directory."""
-    return Cell.are_in(run.path) or any(
-        is_there(task / "job") for task in listed(run.path, "task-*")
-    )
+    tasks = listed(run.path, "task-*")
+    return Cell.are_in(run.path) or any(is_there(task / "job") for task in tasks)
 
 
 def _runs_in(place: Path) -> list[Path]:
@@ -117,10 +116,8 @@ def jobs(run: RunDir, known: Sequence[AttemptRecord] | None = None) -> list[Subm
         times.setdefault(attempt.job, attempt.started)
     # Without Slurm, a job's id is submitit's process id or a date: see node.identity.find.
     processes = local_jobs(run.job)
-    return [
-        SubmittedJob(job, time, "-" in job or job in processes)
-        for job, time in sorted(times.items(), key=lambda item: item[1])
-    ]
+    ids = sorted(times, key=times.__getitem__)
+    return [SubmittedJob(job, times[job], "-" in job or job in processes) for job in ids]
 
 
 def newest_job(run: RunDir) -> SubmittedJob | None:

@@ -109,11 +109,9 @@ class _Book:
         self.step = self.again = 0  # the newest step; how many were done again
         self._most = 0  # the newest step of all attempts
         self._counted: list[tuple[int, int, float]] = []  # steps from, to, productive seconds
-        lines = {
-            (line.time, line.step): {**vars(line), "event": LOGGED}
-            for line in [*run.read_metrics(), *ForgottenStep.read(run.path)]
-        }
-        self._signs = sorted([*events, *lines.values()], key=itemgetter("time"))
+        lines = [*run.read_metrics(), *ForgottenStep.read(run.path)]
+        logged = {(line.time, line.step): {**vars(line), "event": LOGGED} for line in lines}
+        self._signs = sorted([*events, *logged.values()], key=itemgetter("time"))
         self._restarts = Restart.read(run.path)
         self._submitted = [each.time for each in Submission.read(run.path)]
         self._local = {job.id for job in find.jobs(run) if job.is_local}
@@ -155,9 +153,8 @@ class _Book:
         last = signs[-1]["time"] if signs else attempt.started
         end = attempt.ended or (time.time() if is_running else last)
         # A program of the user has no event of its first step.
-        starts = [
-            each for name in ("first_step", LOGGED) for each in signs if each["event"] == name
-        ]
+        names = ("first_step", LOGGED)
+        starts = [each for name in names for each in signs if each["event"] == name]
         if not starts:
             is_lost = _has_failed(attempt) and not is_running
             is_program = not signs and not _has_failed(attempt)

@@ -54,11 +54,10 @@ class LogWatcher:
         grown = {rank: size for rank, size in sizes.items() if size != self._sizes.get(rank, 0)}
         if grown:
             self._sizes.update(grown)
+            line = LogSizes(time.time(), {str(rank): size for rank, size in grown.items()})
             with contextlib.suppress(OSError):  # a full disk must not end a run
                 self._lines = self._lines or LogSizes.open(self._folder)
-                LogSizes(time.time(), {str(rank): size for rank, size in grown.items()}).write_to(
-                    self._lines
-                )
+                line.write_to(self._lines)
 
 
 def _written(pid: int, folder: Path) -> tuple[int, int] | None:

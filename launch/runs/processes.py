@@ -1,24 +1,16 @@
 """The processes on this machine that started a run's local jobs, from one look at /proc."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from rollcall.launch.runs.find import SubmittedJob
 from rollcall.process import stat
 from rollcall.run_dir import RunDir
 
 T = TypeVar("T")
-
-
-class Agent(NamedTuple):
-    """A process that starts ranks, or a rank, on this machine."""
-
-    pid: int
-    parent: int
-    logs: Path  # where it writes its logs
 
 
 class Processes:
@@ -37,7 +29,7 @@ class Processes:
         if of_tasks := self._controllers_below.get(place):
             return of_tasks
         # A supervisor without a controller is the parent of an agent that writes the run's logs.
-        ours = {one.pid: one.parent for one in self._agents_below.get(place, ())}
+        ours = dict(self._agents_below.get(place, ()))
         return sorted(set(ours.values()) - set(ours))
 
     @cached_property
@@ -57,15 +49,13 @@ class Processes:
         return _below((path, pid) for pid, path in self._controllers.items())
 
     @cached_property
-    def _agents_below(self) -> dict[Path, list[Agent]]:
-        return _below((one.logs, one) for one in self._find_agents())
-
-    def _find_agents(self) -> Iterator[Agent]:
+    def _agents_below(self) -> dict[Path, list[tuple[int, int]]]:
+        """What starts ranks, or is one: its process id and its parent's, by where it logs."""
+        found = []
         for pid, words in self._words.items():
             if (logs := log_directory(words)) is not None and (fields := stat(pid)):
-                parent = int(fields[1])
-                if parent > 1:
-                    yield Agent(int(pid), parent, logs)
+                found.append((logs, (int(pid), int(fields[1]))))
+        return _below((logs, pids) for logs, pids in found if pids[1] > 1)
 
 
 def _below(found: Iterable[tuple[Path, T]]) -> dict[Path, list[T]]:

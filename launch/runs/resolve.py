@@ -17,7 +17,7 @@ from rollcall.launch import frameworks
 from rollcall.launch.scheduler.job import RANKS_WITHOUT_GPU
 from rollcall.records.code import CodeRecord
 from rollcall.records.job import Cell, JobRecord
-from rollcall.run_dir import RunDir
+from rollcall.run_dir import RunDir, plain
 
 
 class CommandError(ValueError):
@@ -59,10 +59,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="rollcall supervise", allow_abbrev=False)
     add_run_options(result)
     ranks = f"ranks on every node (default: one per GPU, or {RANKS_WITHOUT_GPU} without a GPU)"
-    restarts = (
-        "how often failed ranks restart (default: as long as they make progress; 0 for a "
-        "script of your own)"
-    )
+    restarts = "how often failed ranks restart (default: while they make progress; 0 for a script)"
     add = result.add_argument
     add("--nproc-per-node", help=f"{ranks}; 4,8,8 for different nodes")
     add("--start-method", choices=("fork", "torchrun"), default="fork")
@@ -95,11 +92,7 @@ def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job:
 
 
 def check_code(directory: Path) -> None:
-    """Look at the copies of a run's code; say what has changed.
-
-    Raises:
-        CommandError: a file is missing.
-    """
+    """Say what has changed in the copies of a run's code; raise CommandError for a missing file."""
     job = directory / "job"
     copies = [(directory / "code", job / "source.json"), (job / "rollcall", job / "rollcall.json")]
     copies += [(path.with_name(path.stem), path) for path in (job / "modules").glob("*.json")]
@@ -107,19 +100,13 @@ def check_code(directory: Path) -> None:
         record = CodeRecord.read(source) if copy.is_dir() else None
         for file, is_missing in record.damage(copy) if record else ():
             if is_missing:
-                raise CommandError(
-                    f"{copy / file} is missing, though it was submitted; restore it, or submit "
-                    "the run again with --resume --new-code"
-                )
+                advice = "restore it, or submit the run again with --resume --new-code"
+                raise CommandError(f"{copy / file} is missing, though it was submitted; {advice}")
             print(f"note: {copy / file} has changed since it was submitted", file=sys.stderr)
 
 
 def facts_of_batch(options: argparse.Namespace, env: Mapping[str, str], job: str) -> StepFacts:
-    """Find what a job's first process must know.
-
-    Raises:
-        CommandError, ConfigError: the step starts no run, or as `work_of_supervisor`.
-    """
+    """Find what a job's first process must know; raise like `work_of_supervisor`."""
     record = None if options.run_dir is None else JobRecord.read(options.run_dir)
     if record is None:
         return _facts_of_template(options.command, options.nodes, env, job)
@@ -180,11 +167,7 @@ def finished(run: RunDir) -> str:
 def named_run(
     options: argparse.Namespace, env: Mapping[str, str]
 ) -> tuple[RunDir, tuple[str, ...]]:
-    """Return the run that the options name, and further words for its program.
-
-    Raises:
-        CommandError: this task of a sweep has no cell.
-    """
+    """Return the run that the options name, and its further words; CommandError without a cell."""
     given: Path = options.run_dir.absolute()
     if "SLURM_ARRAY_TASK_ID" not in env:
         return RunDir(given.parent, given.name), ()
@@ -203,6 +186,6 @@ def _default_run(program: Sequence[str], job: str) -> RunDir:
         from rollcall.config import parse  # here, because it costs 100 ms
 
         recipe, config = parse(words)
-        return RunDir(config.run.root, config.run.name or f"{recipe}-{job}")
+        return RunDir(config.run.root, config.run.name or f"{plain(recipe)}-{job}")
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
-    return RunDir("runs", f"{name}-{job}")
+    return RunDir("runs", f"{plain(name)}-{job}")

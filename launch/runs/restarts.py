@@ -97,15 +97,11 @@ def _reached(run: RunDir) -> int:
     """Return the step of the newest checkpoint; for a user's program, how often it has saved."""
     if step := saved_step(run):
         return step
-    return 0 if is_there(run.config) else _orderly_stops(run)
+    return 0 if is_there(run.config) else orderly_stops(run)
 
 
-def has_stopped_in_order(run: RunDir) -> bool:
-    """Whether the program of a run has ever ended with the exit code that asks for a restart."""
-    return _orderly_stops(run) > 0
-
-
-def _orderly_stops(run: RunDir) -> int:
+def orderly_stops(run: RunDir) -> int:
+    """Return how often the program of a run ended with the exit code that asks for a restart."""
     return sum(attempt.state == "stopped" for attempt in find.attempts(run))
 
 

@@ -130,9 +130,8 @@ def _ended_parents(found: Evidence) -> Iterator[RootCause]:
             number = reasons.signal_of(part.exit_code or 0)
             name, hint = reasons.of_signal(number) if number is not None else ("", "")
             how = f"was ended by {name}" if name else f"ended with exit code {part.exit_code}"
-            yield RootCause(
-                f"the parent of the ranks on node {part.node} ({part.host}) {how}", hint
-            )
+            who = f"the parent of the ranks on node {part.node} ({part.host})"
+            yield RootCause(f"{who} {how}", hint)
 
 
 def _left_early(found: Evidence, ranks: Sequence[RankFailure]) -> Iterator[RootCause]:
@@ -141,8 +140,7 @@ def _left_early(found: Evidence, ranks: Sequence[RankFailure]) -> Iterator[RootC
     if not in_order or not ranks:
         return
     first = min(in_order, key=lambda end: end.time)
-    node, host = found.host_of(first.rank)
-    failure = RankFailure(first.time, host, 0, "", first.rank, f"rank-{first.rank}", node)
+    failure = _silent(found, first.rank, first.time)
     what = f"{_place(failure)} ended with exit code 0, before the other ranks had finished"
     hint = "its program returned, or its data ended early"
     yield RootCause(what, hint, failure=failure)
@@ -150,30 +148,25 @@ def _left_early(found: Evidence, ranks: Sequence[RankFailure]) -> Iterator[RootC
 
 def _gone_nodes(found: Evidence) -> Iterator[RootCause]:
     """Name the nodes that never wrote how they ended, or were silent."""
+    text = "nothing more was heard of {}: its supervisor was killed, or the host crashed or is cut "
+    text += "off"
     for number, attempt in found.last_seen.items():
-        text = f"nothing more was heard of node {number} ({found.attempt.hosts[number]})"
-        yield RootCause(
-            f"{text} since attempt {attempt}: its supervisor was killed, or the host "
-            "crashed or is cut off"
-        )
+        name = f"{number} ({found.attempt.hosts[number]})"
+        yield RootCause(text.format(f"node {name} since attempt {attempt}"))
     names = [f"{it.node} ({it.host})" for it in found.nodes.values() if it.state == "running"]
     if not names and found.lost is not None and found.lost.node in found.nodes:
         names = [f"{found.lost.node} ({found.lost.host})"]
     if names:
-        text = f"nothing more was heard of {_nodes(names)}"
-        yield RootCause(f"{text}: its supervisor was killed, or the host crashed or is cut off")
+        yield RootCause(text.format(_nodes(names)))
 
 
 def _absent_nodes(found: Evidence) -> Iterator[RootCause]:
     """Name the nodes that the head waited for in vain."""
     hosts = enumerate(found.attempt.hosts)
     if names := [f"{number} ({host})" for number, host in hosts if number not in found.nodes]:
-        yield RootCause(
-            f"{_nodes(names)} never came",
-            "check that it shares the file system of the run directory, and that python starts "
-            "there",
-            consequences=f"{_ranks(found.attempt.ranks)} could not start",
-        )
+        hint = "check that it shares the file system of the run directory, and that python starts"
+        could_not = f"{_ranks(found.attempt.ranks)} could not start"
+        yield RootCause(f"{_nodes(names)} never came", hint, consequences=could_not)
 
 
 def _stuck(found: Evidence, ranks: Sequence[RankFailure]) -> Iterator[RootCause]:
@@ -181,11 +174,15 @@ def _stuck(found: Evidence, ranks: Sequence[RankFailure]) -> Iterator[RootCause]
     ended = {failure.rank for failure in ranks} | set(found.ends)
     left = set(range(found.attempt.ranks)) - ended
     if len(left) == 1 and ranks and any(TIMEOUT.search(each.error) for each in ranks):
-        rank = left.pop()
-        node, host = found.host_of(rank)
-        failure = RankFailure(0.0, host, 0, "", rank, f"rank-{rank}", node)
+        failure = _silent(found, left.pop())
         what = f"{_place(failure)} did not reach what the other ranks waited for in vain"
         yield RootCause(what, "it hung or took too long: see rollcall stacks", failure=failure)
+
+
+def _silent(found: Evidence, rank: int, time: float = 0.0) -> RankFailure:
+    """Return a report about a rank that wrote none itself."""
+    node, host = found.host_of(rank)
+    return RankFailure(time, host, 0, "", rank, f"rank-{rank}", node)
 
 
 def _place(failure: RankFailure) -> str:
@@ -243,11 +240,9 @@ def _slurm_says(run: RunDir, condition: Condition) -> str:
 def _supervisor_says(run: RunDir, condition: Condition) -> str | None:
     """Say why the first supervisor of the newest start gave up."""
     job = condition.job.id if condition.job else ""
+    own = (f"{job}.", f"local-{job}.", f"local-{job}-")
     found = {
-        path: failure
-        for path, failure in NodeFailure.read_all(run.path).items()
-        if path.name.removeprefix("local-").startswith(f"{job}.")
-        or path.name.startswith(f"local-{job}-")
+        it: why for it, why in NodeFailure.read_all(run.path).items() if it.name.startswith(own)
     }
     if not found:
         return None

@@ -51,9 +51,7 @@ class Progress:
     total: int | None = None  # to do in all
     loss: float | None = None  # of the newest logged step
     rate: float | None = None  # samples per second
-    validation: Mapping[str, float] = field(
-        default_factory=dict
-    )  # figures of the newest evaluation
+    validation: Mapping[str, float] = field(default_factory=dict)  # of the newest evaluation
     left: float | None = None  # seconds until the last step, at the speed of the last logged steps
 
 
@@ -76,24 +74,18 @@ def look(found: Sequence[RunDir]) -> tuple[list[Condition], str]:
             known = slurm.queue(names)
         except SlurmError as error:
             complaint = str(error)
-    unclear = [  # only the accounting can say how these ended
-        some[-1].id
-        for condition, some in zip(conditions, jobs, strict=True)
-        if condition.state == "lost" and some and not any(job.id in known for job in some)
-    ]
-    if unclear:
+    pairs = zip(conditions, jobs, strict=True)
+    lost = [some for condition, some in pairs if condition.state == "lost" and some]
+    # Only the accounting can say how these ended.
+    if unclear := [some[-1].id for some in lost if not any(job.id in known for job in some)]:
         known |= slurm.accounting(unclear)
-    answers = [
-        _with_noticed(run, _unless_ended(run, _with_slurm(condition, some, known, complaint)))
-        for run, condition, some in zip(found, conditions, jobs, strict=True)
-    ]
+    answers = []
+    for run, condition, some in zip(found, conditions, jobs, strict=True):
+        answer = _unless_ended(run, _with_slurm(condition, some, known, complaint))
+        # What it noticed last, such as a straggler.
+        notes = noticed(run.path)[-1:] if answer.state == "running" else []
+        answers.append(replace(answer, note="; ".join(filter(None, [*notes, answer.note]))))
     return answers, complaint
-
-
-def _with_noticed(run: RunDir, condition: Condition) -> Condition:
-    """Add to a running run's note what it noticed last, such as a straggler."""
-    found = noticed(run.path)[-1:] if condition.state == "running" else []
-    return replace(condition, note="; ".join(filter(None, [*found, condition.note])))
 
 
 def live_job(run: RunDir) -> tuple[SubmittedJob, tuple[str, ...]]:

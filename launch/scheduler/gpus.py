@@ -7,11 +7,7 @@ EXPECTED = "expected a number of GPUs, or a type and a number such as a100:4"
 
 
 def of_option(text: str) -> dict[str, int]:
-    """Return the GPUs of --gpus-per-node and its like, by type; the type "" means any.
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """Return the GPUs of --gpus-per-node by type, "" for any; raise ValueError at another text."""
     if not re.fullmatch(r"([^:,=]+:)?0*[1-9]\d*(,[^:,=]+:0*[1-9]\d*)*", text):
         raise ValueError(f"{EXPECTED}, not '{text}'")
     return _add_up(_entry(part) for part in text.split(","))

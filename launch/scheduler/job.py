@@ -42,13 +42,14 @@ class Job:
     # Of a heterogeneous job, what each group of hosts asks for; `nodes` counts all hosts.
     groups: tuple["Job", ...] = ()
 
+    @property
+    def all_groups(self) -> tuple["Job", ...]:
+        """What each group of hosts asks for; this job itself if it has a single one."""
+        return self.groups or (self,)
+
 
 def render(job: Job) -> str:
-    """Return the sbatch script of a job.
-
-    Raises:
-        RefusedError: a value contains a control character, such as a line break.
-    """
+    """Return the sbatch script of a job; raise RefusedError at a control character in a value."""
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{option}" for option in options(job)]
     for group in job.groups[1:]:
@@ -85,11 +86,7 @@ def render_step(job: Job) -> str:
 
 
 def array_tasks(text: str) -> tuple[list[int], int | None]:
-    """Return the indices that sbatch's `--array` means, and how many may run at a time.
-
-    Raises:
-        RefusedError: the text is not an array.
-    """
+    """Return the indices of sbatch's `--array` and how many run at once, or raise RefusedError."""
     listed, percent, most = text.partition("%")
     indices: dict[int, None] = {}
     for part in listed.split(","):
@@ -104,11 +101,7 @@ def array_tasks(text: str) -> tuple[list[int], int | None]:
 
 
 def options(job: Job) -> Iterator[str]:
-    """Yield the options of a job, as #SBATCH lines have them after the dashes.
-
-    Raises:
-        RefusedError: as `render`.
-    """
+    """Yield the options of a job, as after the dashes of #SBATCH; raise like `render`."""
     yield f"job-name={_quote(job.name)}"
     yield from _resources(replace(job, nodes=job.groups[0].nodes) if job.groups else job)
     yield f"output={_quote(job.output)}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import options, render, render_step
 from rollcall.launch.submission import layers
+from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.plan import plan
 from rollcall.launch.submission.submission import Submission, TakenError, note
 from rollcall.text import table
@@ -17,7 +18,11 @@ from rollcall.text import table
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line asks for; return the exit code."""
-    line, setup = layers.read(argv)
+    return begin(*layers.read(argv), argv)
+
+
+def begin(line: CommandLine, setup: tuple[str, ...], argv: Sequence[str]) -> int:
+    """Do what a parsed command line asks for; return the exit code."""
     if line.own.discover:
         from rollcall.launch.submission import discover  # here: few command lines need it
 

@@ -30,9 +30,7 @@ def main(name: str | None, prints: bool = False) -> int:
         SlurmError: this machine has no Slurm, or the profile exists.
     """
     if not slurm.is_available():
-        raise SlurmError(
-            "--discover: this machine has no sbatch; run it on the cluster's login node"
-        )
+        raise SlurmError("--discover: this machine has no sbatch; run it on a login node")
     partitions = cluster.partitions()
     name = name or cluster.configuration("ClusterName") or "cluster"
     path = users_folder() / f"{name}.yaml"

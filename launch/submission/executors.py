@@ -89,17 +89,16 @@ _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 def _without_output() -> Iterator[None]:
     """Start processes without output: they would keep open a pipe that reads this process."""
     sys.stdout.flush()
-    kept = [os.dup(number) for number in (1, 2)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    kept = {number: os.dup(number) for number in (1, 2)}
     try:
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
+        with Path(os.devnull).open("wb") as nowhere:
+            for number in kept:
+                os.dup2(nowhere.fileno(), number)
         yield
     finally:
-        for number, descriptor in zip((1, 2), kept, strict=True):
+        for number, descriptor in kept.items():
             os.dup2(descriptor, number)
             os.close(descriptor)
-        os.close(nowhere)
 
 
 def clear_inherited_environment() -> None:

@@ -8,9 +8,7 @@ from rollcall.launch.scheduler import slurm
 from rollcall.records.job import Submission
 from rollcall.refusal import RefusedError
 from rollcall.run_dir import RunDir
-
-MOST_TOLD = 3
-"""Number of live jobs that a message names."""
+from rollcall.text import listed
 
 
 def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
@@ -21,8 +19,7 @@ def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
         SlurmError: squeue does not answer.
     """
     if live := _live_jobs(run):
-        more = f", and {len(live) - MOST_TOLD} more" if len(live) > MOST_TOLD else ""
-        return f"is live ({', '.join(live[:MOST_TOLD])}{more}): nothing is submitted"
+        return f"is live ({listed(live, 3)}): nothing is submitted"
     verdict = run.read_verdict()
     if resume:
         return None
@@ -31,10 +28,8 @@ def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
     ended = find.attempts(run)[-1:]
     if (verdict and verdict.state == "failed") or (ended and ended[0].state == "failed"):
         why = f" ({verdict.reason})" if verdict else ""
-        raise RefusedError(
-            f"run {run.name} has failed{why}: add --resume to continue it with the code that it "
-            "has, or choose another --name"
-        )
+        advice = "add --resume to continue it with its own code, or choose another --name"
+        raise RefusedError(f"run {run.name} has failed{why}: {advice}")
     return None
 
 

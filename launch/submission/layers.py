@@ -58,9 +58,7 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
         if not value:
             continue
         if name in ALTERNATIVES or name == "job-name":
-            advice = ALTERNATIVES.get(
-                name, "the name of the job is the name of the run; use --name"
-            )
+            advice = ALTERNATIVES.get(name, "the job has the name of the run; use --name")
             note(f"{variable} has no effect: {advice}")
             continue
         word = f"--{name}" if name in FLAGS and name != "exclusive" else f"--{name}={value}"

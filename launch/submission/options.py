@@ -1,10 +1,12 @@
 """The command line of `rollcall submit`: own options, and sbatch options that it passes on."""
 
 import argparse
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -55,32 +57,18 @@ DISTRIBUTIONS = r"block|cyclic|plane|arbitrary|\*"
 
 
 class CommandLine(NamedTuple):
-    """A parsed command line.
+    """A parsed command line."""
 
-    Attributes:
-        own: the options that rollcall reads.
-        passed: sbatch options by name; None for an option without a value.
-        program: the words after `--`; empty for the built-in training.
-        given: the names of all options, with dashes.
-        origins: where each option comes from, by its name without dashes.
-        groups: of a heterogeneous job, what each group of nodes asks for, this one's first.
-    """
-
-    own: argparse.Namespace
-    passed: dict[str, str | None]
-    program: tuple[str, ...]
-    given: tuple[str, ...]
-    origins: Mapping[str, str] = MappingProxyType({})
-    groups: "tuple[CommandLine, ...]" = ()
+    own: argparse.Namespace  # the options that rollcall reads
+    passed: dict[str, str | None]  # sbatch options by name; None for an option without a value
+    program: tuple[str, ...]  # the words after `--`; empty for the built-in training
+    given: tuple[str, ...]  # the names of all options, with dashes
+    origins: Mapping[str, str] = MappingProxyType({})  # of each option, without dashes
+    groups: "tuple[CommandLine, ...]" = ()  # what each group of nodes asks for, the first one first
 
 
 def read(argv: Sequence[str]) -> CommandLine:
-    """Parse a command line.
-
-    Raises:
-        RefusedError: an unknown or conflicting option, or a wrong value.
-        SystemExit: --help was given.
-    """
+    """Parse a command line; raise RefusedError at a wrong option, SystemExit after --help."""
     end = argv.index("--") if "--" in argv else len(argv)
     if ":" in argv[:end]:
         return _read_groups(argv[:end], argv[end:])
@@ -92,9 +80,7 @@ def read(argv: Sequence[str]) -> CommandLine:
     if "--" in argv and not program:
         parser.error("expected a script or -m module after `--`")
     if program and own.words:
-        parser.error(
-            f"got both '{own.words[0]}' and a program after `--`; a run has only one of them"
-        )
+        parser.error(f"got both '{own.words[0]}' and a program after `--`; a run has only one")
     _check_combinations(own, passed)
     # A value cannot begin with two dashes: argparse would have refused it.
     given = [word.partition("=")[0] for word in rest if word.startswith("--")]
@@ -128,9 +114,8 @@ def _read_groups(argv: Sequence[str], program: Sequence[str]) -> CommandLine:
 def _refuse_forgotten_dashes(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise RefusedError with the right command line if a script stands where a recipe belongs."""
     for place, (before, word) in enumerate(pairwise(("", *argv))):
-        is_module = word == "-m" and not re.match(
-            DISTRIBUTIONS, "".join(argv[place + 1 : place + 2])
-        )
+        after = "".join(argv[place + 1 : place + 2])
+        is_module = word == "-m" and not re.match(DISTRIBUTIONS, after)
         is_script = word.endswith(".py") and not word.startswith("-") and "=" not in word
         if (is_module or is_script) and not _is_value_of(_long_form(before), parser):
             what = "-m starts a module" if is_module else f"{word} is a script, not a recipe"
@@ -149,9 +134,7 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
     if "array" in passed and (own.wait or own.chain > 1):
         raise RefusedError("--array: --wait and --chain work with a single run only")
     if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
-        raise RefusedError(
-            "--in-allocation: --local, --spares, --chain and --array do not go with it"
-        )
+        raise RefusedError("--in-allocation: without --local, --spares, --chain and --array")
     if own.local and own.chain > 1:
         raise RefusedError("--chain: needs Slurm; a run on this machine (--local) is a single job")
     if own.local and own.spares:
@@ -174,7 +157,8 @@ def _pass_on(
         name, has_value, value = word.partition("=")
         if value == "--":  # argparse of Python 3.11 would raise ValueError
             raise RefusedError(f"{name}: expected a value, not '--'")
-        if name == "--sbatch-arg" and _is_known(value, parser):
+        known = (option[2:] for option in parser._option_string_actions)
+        if name == "--sbatch-arg" and value[2:].partition("=")[0] in {*known, *FLAGS, *WITH_VALUE}:
             word = value  # as if it were given directly
             name, has_value, value = word.partition("=")
         if not word.startswith("--") or name in parser._option_string_actions:
@@ -189,13 +173,6 @@ def _pass_on(
     return rest, passed
 
 
-def _is_known(word: str, parser: argparse.ArgumentParser) -> bool:
-    """Whether rollcall or sbatch of any site has an option."""
-    name = word.partition("=")[0]
-    own = name in parser._option_string_actions
-    return own or name[2:] in FLAGS or name[2:] in WITH_VALUE
-
-
 def _takes_value(name: str, parser: argparse.ArgumentParser) -> bool:
     """Whether an option of sbatch needs a value; RefusedError if it cannot be passed on."""
     option = name[2:]
@@ -206,7 +183,7 @@ def _takes_value(name: str, parser: argparse.ArgumentParser) -> bool:
     of_site = cluster.options_of_site() if slurm.is_available() else {}
     if option in of_site:
         return of_site[option]
-    own = [known[2:] for known in parser._option_string_actions if known.startswith("--")]
+    own = [known[2:] for known in parser._option_string_actions]
     hint = did_you_mean(option, own) or f"; pass an option of a plugin on with --sbatch-arg={name}"
     raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch{hint}")
 
@@ -270,11 +247,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--name", "--job-name", metavar="RUN", help=name)
     add("--root", metavar="DIR", help="directory of the runs (default: runs)")
     python = "interpreter of the ranks, or its virtual or conda environment (default: this one)"
-    add("--python", metavar="PATH", help=python)
+    add("--python", type=_placed, metavar="PATH", help=python)
     image = "run the ranks in a container: pyxis if srun has it, else Apptainer"
-    add("--container", metavar="IMAGE", help=image)
+    add("--container", type=_placed, metavar="IMAGE", help=image)
     mount = "a further directory that the container sees; may be repeated"
-    add("--mount", action="append", default=[], metavar="PATH[:INSIDE]", help=mount)
+    add("--mount", type=_mount, action="append", default=[], metavar="PATH[:INSIDE]", help=mount)
     link = "link this file or directory into the copy of the code instead of copying it; repeatable"
     add("--link", action="append", default=[], metavar="PATH", help=link)
     start = "fork: one import for all ranks (default); torchrun: an interpreter for each rank"
@@ -311,9 +288,7 @@ def span(text: str) -> tuple[int, int]:
     least, dash, most = text.partition("-")
     found = _positive(least), _positive(most if dash else least)
     if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(
-            f"expected MIN-MAX with the smaller number first, not '{text}'"
-        )
+        raise argparse.ArgumentTypeError(f"expected MIN-MAX, the smaller one first, not '{text}'")
     return found
 
 
@@ -339,6 +314,16 @@ def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
         return text
 
     return same
+
+
+def _placed(text: str) -> str:
+    """Return the absolute path of what exists here: what uses it may work in another directory."""
+    return os.path.abspath(text) if Path(text).exists() else text  # noqa: PTH100 - keeps links
+
+
+def _mount(text: str) -> str:
+    place, colon, inside = text.partition(":")
+    return _placed(place) + colon + inside
 
 
 def _plugin(text: str) -> str:

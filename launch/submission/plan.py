@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rollcall.config import Config, ConfigError, parse, plugin
+from rollcall.config import Config, ConfigError, arguments, parse
 from rollcall.config.read import is_file
 from rollcall.installation import (
     IS_CHECKOUT,
@@ -26,17 +26,12 @@ from rollcall.launch.scheduler.job import Job, array_tasks
 from rollcall.launch.submission import preflight, resources, snapshot, surroundings
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
-from rollcall.launch.submission.submission import (
-    Submission,
-    batch_command,
-    launcher_copy,
-    note,
-)
+from rollcall.launch.submission.submission import Submission, batch_command, note
 from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.records.job import slurm_output
 from rollcall.records.nodes import NodeReport
 from rollcall.refusal import RefusedError
-from rollcall.run_dir import RunDir
+from rollcall.run_dir import RunDir, plain
 from rollcall.text import listed, word
 
 OF_FIRST = ("cpus-per-gpu", "dependency")
@@ -45,11 +40,7 @@ JOB_SCRIPTS = (".sbatch", ".slurm", ".sh")
 
 
 def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Submission:
-    """Return the submission that a command line asks for; write nothing.
-
-    Raises:
-        RefusedError: it cannot be met.
-    """
+    """Return what a command line asks for, without writing anything; or raise RefusedError."""
     if line.own.in_allocation:
         line = resources.in_allocation(line, os.environ)
     line = resources.spread(line)
@@ -67,13 +58,15 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     if script is None:
         _check_every_size(config, line)
         if not setup:  # its lines may set PYTHONPATH
-            plugin.check_modules(config.model_dump())
+            arguments.check_modules(config.model_dump())
     if code and not takes_code:
         _check_copy(code, run, user.links)
     copy = _snapshot(code, run, user) if takes_code else None
     if copy is not None:
         user.warn(copy)
-    _explain_time(own.time)
+    if own.time and re.fullmatch(r"\d+:\d+", own.time):
+        minutes, seconds = map(int, own.time.split(":"))
+        note(f"--time {own.time} is {minutes} minutes and {seconds} seconds")
     cpus, cpus_from = resources.cpus_per_node(line, own.local)
     job = user.placed(_job(line, run, code, program, setup, cpus), run)
     if line.groups:
@@ -84,7 +77,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
         run=run,
         recipes=tuple(Path(source) for source in words or () if is_file(source)),
         code=copy,
-        launcher=_rollcall(run) if takes_code and code else None,
+        launcher=snapshot.plan(ROOT, [run.path.parent], PACKAGED) if takes_code and code else None,
         job=job,
         modules=user.modules if takes_code else (),
         remarks=user.remarks,
@@ -124,13 +117,12 @@ def _run_directory(config: Config, stem: str) -> RunDir:
     root, name = config.run.root, config.run.name
     if name is not None:
         return RunDir(root, name)
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
-    return RunDir.unused(root, f"{stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return RunDir.unused(root, f"{plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def _code_of_modules(config: Config, run: RunDir, takes_code: bool) -> UserCode | None:
     """Return the user's code that a training needs; None if rollcall's own code is enough."""
-    if not takes_code and not launcher_copy(run).exists():
+    if not takes_code and not run.launcher.exists():
         return None  # the run has only rollcall's code, whatever lies in this directory
     if _is_in_checkout():
         return None  # the user's modules are part of the copy of rollcall
@@ -149,10 +141,8 @@ def _check_copy(code: UserCode, run: RunDir, links: Sequence[str]) -> None:
         )
     for name in links:
         if not (run.code / name).is_symlink():
-            raise RefusedError(
-                f"--link {name}: run {run.name} keeps the code that it has, without this link; add "
-                "--new-code"
-            )
+            has = f"run {run.name} keeps its code, which has no such link"
+            raise RefusedError(f"--link {name}: {has}; add --new-code")
 
 
 def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, ...]:
@@ -170,12 +160,9 @@ def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, .
 
 def _is_here(pattern: str) -> bool:
     """Whether a text is the relative path of something; data of the user's may have other names."""
-    path = Path(pattern)
-    return (
-        bool(pattern)
-        and not path.is_absolute()
-        and next(Path.cwd().glob(pattern), None) is not None
-    )
+    if not pattern or Path(pattern).is_absolute():
+        return False
+    return next(Path.cwd().glob(pattern), None) is not None
 
 
 def _check_every_size(config: Config, line: CommandLine) -> None:
@@ -186,12 +173,6 @@ def _check_every_size(config: Config, line: CommandLine) -> None:
             config.parallel.degrees(nodes * ranks, ranks)
         except ConfigError as error:
             raise RefusedError(f"--nodes {least}-{most}: with {nodes} of them, {error}") from None
-
-
-def _explain_time(limit: str | None) -> None:
-    if limit and limit.count(":") == 1 and "-" not in limit:
-        minutes, _, seconds = limit.partition(":")
-        note(f"--time {limit} is {int(minutes)} minutes and {int(seconds)} seconds")
 
 
 def _job(
@@ -212,7 +193,7 @@ def _job(
         min_nodes=least if least < most else None,
         spares=own.spares,
         command=(*_supervisor(line, run), "--", *program),
-        directory=str(launcher_copy(run) if code else run.code),
+        directory=str(run.launcher if code else run.code),
         output=str(slurm_output(Path(str(run.job).replace("%", "%%")), job_id)),
         cpus_per_task=cpus,
         gpus_per_node=own.gpus_per_node,
@@ -284,12 +265,6 @@ def _snapshot(code: UserCode | None, run: RunDir, user: Surroundings) -> Snapsho
     leave_out = [run.path.parent, *code.without]
     found = snapshot.plan(code.checkout, leave_out, links=user.links, modules=modules)
     if code.script and os.path.relpath(code.script, code.checkout) not in found.files:
-        raise RefusedError(
-            f"{code.script.name}: git ignores it, so the run's copy would not have it; remove it "
-            "from .gitignore"
-        )
+        why = "git ignores it, so the run's copy would not have it"
+        raise RefusedError(f"{code.script.name}: {why}; remove it from .gitignore")
     return found
-
-
-def _rollcall(run: RunDir) -> Snapshot:
-    return snapshot.plan(ROOT, [run.path.parent], PACKAGED)

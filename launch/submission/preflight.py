@@ -50,10 +50,8 @@ def problem(root: Path) -> str | None:
 def check_root(job: Job, root: Path) -> None:
     """Raise RefusedError if other hosts of a job cannot see its directory of runs."""
     if job.nodes > 1 and is_node_local(root):
-        raise RefusedError(
-            f"only this machine can see {root}; {job.nodes} nodes need a --root on a shared file "
-            "system"
-        )
+        needs = f"{job.nodes} nodes need a --root on a shared file system"
+        raise RefusedError(f"only this machine can see {root}; {needs}")
 
 
 def check(job: Job, script: str) -> str:
@@ -64,7 +62,7 @@ def check(job: Job, script: str) -> str:
             the valid values.
     """
     known = cluster.partitions()
-    chosen, *_ = [_check_limits(group, known) for group in job.groups or (job,)]
+    chosen, *_ = [_check_limits(group, known) for group in job.all_groups]
     _check_array(job.options.get("array"))
     accepted, message = cluster.test_only(script)
     if accepted:

@@ -23,15 +23,10 @@ OFF = ("false", "null", "")
 
 
 class Profile(NamedTuple):
-    """A cluster's profile.
+    """A cluster's profile."""
 
-    Attributes:
-        words: its options, as words of the command line.
-        setup: shell lines of the job script.
-    """
-
-    words: tuple[str, ...]
-    setup: tuple[str, ...]
+    words: tuple[str, ...]  # its options, as words of the command line
+    setup: tuple[str, ...]  # shell lines of the job script
 
 
 def users_folder() -> Path:
@@ -50,19 +45,14 @@ def _folders() -> tuple[Path, ...]:
 
 
 def load(name: str) -> Profile:
-    """Return the profile of a cluster.
-
-    Raises:
-        RefusedError: the profile does not exist, or it is wrong.
-    """
+    """Return the profile of a cluster; raise RefusedError if it is wrong or does not exist."""
     folders = _folders()
     files = [path for folder in folders if (path := folder / f"{name}.yaml").is_file()]
     if not files:
         there = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
         known = f"known profiles: {', '.join(there)}" if there else f"{folders[-1]} has none"
-        raise RefusedError(
-            f"--cluster {name}: no such profile; {known}; `rollcall submit --discover` writes one"
-        )
+        known += "; `rollcall submit --discover` writes one"
+        raise RefusedError(f"--cluster {name}: no such profile; {known}")
     merged: dict[str, Any] = {}
     for path in files:
         values = _read(path)

@@ -12,11 +12,7 @@ from rollcall.refusal import RefusedError
 
 
 def ranks_of_nodes(line: CommandLine) -> tuple[int, ...]:
-    """Return how many ranks each node starts, of all groups.
-
-    Raises:
-        RefusedError: `--nproc-per-node` is wrong.
-    """
+    """Return the ranks of each node of all groups; raise RefusedError if they do not fit."""
     found: list[int] = []
     for group in line.groups or (line,):
         text, nodes = group.own.nproc_per_node, group.own.nodes
@@ -104,8 +100,6 @@ def _per_node(name: str, text: str, own: Namespace) -> str:
         return text
     least, nodes = own.nodes
     if least < nodes or any(count % nodes for count in counts.values()):
-        raise RefusedError(
-            f"--gpus {text}: every node needs the same number of GPUs; use --gpus-per-node"
-        )
+        raise RefusedError(f"--gpus {text}: nodes need equal numbers of GPUs; use --gpus-per-node")
     shares = {kind: count // nodes for kind, count in counts.items()}
     return ",".join(f"{kind}:{count}" if kind else str(count) for kind, count in shares.items())

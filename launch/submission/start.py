@@ -23,13 +23,7 @@ from rollcall.launch.runs.output import Output, exit_code, follow
 from rollcall.launch.scheduler import gpus, slurm
 from rollcall.launch.scheduler.job import Job, render, render_step
 from rollcall.launch.submission import executors, existing, preflight, snapshot
-from rollcall.launch.submission.submission import (
-    Submission,
-    TakenError,
-    launcher_copy,
-    modules_copy,
-    note,
-)
+from rollcall.launch.submission.submission import Submission, TakenError, note
 from rollcall.records.files import write_atomic
 from rollcall.records.job import Cancellation, JobRecord, local_output, slurm_output
 from rollcall.records.job import Submission as SubmissionRecord
@@ -77,12 +71,9 @@ def _on_slurm(submission: Submission) -> int:
     _say_where(run, "array" in job.options)
     if not submission.wait:
         return 0
-    ask = Every(ASK_EVERY)
+    ask, output = Every(ASK_EVERY), Output([slurm_output(run.job, job_id) for job_id in jobs])
     try:
-        follow(
-            Output([slurm_output(run.job, job_id) for job_id in jobs]),
-            lambda: ask.is_due() and slurm.state(jobs[-1]) in (None, *slurm.FINAL),
-        )
+        follow(output, lambda: ask.is_due() and slurm.state(jobs[-1]) in (None, *slurm.FINAL))
     except KeyboardInterrupt:
         print(f"\nthe job keeps running; to end it: {_command('cancel', run)}", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -156,21 +147,14 @@ def _on_this_machine(submission: Submission) -> int:
     if submission.later:
         raise RefusedError("--chain needs Slurm, and this machine has no sbatch")
     if job.setup or any(word.startswith("--teardown=") for word in job.batch):
-        note(
-            "modules, environment and setup lines of the --cluster profile and --teardown apply to "
-            "Slurm jobs only; this run starts without them"
-        )
-    groups = job.groups or (job,)
-    needed = sum(
-        it.nodes * sum(gpus.per_node(it.gpus_per_node, it.options).values()) for it in groups
-    )
+        note("a profile's modules, environment and setup, and --teardown, need Slurm; left out")
+    on_node = [sum(gpus.per_node(it.gpus_per_node, it.options).values()) for it in job.all_groups]
+    needed = sum(it.nodes * count for it, count in zip(job.all_groups, on_node, strict=True))
     visible = len(visible_gpus(os.environ))
     minutes = slurm.seconds(job.time) / 60 if job.time else None
     if needed > visible:
-        raise RefusedError(
-            f"--gpus-per-node: on this machine, {_nodes(job)} would need {needed} GPUs, and "
-            f"{visible} are visible"
-        )
+        seen = f"{visible} are visible on this machine"
+        raise RefusedError(f"--gpus-per-node: {_nodes(job)} would need {needed} GPUs, and {seen}")
     _prepare_environment(job)
     with _prepared(submission):
         with contextlib.chdir(job.directory):
@@ -186,9 +170,7 @@ def _on_this_machine(submission: Submission) -> int:
     _say_where(run, is_array)
     if not submission.wait:
         return 0
-    output = Output(
-        [local_output(run.job, process.job_id, node) for node in range(job.nodes)], is_local=True
-    )
+    paths = [local_output(run.job, process.job_id, node) for node in range(job.nodes)]
 
     def cancel() -> None:
         with contextlib.suppress(OSError):  # else the run counts as failed if its script does not
@@ -196,7 +178,7 @@ def _on_this_machine(submission: Submission) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process.job_id), signal.SIGTERM)
 
-    return _wait(run, process.job_id, output, process.done, cancel)
+    return _wait(run, process.job_id, Output(paths, is_local=True), process.done, cancel)
 
 
 def _array(job: Job, run: RunDir, gpus: int, minutes: float | None) -> tuple[str, ...]:
@@ -240,11 +222,10 @@ def _cannot_be_written(run: RunDir, error: OSError) -> str:
         return f"{error.filename}: {error.strerror}"
     # The error may name the file that was read.
     place = os.statvfs(next(path for path in run.path.parents if path.exists()))
-    left = size(place.f_bavail * place.f_frsize)
+    left = f"{size(place.f_bavail * place.f_frsize)} and {place.f_favail:,} inodes"
     return (
-        f"{run.path}: {error.strerror}: the file system of {run.path.parent} has {left} and "
-        f"{place.f_favail:,} inodes left, and nothing of the run is kept; free some there, or "
-        "choose another --root"
+        f"{run.path}: {error.strerror}: {run.path.parent} has {left} left, and nothing of the run "
+        "is kept; free some there, or choose another --root"
     )
 
 
@@ -257,12 +238,11 @@ def _write_job(submission: Submission) -> None:
     if submission.code is not None:
         snapshot.take(submission.code, run.code, run.job / "source", store)
     if submission.launcher is not None:
-        snapshot.take(submission.launcher, launcher_copy(run), run.job / "rollcall", store)
+        snapshot.take(submission.launcher, run.launcher, run.launcher, store)
     for number, modules in enumerate(submission.modules):
-        copy = modules_copy(run, number)
-        snapshot.take(modules, copy, copy, store)
+        snapshot.take(modules, run.modules(number), run.modules(number), store)
     if submission.launcher is not None and submission.job.python:
-        _copy_psutil(launcher_copy(run))
+        _copy_psutil(run.launcher)
     for name, text in submission.files.items():
         write_atomic(run.job / name, text)
     job = submission.job
@@ -276,11 +256,9 @@ def _copy_psutil(target: Path) -> None:
     """Copy the one package that supervisors need, for a Python that may not have it."""
     import psutil
 
-    source = Path(psutil.__file__).parent
+    source, ignore = Path(psutil.__file__).parent, shutil.ignore_patterns("tests")
     # Its compiled part works with every Python from 3.6 on.
-    shutil.copytree(
-        source, target / source.name, ignore=shutil.ignore_patterns("tests"), dirs_exist_ok=True
-    )
+    shutil.copytree(source, target / source.name, ignore=ignore, dirs_exist_ok=True)
 
 
 def _record(submission: Submission, job_id: str) -> None:
@@ -293,17 +271,15 @@ def _record(submission: Submission, job_id: str) -> None:
 
 
 def _say_where(run: RunDir, is_array: bool = False) -> None:
-    print(f"run directory: {run.path}")
     # The tasks of an array are separate runs, each with its own logs.
     follow_it = _command("watch", run) if is_array else _command("logs", run, "--follow")
-    print(f"follow it:     {follow_it}")
+    print(f"run directory: {run.path}\nfollow it:     {follow_it}")
     print(f"end it:        {_command('cancel', run)}", flush=True)
 
 
 def _command(command: str, run: RunDir, *options: str) -> str:
     """Return a rollcall command about a run, as the user can type it in this directory."""
-    words = [command, *options, find.typed(run)]
-    return shlex.join([*_rollcall(), *words])
+    return shlex.join([*_rollcall(), command, *options, find.typed(run)])
 
 
 def _rollcall() -> list[str]:

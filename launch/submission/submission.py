@@ -19,50 +19,27 @@ class TakenError(RefusedError):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Submission:
-    """Everything that starting a run needs.
-
-    Attributes:
-        recipes: the user's recipe files, which are copied to `job/`.
-        code: what to copy to `code/`; None if the run keeps the code that it has.
-        launcher: what to copy to `job/rollcall/`, if `code/` is the user's code.
-        is_new: whether the run directory is to be created.
-        later: further jobs of the run, each starting after the one before.
-        modules: what to copy to `job/modules/`: the user's modules from elsewhere.
-        remarks: what a dry run says about the Python of the job.
-        files: the text of other files in `job/`, by name.
-        resume: whether to continue a run that has failed or finished.
-        origins: where the options of the job come from, by name.
-    """
+    """Everything that starting a run needs."""
 
     argv: tuple[str, ...]
     run: RunDir
-    recipes: tuple[Path, ...]
-    code: Snapshot | None
-    launcher: Snapshot | None
+    recipes: tuple[Path, ...]  # the user's recipe files, which are copied to `job/`
+    code: Snapshot | None  # what to copy to `code/`; None if the run keeps the code that it has
+    launcher: Snapshot | None  # what to copy to `job/rollcall/`, if `code/` is the user's code
     job: Job
-    is_new: bool = False
-    modules: tuple[Snapshot, ...] = ()
-    remarks: tuple[str, ...] = ()
-    later: tuple[Job, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
-    resume: bool = False
+    is_new: bool = False  # whether the run directory is to be created
+    modules: tuple[Snapshot, ...] = ()  # for `job/modules/`: the user's modules from elsewhere
+    remarks: tuple[str, ...] = ()  # what a dry run says about the Python of the job
+    later: tuple[Job, ...] = ()  # further jobs of the run, each starting after the one before
+    files: Mapping[str, str] = field(default_factory=dict)  # text of other files in `job/`, by name
+    resume: bool = False  # whether to continue a run that has failed or finished
     wait: bool = False
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)  # of the job's options, by name
 
 
 def batch_command(run: RunDir) -> tuple[str, ...]:
     """Return the command line that starts the step of a run's jobs."""
     return (*command("batch"), f"--run-dir={run.path}")
-
-
-def launcher_copy(run: RunDir) -> Path:
-    """Return where a run keeps its copy of rollcall if `code/` is the user's code."""
-    return run.job / "rollcall"
-
-
-def modules_copy(run: RunDir, number: int) -> Path:
-    """Return where a run keeps its copy of the user's modules from the `number`-th directory."""
-    return run.job / "modules" / str(number)
 
 
 def note(text: str) -> None:

@@ -18,7 +18,7 @@ from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
-from rollcall.launch.submission.submission import launcher_copy, modules_copy, note
+from rollcall.launch.submission.submission import note
 from rollcall.records.job import JobRecord
 from rollcall.refusal import RefusedError
 from rollcall.requirements import PACKAGES
@@ -30,23 +30,14 @@ MOST_NOTES = 5
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The Python of a job, and what its program needs from elsewhere.
-
-    Attributes:
-        line: the command line.
-        words: the program and its arguments; empty for the built-in training.
-        code: the directory that is copied; None if it is rollcall's own.
-        facts: what the Python says about the program.
-        found: where the program's modules are.
-        links: what the copy has as links, relative to `code.checkout`.
-    """
+    """The Python of a job, and what its program needs from elsewhere."""
 
     line: CommandLine
-    words: tuple[str, ...]
-    code: UserCode | None
-    facts: Facts
-    found: Imports
-    links: tuple[str, ...]
+    words: tuple[str, ...]  # the program and its arguments; empty for the built-in training
+    code: UserCode | None  # the directory that is copied; None if it is rollcall's own
+    facts: Facts  # what the Python says about the program
+    found: Imports  # where the program's modules are
+    links: tuple[str, ...]  # what the copy has as links, relative to `code.checkout`
 
     @property
     def modules(self) -> tuple[Snapshot, ...]:
@@ -88,15 +79,13 @@ class Surroundings:
         rest = (*job.command[1:at], *modules, *job.command[at:])
         own = self.line.own
         if own.container:
-            image = own.container
-            image = str(Path(image).absolute()) if Path(image).exists() else image
             linked = [str(self.code.checkout / name) for name in self.links if self.code]
             mounts = [str(run.path.parent), *linked, *own.mount]
             has_gpus = bool(gpus.per_node(job.gpus_per_node, job.options))
             with_srun = slurm.is_available() and not own.local
-            box = container.plan(image, mounts, job.directory, has_gpus, with_srun)
-            words = (*box.words, own.python or "python3")
-            return replace(job, command=(*words, *rest), srun=(*job.srun, *box.srun), python=words)
+            srun, before = container.plan(own.container, mounts, job.directory, has_gpus, with_srun)
+            words = (*before, own.python or "python3")
+            return replace(job, command=(*words, *rest), srun=(*job.srun, *srun), python=words)
         if python.is_other(self.facts.executable) and own.python:
             words = (python.find(own.python),)
             return replace(job, command=(*words, *rest), python=words)
@@ -108,8 +97,8 @@ class Surroundings:
             before = record.more.get("command", []) if record else []
             return [word[10:] for word in before if word.startswith("--modules=")]
         places = [run.code / path for path in self.found.inside]
-        places += [modules_copy(run, number) for number in range(len(self.found.outside))]
-        places += [launcher_copy(run)] if self.found.needs_rollcall and self.code else []
+        places += [run.modules(number) for number in range(len(self.found.outside))]
+        places += [run.launcher] if self.found.needs_rollcall and self.code else []
         return [str(path) for path in places]
 
 
@@ -155,8 +144,6 @@ def _check_modules(facts: Facts, names: Sequence[str], needs_packages: bool) -> 
             f"--python: {facts.executable} does not have {', '.join(absent)}, which rollcall's own "
             "training needs; a script of your own (after `--`) needs none of them"
         )
-    if absent and not needs_packages:
-        raise ProgramError(
-            f"-m {names[tops.index(absent[0])]}: no module {absent[0]} in {Path.cwd()}, and none "
-            f"installed for {facts.executable}"
-        )
+    if absent:
+        where = f"in {Path.cwd()}, and none installed for {facts.executable}"
+        raise ProgramError(f"-m {names[tops.index(absent[0])]}: no module {absent[0]} {where}")

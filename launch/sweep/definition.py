@@ -50,11 +50,7 @@ class Sweep:
 
 
 def read(path: Path) -> Sweep:
-    """Read a sweep's file.
-
-    Raises:
-        RefusedError: it cannot be read, or does not have the form shown above.
-    """
+    """Read a sweep's file; raise RefusedError if it does not have the form shown above."""
     values = read_texts(path, KEYS)
     program = values.get("program", [])
     options = values.get("options", {})
@@ -64,9 +60,7 @@ def read(path: Path) -> Sweep:
     if not isinstance(options, dict):
         raise RefusedError(f"{path}: options: expected 'name: value' lines, found '{options}'")
     if throttle and (not throttle.isdecimal() or throttle == "0"):
-        raise RefusedError(
-            f"{path}: throttle: expected a whole number of at least 1, found {throttle}"
-        )
+        raise RefusedError(f"{path}: throttle: expected a whole number from 1, found {throttle}")
     cells = [_cell(path, choice) for choice in _choices(path, values)]
     if not cells:
         raise RefusedError(f"{path}: the sweep has no cells: add grid or list")

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import submitit
 
@@ -26,6 +26,9 @@ from rollcall.run_dir import RunDir
 LOOK = 0.5
 """Seconds between two looks at whether a task has ended."""
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+T = TypeVar("T")
 
 
 class Share(NamedTuple):
@@ -62,22 +65,23 @@ def main(argv: Sequence[str]) -> int:
 def divide(most: int | None, cpus: int, gpus: int, tasks: int) -> list[Share]:
     """Divide this machine among the tasks that run at a time; return the CPUs and GPUs of each.
 
+    If there are more tasks than CPUs or GPUs, several share one.
+
     Args:
         most: how many tasks may run at a time; None for the number that fits.
         cpus, gpus: how many a task needs.
         tasks: number of all tasks.
     """
     there, cards = sorted(os.sched_getaffinity(0)), visible_gpus(os.environ)
-    fit = len(cards) // gpus if gpus else hosts.usable_cpus() // cpus
+    # A task that asks for no GPU gets one nevertheless, or cells of a sweep would differ in device.
+    fit = len(cards) // (gpus or 1) if cards else hosts.usable_cpus() // cpus
     count = max(1, min(most or fit, tasks))
 
-    def of(number: int, size: int) -> slice:
-        return slice(number * size // count, (number + 1) * size // count)
+    def part(all_: list[T], number: int) -> list[T]:
+        first = number * len(all_) // count
+        return all_[first : max(first + 1, (number + 1) * len(all_) // count)]
 
-    return [
-        Share(there[of(number, len(there))] or there, cards[of(number, len(cards))])
-        for number in range(count)
-    ]
+    return [Share(part(there, each), part(cards, each)) for each in range(count)]
 
 
 class Array:
@@ -95,11 +99,7 @@ class Array:
         self._has_failed = False
 
     def run(self) -> int:
-        """Start tasks as others end, until all have ended or this process is asked to stop.
-
-        Returns:
-            The exit code: 0 if all tasks succeed.
-        """
+        """Start tasks as others end, until all have ended or it must stop; return the exit code."""
         for number in STOP:
             signal.signal(number, self._stop)
         while self._running or (self._waiting and not self._is_asked_to_stop):

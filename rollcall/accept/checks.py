@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rollcall.accept import page
-from rollcall.accept.page import Row
+from rollcall.accept.page import Facts, Row
 from rollcall.bench import loops, turns
 from rollcall.config import ConfigError, parse
 from rollcall.launch.doctor import nodes
@@ -350,7 +350,7 @@ def _work(
     if world.is_main:
         kind = world.device.type
         ranks = f"{world.world_size} on {listed(sorted({*it.hosts.values()}))}, {kind}"
-        page.record_facts(folder, {"ranks": ranks, **turns.surroundings()})
+        Facts({"ranks": ranks, **turns.surroundings()}).append(folder)
     known = world.broadcast([asdict(row) for row in page.read(folder, "").rows])
     rows = {fields["check"]: Row(**fields) for fields in known}
     for name in chosen:
@@ -358,7 +358,7 @@ def _work(
         if row.state in ("", "began"):
             row = _check(name, row, it)
             if world.is_main:
-                page.record(folder, row)
+                row.append(folder)
                 print(f"{row.state}: {name}: {row.text}", flush=True)
         if world.first_problem(it.stopped):
             return 1
@@ -375,7 +375,7 @@ def _check(name: str, before: Row, it: Setting) -> Row:
         return replace(before, state="failed", text=f"the ranks ended: {cause and cause.what}")
     begin = time.time()
     if it.world.is_main:
-        page.record(it.folder, Row(name, "began", 0, "again" if again else ""))
+        Row(name, "began", 0, "again" if again else "").append(it.folder)
     text = problem = absent = ""
     with (
         (it.folder / f"rank-{it.world.rank}.log").open("a") as log,

@@ -12,13 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rollcall.accept import page
 from rollcall.launch.commands import network
 from rollcall.launch.runs import root_cause
 from rollcall.refusal import refuse
-from rollcall.run_dir import RunDir
 
 USAGE = "usage: rollcall accept [options of rollcall submit] [-- [--only CHECK,…] [key=value …]]"
 RESTARTS = 40
@@ -31,15 +29,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
     given, words = network.divided(argv)
-    if not network.values(given, "name"):
-        given.append(f"--name=accept-{time.strftime('%Y%m%d-%H%M%S')}")
-    run = RunDir(Path(network.values(given, "root")[-1]), network.values(given, "name")[-1])
+    run = network.run_of(given, f"accept-{time.strftime('%Y%m%d-%H%M%S')}")
     if run.path.exists():
         return refuse(
             f"{run.path} exists; a new page needs a run of its own: choose another --name"
         )
     folder = run.path / "accept"
-    given.append(f"--max-restarts={RESTARTS}")
+    given = [f"--name={run.name}", f"--max-restarts={RESTARTS}", *given]
     code = network.submit(given, "rollcall.accept.checks", str(folder), *words)
     if not folder.exists():  # refused, or shown by --dry-run
         return code

@@ -1,26 +1,37 @@
 """The page of `rollcall accept` and of tests/gpu: what passed, failed or does not apply."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollcall.records.files import append_line, read_lines, write_atomic
-from rollcall.text import duration
-
-FILE = "accept.jsonl"
-"""Facts of each attempt, and a line when a check begins and when it ends; rank 0 writes it."""
+from rollcall.records.files import write_atomic
+from rollcall.records.run import Line
+from rollcall.text import duration, markdown
 
 
 @dataclass(frozen=True)
-class Row:
-    """A check, its time in seconds, and what it found, why it failed or why it does not apply."""
+class Row(Line):
+    """A check, its time in seconds, and what it found, why it failed or why it does not apply.
+
+    Rank 0 writes a line when a check begins and when it ends.
+    """
+
+    FILE = "accept.jsonl"
 
     check: str
     state: Literal["", "began", "passed", "failed", "not applicable"] = ""
     seconds: float = 0.0
     text: str = ""
+
+
+@dataclass(frozen=True)
+class Facts(Line):
+    """What the ranks of an attempt know about the machine, in the same file."""
+
+    FILE = Row.FILE
+
+    facts: dict[str, str]
 
 
 @dataclass
@@ -44,8 +55,9 @@ class Page:
         cells = [(row.check, row.state, duration(row.seconds), row.text) for row in self.rows]
         verdict = "FAILED" if self.failed else "Passed" if "passed" in states else "Nothing passed"
         lines = [f"# {self.title}", "", f"{verdict}: {counts}; {total}."]
-        lines += ["", *_table([("fact", ""), *self.facts.items()]), ""]
-        return "\n".join([*lines, *_table([("check", "result", "time", "found"), *cells]), ""])
+        lines += ["", *markdown([("fact", ""), *self.facts.items()], wide=True), ""]
+        found = markdown([("check", "result", "time", "found"), *cells], wide=True)
+        return "\n".join([*lines, *found, ""])
 
     def write(self, place: Path) -> None:
         """Write the page to `place`.md and `place`.json."""
@@ -53,31 +65,8 @@ class Page:
         write_atomic(Path(f"{place}.json"), json.dumps(asdict(self), indent=1) + "\n")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    safe = [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in rows]
-    widths = [max(3, *map(len, column)) for column in zip(*safe, strict=True)]
-    widths[-1] = 3  # it holds sentences
-    for row in [safe[0], ["-" * width for width in widths], *safe[1:]]:
-        yield f"| {' | '.join(map(str.ljust, row, widths))} |"
-
-
-def record(folder: Path, row: Row) -> None:
-    """Append a result, or that a check has begun."""
-    append_line(folder / FILE, asdict(row))
-
-
-def record_facts(folder: Path, facts: Mapping[str, str]) -> None:
-    """Append what the ranks know about the machine."""
-    append_line(folder / FILE, {"facts": dict(facts)})
-
-
 def read(folder: Path, title: str) -> Page:
     """Read what was recorded; a check that did not end has the state `began`."""
-    page, rows = Page(title), {}
-    for line in read_lines(folder / FILE):
-        if "facts" in line:
-            page.facts |= line["facts"]
-        else:
-            rows[line["check"]] = Row(**line)
-    page.rows = [*rows.values()]
-    return page
+    facts = {name: value for line in Facts.read(folder) for name, value in line.facts.items()}
+    rows = {row.check: row for row in Row.read(folder)}
+    return Page(title, facts, [*rows.values()])

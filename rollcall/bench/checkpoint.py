@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from rollcall.bench import turns
-from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
 
@@ -80,7 +81,7 @@ def dcp_async_save(directory: Path, state: State) -> Iterator[None]:
 
 def rollcall_save(world: World, directory: Path) -> Save:
     """Return a way to save to this directory as a training does: begin, then settle every step."""
-    checkpoints = SharedEngine(directory, world)
+    checkpoints = Engine(Store(directory, world))
 
     def save(_: Path, state: State) -> Iterator[None]:
         checkpoints.begin(1, state)
@@ -125,7 +126,7 @@ def _rate(training: Training, times: Iterable[object]) -> float:
 
 def loads(world: World, directory: Path, state: State) -> dict[str, Callable[[], object]]:
     """Save the state in each format, and return ways to load it; torch.load checks no digests."""
-    engine = SharedEngine(directory / "load", world)
+    engine = Engine(Store(directory / "load", world))
     engine.begin(1, state)
     engine.drain()
     torch.save(state, directory / "load.pt")

@@ -17,10 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollcall.config import catalog
-from rollcall.config.plugin import load_attribute
+from rollcall.config import catalog, plugin
 from rollcall.config.refusals import expected
-from rollcall.config.schema import ConfigError
+from rollcall.config.schema import ConfigError, is_number
 from rollcall.config.synonyms import about_value
 from rollcall.text import did_you_mean
 
@@ -85,7 +84,7 @@ def read(name: str) -> Code | None:
 
 def inspected(name: str) -> Code | None:
     """Import `package.module:attribute`; None if Python does not know its signature."""
-    return code_of(load_attribute(name, "", {}))
+    return code_of(plugin.load_attribute(name, ""))
 
 
 def code_of(found: Any) -> Code | None:
@@ -98,6 +97,15 @@ def code_of(found: Any) -> Code | None:
     except (ValueError, TypeError):
         return None
     return Code(signature, is_class, inspect.getdoc(found) or "")
+
+
+def cannot_take(code: Code, count: int) -> str:
+    """Return why code cannot be called with so many arguments; an empty text if it can."""
+    try:
+        code.signature.bind(*range(count))
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def checked(key: str, args_key: str, name: str, args: Mapping[str, Any], find: Find) -> Any:
@@ -138,7 +146,7 @@ def call(key: str, args_key: str, name: str, args: Mapping[str, Any], **given: A
         ConfigError: the code cannot be imported, or the arguments do not fit.
     """
     slot = SLOTS[key]
-    found = load_attribute(_full_name(key, name) or name, key, slot.known)
+    found = plugin.load_attribute(_full_name(key, name), key)
     code = code_of(found)
     values = checked(key, args_key, name, args, lambda _: code)
     if code is None:
@@ -176,6 +184,17 @@ def complete(config: Any, find: Find = read) -> Any:
             values = checked(key, f"{section}.{args}", named, getattr(group, args), find)
             sections[section] = group.model_copy(update={args: values})
     return config.model_copy(update=sections)
+
+
+def check_modules(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a module that a configuration names is nowhere; import nothing."""
+    for key, value in plugin.named(values):
+        entry = key.removesuffix(".name").rpartition(".")[0]
+        if not {key, entry} & SLOTS.keys():  # a `:` in another value may mean something else
+            continue
+        top = value.partition(":")[0].partition(".")[0]
+        if not (importlib.util.find_spec(top) or PathFinder.find_spec(top, [""])):
+            raise ConfigError(plugin.missing(f"{key}={value}", top))
 
 
 def describe(name: str) -> str:
@@ -217,12 +236,8 @@ def _full_name(key: str, name: str) -> str:
         known = {**known, **dict.fromkeys(_torch_optimizers(), "")}
     if answer := about_value(key, name):
         raise ConfigError(f"{key}: unknown '{name}'; {answer}")
-    classes_too = ", a class of torch.optim such as Muon" if key == "optim.name" else ""
-    choices = f"; choose {', '.join(SLOTS[key].known)}{classes_too}, or your own as " * bool(known)
-    raise ConfigError(
-        f"{key}: unknown '{name}'"
-        f"{did_you_mean(name, known) or f'{choices}package.module:attribute'}"
-    )
+    classes_too = ["a class of torch.optim such as Muon"] if key == "optim.name" else []
+    raise plugin.unknown(key, name, [*SLOTS[key].known, *classes_too], known)
 
 
 @cache
@@ -269,10 +284,13 @@ def _no_argument(
 
 def _converted(key: str, parameter: inspect.Parameter, value: Any) -> Any:
     """Return the value as the parameter's type; ConfigError if it does not fit."""
+    kind = _type(parameter)
     try:
-        adapter = _adapter(_type(parameter))
+        adapter = _adapter(kind)
     except Exception:  # pydantic does not know the type
         return value
+    if isinstance(value, bool) and is_number(kind):
+        raise ConfigError(f"{key}: expected a number, got {value!r}")
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -1,24 +1,35 @@
 """The keys of the schema as a table, and the JSON schema of a recipe file. No torch."""
 
+import ast
+import functools
+import inspect
+import itertools
 import json
 import types
 import typing
 from collections.abc import Iterator
+from string import Template
 from typing import Any, Literal, NamedTuple
 
+from rollcall.config import catalog, schema
 from rollcall.config.schema import Config, OnResume, Section
 
 TYPES = {str: "text", int: "integer", float: "number", bool: "true | false", types.NoneType: "null"}
 
 
 class Key(NamedTuple):
-    """A key with its dotted name, type, default and meaning."""
+    """A key with its dotted name, type and default."""
 
     name: str
     type: str
     default: Any
-    meaning: str
     on_resume: OnResume  # what happens if a run is resumed with another value
+    section: str  # its class in the schema
+
+    @property
+    def meaning(self) -> str:
+        """What the schema says of it."""
+        return _meanings()[self.section, self.name.rpartition(".")[2]]
 
 
 def describe(section: Any = Config, prefix: str = "") -> Iterator[Key]:
@@ -27,10 +38,10 @@ def describe(section: Any = Config, prefix: str = "") -> Iterator[Key]:
         if _is_section(field.annotation):
             yield from describe(field.annotation, f"{prefix}{name}.")
         else:
-            kind, meaning = _type_name(field.annotation), field.description or ""
             own = (rule for rule in field.metadata if isinstance(rule, OnResume))
             rule = next(own, section.ON_RESUME)
-            yield Key(prefix + name, kind, field.default, meaning, rule)
+            kind = _type_name(field.annotation)
+            yield Key(prefix + name, kind, field.default, rule, section.__name__)
 
 
 def on_resume() -> dict[str, OnResume]:
@@ -47,7 +58,31 @@ def sections() -> dict[str, str]:
 
 def json_schema() -> str:
     """Return the JSON schema of a recipe file, by which editors complete and check YAML."""
-    return json.dumps(Config.model_json_schema(), indent=2) + "\n"
+    found = Config.model_json_schema()
+    groups = {"Config": found, **found["$defs"]}
+    for (section, name), meaning in _meanings().items():
+        groups[section]["properties"][name]["description"] = meaning
+    return json.dumps(found, indent=2) + "\n"
+
+
+@functools.cache
+def _meanings() -> dict[tuple[str, str], str]:
+    """Return the text below each field of the schema, by its class and name."""
+    found = {}
+    names = {name: ", ".join(table) for name, table in vars(catalog).items() if name.isupper()}
+    classes = (
+        one for one in ast.parse(inspect.getsource(schema)).body if isinstance(one, ast.ClassDef)
+    )
+    for section in classes:
+        for pair in itertools.pairwise(section.body):
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    text = Template(" ".join(text.split())).safe_substitute(names)
+                    found[section.name, name] = text
+    return found
 
 
 def _is_section(annotation: Any) -> bool:

@@ -4,7 +4,7 @@ A mesh is a grid of ranks with named dimensions; the product of their degrees is
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from rollcall.text import did_you_mean
@@ -82,7 +82,7 @@ def fit(text: str, world_size: int, node_size: int) -> dict[str, int]:
     """Return the degrees of a mesh for a number of ranks, the outermost dimension first.
 
     Raises:
-        ValueError: the degrees do not multiply to the world size; names the nearest mesh that fits.
+        ValueError: the degrees do not multiply to the world size.
     """
     asked = parse(text)
     known = {name: node_size if degree == NODE else degree for name, degree in asked.items()}
@@ -92,29 +92,12 @@ def fit(text: str, world_size: int, node_size: int) -> dict[str, int]:
     if math.prod(degrees.values()) == world_size:
         return degrees
     needs = "a multiple of " if REST in asked.values() else ""
-    started = f"{fixed} rank{'s' * (fixed != 1)}, but {world_size} were started"
-    nearest = min(
-        _factorizations(list(degrees), world_size),
-        key=lambda other: sum(abs(math.log(other[name] / wanted[name])) for name in wanted),
-        default=None,
+    raise ValueError(
+        f"needs {needs}{fixed} rank{'s' * (fixed != 1)}, but {world_size} were started; choose "
+        f"a mesh of {world_size}, or parallel.strategy=ddp, which works on any number of ranks"
     )
-    others = "parallel.strategy=ddp works on any number of ranks"
-    if nearest:
-        others = f"the nearest mesh for {world_size} ranks is {show(nearest)}"
-    raise ValueError(f"needs {needs}{started}; {others}")
 
 
 def show(degrees: Mapping[str, int]) -> str:
     """Return the text of a mesh."""
     return ",".join(f"{name}={degree}" for name, degree in degrees.items())
-
-
-def _factorizations(names: list[str], number: int) -> Iterator[dict[str, int]]:
-    """Yield all ways to write a number as a product of one degree for each name."""
-    if len(names) == 1:
-        yield {names[0]: number}
-        return
-    for degree in range(1, number + 1) if names else ():
-        if number % degree == 0:
-            for others in _factorizations(names[1:], number // degree):
-                yield {names[0]: degree, **others}

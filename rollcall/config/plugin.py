@@ -1,48 +1,39 @@
-"""Code that a configuration names: `package.module:attribute`, or a short name of the catalog."""
+"""Code that a configuration names as `package.module:attribute`."""
 
 import importlib
-import importlib.util
 import re
 import traceback
-from collections.abc import Iterator, Mapping
-from importlib.machinery import PathFinder
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollcall.config.schema import ConfigError
 from rollcall.text import did_you_mean
 
-KEYS = re.compile(
-    r"model\.name|data\.name|data\.collate|train\.loss|optim\.name|optim\.schedule"
-    r"|(train\.metrics|train\.callbacks|log\.to)\..+\.name"
-)
-"""The keys whose value may name code; a `:` in another value may mean something else."""
 
-
-def load_attribute(name: str, key: str, known: Mapping[str, str], others: str = "") -> Any:
-    """Import the code that a configuration key names.
-
-    Args:
-        name: a short name, or `package.module:attribute`.
-        known: the code of each short name, as `package.module:attribute`.
-        others: further values that the caller accepts, for the message.
+def load_attribute(name: str, key: str) -> Any:
+    """Import the code that a configuration key names; the key is empty for code that none names.
 
     Raises:
-        ConfigError: the name is unknown, or the module or attribute cannot be imported.
+        ConfigError: the module or the attribute cannot be imported.
     """
-    module, colon, attribute = known.get(name, name).partition(":")
-    if not colon:
-        names = ", ".join([*known, others] if others else known)
-        choices = f"; choose {names}, or your own as package.module:attribute"
-        raise ConfigError(f"{key}: unknown '{name}'{did_you_mean(name, known) or choices}")
+    module, _, attribute = name.partition(":")
+    what = f"{key}={name}" if key else name
     try:
         found = importlib.import_module(module)
-    except Exception as error:
-        raise ConfigError(_import_problem(f"{key}={name}", module, error)) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_import_problem(what, module, error)) from error
     try:
         return getattr(found, attribute)
     except AttributeError as error:
-        raise ConfigError(f"{key}={name}: {error}") from error
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def unknown(key: str, name: str, choices: Sequence[str], known: Iterable[str]) -> ConfigError:
+    """Return the refusal of a short name: with the nearest of the known ones, or all choices."""
+    others = f"; choose {', '.join(choices)}, or your own as " if choices else "; name it as "
+    hint = did_you_mean(name, known) or f"{others}package.module:attribute"
+    return ConfigError(f"{key}: unknown '{name}'{hint}")
 
 
 def named(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -54,16 +45,6 @@ def named(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str
             yield above + key, value
 
 
-def check_modules(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a module that a configuration names is nowhere; import nothing."""
-    for key, value in named(values):
-        if not KEYS.fullmatch(key):
-            continue
-        top = value.partition(":")[0].partition(".")[0]
-        if not (importlib.util.find_spec(top) or PathFinder.find_spec(top, [""])):
-            raise ConfigError(missing(f"{key}={value}", top))
-
-
 def missing(what: str, module: str) -> str:
     """Return the refusal of a value that names a module which is nowhere."""
     return (
@@ -72,7 +53,7 @@ def missing(what: str, module: str) -> str:
     )
 
 
-def _import_problem(what: str, module: str, error: Exception) -> str:
+def _import_problem(what: str, module: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return missing(what, str(error.name))
     if isinstance(error, SyntaxError):

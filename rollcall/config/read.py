@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rollcall.config import arguments, checks, refusals, yaml_values
 from rollcall.config.keys import describe
 from rollcall.config.schema import Config, ConfigError, entries
+from rollcall.records.files import is_there
 from rollcall.text import did_you_mean, dotted
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -93,24 +94,10 @@ def _path(source: str) -> Path:
 
 
 def _read(source: str) -> dict[str, Any]:
-    try:
-        text = _path(source).read_text()
-        values = yaml_values.load(text)
-    except FileNotFoundError:
-        raise ConfigError(_not_found(source)) from None
-    except OSError as error:
-        raise ConfigError(f"{source}: cannot read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{source}: not valid YAML: expected UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML, {_yaml_problem(error, text)}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{source}: expected lines of key: value, got a {type(values).__name__}")
-    return values
+    path = _path(source)
+    if not is_there(path):
+        raise ConfigError(_not_found(source))
+    return yaml_values.read(path)
 
 
 def _not_found(source: str) -> str:
@@ -122,16 +109,6 @@ def _not_found(source: str) -> str:
         return f"{source}: no such file{hint}"
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
     return f"unknown recipe '{source}'{did_you_mean(source, recipes()) or choices}"
-
-
-def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> str:
-    mark, problem = error.problem_mark, error.problem
-    if mark is None:
-        return str(problem)
-    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
-    if line[mark.column : mark.column + 1] == "\t":
-        problem = "indent with spaces, not with tabs"
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:

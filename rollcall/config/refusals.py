@@ -19,6 +19,8 @@ EXPECTED = {
     "string_pattern_mismatch": "letters, digits and . _ - (not first), at most 100 characters",
     "finite_number": "a finite number",
     "dict_type": "a mapping such as {{width: 64}}",
+    "not_a_number": "a number",
+    "value_error": "{error}",
     "literal_error": "{expected}",
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "at least {ge:g}",
@@ -26,6 +28,8 @@ EXPECTED = {
     "less_than_equal": "at most {le:g}",
 }
 """What was expected, for each of pydantic's types of error."""
+UNKNOWN = ("extra_forbidden", "invalid_key")
+"""Types of error of a key that does not exist, and of one that is not even text."""
 SHORT = reprlib.Repr()
 SHORT.maxlevel = 2  # a few lines of YAML aliases can expand to gigabytes
 
@@ -62,7 +66,7 @@ def _keys(error: Any) -> list[str]:
     """Return the dotted key of an error, or the keys of an unknown section."""
     parts = [str(part) for part in error["loc"]]
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    if error["type"] == "extra_forbidden":
+    if error["type"] in UNKNOWN:
         within = error["input"] if isinstance(error["input"], dict) else {}
         return [f"{names[0]}.{key}" for key in within] or names[:1]
     known = {*sections(), *(item.name for item in describe())}
@@ -77,7 +81,7 @@ def _overlaps(key: str, given: Collection[str]) -> bool:
 
 def _line(key: str, errors: list[Any]) -> str:
     value = errors[0]["input"]
-    if errors[0]["type"] == "extra_forbidden":
+    if errors[0]["type"] in UNKNOWN:
         return unknown_key(key)
     if answer := about_value(key, value):
         return f"{key}: unknown {value!r}; {answer}"

@@ -1,23 +1,31 @@
-"""Every configuration key, with its type, default and meaning. No torch.
+"""Every configuration key, with its type and default, and its meaning below it. No torch.
 
-`--help`, `recipes/schema.json` and the reference page are generated from it.
+`--help`, `recipes/schema.json` and the reference page are generated from it; keys.py reads the
+meanings, in which `$MODELS` stands for the names of that table of catalog.py.
 """
 
 from __future__ import annotations
 
 import enum
 import os
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 # Searching all installed packages for pydantic plugins takes a sixth of the start of a command.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from rollcall.config import yaml_values
-from rollcall.config.catalog import DATA_SETS, LOGGERS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
 from rollcall.config.mesh import PRESETS, fit
-from rollcall.refusal import RefusedError
+from rollcall.refusal import ConfigError as ConfigError
 
 if TYPE_CHECKING:
     Strategy = str
@@ -28,10 +36,6 @@ else:
 Schedule = Literal[
     "1f1b", "gpipe", "interleaved", "breadth-first", "zero-bubble", "zbv", "dualpipev", "sequential"
 ]
-
-
-class ConfigError(RefusedError, ValueError):
-    """A wrong configuration; the message says what was expected and what to do."""
 
 
 class OnResume(enum.Enum):
@@ -48,9 +52,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
     ON_RESUME: ClassVar[OnResume] = OnResume.TELL  # for keys that do not say it themselves
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and is_number(cls.model_fields[str(info.field_name)].annotation):
+            raise PydanticCustomError("not_a_number", "expected a number")
+        return value
 
-def _key(default: Any, meaning: str, on_resume: OnResume | None = None, **limits: Any) -> Any:
-    field = Field(default=default, description=meaning, **limits)
+
+def is_number(kind: Any) -> bool:
+    """Return whether a type has numbers but no true and false, which pydantic takes for 1 and 0."""
+    parts = [kind, *get_args(kind)]
+    parts += [part for union in parts[1:] for part in get_args(union)]
+    return bool not in parts and (int in parts or float in parts)
+
+
+def _key(default: Any, on_resume: OnResume | None = None, **limits: Any) -> Any:
+    field = Field(default=default, **limits)
     field.metadata += [on_resume] if on_resume else []
     return field
 
@@ -58,8 +76,10 @@ def _key(default: Any, meaning: str, on_resume: OnResume | None = None, **limits
 class Plugin(Section):
     """Code that an entry names, and its arguments."""
 
-    name: str = _key("", "Short name, or package.module:attribute.", min_length=1)
-    args: dict[str, Any] = _key({}, "Its arguments.")
+    name: str = _key("", min_length=1)
+    """Short name, or package.module:attribute."""
+    args: dict[str, Any] = {}
+    """Its arguments."""
 
 
 def entries(value: Any) -> Any:
@@ -67,7 +87,10 @@ def entries(value: Any) -> Any:
     if isinstance(value, str):
         value = [word.strip() for word in value.split(",")]
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
-        value = {word.rpartition(":")[2].rpartition(".")[2]: word for word in value}
+        names = [word.rpartition(":")[2].rpartition(".")[2] for word in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"names that differ, such as {{first: a:{twice}, second: b:{twice}}}")
+        value = dict(zip(names, value, strict=True))
     if not isinstance(value, dict):
         return value
     found = {}
@@ -87,20 +110,15 @@ class Run(Section):
 
     ON_RESUME = OnResume.IGNORE
 
-    name: str | None = _key(
-        None,
-        "Name of the run and of its directory. Starting again with the same name resumes the run. "
-        "Default: recipe, date and time.",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-    )
-    root: str = _key("runs", "Directory that contains the runs.", min_length=1)
-    allow_changes: str | None = _key(
-        None,
-        "Comma-separated keys that may have other values than before when the run is resumed, "
-        "although they change the order of the samples: seed, data.global_batch. The samples of "
-        "the running epoch are still seen once.",
-        min_length=1,
-    )
+    name: str | None = _key(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    """Name of the run and of its directory. Starting again with the same name resumes the run.
+    Default: recipe, date and time."""
+    root: str = _key("runs", min_length=1)
+    """Directory that contains the runs."""
+    allow_changes: str | None = _key(None, min_length=1)
+    """Comma-separated keys that may have other values than before when the run is resumed, although
+    they change the order of the samples: seed, data.global_batch. The samples of the running epoch
+    are still seen once."""
 
     @property
     def changes_allowed(self) -> list[str]:
@@ -111,269 +129,181 @@ class Run(Section):
 class Data(Section):
     """The data set, the batch and how samples are read."""
 
-    name: str = _key(
-        "digits",
-        f"Data set: {', '.join(DATA_SETS)}, or your own as package.module:attribute "
-        "(docs/data.md).",
-    )
-    args: dict[str, Any] = _key(
-        {},
-        "Arguments of your own data set. It also receives `config`, this section, and `world`, if "
-        "it has parameters of these names.",
-    )
-    root: str = _key(
-        "datasets",
-        "Directory of downloaded data, shared by all ranks.",
-        min_length=1,
-        on_resume=OnResume.IGNORE,
-    )
-    path: str | None = _key(
-        None,
-        "Location of your data. For folder: a directory with one directory per class; for tokens: "
-        "a directory with train.bin and val.bin; for text: comma-separated files, directories or "
-        "patterns.",
-    )
-    seq_len: int = _key(128, "Sequence length: bytes or tokens per sample.", ge=1)
-    num_classes: int | None = _key(
-        None,
-        "Size of the vocabulary of tokens (default: found by reading the files once), or number "
-        "of classes of the synthetic data sets.",
-        ge=1,
-    )
-    image_size: int = _key(
-        224, "Height and width of images in pixels, for folder and synthetic_images.", ge=1
-    )
-    num_samples: int = _key(10_000, "Number of training samples of the synthetic data sets.", ge=1)
-    augment: bool = _key(
-        False, "Train on random crops and mirror images, for cifar10, cifar100 and folder."
-    )
-    global_batch: int = _key(
-        64, "Number of samples per step, over all ranks.", ge=1, on_resume=OnResume.REFUSE
-    )
+    name: str = "digits"
+    """Data set: $DATA_SETS, or your own as package.module:attribute (docs/data.md)."""
+    args: dict[str, Any] = {}
+    """Arguments of your own data set. It also receives `config`, this section, and `world`, if it
+    has parameters of these names."""
+    root: str = _key("datasets", min_length=1, on_resume=OnResume.IGNORE)
+    """Directory of downloaded data, shared by all ranks."""
+    path: str | None = None
+    """Location of your data. For folder: a directory with one directory per class; for tokens: a
+    directory with train.bin and val.bin; for text: comma-separated files, directories or
+    patterns."""
+    seq_len: int = _key(128, ge=1)
+    """Sequence length: bytes or tokens per sample."""
+    num_classes: int | None = _key(None, ge=1)
+    """Size of the vocabulary of tokens (default: found by reading the files once), or number of
+    classes of the synthetic data sets."""
+    image_size: int = _key(224, ge=1)
+    """Height and width of images in pixels, for folder and synthetic_images."""
+    num_samples: int = _key(10_000, ge=1)
+    """Number of training samples of the synthetic data sets."""
+    augment: bool = False
+    """Train on random crops and mirror images, for cifar10, cifar100 and folder."""
+    global_batch: int = _key(64, ge=1, on_resume=OnResume.REFUSE)
+    """Number of samples per step, over all ranks."""
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(
-        None,
-        "Number of samples per forward and backward pass on one rank. Gradients accumulate over "
-        "the micro-batches of a step. auto tries which ones fit into memory before the first "
-        "step, and takes the fastest; the run keeps it. Default: the rank's whole share of the "
-        "global batch.",
-        on_resume=OnResume.IGNORE,
+        None, on_resume=OnResume.IGNORE
     )
-    target: str | None = _key(
-        None,
-        "Key of the target in samples that are dictionaries. Default: labels, label, targets or "
-        "target, whichever a sample has.",
-        min_length=1,
-    )
-    pad: bool | Annotated[int, Field(ge=1, strict=True)] = _key(
-        False,
-        "Pad rows of unequal length: true to the longest of a batch, a number to this length. "
-        "Padding does not count in the loss.",
-    )
-    pack: int | None = _key(
-        None,
-        "Put several rows of unequal length into one sequence of this length, instead of data.pad. "
-        "The model receives `position_ids`, from 0 in each row; rows do not attend to each other. "
-        "data.global_batch then counts sequences.",
-        ge=1,
-    )
-    mask: str | None = _key(
-        "attention_mask",
-        "With data.pad, name of the model's argument that receives ones where a row has content; "
-        "without names it is the last argument. null passes no mask.",
-    )
-    collate: str | None = _key(
-        None,
-        "Your own function that makes a batch of a list of samples, as package.module:attribute.",
-    )
-    num_workers: int = _key(
-        0,
-        "Number of processes per rank that read samples ahead; 0 reads in the rank itself.",
-        ge=0,
-        on_resume=OnResume.IGNORE,
-    )
-    prefetch_factor: int = _key(
-        2, "Number of batches that each worker reads ahead.", ge=1, on_resume=OnResume.IGNORE
-    )
-    skip_unreadable: int = _key(
-        0,
-        "Number of unreadable samples per epoch, over all ranks, that are skipped before the run "
-        "stops.",
-        ge=0,
-        on_resume=OnResume.IGNORE,
-    )
+    """Number of samples per forward and backward pass on one rank. Gradients accumulate over the
+    micro-batches of a step. auto tries which ones fit into memory before the first step, and takes
+    the fastest; the run keeps it. Default: the rank's whole share of the global batch."""
+    target: str | None = _key(None, min_length=1)
+    """Key of the target in samples that are dictionaries. Default: labels, label, targets or
+    target, whichever a sample has."""
+    pad: bool | Annotated[int, Field(ge=1, strict=True)] = False
+    """Pad rows of unequal length: true to the longest of a batch, a number to this length. Padding
+    does not count in the loss."""
+    pack: int | None = _key(None, ge=1)
+    """Put several rows of unequal length into one sequence of this length, instead of data.pad. The
+    model receives `position_ids`, from 0 in each row; rows do not attend to each other.
+    data.global_batch then counts sequences."""
+    mask: str | None = "attention_mask"
+    """With data.pad, name of the model's argument that receives ones where a row has content;
+    without names it is the last argument. null passes no mask."""
+    collate: str | None = None
+    """Your own function that makes a batch of a list of samples, as package.module:attribute."""
+    num_workers: int = _key(0, ge=0, on_resume=OnResume.IGNORE)
+    """Number of processes per rank that read samples ahead; 0 reads in the rank itself."""
+    prefetch_factor: int = _key(2, ge=1, on_resume=OnResume.IGNORE)
+    """Number of batches that each worker reads ahead."""
+    skip_unreadable: int = _key(0, ge=0, on_resume=OnResume.IGNORE)
+    """Number of unreadable samples per epoch, over all ranks, that are skipped before the run
+    stops."""
 
 
 class Model(Section):
     """The model and its size."""
 
-    name: str = _key(
-        "cnn",
-        f"Model: {', '.join(MODELS)}, a classification model of torchvision such as "
-        "resnet18 or vit_b_16, or your own as package.module:attribute.",
-    )
-    args: dict[str, Any] = _key(
-        {},
-        "Arguments of your own model. It also receives `config`, this section, and `source`, the "
-        "data set, if it has parameters of these names.",
-    )
-    hidden_size: int = _key(128, "Width of the hidden layer, or of the blocks of gpt.", ge=1)
-    num_layers: int = _key(4, "Number of blocks of gpt.", ge=1)
-    num_heads: int = _key(4, "Number of attention heads of gpt.", ge=1)
-    num_kv_heads: int = _key(
-        2, "Number of key and value heads of gpt, shared by groups of attention heads.", ge=1
-    )
-    dropout: float = _key(0.0, "Probability that dropout zeroes a hidden unit.", ge=0, lt=1)
-    init: str | None = _key(
-        None,
-        "Weights to start from: a safetensors or torch.save file, a folder of Hugging Face or of "
-        "torch's distributed checkpoints, a run (its best checkpoint), or the name of weights in "
-        "torchvision, such as DEFAULT. Read only by a new run. Default: random numbers.",
-        min_length=1,
-        on_resume=OnResume.IGNORE,
-    )
-    init_rename: str | None = _key(
-        None,
-        "Comma-separated rules old=new for the names of stored tensors, with at most one * on each "
-        "side, such as backbone.*=encoder.*.",
-        on_resume=OnResume.IGNORE,
-    )
-    init_random: str | None = _key(
-        None,
-        "Comma-separated patterns of tensors that keep their random numbers if "
-        "model.init misses them or has them in another shape, such as head.*.",
-        on_resume=OnResume.IGNORE,
-    )
-    freeze: str | None = _key(
-        None, "Comma-separated patterns of parameters that are not trained, such as encoder.*."
-    )
+    name: str = "cnn"
+    """Model: $MODELS, a classification model of torchvision such as resnet18 or vit_b_16, or your
+    own as package.module:attribute."""
+    args: dict[str, Any] = {}
+    """Arguments of your own model. It also receives `config`, this section, and `source`, the data
+    set, if it has parameters of these names."""
+    hidden_size: int = _key(128, ge=1)
+    """Width of the hidden layer, or of the blocks of gpt."""
+    num_layers: int = _key(4, ge=1)
+    """Number of blocks of gpt."""
+    num_heads: int = _key(4, ge=1)
+    """Number of attention heads of gpt."""
+    num_kv_heads: int = _key(2, ge=1)
+    """Number of key and value heads of gpt, shared by groups of attention heads."""
+    dropout: float = _key(0.0, ge=0, lt=1)
+    """Probability that dropout zeroes a hidden unit."""
+    init: str | None = _key(None, min_length=1, on_resume=OnResume.IGNORE)
+    """Weights to start from: a safetensors or torch.save file, a folder of Hugging Face or of
+    torch's distributed checkpoints, a run (its best checkpoint), or the name of weights in
+    torchvision, such as DEFAULT. Read only by a new run. Default: random numbers."""
+    init_rename: str | None = _key(None, on_resume=OnResume.IGNORE)
+    """Comma-separated rules old=new for the names of stored tensors, with at most one * on each
+    side, such as backbone.*=encoder.*."""
+    init_random: str | None = _key(None, on_resume=OnResume.IGNORE)
+    """Comma-separated patterns of tensors that keep their random numbers if model.init misses them
+    or has them in another shape, such as head.*."""
+    freeze: str | None = None
+    """Comma-separated patterns of parameters that are not trained, such as encoder.*."""
     activation_checkpointing: Literal["none", "blocks", "selective"] = _key(
-        "none",
-        "Activations kept for the backward pass: none means all of them; blocks only the inputs "
-        "of blocks; selective also the results of matrix multiplications, convolutions and "
-        "attention. The rest is recomputed.",
-        on_resume=OnResume.IGNORE,
+        "none", on_resume=OnResume.IGNORE
     )
-    sync_batchnorm: bool = _key(False, "Compute the statistics of BatchNorm over all ranks.")
-    channels_last: bool = _key(
-        False,
-        "Store images in channels-last memory format, which is faster for convolutions on GPUs.",
-        on_resume=OnResume.IGNORE,
-    )
+    """Activations kept for the backward pass: none means all of them; blocks only the inputs of
+    blocks; selective also the results of matrix multiplications, convolutions and attention. The
+    rest is recomputed."""
+    sync_batchnorm: bool = False
+    """Compute the statistics of BatchNorm over all ranks."""
+    channels_last: bool = _key(False, on_resume=OnResume.IGNORE)
+    """Store images in channels-last memory format, which is faster for convolutions on GPUs."""
 
 
 class Optim(Section):
     """The optimizer and the learning rate."""
 
-    name: str = _key(
-        "adamw",
-        f"Optimizer: {', '.join(OPTIMIZERS)}, a class of torch.optim such as Muon, or your own as "
-        "package.module:attribute.",
-    )
-    args: dict[str, Any] = _key(
-        {},
-        "Further arguments of the optimizer, such as betas or eps. It also receives `params`, and "
-        "`lr` and `weight_decay` from this section.",
-    )
-    lr: float = _key(1e-3, "Peak learning rate.", gt=0)
+    name: str = "adamw"
+    """Optimizer: $OPTIMIZERS, a class of torch.optim such as Muon, or your own as
+    package.module:attribute."""
+    args: dict[str, Any] = {}
+    """Further arguments of the optimizer, such as betas or eps. It also receives `params`, and `lr`
+    and `weight_decay` from this section."""
+    lr: float = _key(1e-3, gt=0)
+    """Peak learning rate."""
     implementation: Literal["auto", "fused", "foreach", "single"] = _key(
-        "auto",
-        "Kernels of the update: fused uses one for everything, foreach one per operation, single "
-        "one per tensor; auto is fused on GPUs and for adam and adamw, else PyTorch's default.",
-        on_resume=OnResume.IGNORE,
+        "auto", on_resume=OnResume.IGNORE
     )
-    weight_decay: float = _key(
-        0.0, "Weight decay; decoupled for adamw, an L2 penalty otherwise.", ge=0
-    )
-    decay_params: Literal["all", "matrices"] = _key(
-        "all", "Parameters with weight decay; matrices excludes norms and biases."
-    )
-    groups: dict[str, dict[str, Any]] = _key(
-        {},
-        "Options of the weights whose names fit a pattern; the first that fits counts, such as "
-        '{"*.bias": {weight_decay: 0}, "head.*": {lr: 1e-2}}. `optimizer` names another '
-        "optimizer for them.",
-    )
-    momentum: float = _key(0.9, "Momentum of sgd; other optimizers ignore it.", ge=0, lt=1)
-    schedule: str = _key(
-        "constant",
-        f"Learning rate after the warm-up: {', '.join(SCHEDULES)}, or your own as "
-        "package.module:attribute. cosine and linear decay until the end; wsd (warm-up, stable, "
-        "decay) stays constant and decays in the last steps.",
-    )
-    schedule_args: dict[str, Any] = _key(
-        {},
-        "Arguments of your own schedule; it receives `step` and `steps`, counted after the "
-        "warm-up, and returns the fraction of the peak rate.",
-    )
-    min_lr_ratio: float = _key(
-        0.0, "Fraction of the peak rate to which cosine, linear and wsd decay.", ge=0, le=1
-    )
-    decay_fraction: float = _key(
-        0.2, "Fraction of the steps, at the end, in which schedule=wsd decays.", gt=0, le=1
-    )
-    warmup_steps: int = _key(0, "Number of steps of linear warm-up from zero.", ge=0)
-    lr_scaling: Literal["none", "linear", "sqrt"] = _key(
-        "none", "Scaling of the learning rate with data.global_batch / optim.base_batch."
-    )
-    base_batch: int | None = _key(
-        None, "Global batch for which optim.lr was tuned; used by optim.lr_scaling.", ge=1
-    )
-    clip_norm: float | None = _key(
-        None,
-        "Maximum norm of the whole gradient, to which it is clipped. Default: no clipping.",
-        gt=0,
-    )
-    ema: float | None = _key(
-        None,
-        "Decay per step of an exponential moving average of the weights, which checkpoints "
-        "include. Set it from step 0; it cannot be added on resume. Default: no average.",
-        gt=0,
-        lt=1,
-    )
-    evaluate_ema: bool = _key(
-        False, "Evaluate the moving average of the weights instead of the weights."
-    )
+    """Kernels of the update: fused uses one for everything, foreach one per operation, single one
+    per tensor; auto is fused on GPUs and for adam and adamw, else PyTorch's default."""
+    weight_decay: float = _key(0.0, ge=0)
+    """Weight decay; decoupled for adamw, an L2 penalty otherwise."""
+    decay_params: Literal["all", "matrices"] = "all"
+    """Parameters with weight decay; matrices excludes norms and biases."""
+    groups: dict[str, dict[str, Any]] = {}
+    """Options of the weights whose names fit a pattern; the first that fits counts, such as
+    {"*.bias": {weight_decay: 0}, "head.*": {lr: 1e-2}}. `optimizer` names another optimizer for
+    them."""
+    momentum: float = _key(0.9, ge=0, lt=1)
+    """Momentum of sgd; other optimizers ignore it."""
+    schedule: str = "constant"
+    """Learning rate after the warm-up: $SCHEDULES, or your own as package.module:attribute. cosine
+    and linear decay until the end; wsd (warm-up, stable, decay) stays constant and decays in the
+    last steps."""
+    schedule_args: dict[str, Any] = {}
+    """Arguments of your own schedule; it receives `step` and `steps`, counted after the warm-up,
+    and returns the fraction of the peak rate."""
+    min_lr_ratio: float = _key(0.0, ge=0, le=1)
+    """Fraction of the peak rate to which cosine, linear and wsd decay."""
+    decay_fraction: float = _key(0.2, gt=0, le=1)
+    """Fraction of the steps, at the end, in which schedule=wsd decays."""
+    warmup_steps: int = _key(0, ge=0)
+    """Number of steps of linear warm-up from zero."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Scaling of the learning rate with data.global_batch / optim.base_batch."""
+    base_batch: int | None = _key(None, ge=1)
+    """Global batch for which optim.lr was tuned; used by optim.lr_scaling."""
+    clip_norm: float | None = _key(None, gt=0)
+    """Maximum norm of the whole gradient, to which it is clipped. Default: no clipping."""
+    ema: float | None = _key(None, gt=0, lt=1)
+    """Decay per step of an exponential moving average of the weights, which checkpoints include.
+    Set it from step 0; it cannot be added on resume. Default: no average."""
+    evaluate_ema: bool = False
+    """Evaluate the moving average of the weights instead of the weights."""
 
 
 class Train(Section):
     """The length of the training, evaluation and the loss."""
 
-    epochs: float = _key(10, "Number of passes over the training data.", gt=0)
-    steps: int | None = _key(None, "Number of steps to train; overrides train.epochs.", ge=1)
-    evaluate_every: float | None = _key(
-        None,
-        "Number of epochs between evaluations. Default: only at the end.",
-        gt=0,
-        on_resume=OnResume.IGNORE,
-    )
-    loss: str = _key(
-        "cross_entropy", f"Loss: {', '.join(LOSSES)}, or your own as package.module:attribute."
-    )
-    stop_after: int | None = _key(
-        None,
-        "Stop early after this number of evaluations in a row in which train.stop_metric did not "
-        "improve.",
-        ge=1,
-    )
-    stop_metric: str = _key(
-        "loss", "Validation metric of train.stop_after, as in checkpoint.keep_best.", min_length=1
-    )
-    loss_args: dict[str, Any] = _key(
-        {},
-        "Arguments of your own loss; it receives `outputs` and `targets`, or `model` and `batch`.",
-    )
-    metrics: Plugins = _key(
-        {},
-        "Metrics of your own, as package.module:attribute or by name: {name: …, args: …}. Each "
-        "receives `outputs` and `targets` of a validation batch.",
-        on_resume=OnResume.IGNORE,
-    )
-    callbacks: Plugins = _key(
-        {},
-        "Members of the training step of your own, like train.metrics. Each receives `run` and "
-        "`model`.",
-    )
-    compile: bool = _key(False, "Compile each block of the model.", on_resume=OnResume.IGNORE)
+    epochs: float = _key(10, gt=0)
+    """Number of passes over the training data."""
+    steps: int | None = _key(None, ge=1)
+    """Number of steps to train; overrides train.epochs."""
+    evaluate_every: float | None = _key(None, gt=0, on_resume=OnResume.IGNORE)
+    """Number of epochs between evaluations. Default: only at the end."""
+    loss: str = "cross_entropy"
+    """Loss: $LOSSES, or your own as package.module:attribute."""
+    stop_after: int | None = _key(None, ge=1)
+    """Stop early after this number of evaluations in a row in which train.stop_metric did not
+    improve."""
+    stop_metric: str = _key("loss", min_length=1)
+    """Validation metric of train.stop_after, as in checkpoint.keep_best."""
+    loss_args: dict[str, Any] = {}
+    """Arguments of your own loss; it receives `outputs` and `targets`, or `model` and `batch`."""
+    metrics: Plugins = _key({}, on_resume=OnResume.IGNORE)
+    """Metrics of your own, as package.module:attribute or by name: {name: …, args: …}. Each
+    receives `outputs` and `targets` of a validation batch."""
+    callbacks: Plugins = {}
+    """Members of the training step of your own, like train.metrics. Each receives `run` and
+    `model`."""
+    compile: bool = _key(False, on_resume=OnResume.IGNORE)
+    """Compile each block of the model."""
 
 
 class Faults(Section):
@@ -381,35 +311,22 @@ class Faults(Section):
 
     ON_RESUME = OnResume.IGNORE
 
-    max_skipped_steps: int = _key(
-        10,
-        "Number of consecutive steps that may be skipped because the loss or gradient is not "
-        "finite.",
-        ge=1,
-    )
-    on_repeated: Literal["rollback", "stop"] = _key(
-        "stop",
-        "What happens after that: rollback returns to the last checkpoint and skips the bad "
-        "batches; stop ends the run.",
-    )
-    spike_factor: float | None = _key(
-        None,
-        "Skip a step whose loss is more than this multiple of the recent mean; needs one more "
-        "collective per step. Set it from step 0; it cannot be added on resume. Default: off.",
-        gt=1,
-        on_resume=OnResume.TELL,
-    )
-    replay_snapshots: int = _key(
-        3, "Number of bad steps per attempt whose weights are kept for `rollcall replay`.", ge=0
-    )
-    hang_seconds: Literal["auto"] | float | None = _key(
-        "auto",
-        "Seconds without progress after which all ranks print their stacks and end; auto is ten "
-        "times the longest step so far, at least 300; null turns it off.",
-    )
-    divergence: Literal["warn", "stop", "off"] = _key(
-        "warn", "What happens if ranks that should hold the same weights do not."
-    )
+    max_skipped_steps: int = _key(10, ge=1)
+    """Number of consecutive steps that may be skipped because the loss or gradient is not
+    finite."""
+    on_repeated: Literal["rollback", "stop"] = "stop"
+    """What happens after that: rollback returns to the last checkpoint and skips the bad batches;
+    stop ends the run."""
+    spike_factor: float | None = _key(None, gt=1, on_resume=OnResume.TELL)
+    """Skip a step whose loss is more than this multiple of the recent mean; needs one more
+    collective per step. Set it from step 0; it cannot be added on resume. Default: off."""
+    replay_snapshots: int = _key(3, ge=0)
+    """Number of bad steps per attempt whose weights are kept for `rollcall replay`."""
+    hang_seconds: Literal["auto"] | float | None = "auto"
+    """Seconds without progress after which all ranks print their stacks and end; auto is ten times
+    the longest step so far, at least 300; null turns it off."""
+    divergence: Literal["warn", "stop", "off"] = "warn"
+    """What happens if ranks that should hold the same weights do not."""
 
 
 class Parallel(Section):
@@ -417,52 +334,37 @@ class Parallel(Section):
 
     ON_RESUME = OnResume.IGNORE
 
-    strategy: Strategy = _key(
-        "ddp",
-        "single: one rank; dp: the GPUs of one process; ddp: a replica on each rank; zero1, "
-        "zero2, zero3: shard the optimizer state, also the gradients, also the weights; hsdp: "
-        "shards inside a node, replicas between nodes; tensor: split layers; context: split "
-        "sequences; pipeline: stages of layers; split: like pipeline, but one micro-batch at a "
-        "time, also over the GPUs of one process.",
-    )
-    mesh: str | None = _key(
-        None,
-        "Mesh of ranks that replaces the strategy's own, such as shard=rest,tensor=2 "
-        "(docs/parallelism.md).",
-    )
-    schedule: Schedule | None = _key(
-        None,
-        "Order in which micro-batches run through pipeline stages. Default: 1f1b, or sequential "
-        "for strategy=split.",
-    )
-    stages_per_rank: int = _key(
-        2, "Number of pipeline stages per rank, for the schedules interleaved to dualpipev.", ge=2
-    )
-    balance: Literal["flops", "time"] = _key(
-        "flops",
-        "Cost by which layers are divided into pipeline stages: counted operations or measured "
-        "time.",
-    )
-    sequence_parallel: bool = _key(
-        False,
-        "With tensor parallelism, compute norms and other modules between the split layers on "
-        "pieces of the sequences.",
-    )
-    cpu_offload: bool = _key(False, "Keep shards in host memory and update them on the CPU.")
-    bucket_mb: float | None = _key(
-        None, "MiB of gradients per all-reduce of ddp. Default: PyTorch's.", gt=0
-    )
-    static_graph: bool = _key(False, "Promise to ddp that every step uses the same weights.")
-    compression: Literal["none", "fp16", "bf16", "powersgd"] = _key(
-        "none",
-        "Compression of the gradients that ddp sends. It changes the result.",
-        on_resume=OnResume.TELL,
-    )
-    check: Literal["auto", "off"] = _key(
-        "auto",
-        "Before the first step, compare the spread model with the plain one, and refuse the run if "
-        "they differ.",
-    )
+    strategy: Strategy = "ddp"
+    """single: one rank; dp: the GPUs of one process; ddp: a replica on each rank; zero1, zero2,
+    zero3: shard the optimizer state, also the gradients, also the weights; hsdp: shards inside a
+    node, replicas between nodes; tensor: split layers; context: split sequences; pipeline: stages
+    of layers; split: like pipeline, but one micro-batch at a time, also over the GPUs of one
+    process."""
+    mesh: str | None = None
+    """Mesh of ranks that replaces the strategy's own, such as shard=rest,tensor=2
+    (docs/parallelism.md)."""
+    schedule: Schedule | None = None
+    """Order in which micro-batches run through pipeline stages. Default: 1f1b, or sequential for
+    strategy=split."""
+    stages_per_rank: int = _key(2, ge=2)
+    """Number of pipeline stages per rank, for the schedules interleaved to dualpipev."""
+    balance: Literal["flops", "time"] = "flops"
+    """Cost by which layers are divided into pipeline stages: counted operations or measured
+    time."""
+    sequence_parallel: bool = False
+    """With tensor parallelism, compute norms and other modules between the split layers on pieces
+    of the sequences."""
+    cpu_offload: bool = False
+    """Keep shards in host memory and update them on the CPU."""
+    bucket_mb: float | None = _key(None, gt=0)
+    """MiB of gradients per all-reduce of ddp. Default: PyTorch's."""
+    static_graph: bool = False
+    """Promise to ddp that every step uses the same weights."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = _key("none", on_resume=OnResume.TELL)
+    """Compression of the gradients that ddp sends. It changes the result."""
+    check: Literal["auto", "off"] = "auto"
+    """Before the first step, compare the spread model with the plain one, and refuse the run if
+    they differ."""
 
     @property
     def choice(self) -> str:
@@ -502,45 +404,29 @@ class Checkpoint(Section):
 
     ON_RESUME = OnResume.IGNORE
 
-    every: int | None = _key(
-        100,
-        "Number of steps between checkpoints; null saves only by time, at the end and on a stop.",
-        ge=1,
-    )
-    every_minutes: float | None = _key(
-        None, "Minutes between checkpoints, in addition to those by steps.", gt=0
-    )
-    auto_interval: bool = _key(
-        False,
-        "Choose the time between checkpoints that minimizes lost work, from the cost of a save "
-        "and how often this run fails (Young, Daly).",
-    )
-    mtbf_hours: float = _key(
-        24, "Mean hours between failures that checkpoint.auto_interval assumes at first.", gt=0
-    )
-    keep_last: int = _key(2, "Number of newest checkpoints to keep.", ge=1)
-    keep_every: int | None = _key(
-        None, "Keep also the checkpoints of steps that are multiples of this.", ge=1
-    )
-    keep_best: str | None = _key(
-        None,
-        "Keep also the checkpoint with the best value of this validation metric, such as loss, "
-        "accuracy or one of train.metrics; it is saved at evaluations (train.evaluate_every). "
-        "Losses, errors and perplexity are best when small, others when large; loss:max and "
-        "NAME:min say so.",
-        min_length=1,
-    )
-    save_frozen: bool = _key(
-        True,
-        "Save also the parameters that are not trained; with false, a resumed run reads them from "
-        "model.init again.",
-    )
-    local: str | None = _key(
-        None,
-        "Directory on a local disk of each node, such as $TMPDIR. Checkpoints are written there "
-        "first and copied to the run directory in the background.",
-        min_length=1,
-    )
+    every: int | None = _key(100, ge=1)
+    """Number of steps between checkpoints; null saves only by time, at the end and on a stop."""
+    every_minutes: float | None = _key(None, gt=0)
+    """Minutes between checkpoints, in addition to those by steps."""
+    auto_interval: bool = False
+    """Choose the time between checkpoints that minimizes lost work, from the cost of a save and how
+    often this run fails (Young, Daly)."""
+    mtbf_hours: float = _key(24, gt=0)
+    """Mean hours between failures that checkpoint.auto_interval assumes at first."""
+    keep_last: int = _key(2, ge=1)
+    """Number of newest checkpoints to keep."""
+    keep_every: int | None = _key(None, ge=1)
+    """Keep also the checkpoints of steps that are multiples of this."""
+    keep_best: str | None = _key(None, min_length=1)
+    """Keep also the checkpoint with the best value of this validation metric, such as loss,
+    accuracy or one of train.metrics; it is saved at evaluations (train.evaluate_every). Losses,
+    errors and perplexity are best when small, others when large; loss:max and NAME:min say so."""
+    save_frozen: bool = True
+    """Save also the parameters that are not trained; with false, a resumed run reads them from
+    model.init again."""
+    local: str | None = _key(None, min_length=1)
+    """Directory on a local disk of each node, such as $TMPDIR. Checkpoints are written there first
+    and copied to the run directory in the background."""
 
 
 class Log(Section):
@@ -548,21 +434,16 @@ class Log(Section):
 
     ON_RESUME = OnResume.IGNORE
 
-    every: int = _key(10, "Number of steps between lines of metrics.jsonl.", ge=1)
-    to: Plugins = _key(
-        {},
-        f"Loggers, comma-separated: {', '.join(LOGGERS)}, or your own as "
-        "package.module:attribute. Arguments are log.to.NAME.args. Each receives `run`.",
-    )
-    chips: str | None = _key(
-        None,
-        "YAML file with the peak operations per second of your chips, for `mfu`; it adds to "
-        "rollcall/config/chips.yaml (docs/profiling.md).",
-        min_length=1,
-    )
-    fingerprints: bool = _key(
-        False, "Write a hash of every tensor of every step to fingerprints.jsonl; needs exact=true."
-    )
+    every: int = _key(10, ge=1)
+    """Number of steps between lines of metrics.jsonl."""
+    to: Plugins = {}
+    """Loggers, comma-separated: $LOGGERS, or your own as package.module:attribute. Arguments are
+    log.to.NAME.args. Each receives `run`."""
+    chips: str | None = _key(None, min_length=1)
+    """YAML file with the peak operations per second of your chips, for `mfu`; it adds to
+    rollcall/config/chips.yaml (docs/profiling.md)."""
+    fingerprints: bool = False
+    """Write a hash of every tensor of every step to fingerprints.jsonl; needs exact=true."""
 
 
 class Profile(Section):
@@ -570,42 +451,30 @@ class Profile(Section):
 
     ON_RESUME = OnResume.IGNORE
 
-    steps: str | None = _key(
-        None,
-        "Steps to profile, FIRST:END as in Python: 10:13 profiles the steps 10, 11 and 12. The "
-        "trace and tables lie in RUN/profile (docs/profiling.md).",
-    )
-    ranks: Annotated[str, BeforeValidator(lambda ranks: f"{ranks}")] = _key(
-        "0", "Comma-separated ranks that are profiled, or all."
-    )
-    tool: Literal["torch", "nsight"] = _key(
-        "torch",
-        "torch writes a trace and tables; nsight only marks the phases and the steps, for a run "
-        "under Nsight Systems on GPUs.",
-    )
+    steps: str | None = None
+    """Steps to profile, FIRST:END as in Python: 10:13 profiles the steps 10, 11 and 12. The trace
+    and tables lie in RUN/profile (docs/profiling.md)."""
+    ranks: Annotated[str, BeforeValidator(lambda ranks: f"{ranks}")] = "0"
+    """Comma-separated ranks that are profiled, or all."""
+    tool: Literal["torch", "nsight"] = "torch"
+    """torch writes a trace and tables; nsight only marks the phases and the steps, for a run under
+    Nsight Systems on GPUs."""
 
 
 class Config(Section):
     """The complete configuration of a run."""
 
-    seed: int = _key(
-        0, "Seed of all random numbers of the run.", ge=0, lt=2**63, on_resume=OnResume.REFUSE
-    )
-    device: Literal["auto", "cpu", "cuda"] = _key(
-        "auto", "Device type; auto uses the GPUs if there are any.", on_resume=OnResume.IGNORE
-    )
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = _key(
-        "fp32",
-        "Number format of the forward and backward pass; the weights stay fp32 (docs/training.md).",
-    )
-    exact: bool = _key(
-        False,
-        "Make the weights bit-identical for any number of ranks that divides exact_shards "
-        "(docs/exact.md).",
-    )
-    exact_shards: Literal[2, 4, 8, 16, 32, 64, 128, 256] = _key(
-        8, "Number of pieces of the global batch in exact mode; the result depends on it."
-    )
+    seed: int = _key(0, ge=0, lt=2**63, on_resume=OnResume.REFUSE)
+    """Seed of all random numbers of the run."""
+    device: Literal["auto", "cpu", "cuda"] = _key("auto", on_resume=OnResume.IGNORE)
+    """Device type; auto uses the GPUs if there are any."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "fp32"
+    """Number format of the forward and backward pass; the weights stay fp32 (docs/training.md)."""
+    exact: bool = False
+    """Make the weights bit-identical for any number of ranks that divides exact_shards
+    (docs/exact.md)."""
+    exact_shards: Literal[2, 4, 8, 16, 32, 64, 128, 256] = 8
+    """Number of pieces of the global batch in exact mode; the result depends on it."""
     run: Run = Run()
     data: Data = Data()
     model: Model = Model()

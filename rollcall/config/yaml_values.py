@@ -7,13 +7,13 @@ is true or false, or a number.
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rollcall.refusal import RefusedError
+from rollcall.refusal import ConfigError
 from rollcall.text import did_you_mean
 
 DEEPEST = 100
@@ -61,25 +61,47 @@ def load_texts(text: str) -> Any:
         return yaml.load(text, yaml.CBaseLoader)
 
 
+def read(path: Path, parse: Callable[[str], Any] = load) -> dict[str, Any]:
+    """Read a file of `key: value` lines.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such file.
+    """
+    text = ""
+    try:
+        text = path.read_text()
+        values = parse(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML{_problem(error, text)}") from None
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of key: value, got a {type(values).__name__}")
+    return values or {}
+
+
 def read_texts(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     """Read a file with a value, or a group of values, for some of these keys; all are text.
 
     Raises:
-        RefusedError: it is no such file.
+        ConfigError: it cannot be read, is no such file, or has another key.
     """
-    try:
-        values = load_texts(path.read_text()) or {}
-    except OSError as error:
-        raise RefusedError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RefusedError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise RefusedError(f"{path}: expected 'key: value' lines with {', '.join(keys)}")
+    values = read(path, load_texts)
     for key in values:
         if key not in keys:
             hint = did_you_mean(key, keys) or f"; the keys are {', '.join(keys)}"
-            raise RefusedError(f"{path}: unknown key '{key}'{hint}")
+            raise ConfigError(f"{path}: unknown key '{key}'{hint}")
     return {key: value for key, value in values.items() if value != ""}
+
+
+def _problem(error: Exception, text: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return f": {' '.join(str(error).split())}"
+    (line,) = text.splitlines()[mark.line : mark.line + 1] or [""]
+    is_tab = line[mark.column : mark.column + 1] == "\t"
+    problem = "indent with spaces, not with tabs" if is_tab else error.problem
+    return f", line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def dump(values: Any, **options: Any) -> str:
@@ -91,11 +113,15 @@ def dump(values: Any, **options: Any) -> str:
 @contextlib.contextmanager
 def _explained(text: str) -> Iterator[None]:
     try:
-        depth = 0
+        within: list[str | None] = []  # the anchors of the open collections
         for event in yaml.parse(text, yaml.CBaseLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
+            if isinstance(event, yaml.CollectionStartEvent):
+                within.append(event.anchor)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                within.pop()
+            elif isinstance(event, yaml.AliasEvent) and event.anchor in within:
+                raise yaml.YAMLError(f"*{event.anchor} stands inside of what it names")
+            if len(within) > DEEPEST:
                 raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")
         yield
     except yaml.YAMLError:

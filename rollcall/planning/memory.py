@@ -1,7 +1,7 @@
 """The memory of one rank, in bytes, as terms that add up."""
 
 from rollcall.planning.layout import Layout, Terms
-from rollcall.planning.machine import Machine
+from rollcall.planning.machine import Machine, Software
 from rollcall.planning.model import HALF, Model, Part
 from rollcall.planning.step_time import FULL, cuts, held
 
@@ -30,10 +30,8 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     terms["weights"] = count * (HALF if copies else FULL) / (shards if zero == 3 else 1)
     if zero == 2 and not copies:  # whole in the format of the products, beside the shards
         terms["weights"] = count * (layout.width + FULL / shards)
-    casts = (
-        is_half and not copies and zero < 2
-    )  # autocast: what follows the embedding, for backward
-    if casts and layout.recompute != "full":
+    casts = _casts(layout, software)
+    if casts and layout.recompute != "full":  # of what follows the embedding
         rest = count - (number == 0) * model.first.weights / model.first.ranks(layout.tensor)
         terms["weights"] += HALF * rest
     whole = software.whole and layout.micro_batches > 1
@@ -46,7 +44,8 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     if layout.chunks > 1:  # the interleaved schedule of https://arxiv.org/abs/2104.04473
         ahead = 2 * (layout.stages - number) - 1 + (layout.chunks - 1) * layout.stages
         flying = min(layout.micro_batches, ahead / layout.chunks)
-    one = _kept(model.layer, layout) * software.kept
+    copied = 1.0 if model.exact_flops else software.kept
+    one = _kept(model.layer, layout, machine, copied)
     attention = model.layer.attention
     if attention and not software.fused and layout.recompute != "selective":
         # Softmax, what dropout leaves of it, and its mask.
@@ -54,23 +53,35 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
         one += 5 * scores / layout.tensor / layout.context
     if layout.recompute == "full":
         share = layout.context * (layout.tensor if layout.sequence else 1)
-        stream = FULL / HALF if casts else 1  # sums of both formats have 32 bits
+        stream = FULL / HALF if casts else 1
         saved = stream * flying * layers * model.layer.boundary * layout.micro / share + one
     else:
         saved = flying * layers * one
     terms["activations"] = saved * wide
     if number == 0:
-        terms["activations"] += _kept(model.first, layout) * flying * wide
+        terms["activations"] += _kept(model.first, layout, machine) * flying * wide
     if number == layout.stages - 1:
-        terms["outputs and loss"] = _kept(model.last, layout, software.loss)
+        outputs = model.last.outputs / model.last.ranks(layout.tensor) / layout.context
+        terms["outputs and loss"] = _kept(model.last, layout, machine)
+        terms["outputs and loss"] += software.loss_keeps * outputs * layout.micro
     terms["workspaces"] = CONTEXT
     return terms
 
 
-def _kept(part: Part, layout: Layout, times: float = 1.0) -> float:
-    tensor = part.ranks(layout.tensor)
-    whole = part.saved / (tensor if layout.sequence else 1)
-    return (whole + times * part.cut_saved / tensor) * layout.micro / layout.context
+def _casts(layout: Layout, software: Software) -> bool:
+    """Return whether autocast keeps 32 bits beside 16; FSDP casts what goes into a unit."""
+    return layout.width == HALF and software.autocast and layout.zero < 2
+
+
+def _kept(part: Part, layout: Layout, machine: Machine, copied: float = 1.0) -> float:
+    """Bytes that a micro-batch keeps in a part, in 16 bits."""
+    software, tensor = machine.software, part.ranks(layout.tensor)
+    pieces = tensor if layout.sequence else 1
+    casts = _casts(layout, software)
+    whole = (part.saved * copied + part.stream * casts) / pieces + part.recast * casts
+    if not software.regathers:
+        whole += part.inputs * (1 - 1 / pieces)
+    return (whole + part.cut_saved / tensor) * layout.micro / layout.context
 
 
 def fits(terms: Terms, machine: Machine) -> bool:

@@ -44,11 +44,16 @@ class Part:
         weights: values, of which tensor ranks divide `cut_weights`.
         moved: bytes that operations other than products read and write per sample, forward and
             backward, of which tensor ranks divide `cut_moved`.
-        saved: bytes per sample kept for the backward pass; tensor ranks divide `cut_saved` more,
-            and `saved` only with sequence parallelism. In the last part, `cut_saved` counts the
-            outputs, of which a program keeps more or fewer bytes each.
+        saved: bytes per sample kept for the backward pass, which tensor ranks divide only with
+            sequence parallelism. `inputs` of them go into divided products, and `stream` of them
+            are sums, which autocast leaves in 32 bits. Tensor ranks divide `cut_saved` more.
+        recast: bytes that autocast keeps more, of inputs that several products cast.
+        outputs: values of the model's result per sample, which tensor ranks divide. A program's
+            loss moves and keeps some bytes for each.
         whole: every tensor rank holds and computes all of it.
         boundary: bytes per sample that the part hands to the next.
+        tensors: the number of weights as tensors, of which tensor ranks divide `cut_tensors`.
+        units: what FSDP gathers as one.
     """
 
     weights: int
@@ -58,10 +63,17 @@ class Part:
     moved: float = 0
     cut_moved: float = 0
     saved: float = 0
+    inputs: float = 0
+    stream: float = 0
+    recast: float = 0
     cut_saved: float = 0
+    outputs: float = 0
     boundary: float = 0
     messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
     whole: bool = False
+    tensors: float = 1
+    cut_tensors: int = 0
+    units: float = 1
 
     def ranks(self, tensor: int) -> int:
         """Return how many of the tensor ranks divide this part."""
@@ -95,12 +107,17 @@ class Model:
     length: int = 1
     divides: int = 1
     tied: bool = False  # the last part uses the weights of the first
-    exact_flops: float = 0.0  # of forward and backward pass per sample, if they were counted
+    exact_flops: float = 0.0  # of forward and backward pass per sample, if its code was counted
 
     @property
     def weights(self) -> int:
         """Values of all weights, each counted once."""
         return self.first.weights + self.layer.weights * self.layers + self.last.weights
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts in order, each layer by itself."""
+        return [self.first, *[self.layer] * self.layers, self.last]
 
     def with_whole_ends(self) -> "Model":
         """Return the model as rollcall's tensor ranks hold it; Megatron's divide the vocabulary."""
@@ -145,6 +162,7 @@ def transformer(
     )
     cut = sum(product.inner * product.columns for product in products)
     attended = HALF * length * (2 * hidden + 2 * shared)  # queries, keys, values, outputs
+    cut_tensors = 6 + gated  # queries, keys, values, outputs, and the perceptron's
     layer = Part(
         weights=cut + 2 * hidden,
         cut_weights=cut,
@@ -155,21 +173,26 @@ def transformer(
         # Activation of the wide part: with a gate two products of values more.
         cut_moved=(13 if gated else 5) * inner + 2 * attended,
         saved=4 * row,  # inputs of both norms and of both groups of products
+        inputs=2 * row,
+        stream=2 * row,
+        recast=2 * row,  # of the queries', keys' and values' products
         cut_saved=attended + (4 if gated else 2) * inner,
         boundary=row,
         messages=4,
+        tensors=cut_tensors + 2,
+        cut_tensors=cut_tensors,
     )
-    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row)
-    logits = HALF * vocab * length
+    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row, cut_tensors=1)
     last = Part(
         weights=hidden + (0 if tied else vocab * hidden),
         cut_weights=0 if tied else vocab * hidden,
         products=(Product(length, hidden, vocab, "columns"),),
         moved=5 * row,
-        # Cast to fp32, softmax and its gradient in fp32, cast back.
-        cut_moved=14 * logits,
         saved=2 * row,
-        cut_saved=vocab * length,
+        outputs=vocab * length,
+        tensors=2 - tied,
+        cut_tensors=1 - tied,
+        units=2 - tied,  # the norm and the head
     )
     return Model(name, first, layer, layers, last, length, kv_heads, tied)
 

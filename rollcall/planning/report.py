@@ -9,6 +9,7 @@ from rollcall.planning.machine import Machine
 from rollcall.planning.model import Model
 from rollcall.planning.run_cost import RunCost
 from rollcall.planning.search import Choice
+from rollcall.planning.step_time import cuts
 from rollcall.text import duration, size, table
 
 
@@ -65,9 +66,11 @@ def why(choice: Choice, model: Model, machine: Machine) -> list[str]:
             [f"  {key}", show(one), f"{one / terms.total():.1%}"] for key, one in terms.items()
         ]
         rows.append(["  sum", show(terms.total()), of])
-    if choice.layout.stages == 1 and (sent := traffic.of_step(model, choice.layout)):
-        rows.append(["collectives of a rank", "", ""])
-        rows += [[f"  {name}", size(value), ""] for name, value in sent.items()]
+    if sent := traffic.of_step(model, choice.layout, cuts(model, choice.layout, machine)):
+        rows.append(["messages of the rank with most", "", ""])
+        for (kind, ranks, _), (count, total) in sent.items():
+            rows.append([f"  {kind}, {ranks:,} ranks", size(total), f"{count:,.0f}"])
+        rows.append(["  sum", size(sent.total()), ""])
     return table(rows)
 
 

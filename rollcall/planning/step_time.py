@@ -13,16 +13,16 @@ from rollcall.planning.model import HALF, Model, Part, attention_flops
 
 MOVING = 0.8
 """Fraction of the memory's bandwidth that streaming kernels reach."""
-PASSES = 1.6
+PASSES = 1.3
 """Bytes that eager kernels move for each byte that the operations need. Fitted."""
 SCORES = 70
 """Bytes moved for each attention score, forward and backward, without fused attention: scale, mask,
 softmax in fp32, casts and dropout, each a kernel."""
-LINKS_INSIDE = 0.7
+LINKS_INSIDE = 0.67
 """Fraction of the links inside a node that collectives reach. Fitted."""
-LINKS_BETWEEN = 0.5
+LINKS_BETWEEN = 0.49
 """Fraction of the links between nodes that collectives reach. Fitted."""
-SLOWED = 0.5
+SLOWED = 0.37
 """Time by which a collective slows the computation beside it, relative to it. Fitted."""
 HOP_INSIDE = 1e-5
 """Seconds of one step of a ring inside a node, with the kernel's start."""
@@ -88,17 +88,21 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
             terms["attention"] += (forwards + 2) / 3 * SCORES * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
     moved = (whole + part.cut_moved / tensor) * wide * share
-    terms["other operations"] = (3 + again) / 3 * software.passes * PASSES * moved / moving
+    moved *= (3 + again) / 3 * software.passes * PASSES
+    moved += software.loss_moves * part.outputs * share / tensor
+    terms["other operations"] = moved / moving
     if part.messages and tensor > 1:
         size = part.boundary * wide * share
         exchange = (2 + again) * part.messages * ring(size, tensor, 1, machine)
         terms["tensor collectives"] = software.exposed * exchange
-    if part.attention and layout.context > 1:  # queries, keys, values and outputs change their cut
+    if part.attention and layout.context > 1:
         length, heads, width, kv_heads = part.attention
-        values = length * width * 2 * (heads + kv_heads)
+        # Keys and values go around beside the attention, or everything changes its cut before it.
+        values = length * width * 2 * (kv_heads + (0 if software.rotates else heads))
         size = layout.width * values * share / tensor
         exchange = (2 + again) * ring(size, layout.context, tensor, machine)
-        terms["context collectives"] = exchange
+        hidden = terms["attention"] if software.rotates else 0.0
+        terms["context collectives"] = _beside(exchange, hidden)
     return terms
 
 
@@ -150,10 +154,14 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
             joined = (busy**MIXED + (launched * host) ** MIXED) ** (1 / MIXED)
             slot["waiting for the host"] = max(joined, launched * stall) - busy
             if layout.zero == 3:
-                gathers = layers * _gathers(model, layout, machine)
+                ends_weights = ends[1] * model.first.weights + ends[2] * model.last.weights
+                gathers = layers * _gathers(model.layer.weights, layout, machine)
+                gathers += _gathers(ends_weights, layout, machine)
                 slot["data collectives"] = _beside(gathers, slot.total())
             if stages > 1:
-                slot["pipeline messages"] = layout.chunks * _message(model, layout, machine)
+                messages = layout.chunks * _message(model, layout, machine)
+                hidden = slot.total() if layout.chunks > 1 else 0.0  # other pieces compute
+                slot["pipeline messages"] = _beside(messages, hidden)
             found[ends] = slot
         slots.append(found[ends])
     totals = [slot.total() for slot in slots]
@@ -163,10 +171,11 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     terms["pipeline bubble"] = (sum(totals) - slowest) / layout.chunks
     if layout.zero < 3:
         if count > 1:  # read the gradient, read and write the sum
-            moved = layout.width + 2 * software.gradient
-            terms["adding gradients"] = count * most * moved / moving
+            # A product that adds up its gradient itself does not write it in its own format.
+            alone = -layout.width if software.adds else layout.width
+            terms["adding gradients"] = count * most * (2 * software.reduce + alone) / moving
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
-        terms["data collectives"] = _beside(_exchange(most, layout, machine), hidden)
+        terms["data collectives"] = _beside(_exchange(model, most, layout, machine), hidden)
     terms["optimizer"] = most / layout.shards * UPDATE / moving
     return Terms({name: seconds * machine.factor for name, seconds in terms.items() if seconds})
 
@@ -176,10 +185,10 @@ def _beside(exchange: float, computation: float) -> float:
     return max(SLOWED * min(exchange, computation), exchange - computation)
 
 
-def _gathers(model: Model, layout: Layout, machine: Machine) -> float:
+def _gathers(weights: int, layout: Layout, machine: Machine) -> float:
     """Seconds in which ZeRO 3 gathers a layer twice and scatters its gradients."""
     group, tensor, sent = layout.shards, layout.tensor, machine.software.reduce
-    values = model.layer.weights / tensor
+    values = weights / tensor
     exchange = 2 * ring(values * layout.width, group, tensor, machine)
     exchange += ring(values * sent, group, tensor, machine)
     replicas = layout.data * layout.context // group  # they add up their shards' gradients
@@ -187,12 +196,15 @@ def _gathers(model: Model, layout: Layout, machine: Machine) -> float:
     return exchange + added / layout.micro_batches
 
 
-def _exchange(weights: float, layout: Layout, machine: Machine) -> float:
+def _exchange(model: Model, weights: float, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
     group, tensor = layout.data * layout.context, layout.tensor
     size: float = weights * machine.software.reduce
     back = weights * layout.width if layout.zero else size
     exchange = ring(size, group, tensor, machine) + ring(back, group, tensor, machine)
+    if layout.zero == 2:  # a ring for each layer, and no bucket
+        units = weights / (model.layer.weights / tensor) - 1
+        return exchange + units * 2 * ring(0, group, tensor, machine)
     nodes = min(group * tensor / machine.node, group)
     hop: float = machine.software.hop * 2 * math.log2(max(1, nodes))  # of a tree between nodes
     return exchange + size / BUCKET * hop

@@ -148,7 +148,7 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
     A run can be slower than its layout allows, but not faster; so of two rows that cannot both be
     right, the slower one is disturbed. No prediction has a say in this.
     """
-    equal, pipelines = defaultdict(list), defaultdict(list)
+    equal, slots = defaultdict(list), defaultdict(list)
     found = set()
     for place, row in enumerate(rows):
         layout, seconds = row.layout, row.seconds
@@ -156,17 +156,19 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
         equal[EQUAL, (*key, row.cells["zero"])].append((seconds or math.inf, place))
         if seconds and layout.zero < 2:
             equal[TWINS, key].append((seconds, place))
-        if seconds and layout.stages > 1:
-            pipelines[row.key(*STAGE)].append((place, layout.stages, layout.micro, row.slot))
+        if seconds:
+            slots[row.key(*STAGE)].append((place, layout, row.slot))
         peak = row.machine.chip.flops[layout.precision] * layout.ranks
         if seconds and row.model.flops() * layout.batch < STALLED * peak * seconds:
             found.add(place)
     for (most, _), members in equal.items():
         found |= {place for seconds, place in members if seconds > most * min(members)[0]}
-    for stages in pipelines.values():
-        for place, count, micro, slot in stages:
-            for _, fewer, size, other in stages:
-                if fewer <= count and slot > SLOTS * other * max(1, micro / size):
+    for members in slots.values():
+        for place, layout, slot in members:
+            for _, other, seconds in members:
+                larger = max(1, layout.micro / other.micro) * max(1, other.stages / layout.stages)
+                is_like = min(layout.stages, other.stages) > 1 or other.data >= layout.data
+                if is_like and slot > SLOTS * seconds * larger:
                     found.add(place)
     return found
 

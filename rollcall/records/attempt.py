@@ -58,18 +58,13 @@ class AttemptRecord:
         """Read all attempts, in order."""
         found: dict[int, Self] = {}
         for line in AttemptEvent.read(directory):
+            number = line.attempt
             if line.event == "started" and line.hosts and line.ranks:
-                record = cls(line.attempt, line.job, line.hosts, line.ranks, line.time)
-            elif line.event == "ended" and line.attempt in found:
-                record = replace(
-                    found[line.attempt],
-                    state=line.state,
-                    exit_code=line.exit_code,
-                    ended=line.time,
+                found[number] = cls(number, line.job, line.hosts, line.ranks, line.time)
+            elif line.event == "ended" and number in found:
+                found[number] = replace(
+                    found[number], state=line.state, exit_code=line.exit_code, ended=line.time
                 )
-            else:
-                continue
-            found[line.attempt] = record
         return [found[number] for number in sorted(found)]
 
 

@@ -100,6 +100,7 @@ TASKS = {
     "hubmap": (*HUB, "data.args.kind=map"),
     "hubstream": (*HUB, "data.args.kind=stream"),
     "hubshuffled": (*HUB, "data.args.kind=shuffled"),
+    "hubshards": (*HUB, "data.args.kind=shards"),
     "packed": (*PACKED, "data.name=user_tasks:words", "model.name=gpt", *SMALL),
     "tuned": TUNED,
     "llama": (*TEXT, *LLAMA),
@@ -108,14 +109,16 @@ TASKS = {
     "vit": VIT,
 }
 PACKAGES = {
-    **dict.fromkeys(("hubmap", "hubstream", "hubshuffled"), "datasets"),
+    **dict.fromkeys(("hubmap", "hubstream", "hubshuffled", "hubshards"), "datasets"),
     **dict.fromkeys(("llama", "packedllama", "vit"), "transformers"),
     "adapters": "peft",
 }
 """What a task needs besides rollcall."""
 APPLIES = {
     "images": ("ddp", "zero3", "pipeline"),
-    **dict.fromkeys(("shards", "hubstream", "hubshuffled", "adapters"), ("ddp", "zero3")),
+    **dict.fromkeys(
+        ("shards", "hubstream", "hubshuffled", "hubshards", "adapters"), ("ddp", "zero3")
+    ),
 }
 """The strategies of a task in the whole table; other tasks have a plan for tensor parallelism."""
 
@@ -144,6 +147,8 @@ CELLS = {
     "hubmap-ddp": Cell(2, "ddp", "hubmap-zero3"),
     "hubstream-zero3": Cell(4, "zero3"),
     "hubstream-ddp": Cell(2, "ddp", "hubstream-zero3"),
+    "hubshards-zero3": Cell(4, "zero3"),
+    "hubshards-ddp": Cell(2, "ddp", "hubshards-zero3"),
     "hubshuffled-zero3": Cell(4, "zero3"),
     "hubshuffled-ddp": Cell(2, "ddp", "hubshuffled-zero3"),
     "images-zero3": Cell(2, "zero3", "images-pipeline"),
@@ -253,6 +258,47 @@ def test_a_callback_hears_of_every_step_on_every_rank(done: dict[str, Job]) -> N
         settled = [line.split()[:2] for line in lines if "[" not in line]
         assert settled == [[str(step), "4"] for step in range(1, 6)], rank
         assert any("val_loss" in line for line in lines) is (rank == 0)
+
+
+def test_ranks_read_the_shards_of_their_rows_alone(tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch on 1 and 4 ranks: each sample is seen once, by one rank."""
+    words = [
+        *(*BASE, *SHORT, "data.name=user_tasks:numbered", "data.collate=user_tasks:of_numbers"),
+        *("data.global_batch=16", "train.steps=6", "checkpoint.every=1", "train.loss=next_token"),
+        *("model.name=user_tasks:Net", "model.args.width=8"),
+    ]
+
+    def run(name: str, ranks: int, before: Job | None, step: int) -> Job:
+        job = Job(tmp_path / name, [*words, f"data.args.log={tmp_path / name}-log"])
+        if before:
+            saved = before.run_dir.checkpoints / f"step-{step:08d}"
+            shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
+        matrix.run([job], tmp_path / f"{name}-out", ranks)
+        return job
+
+    whole = run("whole", 1, None, 0)
+    four = run("four", 4, whole, 1)
+    two = run("two", 2, four, 3)
+    assert four.losses() == pytest.approx(whole.losses()[1:], rel=TOLERANCE)
+    assert two.losses() == pytest.approx(whole.losses()[3:], rel=TOLERANCE)
+    for name, ranks, first in (("four", 4, 1), ("two", 2, 3)):
+        steps: list[list[int]] = [[] for _ in range(first, 6)]
+        for rank in range(ranks):
+            log = (tmp_path / f"{name}-log-{rank}").read_text().splitlines()
+            # At the start every rank reads a few samples, to compare the data and build the model.
+            seen = [[*map(int, line.split()[1:])] for line in log if line.startswith("seen")]
+            rows = [line for line in seen if len(line) == 16 // ranks]
+            for step, line in zip(steps, rows, strict=True):
+                step += line
+            share = 32 // ranks
+            own = {*range(share * rank, share * (rank + 1))}
+            assert {*itertools.chain(*rows)} == own, (name, rank)
+            validated = (tmp_path / f"{name}-log-val-{rank}").read_text().splitlines()
+            for lines, few in ((log, {0, 1, 4}), (validated, {0, 1})):
+                read = {int(line.split()[1]) for line in lines if line.startswith("read")}
+                assert own <= read and read - own <= few, (name, rank)
+        epoch = [sorted(steps[at] + steps[at + 1]) for at in range(1, len(steps) - 1, 2)]
+        assert epoch == [[*range(32)]] * len(epoch), name
 
 
 def test_early_stopping_ends_the_run_as_done_and_keeps_the_best(tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks, train
+from torch import nn
 
+from rollcall.config.schema import Model
 from rollcall.run_dir import RunDir
+from rollcall.train.data.source import Source
 
 WORDS = ["digits", "device=cpu", "model.name=mlp", "checkpoint.every=5", "optim.momentum=0.5"]
 TOLD = "continues with other values"
@@ -63,3 +66,18 @@ def test_changes_are_said_once_and_recorded(root: Path) -> None:
     size = 1438
     assert epochs[20] == pytest.approx((15 * 64 + 5 * 32) / size, abs=1e-3)
     assert TOLD not in train(1, words(root, *changed), root / "again")
+
+
+def labelled(_: Model, source: Source, labels: dict[int, str]) -> nn.Module:
+    assert labels == {0: "cat"}
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, source.classes))
+
+
+def test_numbers_as_keys_of_arguments_are_no_change(tmp_path: Path) -> None:
+    more = ["model.name=test_changes:labelled", "model.args.labels={0: cat}"]
+    first = ["digits", f"run.root={tmp_path}", "run.name=a", *more]
+    env = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}"}
+    for steps in (2, 3):
+        ranks = Ranks(2, [*first, f"train.steps={steps}"], tmp_path / f"to-{steps}", env)
+        assert ranks.wait() == [0, 0], ranks.output()
+    assert f"{TOLD}: train.steps 2 -> 3\n" in ranks.output()

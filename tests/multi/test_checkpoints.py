@@ -23,7 +23,8 @@ from rollcall.records.files import read_lines
 from rollcall.records.run import LoggedStep
 from rollcall.run_dir import RunDir
 from rollcall.train.checkpoint import layout, manifest
-from rollcall.train.checkpoint.engine import Hooks, SharedEngine
+from rollcall.train.checkpoint.engine import Engine, Hooks
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.tools import command, verify
 from rollcall.train.dist.world import World
 
@@ -50,7 +51,7 @@ def _meet_trouble(rank: int, place: Path) -> None:
     world = World.join("cpu")
     refused: list[tuple[int, str]] = []
     hooks = Hooks(on_refusal=lambda *refusal: refused.append(refusal))
-    checkpoints = SharedEngine(place / "checkpoints", world, hooks=hooks)
+    checkpoints = Engine(Store(place / "checkpoints", world), hooks)
     save(checkpoints, 1, _state(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Thirty mistakes with one's own code: one sentence with the contract, the sample and the code."""
+"""Mistakes with one's own code: one sentence with the contract, the sample and the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "longer than data.pad": (
         ["data.name=user_mistakes:ragged", "data.pad=3"],
-        r"a row has \d entries, more than data.pad=3; raise it",
+        r"sample \d of .*: it has \d entries, more than data.pad=3; raise it, or cut rows",
     ),
     "no rows to pad": (
         ["data.name=user_mistakes:numbers", "data.pad=true"],
@@ -78,6 +78,14 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "stream without a length": (
         ["data.name=user_mistakes:endless", "train.steps=null"],
         "is a stream of unknown length: set train.steps",
+    ),
+    "stream shorter than its length": (
+        ["data.name=user_mistakes:long", "train.steps=3"],
+        f"{DATA}: the stream ended after 8 samples, but its len.. is 100; correct it, or remove",
+    ),
+    "shards without lengths": (
+        ["data.name=user_mistakes:unsized"],
+        f"{DATA}: shard 0 has the length None; let len.. return its number of samples, or list",
     ),
     "empty stream": (["data.name=user_mistakes:dry"], "the stream has no sample"),
     "built-in model without classes": (
@@ -164,8 +172,16 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "optimizer needs a closure": (["optim.name=LBFGS"], "LBFGS cannot make a step .*'closure'"),
     "optimizer needs sparse gradients": (["optim.name=SparseAdam"], "not support dense gradients"),
+    "number in a group that the optimizer refuses": (
+        ['optim.groups={"head.*": {betas: [0.9, 3]}}'],
+        "optim.name=adamw cannot make a step .*: Invalid beta parameter at index 1: 3; change them",
+    ),
+    "group with weights": (
+        ['optim.groups={"head.*": {params: 3}}'],
+        r"optim.groups: the pattern 'head.\*' chooses the weights; remove params",
+    ),
     "number that the optimizer refuses": (["optim.args.betas=[0.9, 2]"], "Invalid beta parameter"),
-    "text in a group": (['optim.groups={"*": {eps: tiny}}'], "adamw cannot make a step .* eps=str"),
+    "text in a group": (['optim.groups={"*": {eps: tiny}}'], "adamw cannot make a step .*'str'"),
     "packed stream": (
         ["data.name=user_mistakes:endless", "data.pack=16"],
         f"data.pack: {DATA} is a stream; pack the rows in the stream",
@@ -187,7 +203,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "row longer than data.pack": (
         ["data.name=user_tasks:words", "data.pack=5"],
-        r"data.name=user_tasks:words: row \d has \d+ entries, more than data.pack=5",
+        r"data.name=user_tasks:words: row \d cannot be packed: it has \d+ entries, more than data.",
     ),
     "packed entries of other lengths": (
         ["data.name=user_mistakes:ragged", "data.pack=16"],
@@ -203,7 +219,62 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "schedule returns text": (
         ["optim.schedule=user_mistakes:worded_schedule"],
-        "optim.schedule=user_mistakes:worded_schedule: expected a finite number, the fraction",
+        "optim.schedule=user_mistakes:worded_schedule: expected a finite number of at least 0, the",
+    ),
+    "schedule falls below 0": (
+        ["optim.schedule=user_mistakes:falling_schedule", "train.steps=3"],
+        r"expected a finite number of at least 0, .* for step=2 and steps=3, got -0\.3",
+    ),
+    "nothing but empty rows": (
+        [
+            *("data.name=user_mistakes:hollow", "model.name=user_mistakes:Words"),
+            *("data.pad=true", "data.mask=null", "train.loss=next_token"),
+        ],
+        f"{DATA}: no target of the first 2 steps counts: rows are empty, all targets are -100",
+    ),
+    "validation samples of another kind": (
+        ["data.name=user_mistakes:unlabelled"],
+        f"{DATA}: the targets of the validation data are a tuple of 0, but those of the training",
+    ),
+    "no training sample": (
+        ["data.name=user_mistakes:no_row"],
+        f"{DATA}: the training data has no samples",
+    ),
+    "no sample in a further set": (
+        ["data.name=user_mistakes:no_second"],
+        f"{DATA}: the second validation data has no samples",
+    ),
+    "data in a dictionary": (
+        ["data.name=user_mistakes:library"],
+        "expected a Source, or training and validation data, got a dictionary of train, validation",
+    ),
+    "class that the model does not have": (
+        ["data.name=user_mistakes:other_classes"],
+        r"a target is \d, but the model has 3 outputs, for the classes 0 to 2 \(data.name=",
+    ),
+    "key that is no name": (
+        ["data.name=user_mistakes:keyed_by_number"],
+        "sample 0 of .*: it has the key 0; expected names of parameters",
+    ),
+    "loss without a gradient": (
+        ["train.loss=user_mistakes:detached"],
+        "train.loss=user_mistakes:detached: the loss does not depend on the model's weights",
+    ),
+    "loss of outputs alone": (
+        ["train.loss=user_mistakes:of_outputs"],
+        "of_outputs: expected a function of .outputs, targets. or of .* too many positional arg",
+    ),
+    "figure without a weight": (
+        ["train.loss=user_mistakes:lone_figure"],
+        "lone_figure: expected a pair as right, its sum and the sum of its weights, got a int",
+    ),
+    "loss of the model is told as another mean": (
+        [
+            *("train.loss=model", "data.name=user_tasks:sentences", "data.pad=true"),
+            *("model.name=user_tasks:Whole", "train.loss_args.counts=rows"),
+            "data.global_batch=1",
+        ],
+        "counts=rows: the model's .loss is the mean cross entropy that counts=next stands for",
     ),
     "callback has no method": (
         ["train.callbacks=user_mistakes:no_callback"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rollcall.config import Config, parse
 from rollcall.planning import traffic
 from rollcall.planning.layout import Layout
+from rollcall.planning.model import Model
 from rollcall.train import models, plan_model
 from rollcall.train.data import sets
 from rollcall.train.data.order import validation_batches
@@ -79,7 +81,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "parallel.strategy=zero3 precision=bf16": {"zero": 3, "precision": "bf16"},
     "parallel.mesh=shard=2,context=2": {"zero": 3, "data": 2, "context": 2},
     "parallel.strategy=hsdp": {"zero": 3, "shard": 2},
-    "parallel.strategy=tensor": {"data": 1, "tensor": 4},
+    "parallel.strategy=tensor": {"data": 1, "tensor": 4, "sequence": False},
 }
 VISION = ("parallel.strategy=ddp", "parallel.strategy=zero3", "parallel.strategy=hsdp")
 MODELS = {
@@ -139,7 +141,15 @@ def _step(config: Config, world: World, degrees: Any) -> list[Any]:
     counted = _counted(sent)
     computed = flops.get_total_flops() * (1 if layout.tensor == 1 else 0)
     planned_flops = planned.flops() * 4 / layout.context * (1 if layout.tensor == 1 else 0)
-    return [[counted, computed], [traffic.of_step(planned, layout), round(planned_flops)]]
+    return [[counted, computed], [_planned(planned, layout), round(planned_flops)]]
+
+
+def _planned(model: Model, layout: Layout) -> dict[str, float]:
+    found = defaultdict[str, float](float)
+    passes = traffic.of_passes(model.parts, [range(len(model.parts))], layout)
+    for (kind, *_), (_, size) in passes.items():
+        found[kind] += size
+    return found
 
 
 def _counted(sent: Sent) -> dict[str, int]:
@@ -182,6 +192,6 @@ def test_bytes_are_those_of_imaginary_ranks(ranks: int) -> None:
             with Sent() as sent:
                 trained.forward_backward([batch] * 2, 2 * ranks)
             layout = Layout(**{"data": ranks, "precision": "fp32", **degrees}, batch=2 * ranks)
-            assert _counted(sent) == traffic.of_step(plan_model.describe(config), layout), strategy
+            assert _counted(sent) == _planned(plan_model.describe(config), layout), strategy
         finally:
             dist.destroy_process_group()

@@ -57,6 +57,7 @@ def test_one_process_predicts_what_the_evaluation_counted(
     ("ranks", "more"),
     [
         (3, ("--batch", "7", "data.num_workers=1")),
+        (1, ("--batch", "99999999999")),
         (2, ("parallel.strategy=zero3",)),
         (4, ("parallel.mesh=pipeline=2,tensor=2", "data.micro_batch=8")),
     ],
@@ -117,6 +118,10 @@ def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -
     np.testing.assert_allclose(np.load(output), np.load(whole), rtol=1e-4, atol=1e-5)
     ranks = Ranks(1, words, tmp_path / "logs")
     assert ranks.wait() == [2] and "exists; delete it" in ranks.output()
+    parts.mkdir()
+    (parts / "plan.json").write_text("{")
+    ranks = Ranks(2, words, tmp_path / "logs")
+    assert ranks.wait() == [2, 2] and "contains parts of another" in ranks.output()
 
 
 def test_files_of_the_user(tmp_path: Path, run: Path, alone: list[dict[str, Any]]) -> None:
@@ -202,8 +207,12 @@ def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
             ["predict", "{run}", "--inptu=x", "x"],
             "expected an option or key=value, got '--inptu=x'",
         ),
+        (["predict", "{run}", "data.name=user_code:unvalidated"], "validation: no samples"),
+        (["predict", "{run}", "data.name=user_code:streamed"], "the samples are a stream"),
+        (["predict", "{run}", "model.name=user_code:in_a_dictionary"], "one tensor of outputs"),
         (["generate", "{run}", "--prompt", "x"], "but this run was trained on digits"),
         (["generate", "{run}", "--tokens", "1"], "only models of sequences can generate"),
+        (["generate", "{run}", "--tokens", "1", "--temperature", "nan"], "expected --length"),
         (["predict", "{run}", "--input", "{run}/none"], "no file matches '{run}/none'"),
     ],
 )

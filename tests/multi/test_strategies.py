@@ -516,7 +516,7 @@ def test_a_strategy_is_one_file_and_one_line(made: Made, tmp_path: Path) -> None
         (
             [*DIGITS, "parallel.mesh=replicate=2,shard=2"],
             "parallel.mesh=replicate=2,shard=2 needs 4 ranks, but 2 were started; "
-            "the nearest mesh for 2 ranks is replicate=1,shard=2",
+            "choose a mesh of 2, or parallel.strategy=ddp",
         ),
         (
             [

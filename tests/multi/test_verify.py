@@ -103,6 +103,8 @@ def test_existing_runs_are_compared(
     assert capsys.readouterr().out.split()[-1] == "equal"
     assert verify.main(["runs", str(plain.path), str(tmp_path)]) == 2
     assert "has no hash of the final weights" in capsys.readouterr().err
+    second.record("finished", step=6, state="done")  # as without exact=true
+    assert verify.main(["runs", str(plain.path), str(second.path)]) == 2
 
 
 def test_the_command_reports_a_difference_and_fails(tmp_path: Path) -> None:

@@ -31,10 +31,11 @@ def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from checkpoints import save, state
 
     from rollcall.train.checkpoint import write_plan
-    from rollcall.train.checkpoint.engine import SharedEngine
+    from rollcall.train.checkpoint.engine import Engine
+    from rollcall.train.checkpoint.store import Store
 
     directory = tmp_path_factory.mktemp("saved")
-    checkpoints = SharedEngine(directory, world)
+    checkpoints = Engine(Store(directory, world))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_plan, "CHUNK_BYTES", 2**17)  # so that a tensor has several
         for step in (1, 2):

@@ -110,6 +110,7 @@ def test_help_shows_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
             ["train.metrics=mine:F", "train.metrics.F.args.beta=x"],
             "metrics.F.args.beta: expected a number",
         ),
+        ([*NET, "model.args.depth=true"], "model.args.depth: expected a number, got True"),
         (["optim.name=lion"], "choose sgd, adam, adamw, a class of torch.optim such as Muon"),
         (["optim.args.betta=[0.9, 0.95]"], "did you mean 'optim.args.betas'?"),
         (["optim.args.lr=1"], "rollcall passes 'lr' to adamw itself"),
@@ -122,6 +123,15 @@ def test_mistakes_are_refused_in_one_sentence(words: list[str], message: str) ->
         parse(words)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_module_that_ends_the_program_is_refused(tmp_path: Path) -> None:
+    """As a script does that parses its own command line when it is imported."""
+    (tmp_path / "helpers.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(
+        ConfigError, match=r"importing helpers fails at .*helpers\.py:2: SystemExit"
+    ):
+        arguments.inspected("helpers:Base")
 
 
 def test_calls_receive_what_they_name() -> None:

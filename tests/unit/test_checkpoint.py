@@ -17,7 +17,8 @@ from disks import mounted, needs_root
 from rollcall.config import ConfigError
 from rollcall.train.checkpoint import cadence, layout, manifest, write_plan
 from rollcall.train.checkpoint.contents import Damaged
-from rollcall.train.checkpoint.engine import Hooks, SharedEngine
+from rollcall.train.checkpoint.engine import Engine, Hooks
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.checkpoint.tools.compare import differences
 from rollcall.train.dist.world import World
@@ -26,7 +27,7 @@ DAMAGE: list[Callable[[Path], None]] = [cut, empty, flip, Path.unlink]
 
 
 def test_a_state_comes_back(world: World, saved: Path) -> None:
-    checkpoints = SharedEngine(saved, world)
+    checkpoints = Engine(Store(saved, world))
     found = restored(checkpoints, state(0))
     assert found is not None and found[0] == 2
     assert_same(found[1], state(2))
@@ -40,7 +41,7 @@ def test_what_changes_after_the_call_is_not_saved(
     world: World, tmp_path: Path, device: str
 ) -> None:
     """The way of a GPU, a buffer and a thread, works on tensors of the host, too."""
-    checkpoints = SharedEngine(tmp_path, World(world.place, torch.device(device)))
+    checkpoints = Engine(Store(tmp_path, World(world.place, torch.device(device))))
     live = state(3)
     checkpoints.begin(3, live)
     for tensor in live["model"].values():
@@ -57,7 +58,7 @@ def test_complex_numbers_come_back_and_are_compared(
     world: World, tmp_path: Path, device: str
 ) -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
-    checkpoints = SharedEngine(tmp_path, World(world.place, torch.device(device)))
+    checkpoints = Engine(Store(tmp_path, World(world.place, torch.device(device))))
     # What torch conjugates when it is read next, as a buffer of a model may be.
     save(checkpoints, 1, {"x": numbers.conj(), "lr": math.nan})
     save(checkpoints, 2, {"x": torch.tensor([1 - 2j, 3 + 9j]), "lr": math.nan})
@@ -75,9 +76,7 @@ def test_damage_is_found_and_the_one_before_is_used(
 ) -> None:
     damage(layout.place(copied, 2) / file)
     refused = []
-    checkpoints = SharedEngine(
-        copied, world, hooks=Hooks(on_refusal=lambda *each: refused.append(each))
-    )
+    checkpoints = Engine(Store(copied, world), Hooks(on_refusal=lambda *each: refused.append(each)))
     found = restored(checkpoints, state(0))
     assert found is not None and found[0] == 1
     assert_same(found[1], state(1))
@@ -93,9 +92,7 @@ def test_a_checkpoint_in_the_place_of_another_step_is_refused(world: World, copi
     """Otherwise training would resume at the wrong step, with its samples and learning rate."""
     layout.place(copied, 2).rename(layout.place(copied, 7))
     refused = []
-    checkpoints = SharedEngine(
-        copied, world, hooks=Hooks(on_refusal=lambda *each: refused.append(each))
-    )
+    checkpoints = Engine(Store(copied, world), Hooks(on_refusal=lambda *each: refused.append(each)))
     found = restored(checkpoints, state(0))
     assert found is not None and found[0] == 1
     assert refused == [(7, "manifest.json belongs to step 2")]
@@ -106,10 +103,10 @@ def test_a_damaged_one_that_cannot_be_moved_lets_no_whole_one_go(
     world: World, copied: Path
 ) -> None:
     with mounted(layout.place(copied, 9), "tmpfs", "1m"):  # which cannot be renamed
-        checkpoints = SharedEngine(copied, world, keep=1)
+        checkpoints = Engine(Store(copied, world, keep=1))
         found = restored(checkpoints, state(0))
         assert found is not None and found[0] == 2
-        checkpoints.retire()
+        checkpoints.store.retire()
         assert sorted(layout.published(copied)) == [2, 9]
         save(checkpoints, 4, state(4))
         assert sorted(layout.published(copied)) == [4, 9]
@@ -130,7 +127,7 @@ def test_nothing_whole_is_refused_and_nothing_deleted(world: World, copied: Path
     before = sorted(path.stat().st_ino for path in copied.rglob("*"))
     for _ in range(2):  # the second attempt must not start from step 0 either
         with pytest.raises(ConfigError, match="no intact checkpoint: damaged-step-00000001, dam"):
-            restored(SharedEngine(copied, world), state(0))
+            restored(Engine(Store(copied, world)), state(0))
     assert sorted(path.stat().st_ino for path in copied.rglob("*")) == before
 
 
@@ -139,15 +136,15 @@ def test_other_versions_and_models_are_refused_in_words(world: World, copied: Pa
     whole = (newest / manifest.NAME).read_bytes()
     (newest / manifest.NAME).write_text('{"format": 1, "torch": "2.11.0", "step": 2}\n')
     with pytest.raises(ConfigError, match="by an earlier version of rollcall"):
-        restored(SharedEngine(copied, world), state(0))
+        restored(Engine(Store(copied, world)), state(0))
     (newest / manifest.NAME).write_bytes(whole)
     other = state(0)
     other["model"]["scalar"] = torch.zeros(2)
     with pytest.raises(ConfigError, match=r"model.scalar has the shape \[\], not \[2\]"):
-        restored(SharedEngine(copied, world), other)
+        restored(Engine(Store(copied, world)), other)
     other["model"]["more"] = other["model"].pop("scalar")
     with pytest.raises(ConfigError, match=r"it has no tensor model\.more"):
-        restored(SharedEngine(copied, world), other)
+        restored(Engine(Store(copied, world)), other)
     assert newest.exists()
 
 
@@ -218,11 +215,11 @@ def test_no_file_is_unpickled(world: World, copied: Path, tmp_path: Path) -> Non
     newest = layout.place(copied, 2)
     for name in (".metadata", "__0_0.distcp", "rank-00000.json", "state.pt"):
         (newest / name).write_bytes(planted)
-    assert restored(SharedEngine(copied, world), state(0)) is not None
+    assert restored(Engine(Store(copied, world)), state(0)) is not None
     export.read(newest)
     for path in newest.iterdir():
         path.write_bytes(planted)
-    found = restored(SharedEngine(copied, world), state(0))
+    found = restored(Engine(Store(copied, world)), state(0))
     assert found is not None and found[0] == 1
     assert not proof.exists()
 
@@ -255,7 +252,7 @@ def test_left_overs_of_the_dead_go_and_those_of_the_living_stay(
     for path in (living, dead, elsewhere, forgotten, replaced, retired):
         path.mkdir()
     os.utime(forgotten, (0, 0))
-    SharedEngine(tmp_path, world).clean()
+    Engine(Store(tmp_path, world)).clean()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {living.name, elsewhere.name, "step-00000007"}
 
@@ -268,7 +265,7 @@ def test_what_stays() -> None:
 
 
 def test_what_is_being_read_stays(world: World, tmp_path: Path) -> None:
-    checkpoints = SharedEngine(tmp_path, world, keep=1)
+    checkpoints = Engine(Store(tmp_path, world, keep=1))
     save(checkpoints, 1, {"x": torch.ones(1)})
     with layout.reading(layout.place(tmp_path, 1)):
         save(checkpoints, 2, {"x": torch.ones(1)})

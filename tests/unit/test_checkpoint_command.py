@@ -12,7 +12,8 @@ import torch
 from checkpoints import cut, entry_of, flip, forge, save, state
 
 from rollcall.train.checkpoint import layout, manifest
-from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.tools import verify
 from rollcall.train.dist.world import World
 from rollcall.train.main import main
@@ -71,6 +72,8 @@ def test_a_strangers_facts_do_not_reach_the_terminal(
     assert code == 2 and "no checkpoint has a validation" in output
     forge(path / manifest.NAME, lambda fields: fields["facts"].update(config=1, metrics=[1]))
     assert command(capsys, "export", copied, copied / "w.pt", "--best")[0] == 2
+    forge(path / manifest.NAME, lambda fields: fields["facts"].update(hugging_face={"x": 1}))
+    assert command(capsys, "export", copied, copied / "w", "--format", "hf")[0] == 0
     forge(path / manifest.NAME, lambda fields: fields["facts"].update(facts))
     code, output = command(capsys, "list", copied)
     assert code == 0 and "\ufffd[2J" in output and "\x1b" not in output
@@ -84,7 +87,7 @@ def test_a_strangers_facts_do_not_reach_the_terminal(
 def test_weights_that_are_not_there_are_not_exported(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    save(SharedEngine(tmp_path, world), 1, {"x": torch.ones(2)})
+    save(Engine(Store(tmp_path, world)), 1, {"x": torch.ones(2)})
     target = tmp_path / f"weights{suffix}"
     code, output = command(capsys, "export", tmp_path, target)
     assert code == 2 and "holds no tensor under model; --all exports" in output
@@ -123,6 +126,11 @@ def test_command_export_writes_what_others_read(
         raw = data[8 + size + first : 8 + size + last]
         assert raw == bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
         assert header[name]["shape"] == list(tensor.shape)
+    for place in (tmp_path, tmp_path / "none" / "w.pt"):
+        code, output = command(capsys, "export", saved, place)
+        assert code == 2 and output.endswith(
+            f"error: {place}: expected a new name in a folder that exists\n"
+        )
     code, output = command(capsys, "export", saved, tmp_path / "w.onnx")
     assert code == 2 and "expected a name that ends in .safetensors or .pt" in output
 

@@ -21,9 +21,10 @@ from rollcall.deadline import Deadline
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 from rollcall.train.checkpoint import layout, write, write_plan
-from rollcall.train.checkpoint.engine import Engine, Hooks, SharedEngine
+from rollcall.train.checkpoint.engine import Engine, Hooks
 from rollcall.train.checkpoint.node_local import LocalTier, NodeLocalStore, open_store, place
 from rollcall.train.checkpoint.saver import Saver
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.tools import verify
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.world import World
@@ -44,9 +45,9 @@ def opened(run_dir: RunDir, world: World) -> NodeLocalStore:
     return open_store(str(run_dir.path.parent / "disk"), run_dir, world)
 
 
-def local_tier(run_dir: RunDir, world: World, shared: SharedEngine) -> LocalTier:
+def local_tier(run_dir: RunDir, world: World, shared: Engine) -> LocalTier:
     store = opened(run_dir, world)
-    return LocalTier(Engine(world, store), store, shared)
+    return LocalTier(Engine(store), store, shared)
 
 
 def save(local: LocalTier, step: int, required: bool) -> None:
@@ -93,7 +94,7 @@ def test_a_planted_directory_is_refused(world: World, run_dir: RunDir, tmp_path:
 
 
 def test_what_an_earlier_run_of_the_name_has_left_goes(world: World, run_dir: RunDir) -> None:
-    save_on(Engine(world, opened(run_dir, world)), 3, state())
+    save_on(Engine(opened(run_dir, world)), 3, state())
     assert opened(run_dir, world).newest() == 3
     shutil.rmtree(run_dir.path)
     run_dir.create()
@@ -103,7 +104,7 @@ def test_what_an_earlier_run_of_the_name_has_left_goes(world: World, run_dir: Ru
 def test_a_slow_copy_is_followed_by_that_of_the_newest(
     world: World, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = SharedEngine(run_dir.checkpoints, world, keep=9)
+    shared = Engine(Store(run_dir.checkpoints, world, keep=9))
     local = local_tier(run_dir, world, shared)
     before = set(psutil.Process().children())
     with monkeypatch.context() as patch:
@@ -126,7 +127,7 @@ def test_a_slow_copy_is_followed_by_that_of_the_newest(
 
 
 def test_what_a_local_disk_has_lost_is_not_copied(world: World, run_dir: RunDir) -> None:
-    shared = SharedEngine(run_dir.checkpoints, world)
+    shared = Engine(Store(run_dir.checkpoints, world))
     local = local_tier(run_dir, world, shared)
     local.engine.begin(1, state())
     saved = local.engine.drain()
@@ -136,7 +137,7 @@ def test_what_a_local_disk_has_lost_is_not_copied(world: World, run_dir: RunDir)
     local.queue(saved, required=False)
     result = shared.drain()
     assert result and "rank-00000.bin is not what was written: x differs" in result.problem
-    assert shared.newest() is None
+    assert shared.store.newest() is None
 
 
 def test_without_the_disk_saves_go_to_shared_storage(
@@ -148,7 +149,7 @@ def test_without_the_disk_saves_go_to_shared_storage(
     assert not saves.is_due(1)
     saves.begin(100)
     saves.close()
-    assert saves.checkpoints.newest() == 100
+    assert saves.checkpoints.store.newest() == 100
     [failure] = [line for line in read_lines(run_dir.events) if line["event"] == "save_failed"]
     assert failure["local"] and "/proc/nothing" in failure["reason"]
     assert "not used: /proc/nothing" in saves.summary()["local checkpoints"]
@@ -160,7 +161,7 @@ def test_the_end_of_the_job_ends_the_waiting(
 ) -> None:
     end = time.monotonic() + 0.2
     hooks = Hooks(is_late=lambda: time.monotonic() > end)
-    checkpoints = SharedEngine(tmp_path, world, hooks=hooks)
+    checkpoints = Engine(Store(tmp_path, world), hooks)
     before = set(psutil.Process().children())
     monkeypatch.setattr(write, "write_part", stopped)
     checkpoints.begin(1, state())

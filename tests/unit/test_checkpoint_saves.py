@@ -19,14 +19,15 @@ from rollcall.deadline import Deadline
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 from rollcall.train.checkpoint import background, cadence, layout, manifest, write
-from rollcall.train.checkpoint.engine import Hooks, SharedEngine
+from rollcall.train.checkpoint.engine import Engine, Hooks
 from rollcall.train.checkpoint.saver import Saver
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.world import World
 
 
 def test_a_disk_that_takes_no_more_costs_one_checkpoint(world: World, tmp_path: Path) -> None:
-    checkpoints = SharedEngine(tmp_path, world)
+    checkpoints = Engine(Store(tmp_path, world))
     save(checkpoints, 1, state(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -47,7 +48,7 @@ def test_a_disk_that_takes_no_more_costs_one_checkpoint(world: World, tmp_path: 
 def test_a_disk_that_does_not_answer_is_given_up(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = SharedEngine(tmp_path, world)
+    checkpoints = Engine(Store(tmp_path, world))
     save(checkpoints, 1, state(1))
     before = set(psutil.Process().children())
     monkeypatch.setattr(write, "write_part", stopped)
@@ -75,7 +76,7 @@ def test_a_writer_that_never_begins_is_replaced(
 
     monkeypatch.setattr(background, "die_with_parent", hang)
     monkeypatch.setattr(background, "START_TIMEOUT", 1.0)
-    checkpoints = SharedEngine(tmp_path / "checkpoints", world)
+    checkpoints = Engine(Store(tmp_path / "checkpoints", world))
     checkpoints.begin(1, state(1))
     outcome = checkpoints.drain(60)
     assert outcome is not None and not outcome.problem
@@ -92,7 +93,7 @@ def test_a_writer_that_dies_costs_one_checkpoint(
     """Also in a process that ignores its children, as its parent may have left it."""
     previous = signal.signal(signal.SIGCHLD, handler)
     try:
-        checkpoints = SharedEngine(tmp_path, world)
+        checkpoints = Engine(Store(tmp_path, world))
         before = set(psutil.Process().children())
         with monkeypatch.context() as patch:
             patch.setattr(write, "write_part", stopped)
@@ -109,7 +110,7 @@ def test_a_writer_that_dies_costs_one_checkpoint(
 def test_who_stops_the_job_does_not_stop_the_save(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = SharedEngine(tmp_path, world)
+    checkpoints = Engine(Store(tmp_path, world))
     before = set(psutil.Process().children())
     monkeypatch.setattr(write, "write_part", stopped)
     checkpoints.begin(1, state(1))
@@ -165,7 +166,7 @@ def test_an_attempt_that_lost_the_run_publishes_nothing(world: World, tmp_path: 
     def check() -> None:
         raise PermissionError("another attempt has the run")
 
-    checkpoints = SharedEngine(tmp_path, world, hooks=Hooks(before_publishing=check))
+    checkpoints = Engine(Store(tmp_path, world), Hooks(before_publishing=check))
     with pytest.raises(OSError, match="another attempt has the run"):
         save(checkpoints, 1, state(1))
     assert not layout.published(tmp_path)

@@ -15,7 +15,8 @@ from torch import nn
 
 from rollcall.config import ConfigError
 from rollcall.train.checkpoint.checkpointer import Checkpointer
-from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.dist.world import World
 
 OPTIMIZERS: dict[str, Any] = {
@@ -121,7 +122,7 @@ def test_saving_between_backward_and_step_changes_nothing(tmp_path: Path, world:
 def test_a_state_that_would_lose_the_moments_is_refused(tmp_path: Path, world: World) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    engine = SharedEngine(tmp_path, world)
+    engine = Engine(Store(tmp_path, world))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 
@@ -172,7 +173,7 @@ def test_wrong_calls_are_refused_in_words(tmp_path: Path, world: World) -> None:
         checkpoints.save(5)
     checkpoints.close()
 
-    engine = SharedEngine(tmp_path, world)
+    engine = Engine(Store(tmp_path, world))
     engine.begin(7, {"x": torch.ones(1)})
     assert torch.tensor(engine.signals()).dtype == torch.float32  # booleans cannot be summed
     with pytest.raises(RuntimeError, match="the save of step 7 is still in flight"):

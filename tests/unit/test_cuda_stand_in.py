@@ -19,7 +19,8 @@ from user_datasets import SIZE, Noisy
 
 from rollcall.config.schema import Data
 from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob
-from rollcall.train.checkpoint.engine import SharedEngine, restore
+from rollcall.train.checkpoint.engine import Engine, restore
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.data.source import Batch, Source
@@ -104,7 +105,7 @@ class LateThread(ThreadJob):
 def checkpoint(cuda: Cuda, world: World, path: Path) -> None:  # noqa: ARG001
     on_gpu = World(world.place, GPU)
     weights = {"a": torch.zeros(1000, device=GPU), "b": torch.zeros(3, 5, device=GPU)}
-    engine = SharedEngine(path, on_gpu, keep=3)
+    engine = Engine(Store(path, on_gpu, keep=3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollcall.train.checkpoint.engine.ThreadJob", LateThread)
         for step in (1, 2, 3):
@@ -123,7 +124,7 @@ def checkpoint(cuda: Cuda, world: World, path: Path) -> None:  # noqa: ARG001
 
     values = []
     for step in (3, 2, 1):
-        loaded = restore([SharedEngine(path, world, keep=3)], fresh)
+        loaded = restore([Engine(Store(path, world, keep=3))], fresh)
         assert loaded
         assert loaded.step == step
         values += [float(one.mean()) for one in loaded.state["model"].values()]

@@ -62,6 +62,8 @@ def test_what_staging_refuses(tmp_path: Path) -> None:
         (["unpack", tmp_path / "bad.tar", tmp_path / "e"], "bad.tar cannot be unpacked in"),
         (["job", tmp_path / "none.tar", tmp_path / "e"], "none.tar: no such file"),
         (["pack"], "usage: env/stage pack"),
+        (["pack", tmp_path, tmp_path / "e.tar", "more"], "pack takes two words, but got 3: "),
+        (["unpack", tmp_path / "bad.tar", tmp_path / "e", "more"], "unpack takes two words"),
     ):
         done = run(stage, *words)
         assert done.returncode != 0 and text in done.stderr, done

@@ -27,7 +27,7 @@ def test_hits_among_the_best() -> None:
 def test_only_figures_that_suit_the_data_are_told() -> None:
     text = Evaluation({"loss": 1.0, "accuracy": 0.5, "perplexity": 2.71828})
     assert str(text) == "loss 1.0000  accuracy 50.00%  perplexity 2.72"
-    assert text.figures() == {"loss": 1.0, "accuracy": 0.5, "perplexity": 2.71828}
+    assert text.values == {"loss": 1.0, "accuracy": 0.5, "perplexity": 2.71828}
     assert "top5 75.00%" in str(Evaluation({"loss": 2.0, "accuracy": 0.5, "top5": 0.75}))
 
 

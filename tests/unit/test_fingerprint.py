@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rollcall.train.exact import fingerprint
+from rollcall.train.data.source import Batch
+from rollcall.train.exact import fingerprint, recorder
 
 
 def test_the_hash_depends_on_names_shapes_types_and_bits_but_not_on_order() -> None:
@@ -17,3 +18,11 @@ def test_the_hash_depends_on_names_shapes_types_and_bits_but_not_on_order() -> N
     others += [{"a": flipped, "b": b}, {"a": a, "c": b}]
     assert len({plain, *map(fingerprint.of, others)}) == 7
     assert fingerprint.of({"a": a.view(2, 3).t()}) != fingerprint.of({"a": a.view(3, 2)})
+
+
+def test_samples_of_any_type_have_a_fingerprint() -> None:
+    found = []
+    for dtype in (torch.bfloat16, torch.float32, torch.bool):
+        inputs = torch.arange(6).to(dtype).view(2, 3).t()
+        found.append(recorder._digest(Batch(inputs, torch.tensor(1), torch.ones(3))))
+    assert len({*found}) == 3

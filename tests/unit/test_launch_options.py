@@ -116,8 +116,8 @@ def test_gpus_bring_their_share_of_the_cpus(words: str, asked: dict[str, str], c
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--nodes 2 --gpus 3", "--gpus 3: every node needs the same number of GPUs"),
-        ("--nodes 1-2 --gpus 2", "--gpus 2: every node needs the same number of GPUs"),
+        ("--nodes 2 --gpus 3", "--gpus 3: nodes need equal numbers of GPUs"),
+        ("--nodes 1-2 --gpus 2", "--gpus 2: nodes need equal numbers of GPUs"),
         ("--gpus 2 --gpus-per-node 4", "--gpus-per-node and --gpus: give only one of them"),
         ("--gres gpu:2 --gpus-per-node 4", "both ask for GPUs: give only one of them"),
         ("--nproc-per-node 1,2", "1,2 has numbers for 2 nodes, and the run has 1"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.accept import command as accept
 from rollcall.installation import ROOT
 from rollcall.launch.program import python
 from rollcall.launch.program.python import ProgramError
@@ -57,7 +58,7 @@ def test_files_that_the_job_will_not_have_are_named(
     lacks, *told = notes(capsys)
     assert lacks.startswith("fit.py:1 imports tqdm9, which ")
     assert [note.partition(",")[0] for note in told] == ["cache/images", "../elsewhere"]
-    assert "--link cache/images" in told[0] and "use its absolute path" in told[1]
+    assert "--link cache/images" in told[0] and "Use its absolute path" in told[1]
 
 
 def test_linked_data_is_not_copied_and_is_there(
@@ -250,6 +251,15 @@ def test_a_dry_run_tells_the_python_and_what_it_lacks(project: Path) -> None:
 
 def container_command(project: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> list[str]:
     """Return the srun command of a job in a container, as planned with these programs on PATH."""
+    on_path(project, monkeypatch, **programs)
+    words = ["--name=a", "--nodes=2", "--gpus-per-node=1", "--cpus-per-task=8", "--mount=/data"]
+    words += ["--link=cache", "--container", "image.sif", "--", "fit.py"]
+    job = planned(*words).job
+    return [*job.srun, *job.command]
+
+
+def on_path(project: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Put programs on PATH, and an image into the project."""
     folder = project.parent / "bin"
     folder.mkdir()
     for name, text in programs.items():
@@ -257,10 +267,6 @@ def container_command(project: Path, monkeypatch: pytest.MonkeyPatch, **programs
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     (project / "image.sif").touch()
-    words = ["--name=a", "--nodes=2", "--gpus-per-node=1", "--cpus-per-task=8", "--mount=/data"]
-    words += ["--link=cache", "--container", "image.sif", "--", "fit.py"]
-    job = planned(*words).job
-    return [*job.srun, *job.command]
 
 
 SUPERVISE = ["python3", "-m", "rollcall", "supervise", "--run-dir"]
@@ -294,3 +300,23 @@ def test_without_a_container_program_the_job_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr("shutil.which", lambda _: None)
     with pytest.raises(ProgramError, match=r"the pyxis plugin\), and neither apptainer nor sing"):
         planned("--local", "--container", "x.sif", "--", "fit.py")
+
+
+def test_accept_reads_the_options_of_submit_from_this_directory(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However they are spelled, and with relative paths, though the job works in the checkout."""
+    on_path(project, monkeypatch, apptainer="")
+    paths = ["--container=image.sif", "--mount", "data:/data"]
+    options = ["--local", "--dry-run", "--root", "mine", "--job-name=it", *paths]
+    assert accept.main([*options, "--", "--only=machine"]) == 0
+    shown = capsys.readouterr().out
+    run = project / "mine" / "it"
+    assert f"{run}/accept --only=machine" in shown and f"run directory: {run}" in shown
+    assert f"{project}/image.sif" in shown and f",{project}/data:/data" in shown
+    monkeypatch.chdir(project)
+    (project / "mine" / "it").mkdir(parents=True)
+    assert accept.main(options) == 2
+    assert f"{run} exists" in capsys.readouterr().err
+    with pytest.raises(RefusedError, match="--nods: not an option"):
+        accept.main(["--nods=2"])

@@ -99,7 +99,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["digits", "--", "/bin/sh"], "got both 'digits' and a program after `--`"),
         (
             ["--gpus-per-node", "99", "--local"],
-            "--gpus-per-node: on this machine, 1 node would need 99 GPUs",
+            "--gpus-per-node: 1 node would need 99 GPUs",
         ),
     ],
 )
@@ -551,7 +551,7 @@ def test_without_room_nothing_is_left_and_the_message_names_the_place(
     with mounted(tmp_path / "disk", "tmpfs", options.removeprefix("size=")) as root:
         refused = submit("--local", "--name", "it", "--root", str(root), cwd=tmp_path)
         assert refused.returncode == 2 and "Traceback" not in refused.stderr
-        assert f"{root}/it: No space left on device: the file system of {root}" in refused.stderr
+        assert f"{root}/it: No space left on device: {root} has " in refused.stderr
         assert not [path for path in root.rglob("*") if path.is_file()]
 
 

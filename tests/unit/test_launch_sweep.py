@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
         ("list: [{a: [1, 2]}]", "lr.yaml: a: expected a single value"),
         (
             "{list: [{a: 1}], throttle: few}",
-            "lr.yaml: throttle: expected a whole number of at least 1",
+            "lr.yaml: throttle: expected a whole number from 1",
         ),
         ("program: digits", "lr.yaml: program: expected a list of words, found 'digits'"),
     ],
@@ -102,6 +103,19 @@ def test_a_task_that_starts_while_the_array_is_asked_to_stop_stops_too(
     while not array._running[0].job.done():
         time.sleep(0.05)
     assert not (tmp_path / "went-on").exists()
+
+
+def test_every_task_of_a_local_array_has_a_gpu_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert [share.gpus for share in local.divide(None, 1, 0, 16)] == [["0"], ["1"]]
+    four = local.divide(4, 1, 0, 16)
+    assert [share.gpus for share in four] == [["0"], ["0"], ["1"], ["1"]]
+    assert [share.cpus for share in four] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [share.cpus for share in local.divide(None, 4, 0, 16)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_arrays_are_read_as_sbatch_reads_them(capsys: pytest.CaptureFixture[str]) -> None:

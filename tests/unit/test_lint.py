@@ -63,6 +63,8 @@ NO_MISTAKES = [
     'A="--lr 1\n--steps 2\n"\nL="python train.py\n"\nsrun bash -c \'$L --rank $SLURM_PROCID $A\'',
     "#SBATCH -N 1\necho $SLURM_NODEID",
     "#SBATCH -N 2\nsrun torchrun --no-python $OPTIONS train.sh",
+    "#SBATCH --nodes=0 --ntasks=4\nsrun torchrun train.py",
+    "#SBATCH --ntasks-per-node=²\nsrun torchrun --nnodes=² --nproc-per-node=² train.py",
 ]
 """Lines in which an earlier version of lint found mistakes, or could."""
 

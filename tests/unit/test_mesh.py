@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from rollcall.config import mesh, parse
+from rollcall.config import parse
 from rollcall.config.schema import ConfigError, Parallel
 
 
@@ -28,9 +28,9 @@ def test_degrees(words: str, world_size: int, node_size: int, degrees: dict[str,
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("strategy=single", "needs 1 rank, but 6 were started; parallel.strategy=ddp works"),
-        ("mesh=replicate=2,shard=4", "needs 8 ranks, but 6 .* is replicate=2,shard=3"),
-        ("mesh=shard=4,replicate=rest", "a multiple of 4 ranks, but 6 .* is replicate=2,shard=3"),
+        ("strategy=single", "needs 1 rank, but 6 were started; choose a mesh of 6, or"),
+        ("mesh=replicate=2,shard=4", "needs 8 ranks, but 6 were started"),
+        ("mesh=shard=4,replicate=rest", "a multiple of 4 ranks, but 6 were started"),
         ("strategy=hsdp", "a multiple of 4 ranks, but 6 were started"),
     ],
 )
@@ -72,11 +72,6 @@ def test_contradictions_are_refused(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         parse(" ".join(f"parallel.{word}" for word in words).split())
     assert expected in str(refusal.value)
-
-
-def test_every_strategy_of_the_schema_has_a_mesh() -> None:
-    strategies = typing.get_args(Parallel.model_fields["strategy"].annotation)
-    assert set(strategies) == set(mesh.PRESETS)
 
 
 def test_stages_are_balanced() -> None:

@@ -62,3 +62,25 @@ def test_a_run_keeps_the_micro_batch_that_it_found(
     again = capsys.readouterr().out
     assert f"data.micro_batch={chosen}, because an earlier attempt found it" in again
     assert [line.step for line in RunDir(tmp_path, "a").read_metrics()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("micro-batch.json", '{"micro_batch": -5}'),
+        ("micro-batch.json", '{"micro_batch": 0}'),
+        ("left-out.json", '{"a": 1}'),
+        ("left-out.json", '[1, "b", null]'),
+        ("left-out.json", "7"),
+    ],
+)
+def test_what_a_run_kept_about_its_faults_may_be_damaged(
+    tmp_path: Path, file: str, text: str
+) -> None:
+    faults = tmp_path / "a" / "faults"
+    faults.mkdir(parents=True)
+    (tmp_path / "a").chmod(0o700)
+    (faults / file).write_text(text)
+    words = [f"run.root={tmp_path}", "run.name=a", "device=cpu", "train.steps=4"]
+    assert main(["digits", *words]) == 0
+    assert len([*RunDir(tmp_path, "a").read_metrics()]) > 0

@@ -65,7 +65,7 @@ def test_rows_that_cannot_be_packed_are_named() -> None:
         def __getitem__(self, _: Any) -> Any:
             raise OSError("no disk")
 
-    assert "rows: row 1 has 4 entries, more than data.pack=3" in refused(
+    assert "rows: row 1 cannot be packed: it has 4 entries, more than data.pack=3" in refused(
         [{"x": []}, {"x": [0] * 4}]
     )
     assert "rows: row 0 cannot be packed: OSError: no disk" in refused(Unreadable([1]))

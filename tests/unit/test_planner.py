@@ -95,7 +95,11 @@ def test_fp32_moves_and_sends_twice_the_bytes() -> None:
     layout = Layout(data=8, tensor=2, zero=3, micro=1, batch=64)
     half = step_time.of(LLAMA, layout, H100)
     full = step_time.of(LLAMA, dataclasses.replace(layout, precision="fp32"), H100)
-    assert full["other operations"] == pytest.approx(2 * half["other operations"])
+    moved = [
+        step_time.work(LLAMA.layer, dataclasses.replace(layout, precision=one), H100)
+        for one in ("fp32", "bf16")
+    ]
+    assert moved[0]["other operations"] == 2 * moved[1]["other operations"]
     assert full["tensor collectives"] == pytest.approx(2 * half["tensor collectives"], rel=0.1)
 
 

@@ -132,7 +132,7 @@ def test_a_report_says_what_is_missing_or_damaged(tmp_path: Path) -> None:
     run = RunDir(tmp_path, "script")
     run.create()
     run.job.mkdir()
-    assert "no metrics.jsonl with lines of steps" in report(run)
+    assert "no lines of steps in metrics.jsonl" in report(run)
     run.metrics.write_text('{"step": 1, "lo\n[1]\n{"step": "x", "loss": NaN}\n')
     run.events.write_text('{"event": "checkpointed", "time": 1, "step": 1e400}\n\x00\n')
     run.config.write_text("a: [")
@@ -219,7 +219,7 @@ def test_compare_prints_what_differs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["compare", "one", "two", *root]) == 0
     assert "best validation accuracy: two" in capsys.readouterr().out
     assert cli.main(["compare", "one", *root]) == 2
-    assert "name at least two runs" in capsys.readouterr().err
+    assert "name at least two" in capsys.readouterr().err
 
 
 def sweep(root: Path, rates: tuple[str, ...] = ("0.1", "0.2")) -> None:
@@ -263,7 +263,7 @@ def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
 
 def test_a_script_of_the_user_cannot_be_profiled(tmp_path: Path) -> None:
     make(tmp_path, "script").verdict.unlink()
-    with pytest.raises(RefusedError, match="no training of `rollcall train` has started in it"):
+    with pytest.raises(RefusedError, match="no rollcall training started in it"):
         profile.main(["--root", str(tmp_path), "script"])
 
 

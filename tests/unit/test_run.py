@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from rollcall import deadline, run_dir
+from rollcall.config import parse
 from rollcall.deadline import Deadline
 from rollcall.records.files import write_atomic
 from rollcall.records.run import JobEnd
-from rollcall.run_dir import RunDir, Verdict
+from rollcall.run_dir import RunDir
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,30 +33,16 @@ def test_a_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert path.read_bytes() == b"of caf\xe9"
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path, "name")
-    run_dir.create()
-    run_dir.record("started")
-    with run_dir.events.open("a") as file:
-        file.write('{"event": "resu')
-    assert [line["event"] for line in run_dir.read_events()] == ["started"]
-    run_dir.record("resumed", step=3)
-    assert [line["event"] for line in run_dir.read_events()] == ["started", "resumed"]
-
-
-def test_verdict_reads_back(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path, "name")
-    run_dir.create()
-    assert run_dir.read_verdict() is None
-    run_dir.conclude(Verdict("done", 7, "7 steps trained"))
-    assert run_dir.read_verdict() == Verdict("done", 7, "7 steps trained")
-    assert run_dir.path.stat().st_mode & 0o077 == 0
-
-
 def test_a_requeued_job_finds_its_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert run_dir.default_name("digits") == "digits-17"
+
+
+@pytest.mark.parametrize("recipe", ["my recipe", "_x", "é", "a" * 200])
+def test_the_name_of_a_file_becomes_a_name_that_a_run_may_have(recipe: str) -> None:
+    name = run_dir.default_name(recipe)
+    assert parse([f"run.name={name}"])[1].run.name == name
 
 
 def test_lines_wait_for_a_disk_that_takes_none(tmp_path: Path) -> None:
@@ -95,4 +82,10 @@ def test_a_copy_of_the_output_has_the_lines_that_stay(tmp_path: Path) -> None:
     )
     log = tmp_path / "logs" / "rank-0.log"
     subprocess.run([sys.executable, "-c", code, str(log)], check=True, capture_output=True)
+    assert log.read_text() == "one\ntwo\n"
+    log.unlink()
+    ours, theirs = os.pipe()
+    os.close(ours)  # as if the terminal were gone
+    subprocess.run([sys.executable, "-c", code, str(log)], check=True, stdout=theirs)
+    os.close(theirs)
     assert log.read_text() == "one\ntwo\n"

@@ -12,6 +12,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from rollcall.config import parse
 from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data import sets
 from rollcall.train.data.form import Form
@@ -28,6 +30,7 @@ from rollcall.train.data.mixture import Mixture
 from rollcall.train.data.order import Order, training_batches, validation_batches
 from rollcall.train.data.sets.images import Paths
 from rollcall.train.data.source import Batch, Source
+from rollcall.train.data.stream import Shards, adapted
 from rollcall.train.dist.world import Place, World
 from rollcall.train.numerics.losses import per_sample_loss
 
@@ -308,3 +311,47 @@ def test_a_mixture_keeps_its_proportions_when_it_is_resumed() -> None:
     ):
         with pytest.raises(ConfigError, match="a mixture"):
             Mixture(several, weights)
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_shards_of_any_lengths_give_each_sample_once_per_epoch(trial: int) -> None:
+    """Whatever the shards, the parts and the global batch: empty shards, few or many samples."""
+    drawn = np.random.default_rng(trial)
+    lengths = [int(one) for one in drawn.integers(0, 7, int(drawn.integers(1, 9)))]
+    lengths[0] += 1
+    numbers = iter(range(99))
+    shards = [[next(numbers) for _ in range(length)] for length in lengths]
+    data = Shards(shards, lengths, "shards", seed=0, parts=2 ** int(drawn.integers(0, 5)))
+    batch, size = int(drawn.integers(1, 12)), sum(lengths)
+    order = Order.of_run(
+        parse([f"data.global_batch={batch}", "train.epochs=3"])[1], Source(data, data)
+    )
+    cut = int(drawn.integers(1, batch + 1))  # rows of the first of two ranks
+    seen = []
+    for step in range(order.steps):
+        rows = [order.samples(step, span)[0] for span in (range(cut), range(cut, batch))]
+        positions = [*rows[0], *rows[1]][: order.count(step)]
+        assert sorted(positions) == [*range(order.position(step), order.position(step + 1))]
+        seen += [data[position] for position in sorted(positions)]
+    for epoch in range(3):
+        assert sorted(seen[epoch * size : (epoch + 1) * size]) == [*range(size)], (trial, epoch)
+
+
+def test_shards_that_say_a_wrong_length_are_named() -> None:
+    def refused(shards: Any, **more: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            made = adapted(SimpleNamespace(shards=shards, **more), "mine", 0, Form())
+            [made[position] for position in range(made.count())]
+        return str(caught.value)
+
+    rows = [[1, 2], [3, 4]]
+    assert "shard 1 has only 2 samples, but its length is 3" in refused(rows, lengths=[2, 3])
+    assert "shard 0 has more samples, but its length is 1" in refused(rows, lengths=[1, 2])
+    assert "has 2 shards, but 3 `lengths`" in refused(rows, lengths=[1, 2, 3])
+    assert "shard 1 has the length None; let len() return" in refused([[1], Unsized()])
+    assert "shard 0, a list_iterator, can be read only once" in refused([iter([1])], lengths=[1])
+
+
+class Unsized:
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])

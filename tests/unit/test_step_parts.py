@@ -36,6 +36,7 @@ from rollcall.train.parallel import schedules
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
+from rollcall.train.recovery.nonfinite import Witness
 from rollcall.train.update import Update
 
 
@@ -94,11 +95,6 @@ def test_training_does_not_thaw_what_the_parent_of_the_ranks_froze() -> None:
         assert (gc.isenabled(), gc.get_freeze_count()) == (True, before)
     finally:
         gc.unfreeze()
-
-
-def test_a_rule_needs_the_batch_it_starts_from() -> None:
-    with pytest.raises(ConfigError, match="need each other"):
-        parse(["optim.lr_scaling=linear"])
 
 
 @pytest.mark.parametrize(
@@ -210,6 +206,7 @@ def test_tf32_is_refused_on_cpus() -> None:
         ["precision=fp8", "parallel.strategy=tensor"],
         ["train.compile=true", "parallel.strategy=dp"],
         ["optim.evaluate_ema=true"],
+        ["optim.lr_scaling=linear"],
     ],
 )
 def test_what_cannot_work_together_is_refused(words: list[str]) -> None:
@@ -350,7 +347,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         counted = rows.targets >= 0
         right = (outputs.argmax(-1) == rows.targets)[counted].float().mean()
         assert result is not None
-        assert result.figures()["accuracy"] == pytest.approx(right.item())
+        assert result.values["accuracy"] == pytest.approx(right.item())
         mean = nn.functional.cross_entropy(outputs, rows.targets)
         assert result.loss == pytest.approx(mean.item())
         before = copy.deepcopy(model.state_dict())
@@ -360,7 +357,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         assert (found["loss"], found["grad_norm"], found["skipped"]) == (0, 0, 0)
         assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
         rows.targets[:] = -100
-        with pytest.raises(ConfigError, match="no target that counts"):
+        with pytest.raises(ConfigError, match="no target of the validation data counts"):
             evaluate(strategy, data, world, config, objective.loss)
     finally:
         world.leave()
@@ -535,6 +532,14 @@ class KeepsAMask(nn.Module):
             self.mask = torch.ones_like(x)
         scale = self.by_length.setdefault(len(x), torch.ones_like(x))
         return self.layer(x) * self.mask * scale  # type: ignore[no-any-return]
+
+
+def test_numbers_in_nested_outputs_are_looked_at() -> None:
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda *call: {"all": (call[-1], [call[-1] / 0])})
+    with Witness(model, Objective(Loss("own", per_sample_loss))) as witness:
+        model(torch.zeros(1, 2))
+    assert witness.finding().place == "the output of the model"
 
 
 def test_counting_operations_changes_nothing_of_the_model() -> None:

@@ -7,12 +7,12 @@ torch.save. It can use neither CUDA nor pinned memory, so on a GPU a thread writ
 import contextlib
 import gc
 import os
-import select
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from multiprocessing.connection import wait
 from typing import ClassVar, NoReturn
 
 import torch
@@ -44,7 +44,7 @@ class ProcessJob:
                 self._pid, self._pipe = _fork(work)
             except OSError:  # not enough memory for another process
                 break
-            if _is_readable(self._pipe, START_TIMEOUT):
+            if wait([self._pipe], START_TIMEOUT):
                 os.read(self._pipe, len(STARTED))
                 return
             self._kill()
@@ -131,7 +131,7 @@ class PinnedBuffer:
 def host_views(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     """Return the bytes of tensors in host memory, for a process that is forked right after.
 
-    Memory shared between processes is copied, because a forked process would see it change.
+    Memory shared between processes is copied: a forked process would see it change.
     """
     views = []
     for lazy in tensors:
@@ -162,12 +162,6 @@ def _fork(work: Work) -> tuple[int, int]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(end)
     return pid, own_end
-
-
-def _is_readable(pipe: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
 
 
 def _child(work: Work, end: int, parent: int) -> NoReturn:

@@ -4,14 +4,14 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcall.config import ConfigError
 from rollcall.config.schema import Checkpoint
 from rollcall.train.checkpoint import layout, manifest
-from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.checkpoint.contents import Damaged, Manifest
 
 if TYPE_CHECKING:
     from rollcall.train.dist.world import World
@@ -86,13 +86,8 @@ class Best:
         """Read the scores of earlier checkpoints from their manifests, on rank 0 for all ranks."""
         if not self._metric:
             return
-        scores: list[tuple[int, float | None]] = []
-        if world.is_main:
-            for step, path in layout.published(directory).items():
-                with contextlib.suppress(Damaged, ConfigError):
-                    metrics = _inner(manifest.read(path).facts, "metrics")
-                    scores.append((step, self.score(metrics)))
-        known = world.broadcast(scores)
+        found = _intact(directory) if world.is_main else ()
+        known = world.broadcast([(one.step, self.score(one.about("metrics"))) for one, _ in found])
         self._saved = {step: score for step, score in known if score is not None}
         self._choose()
 
@@ -144,16 +139,13 @@ def ranked(metric: str) -> tuple[str, int]:
 def best(directory: Path) -> Path:
     """Return the checkpoint with the best validation: by `checkpoint.keep_best`, or by its loss.
 
-    Raises:
-        ConfigError: no checkpoint was evaluated.
+    Raise ConfigError if no checkpoint was evaluated.
     """
     scores = []
-    for step, path in layout.published(directory).items():
-        with contextlib.suppress(Damaged, ConfigError):
-            facts = manifest.read(path).facts
-            options = _inner(_inner(facts, "config"), "checkpoint")
-            score = Best(str(options.get("keep_best") or "loss")).score(_inner(facts, "metrics"))
-            scores += [] if score is None else [(score, step, path)]
+    for stored, path in _intact(directory):
+        metric = str(stored.about("config", "checkpoint").get("keep_best") or "loss")
+        score = Best(metric).score(stored.about("metrics"))
+        scores += [] if score is None else [(score, stored.step, path)]
     if not scores:
         raise ConfigError(
             f"{directory}: no checkpoint has a validation. Set train.evaluate_every and "
@@ -162,10 +154,10 @@ def best(directory: Path) -> Path:
     return max(scores)[-1]
 
 
-def _inner(facts: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the object under a name; an empty one if a stranger wrote something else."""
-    found = facts.get(name)
-    return found if isinstance(found, dict) else {}
+def _intact(directory: Path) -> Iterator[tuple[Manifest, Path]]:
+    for path in layout.published(directory).values():
+        with contextlib.suppress(Damaged, ConfigError):
+            yield manifest.read(path), path
 
 
 def best_interval(cost: float, between_failures: float) -> float:

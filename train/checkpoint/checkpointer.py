@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 from rollcall.train.checkpoint import engine
 from rollcall.train.checkpoint.pending_save import SaveResult
 from rollcall.train.checkpoint.read import view
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.write_plan import chunks
 from rollcall.train.dist.world import World
 
@@ -23,17 +25,6 @@ from rollcall.train.dist.world import World
 OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 BEGUN = "begun"
 """The key that says whether an optimizer has made a step."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that can be saved, such as a learning rate schedule or a GradScaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, the same on every rank."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Load what `state_dict` returned."""
 
 
 Part = nn.Module | torch.optim.Optimizer | Stateful | dict[str, Any]
@@ -69,7 +60,7 @@ class Checkpointer:
             ValueError: an optimizer changes parameters that no given model has.
         """
         self._world = world
-        self._engine = engine.SharedEngine(Path(directory), world, keep, keep_every)
+        self._engine = engine.Engine(Store(Path(directory), world, keep, keep_every))
         self._parts = parts
         self._newest: int | None = None  # the step saved or restored last; None before `restore`
         # Names in an optimizer's state begin with the name of the model.
@@ -125,19 +116,11 @@ class Checkpointer:
             self.close()
 
     def poll(self) -> None:
-        """Continue a save in the background; call it after every step. It does not wait.
-
-        Raises:
-            OSError: the save could not be written.
-        """
+        """Continue a save in the background, without waiting; OSError if it cannot be written."""
         self._raise(self._engine.wait(0))
 
     def close(self) -> None:
-        """Wait until the save in the background is published.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Wait until the save in the background is published; OSError if it cannot be written."""
         self._raise(self._engine.drain())
 
     def __enter__(self) -> "Checkpointer":
@@ -223,9 +206,8 @@ class Checkpointer:
             mine = torch.tensor([int.from_bytes(digest.digest(), "big")])
             if len({*self._world.gather(mine).flatten().tolist()}) > 1:
                 raise ValueError(
-                    f"{name} differs between the ranks, so it cannot be restored on another number "
-                    "of ranks: keep what is equal on all ranks, and derive the rest from the step "
-                    "and the rank"
+                    f"{name} differs between the ranks: keep what is equal on all ranks, and "
+                    "derive the rest from the step and the rank"
                 )
 
 

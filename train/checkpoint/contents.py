@@ -74,6 +74,13 @@ class Manifest:
         """Number of updates that the state contains."""
         return int(self.facts["step"])
 
+    def about(self, *names: str) -> dict[str, Any]:
+        """Return the object at this place in the facts; an empty one if there is something else."""
+        found: Any = self.facts
+        for name in names:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
+
     @property
     def nbytes(self) -> int:
         """Bytes of all data files."""

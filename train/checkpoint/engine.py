@@ -20,7 +20,6 @@ from rollcall.train.checkpoint.contents import Damaged, Manifest
 from rollcall.train.checkpoint.pending_save import PendingSave, SaveResult
 from rollcall.train.checkpoint.store import Store
 from rollcall.train.checkpoint.write_plan import WritePlan
-from rollcall.train.dist.world import World
 
 MakeState = Callable[[], dict[str, Any]]
 StartJob = Callable[[Callable[[], object]], WriteJob]
@@ -43,19 +42,15 @@ class Engine:
     """Saves to a store and loads from it; all ranks make each call together."""
 
     def __init__(
-        self,
-        world: World,
-        store: Store,
-        hooks: Hooks | None = None,
-        buffer: PinnedBuffer | None = None,
+        self, store: Store, hooks: Hooks | None = None, buffer: PinnedBuffer | None = None
     ) -> None:
         """Share a buffer with an engine that never saves at the same time, if one is given."""
         self.store = store
+        self._world = world = store.world
         self.plan = WritePlan(world, store.nodes)
         self.buffer = buffer
         if buffer is None and world.device.type == "cuda":
             self.buffer = PinnedBuffer()
-        self._world = world
         self._hooks = hooks or Hooks()
         self._pending: PendingSave | None = None
         self.facts: dict[str, Any] = {}  # of the checkpoint that was loaded last
@@ -146,16 +141,8 @@ class Engine:
             result = self.settle([0, 0, 1])
         return result
 
-    def newest(self) -> int | None:
-        """Return the newest step that was not refused, the same on every rank."""
-        return self.store.newest()
-
     def load(self, step: int, state: dict[str, Any]) -> None:
-        """Fill `state` in place from the checkpoint of this step.
-
-        Raises:
-            ConfigError: it is damaged, or belongs to another model or version.
-        """
+        """Fill `state` in place; ConfigError if the checkpoint is damaged or does not fit."""
         problem = self.try_load(step, state)
         if problem:
             raise ConfigError(f"{self.store.place(step)} is damaged: {problem}")
@@ -209,9 +196,8 @@ class Engine:
         left = [name for name, is_taken in zip(asked, taken.tolist(), strict=True) if not is_taken]
         if left:
             raise ConfigError(
-                f"{path} holds {listed(left)}, but the state to fill does not: "
-                "restoring it would lose them. Give the same model, optimizer and other objects as "
-                "when it was saved"
+                f"{path} holds {listed(left)}, but the state to fill does not. Give the same "
+                "model, optimizer and other objects as when it was saved"
             )
 
     def _check_idle(self) -> None:
@@ -231,10 +217,6 @@ class Engine:
             layout.clean(self.store.directory)
         self._world.barrier()
 
-    def retire(self) -> None:
-        """Remove checkpoints that need not be kept, as every save does; call it after a load."""
-        self.store.retire()
-
     def _start(
         self, step: int, start: StartJob, write_part: WritePart, facts: dict[str, Any], began: float
     ) -> None:
@@ -245,35 +227,14 @@ class Engine:
         writer = f"{self.store.writer(self._owner)}-{save_id}"
         written = layout.unpublished(self.store.directory, step, writer)
         own = start(partial(write_part, written))
-        publish = None
-        if self.store.publishes:
-            publish = partial(self._publish, written, step, facts, save_id)
-        publishers = self.store.publishers
-        self._pending = PendingSave(
-            self._world, step, facts, written, own, publish, publishers, began
-        )
+        publish = partial(self._publish, written, step, facts, save_id)
+        self._pending = PendingSave(self.store, step, facts, written, own, publish, began)
 
     def _publish(self, written: Path, step: int, facts: dict[str, Any], save_id: str) -> None:
         store, check = self.store, self._hooks.before_publishing
         facts = facts | store.facts(save_id)
         write.publish(written, store.place(step), store.ranks, facts, check, store.whole)
         store.accept(step)
-
-
-class SharedEngine(Engine):
-    """Saves and loads on storage that all ranks see; all ranks make each call together."""
-
-    def __init__(
-        self,
-        directory: Path,
-        world: World,
-        keep: int = 2,
-        keep_every: int | None = None,
-        best: Callable[[], int | None] = lambda: None,
-        hooks: Hooks | None = None,
-    ) -> None:
-        """Keep the newest `keep`, the multiples of `keep_every` and the step from `best`."""
-        super().__init__(world, Store(directory, world, keep, keep_every, best), hooks)
 
 
 class Restored(NamedTuple):
@@ -298,7 +259,7 @@ def restore(
     """
     state: dict[str, Any] | None = None
     while True:
-        steps = [tier.newest() for tier in tiers]
+        steps = [tier.store.newest() for tier in tiers]
         newest = max((step for step in steps if step is not None), default=None)
         if newest is None:
             break

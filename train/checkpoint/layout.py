@@ -50,11 +50,7 @@ def refused(directory: Path) -> list[Path]:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint out of the way, and delete nothing.
-
-    Raises:
-        OSError: it cannot be renamed and stays where it is.
-    """
+    """Rename a damaged checkpoint out of the way; OSError if it has to stay where it is."""
     target, number = path.with_name(f"damaged-{path.name}"), 1
     while target.exists():
         number += 1

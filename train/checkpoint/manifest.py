@@ -53,12 +53,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
-    """Read the text of a manifest, and check everything it says.
-
-    Raises:
-        Damaged: the text is not what was written, or it contradicts itself.
-        ConfigError: another version of rollcall wrote it.
-    """
+    """Read the text of a manifest, check everything it says, and raise as `read` does."""
     end = re.search(rb',"crc32":"([0-9a-f]{8})"}\n\Z', data[-32:])
     intact = end is not None and int(end[1], 16) == zlib.crc32(data[: -len(end[0])])
     try:
@@ -70,9 +65,8 @@ def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
     if version == 1 or (intact and isinstance(version, int) and version > FORMAT):
         age = "an earlier" if version == 1 else "a newer"
         raise ConfigError(
-            f"{directory} was written by {age} version of rollcall (format {version}; this version "
-            f"reads format {FORMAT}): resume with that version, or start a new run with another "
-            "run.name"
+            f"{directory} was written by {age} version of rollcall (format {version} instead of "
+            f"{FORMAT}): resume with that version, or start a new run with another run.name"
         )
     if not intact or version != FORMAT:
         raise Damaged(f"{NAME} is not what was written: its checksum differs")
@@ -143,12 +137,7 @@ def size_problem(directory: Path, manifest: Manifest, file: str) -> str:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; refuse links, pipes and devices.
-
-    Raises:
-        Damaged: it is not a regular file.
-        OSError: it cannot be opened.
-    """
+    """Open a file for reading and return its descriptor; Damaged for links, pipes and devices."""
     # Without O_NONBLOCK, opening a pipe in place of the file would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

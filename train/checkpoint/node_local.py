@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,11 +46,7 @@ class NodeLocalStore(Store):
         self.host_note = f"on {world.host}: "
         self._run_id = run_id  # distinguishes this run from an earlier one of the same name
         self._writer_pid = writer_pid
-        self._held: frozenset[int] = frozenset()
-
-    def hold(self, steps: Iterable[int]) -> None:
-        """Keep these steps, in place of those given before, however old they become."""
-        self._held = frozenset(steps)
+        self.held: frozenset[int] = frozenset()  # steps that are kept, however old they become
 
     def newest(self) -> int | None:
         """Return the newest step that any node has and that was not refused."""
@@ -61,7 +57,7 @@ class NodeLocalStore(Store):
 
     def stale(self, steps: Sequence[int]) -> list[int]:
         """Return which of these steps may be removed."""
-        return [step for step in super().stale(steps) if step not in self._held]
+        return [step for step in super().stale(steps) if step not in self.held]
 
     def refuse(self, step: int) -> str:
         """Do not offer this checkpoint again in this attempt; `forget_after` removes it."""
@@ -121,9 +117,7 @@ class LocalTier:
     """Node-local checkpoints and their copies on shared storage; all ranks call it together."""
 
     def __init__(self, engine: Engine, store: NodeLocalStore, shared: Engine) -> None:
-        self.engine = engine
-        self.store = store
-        self._shared = shared
+        self.engine, self.store, self._shared = engine, store, shared
         self._waiting: list[Copy] = []
         self._copying: list[Copy] = []
 
@@ -151,7 +145,7 @@ class LocalTier:
         self._hold()
 
     def _hold(self) -> None:
-        self.store.hold(copy.step for copy in (*self._waiting, *self._copying))
+        self.store.held = frozenset(copy.step for copy in (*self._waiting, *self._copying))
 
 
 def _copy(source: Path, host_note: str, rank: int, share: frozenset[int], written: Path) -> None:
@@ -178,11 +172,7 @@ def _bytes(files: read.DataFiles, tensor: StoredTensor, piece: Piece) -> memoryv
 
 
 def place(text: str, run_dir: RunDir) -> Path:
-    """Return the directory of a run's checkpoints on this node, from `checkpoint.local`.
-
-    Raises:
-        ConfigError: a variable is not set, or the path is not absolute.
-    """
+    """Return the directory of a run's checkpoints on this node; ConfigError if it is unusable."""
     root = os.path.expandvars(text)
     if "$" in root or not root.startswith("/"):
         raise ConfigError(
@@ -206,7 +196,10 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
         try:
             directory = place(text, run_dir)
             _make(directory)
-            stack.enter_context(_probe(directory / f".probe-{word}-{world.rank}"))
+            # It shows that the disk is writable, and who shares it.
+            probe = directory / f".probe-{word}-{world.rank}"
+            stack.callback(probe.unlink, missing_ok=True)
+            probe.touch()
             run_id = _run_id(run_dir) if world.is_main else ""
         except ConfigError as error:
             unfit = f"{error} (rank {world.rank} on {world.host})"
@@ -231,8 +224,8 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
     store = NodeLocalStore(directory, world, run_id, nodes, writer_pid)
     if store.publishes:
         _remove_other_runs(directory, run_id)
-        for probe in directory.glob(".probe-*"):
-            probe.unlink(missing_ok=True)
+        for left in directory.glob(".probe-*"):
+            left.unlink(missing_ok=True)
     return store
 
 
@@ -247,16 +240,6 @@ def _make(directory: Path) -> None:
             f"{directory} is a link, belongs to another user, or is writable by others: expected "
             "your own directory; remove it, or choose another checkpoint.local"
         )
-
-
-@contextlib.contextmanager
-def _probe(path: Path) -> Iterator[None]:
-    """Keep a file of this rank there: it shows that the disk is writable, and who shares it."""
-    path.touch()
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _run_id(run_dir: RunDir) -> str:

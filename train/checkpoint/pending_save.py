@@ -13,7 +13,7 @@ from shutil import rmtree
 from typing import Any
 
 from rollcall.train.checkpoint.background import ThreadJob, WriteJob
-from rollcall.train.dist.world import World
+from rollcall.train.checkpoint.store import Store
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,12 @@ class SaveResult:
 class PendingSave:
     """A save that has begun and not ended."""
 
-    world: World
+    store: Store
     step: int
     facts: dict[str, Any]
     written: Path  # the directory that all ranks write into
     own: WriteJob  # the writing of this rank's part
-    publish: Callable[[], object] | None  # called when all is written, if this rank publishes
-    publishers: int  # how many ranks publish
+    publish: Callable[[], object]  # called when all is written, if this rank publishes
     began: float  # by time.monotonic
     late: str = ""  # why nobody waits for it any longer; empty while somebody does
     _publishing: WriteJob | None = None
@@ -56,11 +55,11 @@ class PendingSave:
         written, published, failed = sums
         if failed:
             return self._result(self._fail())
-        if published == self.publishers:
+        if published == self.store.publishers:
             return self._result("")
-        if written == self.world.world_size and not self._all_written:
+        if written == self.store.world.world_size and not self._all_written:
             self._all_written = True
-            if self.publish:
+            if self.store.publishes:
                 self._publishing = ThreadJob(self.publish)
         return None
 
@@ -69,11 +68,11 @@ class PendingSave:
         return next(filter(None, (job.poll() for job in jobs)), self.late)
 
     def _fail(self) -> str:
-        problem = self.world.first_problem(self._problem())
+        problem = self.store.world.first_problem(self._problem())
         self.own.abandon()
         # A publishing thread may be renaming it right now; deleting would empty the checkpoint.
         publishing = self._publishing is not None and not self._publishing.poll()
-        if self.publish and not publishing:
+        if self.store.publishes and not publishing:
             ThreadJob(partial(rmtree, self.written, ignore_errors=True))
         return problem
 

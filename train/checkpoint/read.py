@@ -43,9 +43,6 @@ class DataFiles(ExitStack):
         """Yield the numbers of pieces in order; threads read and check the next ones meanwhile.
 
         A contiguous CPU tensor of the piece's shape and type, if given, is filled in place.
-
-        Raises:
-            Damaged: as `piece`.
         """
         ahead: deque[Future[torch.Tensor]] = deque()
         with ThreadPoolExecutor(READERS) as readers:
@@ -59,11 +56,7 @@ class DataFiles(ExitStack):
     def piece(
         self, tensor: StoredTensor, piece: Piece, target: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the numbers of a piece, on the CPU, in the target if there is one.
-
-        Raises:
-            Damaged: they cannot be read, or their checksum differs.
-        """
+        """Return the numbers of a piece, on the CPU; Damaged if they are not what was written."""
         if target is None:
             target = torch.empty(piece.shape, dtype=getattr(torch, tensor.dtype))
         try:
@@ -162,11 +155,7 @@ def _is_filled_by(
 def whole(
     directory: Path, tensors: Iterable[StoredTensor]
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Read whole tensors, check them, and yield one after another.
-
-    Raises:
-        Damaged: the data is not what was written.
-    """
+    """Read whole tensors and yield one after another; Damaged if they are not what was written."""
     with DataFiles(directory) as files:
         for tensor in tensors:
             numbers = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))

@@ -9,9 +9,10 @@ from rollcall.activity import doing
 from rollcall.deadline import Deadline
 from rollcall.train.checkpoint import node_local
 from rollcall.train.checkpoint.cadence import Best, Cadence
-from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SharedEngine, restore
+from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, restore
 from rollcall.train.checkpoint.node_local import LocalTier
 from rollcall.train.checkpoint.pending_save import SaveResult
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
 
@@ -41,21 +42,13 @@ class Saver:
         options = run.config.checkpoint
         self.problem = ""  # why the newest save to shared storage failed; empty if it succeeded
         self.seconds = 0.0  # how long that save took
-        self._run = run
-        self._make_state = make_state
-        self._facts = facts or {}
-        self._deadline = deadline
+        self._run, self._deadline = run, deadline
+        self._make_state, self._facts = make_state, facts or {}
         self._cadence = Cadence(options)
         self._best = Best(options.keep_best)
         self._hooks = Hooks(run.run_dir.check_claim, self._refused, deadline.is_late)
-        self.checkpoints = SharedEngine(
-            run.run_dir.checkpoints,
-            run.world,
-            options.keep_last,
-            options.keep_every,
-            lambda: self._best.step,
-            self._hooks,
-        )
+        keep = options.keep_last, options.keep_every, lambda: self._best.step
+        self.checkpoints = Engine(Store(run.run_dir.checkpoints, run.world, *keep), self._hooks)
         self._local: LocalTier | None = None
         self._local_problem = ""  # why saves no longer go to the local disks
         self._saved_at: int | None = None
@@ -67,28 +60,23 @@ class Saver:
     def open(self) -> bool:
         """Open the nodes' disks if they are used; return whether there is any checkpoint.
 
-        Raises:
-            ConfigError: `checkpoint.local` is not a usable path.
+        Raise ConfigError if `checkpoint.local` is not a usable path.
         """
         run, local = self._run, self._run.config.checkpoint.local
         if local:
             try:
                 store = node_local.open_store(local, run.run_dir, run.world)
             except OSError as error:
-                self._leave_local(self.checkpoints.newest() or 0, str(error))
+                self._leave_local(self.checkpoints.store.newest() or 0, str(error))
             else:
                 hooks = replace(self._hooks, on_refusal=self._refused_locally)
-                engine = Engine(run.world, store, hooks, self.checkpoints.buffer)
+                engine = Engine(store, hooks, self.checkpoints.buffer)
                 self._local = LocalTier(engine, store, self.checkpoints)
-        return any(tier.newest() is not None for tier in self._tiers())
+        return any(tier.store.newest() is not None for tier in self._tiers())
 
     @doing("loading a checkpoint", may_take_long=True)
     def resume(self) -> Restored | None:
-        """Load the newest intact checkpoint, if any.
-
-        Raises:
-            ConfigError: the checkpoints cannot be used.
-        """
+        """Load the newest intact checkpoint, if any; ConfigError if only unusable ones exist."""
         run, tiers = self._run, self._tiers()
         if run.world.is_main:
             self._cadence.start(run.run_dir.read_events())
@@ -96,14 +84,13 @@ class Saver:
             tier.clean()
         found = restore(tiers, self._make_state)
         step = found.step if found else 0
-        is_local = bool(found and self._local and found.engine is self._local.engine)
-        self._saved_at = step if found and not is_local else None
-        self._local_at = step if found and is_local else None
+        self._saved_at = step if found and found.engine is self.checkpoints else None
+        self._local_at = step if found and found.engine is not self.checkpoints else None
         self._best.recall(run.run_dir.checkpoints, run.world)
         if self._local:
             self._local.store.forget_after(step)
         for tier in tiers:
-            tier.retire()
+            tier.store.retire()
         return found
 
     def report(self) -> dict[str, float]:
@@ -165,7 +152,7 @@ class Saver:
             self._ended(self._local.engine, self._local.engine.drain(seconds))
         while self.checkpoints.busy:
             self._ended(self.checkpoints, self.checkpoints.drain(end - time.monotonic()))
-        self.checkpoints.retire()  # the best one may be another now
+        self.checkpoints.store.retire()  # the best one may be another now
 
     @doing("removing local checkpoints", may_take_long=True)
     def remove_local(self) -> None:
@@ -204,10 +191,10 @@ class Saver:
         if result is None:
             return
         self._is_slow = False
-        if self._local and engine is self._local.engine:
-            self._ended_locally(self._local, result)
-        else:
+        if engine is self.checkpoints:
             self._ended_on_shared(result)
+        elif self._local:
+            self._ended_locally(self._local, result)
 
     def _ended_on_shared(self, result: SaveResult) -> None:
         step, self.problem, self.seconds = result.step, "", result.seconds
@@ -247,10 +234,10 @@ class Saver:
         stall, seconds = round(result.stall, 4), round(result.seconds, 3)
         self._run.record("checkpointed", step=result.step, seconds=seconds, stall=stall, **more)
 
-    def _refused_locally(self, step: int, problem: str) -> None:
-        text = f"the local checkpoint of step {step} cannot be used: {problem}"
-        self._run.tell("refused", text, step=step, reason=problem, local=True)
-
     def _refused(self, step: int, problem: str) -> None:
         text = f"{self.checkpoints.store.place(step)} is damaged and was set aside: {problem}"
         self._run.tell("refused", text, step=step, reason=problem)
+
+    def _refused_locally(self, step: int, problem: str) -> None:
+        text = f"the local checkpoint of step {step} cannot be used: {problem}"
+        self._run.tell("refused", text, step=step, reason=problem, local=True)

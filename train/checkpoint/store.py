@@ -18,7 +18,7 @@ class Store:
         self,
         directory: Path,
         world: World,
-        keep: int,
+        keep: int = 2,
         keep_every: int | None = None,
         best: Callable[[], int | None] = lambda: None,
         nodes: Sequence[int] = (),
@@ -62,17 +62,12 @@ class Store:
         return owner.rpartition("-")[0]
 
     def check_fresh_start(self) -> None:
-        """Check that a run for which nothing could be loaded may start from step 0.
-
-        Raises:
-            ConfigError: there were checkpoints, and all of them are damaged.
-        """
+        """Raise ConfigError if there were checkpoints, and all of them are damaged."""
         aside = layout.refused(self.directory) if self.world.is_main else []
         self.world.raise_together(
             f"{self.directory} holds no intact checkpoint: "
-            f"{', '.join(path.name for path in aside)} {'is' if len(aside) == 1 else 'are'} "
-            "damaged, and nothing was deleted. `rollcall checkpoint verify` names the damaged "
-            "files; restore a copy of a checkpoint, or start a new run with another run.name"
+            f"{', '.join(path.name for path in aside)}. Nothing was deleted; `rollcall checkpoint "
+            "verify` names what is damaged. Restore a copy, or start a run with another run.name"
             if aside or self._refused
             else ""
         )
@@ -95,7 +90,7 @@ class Store:
         self.retire()
 
     def retire(self) -> None:
-        """Remove the checkpoints that need not be kept."""
+        """Remove the checkpoints that need not be kept, as every save does."""
         if self.publishes:
             found = layout.published(self.directory)
             # A refused one that could not be renamed must not displace an intact one.

@@ -39,11 +39,7 @@ class WritePlan:
         self._own: frozenset[int] = frozenset()
 
     def share(self, state: dict[str, Any]) -> tuple[Tensors, Values]:
-        """Return what this rank writes of the state; all ranks must call it together.
-
-        Raises:
-            ConfigError: the state holds something other than tensors and plain values.
-        """
+        """Return what this rank writes; all ranks call it together. It raises as `chunks` does."""
         tensors, values = chunks(state)
         sizes = {identify(chunk.key, chunk.offset): tensor.nbytes for chunk, tensor in tensors}
         sizes |= {identify(key): 1 for key, _ in values}
@@ -75,11 +71,7 @@ class WritePlan:
 
 
 def chunks(state: dict[str, Any]) -> tuple[Tensors, Values]:
-    """Return the chunks of the tensors that this rank holds, and the plain values.
-
-    Raises:
-        ConfigError: the state holds something else.
-    """
+    """Return the chunks that this rank holds, and plain values; ConfigError for anything else."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     tensors: Tensors = []

@@ -18,7 +18,9 @@ from rollcall.train.numerics.losses import IGNORED
 TARGETS = ("labels", "label", "targets", "target")
 """Keys under which a sample may have its target, if `data.target` names none."""
 INTEGERS = "int8", "int16", "int32", "uint16", "uint32", "uint64"  # few operations know the others
-FORMATS = {getattr(torch, name): torch.int64 for name in INTEGERS} | {torch.float64: torch.float32}
+FLOATS = "float64", "float16", "bfloat16"  # the weights are fp32
+FORMATS = {getattr(torch, name): torch.int64 for name in INTEGERS}
+FORMATS |= {getattr(torch, name): torch.float32 for name in FLOATS}
 POSITIONS = "position_ids"
 """The input with the places of tokens in their rows, where several rows are one sequence."""
 CONTRACT = "expected tensors, arrays or numbers, or tuples and dictionaries of these"
@@ -87,6 +89,14 @@ class Form:
         columns = [[leaf] for leaf in leaves]
         return len(leaves[self._lead(columns, spec, sample)])
 
+    def check_length(self, length: int) -> None:
+        """Raise SampleError if a row, or packed rows together, are longer than `pad`."""
+        if self.pad is not True and length > self.pad:
+            raise SampleError(
+                f"it has {length} entries, more than {self._key_of_length}; raise it, or cut rows "
+                "in the data set"
+            )
+
     def _stacked(self, samples: Sequence[Any]) -> Any:
         columns, spec = self._columns(samples)
         if self.pad:
@@ -100,7 +110,9 @@ class Form:
         for sample in samples[1:]:
             own, other = tree_flatten(sample)
             if other != spec:
-                raise SampleError(f"it is {_shape(sample)}, but another is {_shape(samples[0])}")
+                raise SampleError(
+                    f"it is {shape_of(sample)}, but another is {shape_of(samples[0])}"
+                )
             rows.append(own)
         return list(zip(*rows, strict=True)), spec
 
@@ -118,11 +130,7 @@ class Form:
         lead = self._lead(columns, spec, sample)
         lengths = [len(row) for row in columns[lead]]
         longest = max(lengths) if self.pad is True else int(self.pad)
-        if max(lengths) > longest:
-            raise SampleError(
-                f"a row has {max(lengths)} entries, more than {self._key_of_length}; raise it, "
-                "or cut rows in the data set"
-            )
+        self.check_length(max(lengths))
         found = []
         for place, column in enumerate(columns):
             if all(row.ndim for row in column) and [*map(len, column)] == lengths:
@@ -141,7 +149,7 @@ class Form:
         if any([len(row) if row.ndim else -1 for row in one] != lengths for one in columns):
             raise SampleError(
                 f"{self._key_of_length} expects each entry of a sample to be as long as its row, "
-                f"but a sample is {_shape(rows[0])}"
+                f"but a sample is {shape_of(rows[0])}"
             )
         places, found = torch.cat([*map(torch.arange, lengths)]), [*map(torch.cat, columns)]
         for place in self._target_places(spec, len(found)) if self.shifts else ():
@@ -155,7 +163,7 @@ class Form:
         for place, column in enumerate(columns):
             if place not in targets and all(row.ndim for row in column):
                 return place
-        raise SampleError(f"{self._key_of_length} expects rows, but a sample is {_shape(sample)}")
+        raise SampleError(f"{self._key_of_length} expects rows, but a sample is {shape_of(sample)}")
 
     @property
     def _key_of_length(self) -> str:
@@ -194,9 +202,11 @@ def _collated(collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> An
 def _tensors(sample: Any, place: str = "it") -> Any:
     """Return a sample with tensors for arrays, numbers, and lists of numbers.
 
-    Floats of 64 bits become fp32, the format of the weights, and integers but bytes int64.
+    Floats become fp32, the format of the weights, and integers but bytes int64.
     """
     if isinstance(sample, Mapping):
+        if wrong := [key for key in sample if not isinstance(key, str)]:
+            raise SampleError(f"{place} has the key {wrong[0]!r}; expected names of parameters")
         return {key: _tensors(value, f"its {key!r}") for key, value in sample.items()}
     if isinstance(sample, tuple) or (isinstance(sample, list) and not _is_numbers(sample)):
         if not sample:
@@ -225,7 +235,7 @@ def _filled(row: torch.Tensor, length: int, value: int) -> torch.Tensor:
     return functional.pad(row, [0, 0] * (row.ndim - 1) + [0, length - len(row)], value=value)
 
 
-def _shape(sample: Any) -> str:
+def shape_of(sample: Any) -> str:
     """Describe a sample, for messages."""
     if isinstance(sample, Mapping):
         return f"a dictionary with the keys {', '.join(map(str, sample))}"

@@ -56,8 +56,8 @@ def identify(name: str, source: Source) -> dict[str, Any]:
         "classes": source.classes,
         "names": list(source.names),
         "content": [
-            *_hashes(source.train, source.train_size, source.form),
-            *_hashes(source.validation, source.validation_size, source.form),
+            *_hashes(source.train, source.train_size, "the training data", source.form),
+            *_hashes(source.validation, source.validation_size, "the validation data", source.form),
         ],
     }
 
@@ -81,16 +81,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
-def _hashes(dataset: Dataset[Any], size: int, form: Form) -> list[str | None]:
+def _hashes(dataset: Dataset[Any], size: int, what: str, form: Form) -> list[str | None]:
     count = min(size, SAMPLES)
     indices = [number * (size - 1) // max(1, count - 1) for number in range(count)]
     if isinstance(dataset, Stream):  # others than the first are read in order only
         indices = [0, 1][: size if size >= 0 else 2]
-    return [_hash(dataset, index, form) for index in indices]
+    return [_hash(dataset, index, what, form) for index in indices]
 
 
-def _hash(dataset: Dataset[Any], index: int, form: Form) -> str | None:
-    result = Reader(dataset, "", seed=0, form=form).read(Selection([index], [0], torch.ones(1)))
+def _hash(dataset: Dataset[Any], index: int, what: str, form: Form) -> str | None:
+    result = Reader(dataset, what, seed=0, form=form).read(Selection([index], [0], torch.ones(1)))
     if result.problems:
         return None
     raw = getattr(dataset, "raw", None)  # decoders may round differently on other machines

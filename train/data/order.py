@@ -42,7 +42,7 @@ class Order:
         self.steps = math.ceil(total / global_batch)
         self.seed = seed
         self._is_by_steps = False  # whether train.steps is given
-        self._is_stream = False  # whether samples can only be read in order, by their positions
+        self._parts = 0  # of a stream, whose samples are read by their positions
         self._base = 0, 0  # a step, and its position
         self._running = -1, seed  # the epoch at that position, and its seed
 
@@ -61,7 +61,7 @@ class Order:
         total = (steps or 0) * batch or round(config.train.epochs * size)
         order = cls(total if size < 0 else size, total, batch, config.seed)
         order._is_by_steps = steps is not None
-        order._is_stream = isinstance(source.train, Stream)
+        order._parts = source.train.parts if isinstance(source.train, Stream) else 0
         return order
 
     def facts(self, step: int) -> dict[str, Any]:
@@ -108,9 +108,16 @@ class Order:
         """Return the same for several steps; for small batches that is quicker than one by one."""
         starts = np.array([[self.position(step)] for step in steps])
         last = np.array([[self.count(step) - 1] for step in steps])
-        positions = starts + np.minimum(np.array(rows), last)
-        if self._is_stream:
-            return [(line, [0] * len(rows)) for line in positions.tolist()]
+        places = np.minimum(np.array(rows, dtype=np.int64), last)
+        if self._parts:
+            # Rows of one part are neighbors, so that a rank reads few parts.
+            found = []
+            for start, end, line in zip(starts[:, 0], last[:, 0], places, strict=True):
+                whole = np.arange(start, start + end + 1)
+                own = whole[np.argsort(whole % self._parts, kind="stable")[line]]
+                found.append((own.tolist(), [0] * len(rows)))
+            return found
+        positions = starts + places
         epochs, positions = np.divmod(positions, self.size)
         samples = np.empty_like(positions)
         for epoch in range(int(epochs.min()), int(epochs.max()) + 1):

@@ -35,7 +35,7 @@ class Packed(Dataset[list[Any]]):
         """Put rows together by their lengths: the attribute `lengths`, or all rows are read."""
         if isinstance(rows, BatchDataset):
             raise ConfigError(f"data.pack: the rows of data.name={name} have one length; remove it")
-        known, lengths, size = getattr(rows, "lengths", None), list[int](), int(form.pad)
+        known, lengths = getattr(rows, "lengths", None), list[int]()
         if known is not None and len(known) != len(rows):
             raise ConfigError(
                 f"data.pack: data.name={name} has {len(rows)} rows, but {len(known)} `lengths`"
@@ -43,16 +43,12 @@ class Packed(Dataset[list[Any]]):
         for row in range(len(rows)):
             try:
                 lengths.append(form.length(rows[row]) if known is None else int(known[row]))
+                form.check_length(lengths[-1])
             except Exception as error:  # a data set may raise anything
                 kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
                 why = f"row {row} cannot be packed: {kind}{error}"
                 raise ConfigError(f"data.name={name}: {why}") from error
-            if lengths[-1] > size:
-                raise ConfigError(
-                    f"data.name={name}: row {row} has {lengths[-1]} entries, more than "
-                    f"data.pack={size}; raise it, or cut rows in the data set"
-                )
-        self.rows, self._groups = rows, fitted(lengths, size)
+        self.rows, self._groups = rows, fitted(lengths, int(form.pad))
 
     def __len__(self) -> int:
         return len(self._groups)

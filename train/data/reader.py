@@ -58,7 +58,8 @@ class Reader:
         if isinstance(self._dataset, BatchDataset):
             with suppress(Exception):  # the unreadable sample is found one by one below
                 batch = self._dataset.__getitems__(selection.samples)
-                return ReadResult(self._whole(batch, selection.weights), [])
+                if isinstance(batch, Batch):
+                    return ReadResult(self._whole(batch, selection.weights), [])
         return self._one_by_one(selection)
 
     def _whole(self, batch: Batch, weights: torch.Tensor) -> Batch:
@@ -103,8 +104,14 @@ class Reader:
         return 0, error
 
     def _sample(self, sample: int, epoch: int) -> Any:
-        if isinstance(self._dataset, BatchDataset | Stream):
+        if isinstance(self._dataset, Stream):
             return self._dataset[sample]
+        if isinstance(self._dataset, BatchDataset):
+            found = self._dataset[sample]
+            if not isinstance(found, Batch):
+                name = type(self._dataset).__name__
+                raise TypeError(f"{name} returned a {type(found).__name__}; expected a Batch")
+            return found
         set_cpu_seed(self._seed, "sample", epoch, sample)
         return self._dataset[sample]
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import Dataset
 
-from rollcall.config.schema import Data
+from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data.form import Form
 from rollcall.train.numerics.losses import Loss
 
@@ -92,7 +92,10 @@ class Source:
     @property
     def validations(self) -> dict[str, tuple[Dataset[Any], int]]:
         """The validation sets by name, with their sizes; the first has an empty name."""
-        more = {name: (samples, len(samples)) for name, samples in self.further.items()}  # type: ignore[arg-type]
+        more: dict[str, Any] = {
+            name: (one, len(one) if hasattr(one, "__len__") else one.count())  # type: ignore[attr-defined]
+            for name, one in self.further.items()
+        }
         if not self.validation_size:
             return {}
         return {"": (self.validation, self.validation_size), **more}
@@ -132,6 +135,10 @@ class InMemory(BatchDataset):
     """Samples in two tensors; a batch is one indexing operation."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        if len(inputs) != len(targets):
+            raise ConfigError(
+                f"InMemory expects as many targets as inputs, got {len(targets)} and {len(inputs)}"
+            )
         self.inputs = inputs
         self.targets = targets
 

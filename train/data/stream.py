@@ -1,12 +1,15 @@
-"""Samples that can only be read in order: iterable data sets, and torch's DataLoader.
+"""Samples that can only be read in order: iterable data sets, shards, and torch's DataLoader.
 
-Every rank reads the whole stream and keeps its own rows. So the samples of a step do not depend on
-the number of ranks, and a resumed run continues with the next sample, on any number of ranks.
+Every rank reads a whole stream and keeps its own rows. If the data lies in shards of known length, a
+rank reads only the shards with its rows. Either way, the samples of a step do not depend on the
+number of ranks, and a resumed run continues with the next sample, on any number of ranks.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,12 @@ from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import Form
 from rollcall.train.data.packing import Packed
 from rollcall.train.numerics.randomness import set_cpu_seed
+
+PARTS = 128
+"""The most parts of sharded data. Ranks can divide them evenly if their number is a power of two.
+
+A single rank reads from all parts in turn and keeps one shard of each open.
+"""
 
 
 class Place(NamedTuple):
@@ -34,11 +43,15 @@ class Stream(Dataset[Any]):
     the iterable. At its end it is started again, after `set_epoch(epoch)` if it has this method.
     """
 
+    parts = 1  # the sample at a position is of the part position % parts
+
     def __init__(self, samples: Any, name: str, seed: int) -> None:
         self._samples = samples
         self._name = name  # of the key that names the data, for messages
         self._seed = seed
         self._saved: Place | None = None
+        is_known = hasattr(samples, "__len__") and not isinstance(samples, DataLoader)
+        self._size = len(samples) if is_known else None  # samples of an epoch
         self._first = self._state()  # some iterables continue where they were left
         self._last: Any = None
         self._restart()
@@ -54,8 +67,8 @@ class Stream(Dataset[Any]):
             self._last = self._next()
         return self._last
 
-    def place(self) -> Place:
-        """Return the place behind the newest sample."""
+    def place(self) -> Place | None:
+        """Return the place behind the newest sample, if a checkpoint needs to know it."""
         return Place(self._at, self._epoch, self._state())
 
     def _state(self) -> Any:
@@ -74,22 +87,32 @@ class Stream(Dataset[Any]):
 
     def count(self) -> int:
         """Return the number of samples of an epoch; without a length all of them are read."""
-        if hasattr(self._samples, "__len__") and not isinstance(self._samples, DataLoader):
-            return len(self._samples)
-        return sum(1 for _ in self._rows())
+        if self._size is None:
+            self._size = sum(1 for _ in self._rows())
+        return self._size
 
     def _restart(self) -> None:
         if self._first is not None:
-            self._samples.load_state_dict(self._first)
+            self._load(self._first)
         self._iterator: Iterator[Any] | None = None
         self._at = self._epoch = 0
+        self._began: int | None = 0  # the position at which this epoch began; None if unknown
         self._last = None
+
+    def _load(self, state: Any) -> None:
+        try:
+            self._samples.load_state_dict(state)
+        except Exception as error:  # a stream may raise anything
+            raise ConfigError(
+                f"data.name={self._name}: load_state_dict() of {type(self._samples).__name__} "
+                f"refuses what its state_dict() returned: {type(error).__name__}: {error}"
+            ) from error
 
     def _continue_from(self, place: Place) -> None:
         self._at, self._epoch, self._last = place.samples, place.epoch, None
         self._set_epoch()  # first: some load a state only if it is of their epoch
-        self._samples.load_state_dict(place.state)
-        self._iterator = self._rows()
+        self._load(place.state)
+        self._iterator, self._began = self._rows(), None
 
     def _set_epoch(self) -> None:
         set_cpu_seed(
@@ -108,7 +131,12 @@ class Stream(Dataset[Any]):
                 sample = next(self._iterator)
                 self._at += 1
                 return sample
-            self._iterator, self._epoch = None, self._epoch + 1
+            if self._began is not None and self._size not in (None, self._at - self._began):
+                raise ConfigError(
+                    f"data.name={self._name}: the stream ended after {self._at - self._began} "
+                    f"samples, but its len() is {self._size}; correct it, or remove __len__"
+                )
+            self._iterator, self._epoch, self._began = None, self._epoch + 1, self._at
         raise ConfigError(f"data.name={self._name}: the stream has no sample")
 
     def _rows(self) -> Iterator[Any]:
@@ -117,8 +145,114 @@ class Stream(Dataset[Any]):
         return _rows_of_batches(self._samples)
 
 
-def adapted(samples: Any, name: str, seed: int, form: Form) -> Any:
-    """Return a map-style data set, packed if the form says so, and an iterable as a `Stream`.
+class Shards(Stream):
+    """The samples of shards, each an iterable of known length, in a fixed number of parts.
+
+    A part is a run of neighboring samples of an epoch, in shards that are read in order. All parts
+    have the same length, give or take one sample, and every step takes equally many samples from
+    each. So a rank reads only the shards of its parts. A shard that two parts share is read twice.
+    A resumed run opens each part's current shard again and drops the samples before its place.
+    """
+
+    def __init__(self, shards: Any, lengths: Any, name: str, seed: int, parts: int = PARTS) -> None:
+        self._shards, self._lengths, self._name, self._seed = shards, lengths, name, seed
+        self._ends = list(accumulate(lengths))
+        self._size = self._ends[-1] if shards else 0
+        self.parts = min(parts, 1 << max(0, len(shards).bit_length() - 1))
+        self._open: dict[int, _Shard] = {}  # by part
+
+    def __getitem__(self, position: int) -> Any:
+        epoch, part, sample = self.find(position)
+        number = bisect_right(self._ends, sample)
+        row = sample - (self._ends[number - 1] if number else 0)
+        shard = self._open.get(part)
+        if shard is None or shard.key != (epoch, number) or row < shard.next - 1:
+            shard = self._open[part] = _Shard((epoch, number), self._begun(epoch, number))
+        while shard.next <= row:
+            set_cpu_seed(self._seed, "shard", epoch, number, shard.next)
+            self._advance(shard)
+        return shard.last
+
+    def __len__(self) -> int:
+        return self.count()
+
+    def find(self, position: int) -> tuple[int, int, int]:
+        """Return the epoch of a position, its part, and the number of its sample in the epoch."""
+        epoch, part = position // self.count(), position % self.parts
+        first = epoch * self.count()
+        end, parts = first + self.count(), self.parts
+        # In this epoch, count the positions of earlier parts and the earlier positions of this one.
+        others = [at // parts * part + min(at % parts, part) for at in (first, end)]
+        own = [(at + parts - 1 - part) // parts for at in (first, position)]
+        return epoch, part, others[1] - others[0] + own[1] - own[0]
+
+    def place(self) -> None:
+        """Return None: the position says everything."""
+
+    def _begun(self, epoch: int, number: int) -> Iterator[Any]:
+        shard = self._shards[number]
+        set_cpu_seed(self._seed, "shard", "epoch", epoch, number)
+        if hasattr(shard, "set_epoch"):
+            shard.set_epoch(epoch)
+        return iter(shard)
+
+    def _advance(self, shard: "_Shard") -> None:
+        (_, number), length = shard.key, self._lengths[shard.key[1]]
+        nothing = object()
+        shard.last = next(shard.rows, nothing)
+        shard.next += 1
+        is_short = shard.last is nothing
+        if is_short or (shard.next == length and next(shard.rows, nothing) is not nothing):
+            found = f"only {shard.next - 1}" if is_short else "more"
+            raise ConfigError(
+                f"data.name={self._name}: shard {number} has {found} samples, but its length is "
+                f"{length}; correct it"
+            )
+
+
+class _Shard:
+    """A shard that is being read."""
+
+    def __init__(self, key: tuple[int, int], rows: Iterator[Any]) -> None:
+        self.key, self.rows = key, rows  # epoch and number
+        self.next = 0  # the row to be read
+        self.last: Any = None  # the sample before it
+
+
+def _are_shards(shards: Any) -> bool:
+    """Return whether an attribute `shards` has samples, not the names of files."""
+    is_list = isinstance(shards, list | tuple)
+    return is_list and all(
+        isinstance(one, Iterable) and not isinstance(one, str | bytes) for one in shards
+    )
+
+
+def _lengths(shards: Any, given: Any, name: str) -> list[int]:
+    """Return the lengths of shards; ConfigError if one is unknown, or a shard can be read once."""
+    if given is None:
+        given = [len(one) if hasattr(one, "__len__") else None for one in shards]
+    if len(given) != len(shards):
+        raise ConfigError(f"data.name={name} has {len(shards)} shards, but {len(given)} `lengths`")
+    for number, (shard, length) in enumerate(zip(shards, given, strict=True)):
+        if isinstance(shard, Iterator):
+            _refuse_iterator(f"shard {number}, a {type(shard).__name__},", name)
+        if not isinstance(length, int) or length < 0:
+            raise ConfigError(
+                f"data.name={name}: shard {number} has the length {length}; let len() return its "
+                "number of samples, or list those of all shards in an attribute `lengths`"
+            )
+    return list(given)
+
+
+def _refuse_iterator(what: str, name: str) -> None:
+    raise ConfigError(
+        f"data.name={name}: {what} can be read only once; return an object whose __iter__ starts "
+        "from the first sample"
+    )
+
+
+def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> Any:
+    """Return a map-style data set, packed if the form says so; others as a `Stream`.
 
     Raises:
         ConfigError: it is neither, cannot be packed, or is an iterator, which can be read once.
@@ -128,15 +262,15 @@ def adapted(samples: Any, name: str, seed: int, form: Form) -> Any:
         return Packed(samples, form, name) if form.packs and len(samples) else samples
     if form.packs:
         raise ConfigError(f"data.pack: data.name={name} is a stream; pack the rows in the stream")
+    if _are_shards(shards := getattr(samples, "shards", None)):
+        lengths = _lengths(shards, getattr(samples, "lengths", None), name)
+        return Shards(shards, lengths, name, seed, parts)
     if isinstance(samples, Iterator):
-        raise ConfigError(
-            f"data.name={name}: a {type(samples).__name__} can be read only once; return an object "
-            "whose __iter__ starts from the first sample"
-        )
+        _refuse_iterator(f"a {type(samples).__name__}", name)
     if not isinstance(samples, Iterable):
         raise ConfigError(
-            f"data.name={name}: expected data sets with __len__ and __getitem__, or with __iter__, "
-            f"got a {type(samples).__name__}"
+            f"data.name={name}: expected data sets with __len__ and __getitem__, with __iter__, or "
+            f"with shards, got a {type(samples).__name__}"
         )
     return Stream(samples, name, seed)
 

@@ -50,12 +50,10 @@ class Member(Protocol):
     def report(self) -> Mapping[str, float | torch.Tensor]:
         """Return this rank's numbers for the newest step, with the same names each time.
 
-        A vector may have another size than before, also none, if all ranks know it.
-
-        The numbers are summed over the ranks as fp64, so whole numbers stay exact. If all ranks
-        know the same number, each reports its share: the number divided by the world size. For one
-        number per rank, see `one_slot`. Scalars and vectors on a GPU are summed without waiting
-        for it.
+        A vector may have another size than before, also none, if all ranks know it. Numbers are
+        summed over the ranks as fp64, so whole numbers stay exact. If all ranks know the same
+        number, each reports its share: the number divided by the world size. For one number per
+        rank, see `one_slot`. What is on a GPU is summed without waiting for it.
         """
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
@@ -64,18 +62,12 @@ class Member(Protocol):
         Args:
             step: updates done, including the one that the numbers are about.
             agreed: the sums of all members' numbers by name, the same on every rank: a float, or a
-                list of floats if a vector was reported.
-
-        Raises:
-            ConfigError, FaultError: on every rank, because all got the same sums.
+                list of floats if a vector was reported. So all ranks may raise an error together.
         """
 
 
 def one_slot(value: float | torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Return a vector (world_size,) that is zero except at `rank`; its sum lists all ranks' values.
-
-    It lies on the CPU, or on the device of the value.
-    """
+    """Return a vector (world_size,), zero except at `rank`, on the value's device or the CPU."""
     device = value.device if isinstance(value, torch.Tensor) else None
     slots = torch.zeros(world_size, dtype=torch.float64, device=device)
     slots[rank] = value
@@ -104,14 +96,9 @@ class Agreement:
         self._each = any(getattr(member, "wants_every_step", False) for member in self._members)
 
     def send(self, step: int, skipped: torch.Tensor, is_due: bool) -> None:
-        """Note that `step` updates are done; begin to sum the numbers if it is time.
+        """Note that `step` updates are done, the newest of which may have been skipped.
 
-        Every rank calls it together.
-
-        Args:
-            step: updates done.
-            skipped: whether the newest update was skipped, the same on every rank.
-            is_due: whether this step needs an exchange, the same on every rank.
+        Every rank calls it together. If the step `is_due`, or it is time, an exchange begins.
         """
         self._steps += 1
         if is_due or self._each or step >= self._next:
@@ -123,10 +110,7 @@ class Agreement:
         """Let the members act on what was sent, and return the strongest action.
 
         If a member answers REPEAT, the members after it hear about the step when it was repeated.
-
-        Args:
-            now: exchange the numbers of the newest step, if that was not necessary so far. It is
-                if the step was skipped.
+        If the newest step was skipped, or with `now`, its numbers are exchanged first.
         """
         if self._quiet and (now or self._quiet[1].read()):
             self._exchange(self._quiet[0])

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from operator import add, gt
 from typing import Any
 
@@ -161,17 +161,13 @@ def watch(modules: Sequence[nn.Module], is_pipeline: bool, waits: bool) -> None:
     """Let the passes of the model, or of the stages of a pipeline, enter their phases.
 
     The forward pass begins in the module itself, after what wraps it has talked to other ranks. The
-    first backward pass shows which gradient comes last; what follows it waits for other ranks.
-
-    Args:
-        modules: the model or the stages.
-        is_pipeline: whether a schedule calls their passes in turns.
-        waits: whether the thread itself waits in collectives, as on CPUs; on GPUs the stream does.
+    first backward pass shows which gradient comes last; what follows it waits for other ranks. On
+    CPUs the thread itself `waits` in collectives; on GPUs the stream does.
     """
     for module in modules:
-        module.register_forward_pre_hook(_forward)
+        module.register_forward_pre_hook(partial(_enter, FORWARD))
         if is_pipeline:
-            module.register_forward_hook(_backward)
+            module.register_forward_hook(partial(_enter, BACKWARD))
     if dist.get_world_size() > 1 and not is_pipeline:
         _LastGradient(modules[0])
     if waits and not hasattr(dist.Work.wait, "__wrapped__"):
@@ -179,14 +175,9 @@ def watch(modules: Sequence[nn.Module], is_pipeline: bool, waits: bool) -> None:
         functional_collectives.wait_tensor = clock.waiting(functional_collectives.wait_tensor)
 
 
-def _forward(*_: Any) -> None:
+def _enter(phase: int, *_: Any) -> None:
     if torch.is_grad_enabled():
-        clock.enter(FORWARD)
-
-
-def _backward(*_: Any) -> None:
-    if torch.is_grad_enabled():
-        clock.enter(BACKWARD)
+        clock.enter(phase)
 
 
 class _LastGradient:

@@ -21,10 +21,7 @@ class Run:
             self.run_dir.record(event, **fields)
 
     def say(self, text: str) -> None:
-        """Print one line; only rank 0 does.
-
-        While a progress bar is shown, rich redirects stdout and prints the line above the bar.
-        """
+        """Print one line, on rank 0 only; rich redirects it above a progress bar."""
         if self.world.is_main:
             print(text, flush=True)
 

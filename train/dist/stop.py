@@ -20,8 +20,7 @@ class Stop:
 
     def report(self) -> Mapping[str, float]:
         """Return whether this rank was asked to stop, and by whom."""
-        ends = self._ends()
-        by_scheduler = self._signals.by_scheduler or ends
+        by_scheduler = self._ends() or self._signals.by_scheduler
         return {"stop_by_person": self._signals.by_person, "stop_by_scheduler": by_scheduler}
 
     def settle(self, _step: int, agreed: Mapping[str, float]) -> Action:

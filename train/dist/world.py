@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,20 +57,15 @@ def find_place(env: Mapping[str, str]) -> Place:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Place:
-    missing = [name for name in TORCHRUN if name not in env]
-    if missing:
-        present = [name for name in TORCHRUN if name in env]
+    if missing := [name for name in TORCHRUN if name not in env]:
+        present = ", ".join(name for name in TORCHRUN if name in env)
         raise ConfigError(
-            f"the environment has {', '.join(present)} but not {', '.join(missing)}; start ranks "
-            f"with torchrun, srun or mpirun, or unset {', '.join(present)} to train alone"
+            f"the environment has {present} but not {', '.join(missing)}; start ranks with "
+            f"torchrun, srun or mpirun, or unset {present} to train alone"
         )
-    return Place(
-        "torchrun",
-        rank=_number(env, "RANK"),
-        local_rank=_number(env, "LOCAL_RANK"),
-        world_size=_number(env, "WORLD_SIZE"),
-        local_world_size=_number(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else 1,
-    )
+    alone = {"LOCAL_WORLD_SIZE": "1", **env}
+    numbers = _numbers(alone, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return Place("torchrun", *numbers)
 
 
 def _from_slurm(env: Mapping[str, str]) -> Place:
@@ -81,39 +76,28 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         count, _, times = part.partition("(x")
         counts += [int(count)] * int(times.rstrip(")") or 1)
-    return Place(
-        "srun",
-        rank=_number(env, "SLURM_PROCID"),
-        local_rank=_number(env, "SLURM_LOCALID"),
-        world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
-        local_world_size=counts[_number(env, "SLURM_NODEID")],
-        nodes=tuple(nodes),
-        key=f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
-    )
+    names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"
+    *numbers, node = _numbers(env, *names)
+    key = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    return Place("srun", *numbers, counts[node], nodes=tuple(nodes), key=key)
 
 
 def _from_open_mpi(env: Mapping[str, str]) -> Place:
-    return Place(
-        "mpirun",
-        rank=_number(env, "OMPI_COMM_WORLD_RANK"),
-        local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
-        local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        nodes=tuple(hosts.expand(env.get("SLURM_JOB_NODELIST", ""))),
-        # The same in all processes of this mpirun, different in the next one.
-        key=env.get("PMIX_NAMESPACE", "") + env.get("OMPI_MCA_ess_base_jobid", ""),
-    )
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+    nodes = tuple(hosts.expand(env.get("SLURM_JOB_NODELIST", "")))
+    # The same in all processes of this mpirun, different in the next one.
+    key = env.get("PMIX_NAMESPACE", "") + env.get("OMPI_MCA_ess_base_jobid", "")
+    return Place("mpirun", *_numbers(env, *names), nodes=nodes, key=key)
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(env[name])
-    except KeyError:
-        raise ConfigError(
-            f"{name} is not set, although other variables of its launcher are"
-        ) from None
-    except ValueError:
-        raise ConfigError(f"{name}: expected a whole number, got '{env[name]}'") from None
+def _numbers(env: Mapping[str, str], *names: str) -> Iterator[int]:
+    for name in names:
+        if name not in env:
+            raise ConfigError(f"{name} is not set, although other variables of its launcher are")
+        try:
+            yield int(env[name])
+        except ValueError:
+            raise ConfigError(f"{name}: expected a whole number, got '{env[name]}'") from None
 
 
 def _check(place: Place, env: Mapping[str, str]) -> None:
@@ -134,19 +118,16 @@ class World:
     """All ranks that train together, and this rank's place among them (numbers as in torchrun)."""
 
     def __init__(self, place: Place, device: torch.device) -> None:
-        self.place = place
-        self.rank = place.rank
-        self.local_rank = place.local_rank
+        self.place, self.device = place, device
+        self.rank, self.local_rank = place.rank, place.local_rank
         self.world_size = place.world_size
-        self.device = device
         self.host = socket.gethostname()
 
     @classmethod
     def join(cls, device: str = "auto") -> World:
         """Join the other ranks: with gloo on CPUs, with NCCL (and gloo for host data) on GPUs.
 
-        Raises:
-            ConfigError: the environment or the device is not usable, or other ranks did not join.
+        Raise ConfigError if the environment or the device is unusable, or other ranks are missing.
         """
         place = find_place(os.environ)
         if "OMP_NUM_THREADS" not in os.environ:
@@ -254,11 +235,7 @@ class World:
 
 
 def pick_device(wanted: str, place: Place, env: Mapping[str, str]) -> torch.device:
-    """Return the device of this rank; a GPU also becomes the current device.
-
-    Raises:
-        ConfigError: a GPU was requested or allocated, but torch sees none for this local rank.
-    """
+    """Return this rank's device, now the current one; ConfigError if torch sees no GPU for it."""
     if wanted == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()

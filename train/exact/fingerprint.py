@@ -20,28 +20,25 @@ def of(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        whole.update(_bytes(tensor))
+        whole.update(numbers(tensor))
     return whole.hexdigest()
 
 
 def short(tensor: torch.Tensor) -> str:
     """Return a hash of one tensor's bytes in 16 hexadecimal digits."""
-    return hashlib.sha256(_bytes(tensor)).hexdigest()[:SHORT]
+    return hashlib.sha256(numbers(tensor)).hexdigest()[:SHORT]
 
 
 def of_checkpoint(directory: Path) -> str:
-    """Return the hash that `of` gives for the weights in a checkpoint.
-
-    Raises:
-        Damaged: the checkpoint is not what was written.
-    """
+    """Return the hash that `of` gives for a checkpoint's weights; Damaged if it is damaged."""
     with layout.reading(directory):
         stored = manifest.read(directory).tensors.values()
         weights = [tensor for tensor in stored if tensor.key[0] == "model"]
         tensors = read.whole(directory, weights)
-        return of({dotted(tensor.key[1:]): numbers for tensor, numbers in tensors})
+        return of({dotted(tensor.key[1:]): values for tensor, values in tensors})
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
+def numbers(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor of any type, as an array on the CPU."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy()

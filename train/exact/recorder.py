@@ -20,11 +20,7 @@ from rollcall.train.health import crosscheck
 
 
 def conclude(world: World, weights: Mapping[str, torch.Tensor]) -> str:
-    """Return the hash of an exact run's weights; all ranks must call it together.
-
-    Raises:
-        RuntimeError: the weights of a rank differ from those on rank 0.
-    """
+    """Return the hash of an exact run's weights; RuntimeError on all ranks if one's differ."""
     mine = fingerprint.of(weights)
     problem = world.first_problem(
         ""
@@ -89,7 +85,7 @@ class Recorder:
 def _digest(batch: Batch) -> int:
     digest = 0
     for tensor in batch.tensors:
-        digest = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), digest)
+        digest = zlib.crc32(fingerprint.numbers(tensor), digest)
     return digest
 
 

@@ -70,27 +70,22 @@ class Exact(Strategy):
         return range(self._own.start * share, self._own.stop * share)
 
     def place(self, model: nn.Module, example: Batch, fill: Fill | None = None) -> None:
-        """Move the model to the device and copy the weights of rank 0 into it.
-
-        Raises:
-            ConfigError: the model has a BatchNorm layer, whose statistics depend on the ranks.
-        """
+        """Place the model with rank 0's weights; ConfigError if it has a BatchNorm layer."""
         name = next((n for n, part in model.named_modules() if isinstance(part, _BatchNorm)), None)
         if name is not None:
             raise ConfigError(
-                f"exact=true does not work with layer {name} of the model: BatchNorm computes its "
-                "statistics from one rank's samples, so they depend on the number of ranks. "
-                "Replace it by GroupNorm or LayerNorm, or remove exact=true"
+                f"exact=true does not work with layer {name} of the model: BatchNorm's statistics "
+                "depend on the ranks. Replace it by GroupNorm or LayerNorm, or remove exact=true"
             )
         super().place(model, example, fill)
-        for tensor in self._model.state_dict().values():
+        for tensor in self.model.state_dict().values():
             if not tensor.is_meta:  # as in a plan
                 dist.broadcast(tensor, 0)
 
     def describe(self) -> str:
         """Describe in one paragraph what each rank holds and exchanges."""
         rounds = len(self._peers())
-        gradients = size(sum(weight.nbytes for weight in self._model.parameters()))
+        gradients = size(sum(weight.nbytes for weight in self.model.parameters()))
         exchanges = f", with {rounds} exchanges of {gradients} per step" * bool(rounds)
         return (
             f"{super().describe()} Exact: each rank computes {len(self._own)} of {self._count} "
@@ -100,7 +95,7 @@ class Exact(Strategy):
     def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
         """Compute the gradient of the mean loss over `count` samples, summed shard by shard."""
         step_seed = torch.initial_seed()
-        parameters = [weight for weight in self._model.parameters() if weight.requires_grad]
+        parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
         shards = list(self._shards(micro_batches))
         losses: list[torch.Tensor] = []
         tree = Tree()
@@ -118,7 +113,7 @@ class Exact(Strategy):
         )
         for weight, gradient in zip(parameters, gradients, strict=True):
             weight.grad = gradient
-        self._on_step(self._model, shards, losses)
+        self._on_step(self.model, shards, losses)
         # The caller sums this over all ranks; zeros from the other ranks change no bit.
         return total * (self.world.rank == 0)
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from rollcall import config as schema
 from rollcall.config import ConfigError
 from rollcall.installation import TRAIN, command, environment
+from rollcall.parser import parser
 from rollcall.run_dir import RunDir
 from rollcall.text import table
 from rollcall.train.exact import difference
@@ -67,23 +68,13 @@ class Finished(NamedTuple):
 
 def main(words: Sequence[str]) -> int:
     """Train the runs, compare them and print a table; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rollcall verify",
-        usage=USAGE,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("kind", choices=[*WAYS, "runs"], help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--ranks",
-        type=_ranks,
-        default=[1, 2, 4],
-        metavar="N,…",
-        help="numbers of ranks (default: 1,2,4); resume uses the smallest and the largest, and "
-        "launch the largest",
-    )
-    options, rest = parser.parse_known_args(words)
+    asked = parser("verify", DESCRIPTION)
+    asked.usage = USAGE
+    asked.add_argument("kind", choices=[*WAYS, "runs"], help=argparse.SUPPRESS)
+    ranks = "numbers of ranks (default: 1,2,4); resume uses the smallest and the largest, and "
+    ranks += "launch the largest"
+    asked.add_argument("--ranks", type=_ranks, default=[1, 2, 4], metavar="N,…", help=ranks)
+    options, rest = asked.parse_known_args(words)
     try:
         if options.kind == "runs":
             return report([_existing(Path(word)) for word in rest])
@@ -119,12 +110,13 @@ def _train_all(kind: str, ranks: Sequence[int], words: Sequence[str]) -> Iterato
 def _existing(path: Path) -> Finished:
     run_dir = RunDir(path.parent, path.name)
     events = run_dir.read_events()
-    if not any("weights" in line for line in events if line["event"] == "finished"):
+    finished = [line for line in events if line["event"] == "finished"]
+    if not finished or not {"step", "weights"} <= finished[-1].keys():
         raise ConfigError(
             f"{path}: events.jsonl has no hash of the final weights; expected the directory of a "
             "finished run with exact=true"
         )
-    ranks = [str(line["world_size"]) for line in events if line["event"] == "started"]
+    ranks = [str(line.get("world_size")) for line in events if line["event"] == "started"]
     return Finished(str(path), ", then ".join(ranks), run_dir)
 
 

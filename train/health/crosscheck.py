@@ -36,8 +36,6 @@ KERNELS = ("device", "cpu capability")
 """Facts that determine in which order a kernel adds."""
 MAX_SHOWN = 3
 """Number of differences that a message names."""
-
-
 _hashes: dict[str, str] = {}
 """Of modules seen so far, most of them before the ranks were forked; empty for installed ones."""
 
@@ -45,12 +43,12 @@ _hashes: dict[str, str] = {}
 def check(world: World, config: Config, model: nn.Module) -> None:
     """Compare every rank with rank 0, before the model is spread over them; all call it together.
 
-    Raises:
-        ConfigError: the torch version, the configuration, the code or the model of a rank differs.
+    Raise ConfigError if the torch version, the configuration, the code or the model differs.
     """
     mine = {
         **facts(world.device),
-        "configuration": dotted(config.model_dump(exclude={"run"})),
+        # As rank 0's arrives: all keys are texts.
+        "configuration": dotted(config.model_dump(mode="json", exclude={"run"})),
         "model": {
             name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             for name, tensor in model.state_dict().items()
@@ -67,9 +65,8 @@ def check(world: World, config: Config, model: nn.Module) -> None:
     kernels = [text for name in KERNELS for text in differences(name, main[name], mine[name])]
     if kernels and config.exact:
         print(
-            f"rollcall: warning: rank {world.rank} on {world.host} uses different kernels than "
-            f"rank 0 ({'; '.join(kernels)}); with exact=true, only runs on the same mix of "
-            "processors end with equal weights",
+            f"rollcall: warning: rank {world.rank} on {world.host} uses other kernels than rank 0 "
+            f"({'; '.join(kernels)}); only runs on the same processors end with equal weights",
             file=sys.stderr,
             flush=True,
         )

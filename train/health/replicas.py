@@ -33,9 +33,7 @@ class Replicas:
     """The member of the step that compares ranks which should hold the same weights."""
 
     def __init__(self, run: Run, strategy: Strategy) -> None:
-        """Compare the replicas of a strategy."""
-        self._run = run
-        self._strategy = strategy
+        self._run, self._strategy = run, strategy
         self._turn = 0  # fingerprints taken
         self._tensor = ""
         self._compared: list[tuple[str, int]] | None = None
@@ -51,10 +49,8 @@ class Replicas:
         return {"fingerprints": one_slot(value, world.rank, world.world_size)}
 
     def _fingerprint(self) -> torch.Tensor:
-        """Return the fingerprint of this step's piece, with bits for where it is the same.
-
-        Other pipeline stages may compare weights that are the same on other ranks.
-        """
+        # With bits for where the piece is the same: other pipeline stages may compare weights that
+        # are the same on other ranks.
         if self._compared is None:
             self._compared = self._find_compared()
         if not self._compared:
@@ -78,11 +74,7 @@ class Replicas:
         return found
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
-        """Report the first difference between replicas.
-
-        Raises:
-            FaultError: there is one, and `faults.divergence=stop`.
-        """
+        """Report the first difference of replicas; FaultError with `faults.divergence=stop`."""
         if not self._has_differed and not agreed["skipped"]:
             odd = self._odd(agreed["fingerprints"])
             if odd:
@@ -118,8 +110,7 @@ class Replicas:
         ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} of {world.world_size}"
         text = (
             f"the weights of {ranks} differ from the other replicas', seen in {tensor} after step "
-            f"{step}; look for a faulty device or different CPUs, and restart from an earlier "
-            "checkpoint"
+            f"{step}; look for a faulty device or different CPUs, and go back to a checkpoint"
         )
         self._run.tell("diverged", text, step=step, ranks=odd, tensor=tensor)
         if self._run.config.faults.divergence == "stop":

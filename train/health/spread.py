@@ -13,10 +13,9 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -37,8 +36,6 @@ SLACK = 16
 """How many times the expected rounding error of a sum a difference may be."""
 CALLS = 4
 """Calls of a module that are compared; more are repetitions, as for micro-batches."""
-
-
 Whole = Callable[[nn.Module, torch.device], AbstractContextManager[None]]
 
 
@@ -63,10 +60,8 @@ class Spread:
     """The comparison for one run on one rank; every rank makes each call together."""
 
     def __init__(self, run: Run, strategy: Strategy, example: Batch) -> None:
-        self._run = run
-        self._world = run.world
-        self._strategy = strategy
-        self.example = example
+        self._run, self._world = run, run.world
+        self._strategy, self.example = strategy, example
         self._plain: Pass | None = None  # None if there is nothing to compare
         self._tolerance = 0.0
         self._key = ""
@@ -97,12 +92,8 @@ class Spread:
             world.raise_together(self._different_weights())
 
     def compare(self) -> None:
-        """Pass the samples through the spread model.
-
-        Raises:
-            ConfigError: on every rank, if it computes something else.
-        """
-        if self._plain is None:
+        """Pass the samples through the spread model; ConfigError on all ranks if it differs."""
+        if (plain := self._plain) is None:
             return
         strategy = self._strategy
         model = strategy.model
@@ -110,11 +101,11 @@ class Spread:
             with _without_trace(model, self._world.device):
                 with evaluating(model):
                     found = self._pass(model, strategy.example_pass)
-                    self._refuse_difference(found)
+                    self._refuse_difference(plain, found)
                 if strategy.copies > 1:
                     model.zero_grad()
                     found = self._pass(model, strategy.example_pass)
-                    self._world.raise_together(self._disagreement(found))
+                    self._world.raise_together(self._disagreement(plain, found))
         except (MemoryError, RuntimeError) as error:
             if not memory.is_exhausted(error):
                 raise
@@ -144,9 +135,7 @@ class Spread:
         if config.parallel.compression != "none":
             return f"parallel.compression={config.parallel.compression} changes the gradients"
         needed = 2 * sum(weight.nbytes for weight in model.parameters())
-        free = psutil.virtual_memory().available // world.place.local_world_size
-        if world.device.type == "cuda":
-            free = torch.cuda.mem_get_info(world.device)[0]
+        free = memory.free(world)
         if 2 * needed > free:
             return (
                 f"its weights and gradients take {size(needed)}, more than half of the "
@@ -159,7 +148,7 @@ class Spread:
         device = self._world.device
         try:
             with whole(model, device), _without_trace(model, device), evaluating(model):
-                self._seed()
+                set_seed(self._run.config.seed, "check")
                 undrawn = _next_numbers(device)
                 self._plain = self._pass(model, self._strategy.plain_pass, model)
                 drawn = _next_numbers(device)
@@ -174,13 +163,10 @@ class Spread:
         return "" if math.isfinite(self._plain.loss) else "its loss is not finite"
 
     def _pass(self, model: nn.Module, compute: Callable[..., torch.Tensor], *what: Any) -> Pass:
-        self._seed()
-        with _Outputs(model) as outputs:
-            loss = compute(*what, self.example.to(self._world.device))
-        return Pass(outputs.found, _gradients(model, self._world.device), float(loss))
-
-    def _seed(self) -> None:
         set_seed(self._run.config.seed, "check")
+        with _outputs(model) as found:
+            loss = compute(*what, self.example.to(self._world.device))
+        return Pass(found, _gradients(model, self._world.device), float(loss))
 
     def _different_weights(self) -> str:
         """Return a problem if the plain models of the ranks differ."""
@@ -195,11 +181,10 @@ class Spread:
             "NumPy and Python, without seeding them"
         )
 
-    def _refuse_difference(self, spread: Pass) -> None:
+    def _refuse_difference(self, plain: Pass, spread: Pass) -> None:
         """Raise ConfigError on every rank if the spread model computes something else."""
-        assert self._plain is not None
-        wrong = self._difference(spread)
-        module = self._first_different(spread)
+        wrong = self._difference(plain, spread)
+        module = self._first_different(plain, spread)
         if module == "":  # the output of the model itself, although no inner module differs
             wrong = wrong or "its output differs"
         first = f", first in the output of {module or 'the model'}" * (module is not None)
@@ -212,10 +197,8 @@ class Spread:
         self._world.raise_together(problem if module else "")
         self._world.raise_together(problem)
 
-    def _difference(self, spread: Pass) -> str:
+    def _difference(self, plain: Pass, spread: Pass) -> str:
         """Return what differs in the result: loss, norm or a gradient; or an empty string."""
-        plain = self._plain
-        assert plain is not None
         total = math.sqrt(sum(sketch.norm**2 for sketch in plain.gradients.values())) or 1
         norm = float(self._strategy.clip(None))
         errors = {
@@ -230,12 +213,11 @@ class Spread:
                 return f"{what} differs by {error:.1e} of its size"
         return ""
 
-    def _first_different(self, spread: Pass) -> str | None:
+    def _first_different(self, plain: Pass, spread: Pass) -> str | None:
         """Return the module whose call was the first with another output; None if all agree."""
-        assert self._plain is not None
         turns = {
             whole.turn: name
-            for name, calls in self._plain.outputs.items()
+            for name, calls in plain.outputs.items()
             for whole, mine in zip(calls, spread.outputs.get(name, []), strict=False)
             if self._differs(mine, whole)
         }
@@ -256,10 +238,9 @@ class Spread:
                 if mine.shape[cut[0]] * count == whole.shape[cut[0]]:
                     yield whole.sums.chunk(count, cut[0])[index]
 
-    def _disagreement(self, spread: Pass) -> str:
+    def _disagreement(self, plain: Pass, spread: Pass) -> str:
         """Return a problem if ranks of a tensor group differ in what all of them compute."""
-        plain, strategy = self._plain, self._strategy
-        assert plain is not None
+        strategy = self._strategy
         # A pipeline calls its stages with other inputs too, to learn shapes.
         is_cut = "pipeline" in parse(self._run.config.parallel.mesh_text)
         shared = {
@@ -288,34 +269,29 @@ class Spread:
         return ""
 
 
-class _Outputs:
-    """Collects sketches of the outputs of all modules while the context is open."""
+@contextmanager
+def _outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
+    """Collect sketches of the outputs of all modules while the context is open."""
+    found: dict[str, list[Sketch]] = {}
+    turns = itertools.count()
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.found: dict[str, list[Sketch]] = {}
-        self._turns = itertools.count()
-
-    def __enter__(self) -> Self:
-        self._hooks = [
-            module.register_forward_hook(partial(self._collect, name))
-            for name, module in self._model.named_modules()
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _collect(self, name: str, _: nn.Module, __: object, outputs: Any) -> None:
+    def collect(name: str, _module: nn.Module, _inputs: object, outputs: Any) -> None:
         if not torch.is_grad_enabled():  # a pipeline looks at the shapes of zeros
             return
-        sketches = self.found.setdefault(name, [])
+        sketches = found.setdefault(name, [])
         for tensor in tree_leaves(outputs):
             if len(sketches) < CALLS and isinstance(tensor, torch.Tensor):
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 if local.is_floating_point():
-                    sketches.append(_sketch(local)._replace(turn=next(self._turns)))
+                    sketches.append(_sketch(local)._replace(turn=next(turns)))
+
+    modules = model.named_modules()
+    hooks = [module.register_forward_hook(partial(collect, name)) for name, module in modules]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tolerance(model: nn.Module, rounds: bool = False) -> float:
@@ -379,12 +355,6 @@ def _next_numbers(device: torch.device) -> list[float]:
 def _digest(run: Run) -> str:
     """Return a digest of what the comparison depends on."""
     config = run.config
-    facts = [
-        config.model.model_dump(),
-        config.parallel.model_dump(),
-        config.train.loss,
-        run.world.world_size,
-        run.world.place.local_world_size,
-        crosscheck.code(),
-    ]
+    parts = [config.model.model_dump(), config.parallel.model_dump(), config.train.loss]
+    facts = [*parts, run.world.world_size, run.world.place.local_world_size, crosscheck.code()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]

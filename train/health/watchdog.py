@@ -74,10 +74,8 @@ class Watchdog:
         self, run: Run, model: nn.Module, step: Callable[[], int], patience: float | str
     ) -> None:
         """Take the seconds without progress in a step that are a hang, or `auto`."""
-        self._run_dir = run.run_dir
-        self._world = run.world
-        self._step = step
-        self._patience = patience
+        self._run_dir, self._world = run.run_dir, run.world
+        self._step, self._patience = step, patience
         token = run.world.broadcast_text(time.strftime("%Y%m%d-%H%M%S"))
         self._reports = run.run_dir.path / REPORTS / token
         self._forwards = 0
@@ -133,7 +131,7 @@ class Watchdog:
                     if self._are_all_stuck(now - since, seen):
                         self._end(report)
 
-    def _report(self, seconds: float, doing: str) -> "Report":
+    def _report(self, seconds: float, doing: str) -> Report:
         rank, host, pid = self._world.rank, self._world.host, os.getpid()
         started = {**_started(), "forward passes": self._forwards}
         report = Report(rank, host, pid, self._step(), doing, started, round(seconds, 1))
@@ -159,7 +157,7 @@ class Watchdog:
     def _file(self) -> Path:
         return self._reports / f"rank-{self._world.rank}.json"
 
-    def _end(self, mine: "Report") -> None:
+    def _end(self, mine: Report) -> None:
         reports = self._read()
         try:
             if mine.rank == min(reports, default=0):
@@ -169,14 +167,14 @@ class Watchdog:
         finally:
             os._exit(EXIT_CODE)
 
-    def _read(self) -> "dict[int, Report]":
+    def _read(self) -> dict[int, Report]:
         found: list[dict[str, Any]] = []
         for path in self._reports.glob("rank-*.json"):
             with suppress(OSError):  # its rank has just withdrawn it
                 found += read_lines(path)
         return {line["rank"]: Report(**line) for line in found}
 
-    def _conclude(self, mine: "Report", reports: "dict[int, Report]") -> None:
+    def _conclude(self, mine: Report, reports: dict[int, Report]) -> None:
         unknown = f"{mine}; no rank could write a report"
         found = diagnose(reports, self._world.world_size) if reports else unknown
         text = f"no progress for {mine.seconds:.0f} s: {found}"
@@ -186,7 +184,7 @@ class Watchdog:
         self._run_dir.conclude(Verdict("failed", mine.step, reason))
 
 
-def diagnose(reports: "dict[int, Report]", world_size: int) -> str:
+def diagnose(reports: dict[int, Report], world_size: int) -> str:
     """Name the ranks that the others wait for.
 
     A rank without a report is frozen or dead. If all ranks reported, the others wait for the ranks

@@ -33,32 +33,19 @@ All ranks compute the same text, with any strategy. key=value overrides the run'
 def main(words: Sequence[str]) -> int:
     """Print the text token by token; return the exit code."""
     parser = argparse.ArgumentParser(prog="rollcall generate", usage=USAGE)
-    parser.add_argument("run", metavar="RUN", help="name or directory of a run")
-    text = parser.add_mutually_exclusive_group(required=True)
+    add, text = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    add("run", metavar="RUN", help="name or directory of a run")
     text.add_argument("--prompt", help="text to continue, for data.name=text")
     text.add_argument("--tokens", help="comma-separated tokens to continue")
-    parser.add_argument(
-        "--length", type=int, default=200, help="number of tokens to add (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="divides the logits: below 1 favors likely tokens, 0 takes the likeliest (default: 1)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        help="choose only from the K likeliest tokens (default: all)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the random choice (default: 0)"
-    )
-    parser.add_argument("--best", action="store_true", help=trained.BEST)
+    add("--length", type=int, default=200, help="number of tokens to add (default: %(default)s)")
+    heat = "divides the logits: below 1 favors likely tokens, 0 takes the likeliest (default: 1)"
+    add("--temperature", type=float, default=1.0, help=heat)
+    add("--top-k", type=int, default=0, help="take from the K likeliest tokens (default: all)")
+    add("--seed", type=int, default=0, help="seed of the random choice (default: 0)")
+    add("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_known_args(words)
     try:
-        if options.temperature < 0 or options.length < 1 or options.top_k < 0:
+        if not options.temperature >= 0 or options.length < 1 or options.top_k < 0:
             raise ConfigError("expected --length at least 1, --temperature and --top-k at least 0")
         run_dir, config = trained.find(options.run, overrides)
         prompt = _encode(options, config)
@@ -68,24 +55,21 @@ def main(words: Sequence[str]) -> int:
 
 
 def _encode(options: argparse.Namespace, config: Config) -> list[int]:
-    if options.prompt is not None:
-        if config.data.name != "text":
-            raise ConfigError(
-                f"--prompt needs a run with data.name=text, but this run was trained on "
-                f"{config.data.name}. If its samples are sequences of tokens, use --tokens with "
-                "numbers, such as --tokens 5,17; `rollcall predict` works with every model"
-            )
-        found = [*options.prompt.encode()]
-    else:
+    if options.prompt is None:
         try:
-            found = [int(number) for number in options.tokens.split(",")]
+            return [int(number) for number in options.tokens.split(",")]
         except ValueError:
-            raise ConfigError(
-                f"--tokens: expected comma-separated numbers, got '{options.tokens}'"
-            ) from None
-    if not found:
+            text = f"--tokens: expected comma-separated numbers, got '{options.tokens}'"
+            raise ConfigError(text) from None
+    if config.data.name != "text":
+        raise ConfigError(
+            f"--prompt needs a run with data.name=text, but this run was trained on "
+            f"{config.data.name}. If its samples are sequences of tokens, use --tokens with "
+            "numbers, such as --tokens 5,17; `rollcall predict` works with every model"
+        )
+    if not options.prompt:
         raise ConfigError("--prompt: expected at least one character, got an empty text")
-    return found
+    return [*options.prompt.encode()]
 
 
 def _write(
@@ -147,7 +131,13 @@ def tokens(
         # Always the full length, which meshes can divide; causal attention ignores the padding.
         inputs = torch.tensor([window + [0] * (length - len(window))], device=world.device)
         batch = Batch(inputs, torch.zeros_like(inputs), torch.ones(1, device=world.device))
-        logits = model.strategy.forward(batch)[0, len(window) - 1].cpu()
+        outputs = model.outputs(batch)
+        if outputs.ndim != 3:
+            raise ConfigError(
+                f"model.name={model.config.model.name} returns outputs of shape "
+                f"{tuple(outputs.shape)}; to generate, expected logits (rows, length, tokens)"
+            )
+        logits = outputs[0, len(window) - 1].cpu()
         drawn = torch.tensor([_draw(logits, temperature, top_k, generator)])
         dist.broadcast(drawn, 0)  # one rank draws: logits of others may differ in the last bit
         text.append(int(drawn))
@@ -172,8 +162,6 @@ def _check(model: "Trained", prompt: Sequence[int]) -> None:
             f"model.name={model.config.model.name} was trained on samples of shape "
             f"{model.source.shape}, but only models of sequences can generate; use rollcall predict"
         )
-    wrong = [token for token in prompt if not 0 <= token < model.source.classes]
-    if wrong:
-        raise ConfigError(
-            f"--tokens: expected numbers below {model.source.classes}, got {wrong[0]}"
-        )
+    classes = model.source.classes
+    if wrong := [token for token in prompt if not 0 <= token < classes]:
+        raise ConfigError(f"--tokens: expected numbers below {classes}, got {wrong[0]}")

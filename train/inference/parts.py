@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcall.records.files import sync, write_atomic
+from rollcall.records.files import read_object, sync, write_atomic
 
 if TYPE_CHECKING:
     from rollcall.train.dist.world import World
@@ -25,8 +25,7 @@ class Parts:
     def begin(self, facts: dict[str, Any], samples: int, size: int) -> None:
         """Begin, or continue with existing parts and their size; all parts have the same facts.
 
-        Raises:
-            ConfigError: the output file exists, or the existing parts have other facts.
+        Raise ConfigError if the output file exists, or the existing parts have other facts.
         """
         problem = ""
         if self.world.is_main:
@@ -69,8 +68,8 @@ class Parts:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomic(plan, json.dumps({"size": size, **facts}) + "\n")
             return "", size
-        before = json.loads(plan.read_text())
-        size = before.pop("size")
+        before = read_object(plan) or {}
+        size = before.get("size", size)
         changed = [name for name in facts if facts[name] != before.get(name)]
         if changed:
             return (

@@ -47,30 +47,18 @@ PARTS_OF_A_RANK = 4
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
     parser = argparse.ArgumentParser(prog="rollcall predict", usage=USAGE)
-    parser.add_argument("run", metavar="RUN", help="name or directory of a run")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--input",
-        metavar="FILES",
-        help="images or texts: comma-separated files, directories or quoted patterns",
-    )
-    what.add_argument(
-        "--split",
-        choices=("train", "validation"),
-        default="validation",
-        help="part of the run's data set (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl for one line per sample, .npy for an array of the outputs "
-        "(default: predictions.jsonl in the run directory)",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=64, help="samples per forward pass on one rank (default: 64)"
-    )
-    parser.add_argument("--best", action="store_true", help=trained.BEST)
+    add, what = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("run", metavar="RUN", help="name or directory of a run")
+    files = "images or texts: comma-separated files, directories or quoted patterns"
+    what.add_argument("--input", metavar="FILES", help=files)
+    split, splits = "part of the run's data set (default: %(default)s)", ("train", "validation")
+    what.add_argument("--split", choices=splits, default="validation", help=split)
+    output = ".jsonl for one line per sample, .npy for an array of the outputs "
+    output += "(default: predictions.jsonl in the run directory)"
+    add("--output", type=Path, metavar="FILE", help=output)
+    batch = "samples per forward pass on one rank (default: 64)"
+    add("--batch", type=int, default=64, help=batch)
+    add("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_known_args(words)
     try:
         run_dir, config = trained.find(options.run, overrides)
@@ -100,6 +88,9 @@ def _predict(
         dataset, facts = _samples(model, options)
         parts = Parts(options.output, world)
         samples = len(dataset)
+        if not samples:
+            raise ConfigError(f"{options.input or options.split}: no samples to predict")
+        options.batch = min(options.batch, samples)
         facts = {**facts, "run": str(run_dir.path), "step": model.step}
         parts.begin(facts, samples, _size(samples, model.strategy.data_ranks, options.batch))
         output = FORMATS[options.output.suffix](model, dataset, options.input is None)
@@ -128,11 +119,16 @@ def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[s
     """Return the samples, and facts that identify them for a later start."""
     from rollcall.train.data.packing import Packed
     from rollcall.train.data.sets import files
+    from rollcall.train.data.stream import Stream
 
     source = model.source
     if options.input is None:
         dataset: Any = source.train if options.split == "train" else source.validation
         rows = dataset.rows if isinstance(dataset, Packed) else dataset
+        if isinstance(rows, Stream):
+            raise ConfigError(
+                f"--split {options.split}: the samples are a stream without numbers; use --input"
+            )
         return rows, {"input": options.split}
     if source.read is None:
         raise ConfigError(
@@ -192,7 +188,7 @@ def _compute(
     writes = shares.index(strategy.data_rank) == world.rank
     content: list[Any] = []
     for number, read in enumerate(batches):
-        outputs = strategy.forward(read.to(world.device)).cpu()
+        outputs = model.outputs(read.to(world.device)).cpu()
         content += output.encode(indices(number), outputs, read.to(torch.device("cpu")))
         turn, place = divmod(number, passes)
         if place < passes - 1:

@@ -12,7 +12,9 @@ from rollcall.run_dir import RunDir, named
 from rollcall.text import did_you_mean
 
 if TYPE_CHECKING:
-    from rollcall.train.data.source import Source
+    import torch
+
+    from rollcall.train.data.source import Batch, Source
     from rollcall.train.dist.world import World
     from rollcall.train.parallel.strategy import Strategy
 
@@ -29,13 +31,19 @@ class Trained:
     source: "Source"
     strategy: "Strategy"
 
+    def outputs(self, batch: "Batch") -> "torch.Tensor":
+        """Return the outputs for a batch of this rank; ConfigError if they are not one tensor."""
+        found = self.strategy.forward(batch)
+        if not hasattr(found, "ndim"):
+            raise ConfigError(
+                f"model.name={self.config.model.name}: expected one tensor of outputs, got a "
+                f"{type(found).__name__}"
+            )
+        return found  # type: ignore[no-any-return]
+
 
 def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
-    """Return the run with this directory or name, and its configuration with these overrides.
-
-    Raises:
-        ConfigError: the run is unknown, or a word is wrong.
-    """
+    """Return a run and its configuration with these overrides; ConfigError if they are wrong."""
     for word in words:
         if word.startswith("-") or "=" not in word:
             raise ConfigError(f"expected an option or key=value, got '{word}'; see --help")
@@ -73,7 +81,8 @@ def load(
     from rollcall.train import models
     from rollcall.train.checkpoint import cadence, manifest
     from rollcall.train.checkpoint.contents import Damaged
-    from rollcall.train.checkpoint.engine import SharedEngine
+    from rollcall.train.checkpoint.engine import Engine
+    from rollcall.train.checkpoint.store import Store
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
@@ -82,8 +91,8 @@ def load(
     from rollcall.train.update import drop_frozen
     from rollcall.train.weights import start
 
-    checkpoints = SharedEngine(run_dir.checkpoints, world)
-    if checkpoints.newest() is None:
+    checkpoints = Engine(Store(run_dir.checkpoints, world))
+    if checkpoints.store.newest() is None:
         raise ConfigError(f"{run_dir.path} has no checkpoint yet; train it first")
     precision.prepare(config.precision, world.device)
     strategy = Strategy(config, world, losses.Objective(losses.of(config)))
@@ -92,7 +101,7 @@ def load(
     begin = start.built(config, models.maker(config, source, world.device), draws=False)
     if not config.checkpoint.save_frozen:
         start.read_init(begin, config, world)
-    order = Order(source.train_size, 2, 2, config.seed)
+    order = Order.of_run(config, source)
     example = next(training_batches(source, order, range(2), range(1)))
     strategy.place(begin.model, example, begin.fill)
     weights = state_dict.get_model_state_dict(strategy.model, options=OPTIONS)
@@ -102,7 +111,7 @@ def load(
         averages = Ema(strategy.model, config.optim.ema)
         state["ema"] = averages.state()
     # Asked late: a running training may remove older ones, but never the newest.
-    step = checkpoints.newest()
+    step = checkpoints.store.newest()
     if best:
         problem = ""
         if world.is_main:

@@ -58,8 +58,7 @@ class Callbacks:
     def open(self) -> None:
         """Make loggers on rank 0 and callbacks on all ranks, once the run directory exists.
 
-        Raises:
-            ConfigError: on every rank; one cannot be made, or has none of the methods.
+        Raise ConfigError on every rank if one cannot be made, or has none of the methods.
         """
         config, problem = self._run.config, ""
         loggers = config.log.to if self._run.world.is_main else {}

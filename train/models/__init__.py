@@ -8,7 +8,7 @@ from torch import nn
 from rollcall.config import arguments
 from rollcall.config.catalog import MODELS
 from rollcall.config.mesh import parse
-from rollcall.config.plugin import load_attribute
+from rollcall.config.plugin import unknown
 from rollcall.config.schema import Config, ConfigError, Model
 from rollcall.train.data.source import Source
 from rollcall.train.models import activations, batchnorm, vision
@@ -33,7 +33,7 @@ def build(config: Model, source: Source) -> nn.Module:
             raise ConfigError(f"model.args: model.name={config.name} takes no arguments here")
         return vision.vision(config, source)
     if is_short:
-        load_attribute(config.name, "model.name", MODELS, TORCHVISION)  # refuses the name
+        raise unknown("model.name", config.name, [*MODELS, TORCHVISION], MODELS)
     given = {"config": config, "source": source}
     model = arguments.call("model.name", "model.args", config.name, config.args, **given)
     if not isinstance(model, nn.Module):

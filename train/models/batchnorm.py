@@ -79,9 +79,8 @@ def warning(model: nn.Module, ranks: int, is_cut: bool) -> str:
     plain = [norm for norm in norms if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)]
     if ranks > 1 and plain:
         return (
-            f"each of the {ranks} ranks computes the statistics of BatchNorm from its own "
-            "samples, so the result depends on the number of ranks; model.sync_batchnorm=true "
-            "uses those of all ranks"
+            f"each of the {ranks} ranks has its own statistics of BatchNorm, so the result depends "
+            "on the number of ranks; model.sync_batchnorm=true uses those of all ranks"
         )
     if is_cut and norms:
         return (

@@ -60,8 +60,7 @@ class Gpt(nn.Sequential):
 def gpt(config: Model, source: Source) -> nn.Module:
     """Return a transformer for tokens: (rows, length) to (rows, length, classes) logits.
 
-    Raises:
-        ConfigError: the samples are not sequences, or the width and heads do not divide.
+    Raise ConfigError if the samples are not sequences, or the width and heads do not divide.
     """
     if len(source.shape) != 1:
         raise ConfigError(

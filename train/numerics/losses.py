@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """A class number that marks a target which does not count, as torch's `ignore_index`."""
+NOTHING = "rows are empty, all targets are -100, or the loss returns weights of 0"
+"""Why no target counts."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -45,7 +47,7 @@ def per_sample_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     losses = functional.cross_entropy(
         outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none"
     )
-    return losses.view(len(targets), -1).mean(1)
+    return _mean(losses.view(targets.shape))
 
 
 @of_values
@@ -68,7 +70,13 @@ def are_valid(targets: torch.Tensor) -> torch.Tensor:
 
 def valid_share(targets: torch.Tensor) -> torch.Tensor:
     """Return the share of each sample's targets that count: (rows,)."""
-    return are_valid(targets).float().view(len(targets), -1).mean(1)
+    return _mean(are_valid(targets).float())
+
+
+def _mean(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each row: (rows, …) to (rows,); 0 of empty rows."""
+    rows = values.reshape(len(values), math.prod(values.shape[1:]))
+    return rows.mean(1) if rows.shape[1] else rows.sum(1)
 
 
 @of_classes
@@ -117,6 +125,11 @@ class Loss:
         self.takes_model = {"model", "batch"} <= names  # it calls the model itself
         if self.takes_model:
             self.is_weighted = True
+        elif code and (problem := arguments.cannot_take(code, 2)):
+            raise ConfigError(
+                f"train.loss={name}: expected a function of (outputs, targets) or of (model, "
+                f"batch): {problem}"
+            )
 
     @property
     def is_of_values(self) -> bool:
@@ -147,7 +160,12 @@ class Loss:
         if not self.is_own:
             self._check(outputs, targets)
         outputs, targets = self.aligned(outputs, targets)
-        found = self.function(outputs, targets)
+        try:
+            found = self.function(outputs, targets)
+        except IndexError as error:
+            raise error if self.is_own else self._out_of_range(outputs, targets) from error
+        if self.is_own and any(getattr(one, "requires_grad", 0) for one in tree_leaves(outputs)):
+            self._check_gradient(found)
         if self._is_by_target and self._kind == "classes":
             each = targets[:1].numel()
             return found * each, valid_share(targets) * each
@@ -171,7 +189,10 @@ class Loss:
         self._check(outputs, targets)
         if targets.ndim > 1:
             return None
-        return functional.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
+        try:
+            return functional.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
+        except IndexError as error:
+            raise self._out_of_range(outputs, targets) from error
 
     def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs and the targets that they predict: the next tokens, for `next_token`."""
@@ -203,8 +224,14 @@ class Loss:
                 f"{type(found).__name__}"
             )
         losses, weights = (self._total(one, real.device) for one in found)
-        for name in figures:
+        for name, pair in figures.items():
             check_name(f"train.loss={self.name}", name)
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ConfigError(
+                    f"train.loss={self.name}: expected a pair as {name}, its sum and the sum of "
+                    f"its weights, got a {type(pair).__name__}"
+                )
+        self._check_gradient(found[0])
         sums = {
             name: tuple(self._total(one, real.device) * counts for one in pair)
             for name, pair in figures.items()
@@ -253,6 +280,25 @@ class Loss:
                 "targets use train.loss=mse"
             )
 
+    def _check_gradient(self, found: Any) -> None:
+        """Raise ConfigError if a loss of the user's has no gradient."""
+        losses = found[0] if isinstance(found, tuple) else found
+        is_tensor = isinstance(losses, torch.Tensor) and torch.is_grad_enabled()
+        if self.is_own and is_tensor and not losses.requires_grad:
+            raise ConfigError(
+                f"train.loss={self.name}: the loss does not depend on the model's weights; compute "
+                "it from what the model returns, without detach(), argmax or no_grad"
+            )
+
+    def _out_of_range(self, outputs: torch.Tensor, targets: torch.Tensor) -> ConfigError:
+        counted, classes = targets[targets != IGNORED], outputs.shape[-1]
+        wrong = counted[(counted < 0) | (counted >= classes)][0]
+        return ConfigError(
+            f"train.loss={self.name}: a target is {wrong}, but the model has {classes} outputs, "
+            f"for the classes 0 to {classes - 1} (data.name={self._source}); change the targets, "
+            "or give the model more classes"
+        )
+
     def shares(self, targets: Any) -> torch.Tensor:
         """Return the weight of each row if the loss returns none: the share that counts."""
         if self._counts_targets:
@@ -278,7 +324,7 @@ class Loss:
 
     def size(self, targets: Any) -> int:
         """Return the number of targets of a sample, each of which counts once."""
-        return math.prod(targets.shape[1:]) if self._counts_targets else 1
+        return max(1, math.prod(targets.shape[1:])) if self._counts_targets else 1
 
     @property
     def _counts_targets(self) -> bool:

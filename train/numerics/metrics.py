@@ -79,10 +79,12 @@ def build(config: Train) -> dict[str, Metric]:
     for name, entry in config.metrics.items():
         check_name(f"train.metrics.{name}", name)
         made = arguments.call("train.metrics", f"train.metrics.{name}.args", entry.name, entry.args)
-        if not callable(made) or inspect.isclass(made):
+        code = arguments.code_of(made) if callable(made) and not inspect.isclass(made) else None
+        problem = arguments.cannot_take(code, 2) if code else f"got a {type(made).__name__}"
+        if problem:
             raise ConfigError(
                 f"train.metrics.{name}={entry.name}: expected a function of (outputs, targets), "
-                f"got a {type(made).__name__}"
+                f"{problem}"
             )
         found[name] = Metric(name, made)
     return found

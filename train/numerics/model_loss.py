@@ -25,6 +25,7 @@ class ModelLoss:
                 predicted from those before it; or the rows. By default the logits must show it.
         """
         self.counts: str = counts
+        self._is_seen = False  # whether a loss was compared with the logits
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses, and the number of targets that count.
@@ -45,9 +46,9 @@ class ModelLoss:
                 "train.loss=model expects the model to return an object whose .loss is one number, "
                 f"got a {type(found).__name__}; name a loss of (outputs, targets) instead"
             )
-        is_known = self.counts or not loss.isfinite()  # a mean over no target is NaN
-        counts = self.counts or "labels" if is_known else _seen(loss, found, labels)
-        self.counts = self.counts if is_known else counts
+        if not self._is_seen and loss.isfinite():  # a mean over no target is NaN
+            self.counts, self._is_seen = _seen(loss, found, labels, self.counts), True
+        counts = self.counts or "labels"
         if counts == "rows" or not isinstance(labels, torch.Tensor):
             weight = torch.tensor(len(next(iter(given.values()))), device=loss.device)
         else:
@@ -55,8 +56,12 @@ class ModelLoss:
         return torch.where(weight > 0, loss * weight, 0), weight
 
 
-def _seen(loss: torch.Tensor, found: Any, labels: Any) -> str:
-    """Return over what the loss is the mean cross entropy of the logits."""
+def _seen(loss: torch.Tensor, found: Any, labels: Any, told: str) -> str:
+    """Return what the loss is a mean over: found by comparing it with the logits, or as told.
+
+    Raises:
+        ConfigError: the logits do not show it, or show that the user told something else.
+    """
     logits, fits = getattr(found, "logits", None), []
     if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor):
         pairs = {"labels": (logits, labels)}
@@ -68,8 +73,15 @@ def _seen(loss: torch.Tensor, found: Any, labels: Any) -> str:
                     scores.detach().flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED
                 )
                 fits += [name] * bool((mean - loss).abs() <= CLOSE * loss.abs())
-    if len(fits) == 1:
+    if told and (len(fits) != 1 or told in fits or (told == "rows" and labels.ndim == 1)):
+        return told
+    if not told and len(fits) == 1:
         return fits[0]
+    if told:
+        raise ConfigError(
+            f"train.loss_args.counts={told}: the model's .loss is the mean cross entropy that "
+            f"counts={fits[0]} stands for; set that"
+        )
     raise ConfigError(
         "train.loss=model: the model's .loss is not known to be a mean cross entropy over its "
         "labels, so it does not add up over ranks: set train.loss_args.counts to what it is a mean "

@@ -34,7 +34,11 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 
 def check_groups(config: Optim, names: Collection[str]) -> None:
     """Raise ConfigError if a pattern of `optim.groups` matches no weight of the whole model."""
-    for pattern in config.groups:
+    for pattern, options in config.groups.items():
+        if "params" in options:
+            raise ConfigError(
+                f"optim.groups: the pattern '{pattern}' chooses the weights; remove params"
+            )
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"optim.groups: no weight has a name like '{pattern}'"
@@ -100,7 +104,10 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
             for weight in [one for one in group["params"][:1] if not one.is_meta]:
                 trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
                 trial.grad = torch.ones_like(trial)
-                made(params=[{**group, "params": [trial]}]).step()
+                # As arguments, because torch does not check the numbers in a group.
+                takes = inspect.signature(type(optimizer)).parameters
+                given = {**optimizer.defaults, **group, "params": [trial]}
+                type(optimizer)(**{key: given[key] for key in given if key in takes}).step()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
@@ -185,10 +192,11 @@ class Schedule:
             return highest * (step + 1) / options.warmup_steps
         after = step - options.warmup_steps, total_steps - options.warmup_steps
         fraction = self._function(*after, **self._given)
-        if not isinstance(fraction, int | float) or not math.isfinite(fraction):
+        if not isinstance(fraction, int | float) or not 0 <= fraction < math.inf:
             raise ConfigError(
-                f"optim.schedule={options.schedule}: expected a finite number, the fraction of the "
-                f"peak rate, for step={after[0]} and steps={after[1]}, got {fraction!r}"
+                f"optim.schedule={options.schedule}: expected a finite number of at least 0, the "
+                f"fraction of the peak rate, for step={after[0]} and steps={after[1]}, got "
+                f"{fraction!r}"
             )
         return highest * fraction
 

@@ -14,10 +14,7 @@ from rollcall.train.parallel.tensor import Tensor
 
 
 def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
-    """Return the mesh over which the weights are spread; None for one rank.
-
-    It has no dimension `context`: ranks that share sequences hold replicas or shards of weights.
-    """
+    """Return the mesh of the weights, without `context`, whose ranks hold replicas or shards."""
     if not degrees:
         return None
     pieces = degrees.get("context", 1)
@@ -49,7 +46,7 @@ def parts(
     data = tuple(name for name in names if name in ("replicate", "shard"))
     code = preset.part or (preset.single_process_part if world.world_size == 1 else "")
     if code:
-        found.append(load_attribute(code, "parallel.strategy", {})(config, world, mesh))
+        found.append(load_attribute(code, "parallel.strategy")(config, world, mesh))
     elif mesh and "shard" in data and options.stage > 1:
         # A mesh of one shard has nothing to free after a forward pass.
         stage = options.stage if mesh["shard"].size() > 1 else 2

@@ -62,11 +62,7 @@ class Part:
         return nullcontext()
 
     def finish(self, model: nn.Module) -> None:
-        """Complete the gradients after the last backward pass of a step.
-
-        Raises:
-            UnusedWeights: the gradient is NaN on every rank, and `allow_unused` is needed.
-        """
+        """Complete a step's gradients; UnusedWeights if they are NaN since some were unused."""
 
     def allow_unused(self, module: nn.Module) -> nn.Module:
         """Return what is called in place of what `wrap` returned: a step may leave weights out."""

@@ -27,8 +27,7 @@ class Pipeline:
     def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
         """Divide `share`, this pipeline's samples of a step, into micro-batches of equal size.
 
-        Raises:
-            ConfigError: the schedule cannot run that many micro-batches.
+        Raise ConfigError if the schedule cannot run that many micro-batches.
         """
         self.group = mesh.get_group()  # the ranks of one pipeline
         self._options, self._world = config.parallel, world
@@ -47,6 +46,7 @@ class Pipeline:
         )
         self._count = math.ceil(share / self._micro_batch)
         self._run: PipelineScheduleSingle | PipelineScheduleMulti | None = None
+        self._stages: list[_Accumulating] = []
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
         self.losses = 0  # how many the newest step computed on this rank
 
@@ -125,7 +125,9 @@ class Pipeline:
         if self._run is None:
             self._run = self._scheduled(modules, device)
         total, self.losses = torch.zeros((), device=device), 0
-        for batch in runs:
+        for number, batch in enumerate(runs, 1):
+            for stage in self._stages:
+                stage.sends = number == len(runs)
             self._loss = lambda outputs, rows, batch=batch: (  # type: ignore[misc]
                 loss(outputs, batch.map(lambda part: part[rows])) * scale
             )
@@ -143,12 +145,12 @@ class Pipeline:
     def _scheduled(
         self, modules: Sequence[nn.Module], device: torch.device
     ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        stages = [
-            PipelineStage(module, stage, self.stages, device, group=self.group)
+        self._stages = [
+            _Accumulating(module, stage, self.stages, device, group=self.group)
             for stage, module in zip(self.mine, modules, strict=True)
         ]
         run: PipelineScheduleSingle | PipelineScheduleMulti = schedules.SCHEDULES[self._name].run(
-            stages if self._is_looped else stages[0],
+            self._stages if self._is_looped else self._stages[0],
             self.at_once,
             loss_fn=lambda outputs, rows: self._loss(outputs, rows),
             scale_grads=False,
@@ -156,10 +158,7 @@ class Pipeline:
         return run
 
     def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, on every rank.
-
-        Each stage broadcasts to all ranks: a schedule would need every batch to have one size.
-        """
+        """Return the outputs, on every rank. Each stage broadcasts its own, of any batch size."""
         x = inputs
         mine = dict(zip(self.mine, modules, strict=True))
         for stage, owner in enumerate(self._owners):
@@ -187,6 +186,17 @@ class Stage(nn.Sequential):
         for layer in self:
             x = layer(x)
         return x.clone() if x._is_view() else x
+
+
+class _Accumulating(PipelineStage):
+    """Adds up the gradients of several runs of a schedule, and sends them in the last one."""
+
+    sends = True
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients, unless a run follows."""
+        if self.sends:
+            super().perform_reduce_grad(grad_scale_factor)
 
 
 def _ignore_shape_inference(module: nn.Module) -> None:

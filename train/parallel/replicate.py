@@ -52,6 +52,9 @@ class Replicate(Part):
         return self._wrapped(self._ddp.module)
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
+        # DDP broadcasts all buffers in every step. Those that no checkpoint holds are constants.
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(module, _constants(module))
         self._ddp = DistributedDataParallel(
             module,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
@@ -119,6 +122,15 @@ class Replicate(Part):
         how = self._options.compression
         compressed = "" if how == "none" else f", compressed ({how})"
         return f"Per step one all-reduce of {size(local_bytes(model))} of gradients{compressed}."
+
+
+def _constants(module: nn.Module) -> set[str]:
+    """Return the names of the buffers that are not part of the model's state."""
+    return {
+        f"{name}.{buffer}".lstrip(".")
+        for name, owner in module.named_modules()
+        for buffer in owner._non_persistent_buffers_set
+    }
 
 
 def _hook(options: Parallel, device: torch.device, group: dist.ProcessGroup) -> tuple[Any, Any]:

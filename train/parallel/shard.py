@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -106,7 +107,7 @@ class ShardOptimizer(Part):
     def optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         """Divide the tensors over the ranks; each rank has an optimizer for its tensors."""
         return partial(
-            ZeroRedundancyOptimizer,
+            _Zero1,
             optimizer_class=make,  # type: ignore[arg-type]  # it is called like a class
             process_group=self._mesh.get_group(),
         )
@@ -121,6 +122,19 @@ class ShardOptimizer(Part):
             f"The optimizer state is divided over {self._mesh.size()} ranks by tensors; the ranks "
             f"broadcast {size(local_bytes(model))} of updated weights after each step."
         )
+
+
+class _Zero1(ZeroRedundancyOptimizer):
+    """Does not send frozen weights, as torch's does in every step (2.15)."""
+
+    def _broadcast_params_from_rank(self: Any, rank: int) -> list[Any]:
+        source = dist.get_global_rank(self.process_group, rank)
+        return [
+            dist.broadcast(weight.data, source, self.process_group, async_op=True)
+            for group in self._partition_parameters()[rank]
+            for weight in group["params"]
+            if weight.requires_grad
+        ]
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -57,8 +57,8 @@ class Strategy:
         self.degrees = config.parallel.degrees(world.world_size, _node_size(config, world))
         # Ranks of one replica compute the same samples: its stages, the parts of its layers, the
         # pieces of its sequences. Neighboring ranks differ in the tensor part, then in the piece.
-        copies, pieces = self.degrees.get("tensor", 1), self.degrees.get("context", 1)
-        stages = self.degrees.get("pipeline", 1)
+        self.copies = copies = self.degrees.get("tensor", 1)
+        pieces, stages = self.degrees.get("context", 1), self.degrees.get("pipeline", 1)
         self.data_ranks = world.world_size // copies // pieces // stages  # shares of every batch
         # Each stage has its own stream of random numbers, the same on ranks that compute the same
         # activations; ranks with pieces of activations fork theirs.
@@ -76,6 +76,9 @@ class Strategy:
             share = math.ceil(config.data.global_batch / self.data_ranks)
             self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
         self._parts = parts(config, world, self.degrees, mesh)
+        # Whether passes differ from the plain model's, or compute with 16 bits even in fp32.
+        self.changes_passes = stages > 1 or any(part.changes_passes for part in self._parts)
+        self.rounds = any(part.rounds for part in self._parts)
         self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
         self._pads_to_longest = config.data.pad is True
         self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
@@ -83,7 +86,7 @@ class Strategy:
         self._precision, self._optim = config.precision, config.optim
         self._offloads = config.parallel.cpu_offload
         self._loss = loss
-        self._model: nn.Module  # under the names of the plain model
+        self.model: nn.Module  # what this rank holds, under the names of the plain model
         self._passed: list[nn.Module]  # the model, or the stages of this rank
         self._callables: list[nn.Module]  # what the parts made of them
         # What happens in a wrapped model before its forward pass begins.
@@ -113,7 +116,7 @@ class Strategy:
         for part in self._parts:
             part.check(model, example)
         self._whole = sum(parameter.nbytes for parameter in model.parameters())
-        self._model, modules = model, [model]
+        self.model, modules = model, [model]
         if self._is_pipeline:
             self._check_pipeline(example)
         if self._pipeline:
@@ -169,7 +172,7 @@ class Strategy:
     def warm_up(self, example: Batch) -> None:
         """Run the backward passes that parts need, so that the first step is like any other."""
         example = example.to(self.world.device)
-        buffers = [buffer.clone() for buffer in self._model.buffers()]
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
         left = passes = max((part.warm_ups for part in self._parts), default=0)
         while left:
             left, unused = left - 1, False
@@ -177,11 +180,11 @@ class Strategy:
                 self.forward_backward([example], len(example.weights))
             except UnusedWeights:
                 unused = True
-            self._model.zero_grad()
+            self.model.zero_grad()
             if self.world.has_any(unused):
                 self.allow_unused()
                 left = passes
-        for buffer, before in zip(self._model.buffers(), buffers, strict=True):
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
     def example_pass(self, example: Batch) -> torch.Tensor:
@@ -199,7 +202,7 @@ class Strategy:
             if self._pipeline:
                 self._pipeline.forget_shapes()
         dist.all_reduce(total)
-        return self._per_weight(self._model, total / count, dist.all_reduce)
+        return self._per_weight(self.model, total / count, dist.all_reduce)
 
     def plain_pass(self, model: nn.Module, example: Batch) -> torch.Tensor:
         """Compute the same with a model that is not spread."""
@@ -232,16 +235,6 @@ class Strategy:
         return loss / mean
 
     @property
-    def changes_passes(self) -> bool:
-        """Whether forward or backward passes differ from the plain model's."""
-        return bool(self._pipeline) or any(part.changes_passes for part in self._parts)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the spread model computes with weights of 16 bits, even if asked for fp32."""
-        return any(part.rounds for part in self._parts)
-
-    @property
     def suspicions(self) -> list[str]:
         """Likely causes if the spread model computes something else than the plain one."""
         found = [part.suspicion for part in self._parts if part.changes_passes]
@@ -256,11 +249,6 @@ class Strategy:
         pieces, copies = self.degrees.get("context", 1), self.copies
         piece, copy = divmod(self._copy, copies)
         return [(pieces, piece), (copies, copy), (pieces * copies, self._copy)]
-
-    @property
-    def copies(self) -> int:
-        """The number of ranks of a tensor group, which compute the same outside of cut layers."""
-        return self.degrees.get("tensor", 1)
 
     def among_copies(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of all ranks of the tensor group: (copies, *values.shape)."""
@@ -278,9 +266,9 @@ class Strategy:
         )
         sentences = [
             f"{ranks}{' = ' * bool(product)}{product}; rank {self.world.rank} holds "
-            f"{size(local_bytes(self._model))} of {size(self._whole)} of weights.",
+            f"{size(local_bytes(self.model))} of {size(self._whole)} of weights.",
             self._pipeline.describe() if self._pipeline else "",
-            *(part.describe(self._model) for part in self._parts),
+            *(part.describe(self.model) for part in self._parts),
         ]
         return " ".join(filter(None, sentences))
 
@@ -291,7 +279,7 @@ class Strategy:
         """
         for part in self._parts:
             make = part.optimizer(make)
-        names = {weight: name for name, weight in self._model.named_parameters()}
+        names = {weight: name for name, weight in self.model.named_parameters()}
         groups = [(group, names) for group in self._groups]
         return make([part for group in groups for part in optim.groups(self._optim, *group)])
 
@@ -325,14 +313,9 @@ class Strategy:
                 totals.append(loss.detach())
             total = totals[0] if last == 0 else torch.stack(totals).sum()
         for part in self._parts:
-            part.finish(self._model)
+            part.finish(self.model)
         clock.enter(OTHER)
         return total if self._counts_loss else torch.zeros_like(total)
-
-    @property
-    def model(self) -> nn.Module:
-        """The part of the model that this rank holds, under the names of the plain model."""
-        return self._model
 
     @property
     def _callable(self) -> nn.Module:  # without a pipeline
@@ -379,7 +362,7 @@ class Strategy:
     def _evaluated(self, batch: Batch, call: Callable[[nn.Module, Batch], Any]) -> Any:
         batch = self._share(batch)
         number_format = autocast(self._precision, self.world.device)
-        with evaluating(self._model), self._around(last=True), number_format:
+        with evaluating(self.model), self._around(last=True), number_format:
             if self._pipeline:
                 return self._pipeline.forward(self._callables, batch.inputs)
             return call(self._callable, batch)
@@ -397,9 +380,9 @@ class Strategy:
 
         Return whether that worked; then the gradient is NaN on every rank. A pipeline cannot.
         """
-        if self._pipeline or not all(part.finish_with_nan(self._model) for part in self._parts):
+        if self._pipeline or not all(part.finish_with_nan(self.model) for part in self._parts):
             return False
-        weight = next(weight for weight in self._model.parameters() if weight.requires_grad)
+        weight = next(weight for weight in self.model.parameters() if weight.requires_grad)
         weight.grad = torch.full_like(weight, torch.nan)
         return True
 
@@ -445,7 +428,7 @@ class Strategy:
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
         model, optim = state_dict.get_state_dict(
-            self._model, local_optimizer(optimizer), options=OPTIONS
+            self.model, local_optimizer(optimizer), options=OPTIONS
         )
         return {"model": model, "optim": optim}
 
@@ -457,7 +440,7 @@ class Strategy:
         own = local_optimizer(optimizer)
         with optim.own_options(self._optim, own):
             state_dict.set_state_dict(
-                self._model,
+                self.model,
                 own,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optim"],

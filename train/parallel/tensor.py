@@ -11,6 +11,7 @@ sum is then split in two: a reduce-scatter after rows and an all-gather before c
 
 import fnmatch
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +65,7 @@ class Tensor(Part):
         self._mesh = mesh
         self._model = config.model
         self._sequence = config.parallel.sequence_parallel
+        self._input: tuple[Any, ...] = ()  # of columns: the newest one, its version, its DTensor
         self._pieces = pieces  # the degree of context parallelism, which also divides sequences
         self._plan: Any = {}  # names of layers, with * as a wildcard, each with columns or rows
         self._sequence_plan: Any = {}  # changes of the plan for sequence parallelism, if supported
@@ -115,8 +117,7 @@ class Tensor(Part):
         if not self._sequence_plan:
             raise ConfigError(
                 f"model.name={self._model.name} has no plan for parallel.sequence_parallel=true: "
-                "choose model.name=gpt, give the model an attribute sequence_plan, or remove the "
-                "key"
+                "give the model an attribute sequence_plan, choose model.name=gpt, or remove it"
             )
         length = one_input(example, "parallel.sequence_parallel=true").shape[1]
         if length % (degree * self._pieces):
@@ -135,7 +136,11 @@ class Tensor(Part):
         plan, styles = self._plan, STYLES
         if self._sequence:
             plan, styles = {**plan, **self._sequence_plan}, SEQUENCE_STYLES
-        found = {name: styles[cut]() for name, cut, _ in _matches(model, plan)}
+        found = {}
+        for name, cut, layer in _matches(model, plan):
+            found[name] = styles[cut]()
+            if cut == COLUMNS:
+                layer.register_forward_pre_hook(self._share_input)
         weights = [places for places, one in tensors_of(model) if isinstance(one, nn.Parameter)]
         parallel.parallelize_module(model, self._mesh, found)
         for places in weights:  # each of the places has its own copy now
@@ -163,6 +168,21 @@ class Tensor(Part):
         return module
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _share_input(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Give columns with one input, such as query and key, one DTensor.
+
+        Its gradient is added up before the all-reduce, which is then one for all of them.
+        """
+        x, *others = inputs
+        if isinstance(x, DTensor):  # sequence parallelism has gathered it
+            return inputs
+        known = self._input and self._input[0]() is x and self._input[1] == x._version
+        if not known:
+            whole = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
+            self._input = weakref.ref(x), x._version, whole
+        return (self._input[2], *others)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, *_: Any) -> None:
         if module.training:
             self._fork.enter()
@@ -173,6 +193,7 @@ class Tensor(Part):
 
     def finish(self, model: nn.Module) -> None:
         """Sum the gradients of norms, which each rank has for its pieces of the sequences."""
+        self._input = ()
         for parameter in model.parameters():
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):

@@ -129,8 +129,7 @@ class _Split(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
     """Return the dense operations per second of a chip in a number format; None if unknown.
 
-    Raises:
-        ConfigError: the file `more`, which adds to chips.yaml, cannot be used.
+    Raise ConfigError if the file `more`, which adds to chips.yaml, cannot be used.
     """
     table = chips.known(more)
     name = chips.find(chip, table)

@@ -47,10 +47,8 @@ class PhaseTimes:
     ) -> None:
         """Learn the names of all ranks, which make this call together.
 
-        Args:
-            run: this run.
-            is_last: returns whether the newest step is the last one of the run.
-            plan: called on the ranks that a person wants profiled, with the first step and the end.
+        `is_last` returns whether the newest step is the last one of the run. `plan` is called on
+        the ranks that a person wants profiled, with the first step and the end.
         """
         world = run.world
         self._run, self._is_last, self._plan = run, is_last, plan
@@ -121,10 +119,8 @@ class PhaseTimes:
         if not self._run.world.is_main:
             return
         self._tell("straggler", window.step, self._late.add(window))
-        for place, growing in enumerate(self._memory):
-            self._tell(
-                "memory_grows", window.step, growing.add(window.step, memory[:, 2 - 2 * place])
-            )
+        for growing, sizes in zip(self._memory, (memory[:, 2], memory[:, 0]), strict=False):
+            self._tell("memory_grows", window.step, growing.add(window.step, sizes))
         self._lines.append((window.steps, window.phases, memory))
         spacing = max(LINE * self._scale, self._age / AGES * self._scale)
         if not self._written or self._age - self._written >= spacing or self._is_last():
@@ -138,9 +134,9 @@ class PhaseTimes:
             self._run.record(event, step=step, host=host, **found)
 
     def _write(self, step: int) -> None:
-        counts = np.array([steps for steps, _, _ in self._lines])
-        phases = np.average([one for _, one, _ in self._lines], axis=0, weights=counts)
-        memory = np.max([one for _, _, one in self._lines], axis=0).astype(int).T.tolist()
+        counts, times, sizes = zip(*self._lines, strict=True)
+        phases = np.average(times, axis=0, weights=counts)
+        memory = np.max(sizes, axis=0).astype(int).T.tolist()
         self._lines.clear()
         seconds = float(phases.sum(1).mean())
         # The steps of two ranks do not end at the same time, which matters to short lines.
@@ -151,7 +147,7 @@ class PhaseTimes:
         }
         line = Phases(
             step=step,
-            steps=int(counts.sum()),
+            steps=sum(counts),
             time=time.time(),
             seconds=round(seconds, 7),
             phases=table,

@@ -30,12 +30,9 @@ class Profiler:
     """Profiles the steps that the configuration or a person asks for; costs nothing meanwhile."""
 
     def __init__(self, run: Run, step: Callable[[], int], steps: int) -> None:
-        """Plan the profile of the configuration.
+        """Plan the configured profile; `step` returns the updates done, and `steps` are all.
 
-        `step` returns the updates done, and `steps` are all.
-
-        Raises:
-            ConfigError: the run does not have these steps or ranks.
+        Raise ConfigError if the run does not have these steps or ranks.
         """
         self._run, self._step = run, step
         self._plans: list[tuple[int, int]] = []  # first steps and ends

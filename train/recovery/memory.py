@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from rollcall.records.files import read_object, write_atomic
 from rollcall.run_dir import RunDir
 from rollcall.train.dist.run import Run
+from rollcall.train.dist.world import World
 
 # Messages of the CPU allocators: https://github.com/pytorch/pytorch/blob/main/c10/core/impl/alloc_cpu.cpp
 HOST_MESSAGES = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
@@ -22,6 +24,26 @@ def is_exhausted(error: Exception) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in HOST_MESSAGES)
+
+
+def free(world: World) -> float:
+    """Return the bytes that this rank may still take: of its GPU, or its share of the host's."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(world.device)[0])
+    found = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
+    for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
+        texts = [_text(folder / name) for name in ("memory.max", "memory.current")]
+        if all(text.isdecimal() for text in texts):
+            found = min(found, max(0, int(texts[0]) - int(texts[1])))
+    return found / world.place.local_world_size
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def snapshot(run: Run, step: int) -> None:
@@ -48,12 +70,10 @@ def with_proposal(run: Run) -> Run:
     With `data.micro_batch=auto`, also the one that an earlier attempt found to be the fastest.
     """
     asked, batch = run.config.data.micro_batch, run.config.data.global_batch
-    found = read_object(faults_of(run.run_dir) / FILE) if run.world.is_main else None
-    size, is_fastest = run.world.broadcast(
-        [(found or {}).get("micro_batch"), (found or {}).get("is_fastest") is True]
-    )
+    found = run.world.broadcast(run.world.is_main and read_object(faults_of(run.run_dir) / FILE))
+    size, is_fastest = ((found or {}).get(name) for name in ("micro_batch", "is_fastest"))
     most = batch + 1 if asked == "auto" else asked or batch
-    if type(size) is not int or size >= most or (is_fastest and asked != "auto"):
+    if type(size) is not int or not 0 < size < most or (is_fastest and asked != "auto"):
         return run
     did = "found it to be the fastest" if is_fastest else "ran out of memory"
     run.say(f"rollcall: data.micro_batch={size}, because an earlier attempt {did}")

@@ -17,6 +17,7 @@ import torch
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.device import synchronize
 from rollcall.train.dist.world import World
+from rollcall.train.recovery import memory
 
 MARGIN = 0.1
 """Share of the memory that stays free: longer samples or fragments may need it."""
@@ -56,11 +57,8 @@ def search(
 ) -> Search:
     """Try passes over more and more rows of a batch; every rank calls it together.
 
-    Args:
-        world: the ranks.
-        fits_memory: computes a gradient; returns whether this rank had enough memory.
-        batch: all samples of a rank.
-        limit: bytes that this rank may use; by default, the free memory less MARGIN.
+    `fits_memory` computes the gradient of some of a rank's samples, and returns whether this rank
+    had enough memory. The limit is in bytes of this rank; by default, the free memory less MARGIN.
     """
 
     def trial(size: int) -> Trial:
@@ -74,15 +72,12 @@ def search(
             times.append(time.perf_counter() - began)
         return Trial(size, *_most(world, _peak(world.device) if fits else math.inf, min(times)))
 
-    (least,) = _most(world, -(limit or _free(world) * (1 - MARGIN)))
+    (least,) = _most(world, -(limit or _usable(world) * (1 - MARGIN)))
     return Search(trials(trial, len(batch.weights), -least), -least)
 
 
 def trials(trial: Callable[[int], Trial], most: int, limit: float) -> list[Trial]:
-    """Return what was tried on the way to the largest size up to `most` that fits.
-
-    The search ends within a sixteenth of it.
-    """
+    """Return what was tried on the way to the largest fitting size up to `most`, or nearly that."""
     found: list[Trial] = []
     fits, fails, size = 0, most + 1, min(2, most)  # BatchNorm does not train on one sample
     while fails - fits > max(1, fits // 16):
@@ -109,25 +104,11 @@ def _most(world: World, *mine: float) -> list[float]:
     return list(world.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist())
 
 
-def _free(world: World) -> float:
+def _usable(world: World) -> float:
     """Return the bytes that this rank may use: what it has, and its share of what is free."""
-    if world.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(world.device)
-        return free + torch.cuda.memory_reserved(world.device)
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
-    for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
-        texts = [_text(folder / name) for name in ("memory.max", "memory.current")]
-        if all(text.isdecimal() for text in texts):
-            free = min(free, max(0, int(texts[0]) - int(texts[1])))
-    return float(psutil.Process().memory_info().rss + free / world.place.local_world_size)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    on_gpu = world.device.type == "cuda"
+    own = torch.cuda.memory_reserved(world.device) if on_gpu else psutil.Process().memory_info().rss
+    return own + memory.free(world)
 
 
 def _forget_peak(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from rollcall.train.numerics.losses import Objective
 
@@ -49,13 +50,8 @@ class Witness:
     def finding(self) -> "Finding":
         """Return what was seen, after the context was closed."""
         rows = tuple((~self.losses.isfinite()).nonzero().flatten().tolist())
-        if self._forward:
-            return Finding(FORWARD, self._forward, rows)
-        if rows:
-            return Finding(LOSS, "the loss", rows)
-        if self._backward:
-            return Finding(BACKWARD, self._backward, rows)
-        return Finding()
+        seen = (FORWARD, self._forward), (LOSS, "the loss" * bool(rows)), (BACKWARD, self._backward)
+        return next((Finding(stage, place, rows) for stage, place in seen if place), Finding())
 
     def largest(self, count: int) -> tuple[float, tuple[int, ...]]:
         """Return the largest loss, and the rows with the `count` largest losses."""
@@ -78,5 +74,5 @@ class Witness:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    found = output if isinstance(output, tuple | list) else [output]
+    found = tree_leaves(output)
     return [one for one in found if isinstance(one, torch.Tensor) and one.is_floating_point()]

@@ -11,7 +11,8 @@ import torch
 
 from rollcall.activity import doing
 from rollcall.records.files import read_value, write_atomic
-from rollcall.train.checkpoint.engine import SharedEngine
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.store import Store
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.dist.agreement import FaultError
@@ -65,11 +66,8 @@ class Recovery:
     """Records skipped steps and ends the run after too many; all ranks make each call together."""
 
     def __init__(self, run: Run, order: Order, strategy: Strategy, objective: Objective) -> None:
-        self._run = run
-        self._world = run.world
-        self._order = order
-        self._strategy = strategy
-        self._objective = objective
+        self._run, self._world, self._order = run, run.world, order
+        self._strategy, self._objective = strategy, objective
         # The newest steps, if they were skipped: a state that is not worth saving.
         self.row: list[int] = []
         self.left_out: set[int] = set()  # updates (from 0) that are not done, after a rollback
@@ -77,15 +75,16 @@ class Recovery:
         self._skipped: list[int] = []
         self._directory = faults_of(run.run_dir)
         keep = run.config.faults.replay_snapshots
-        self._snapshots = SharedEngine(self._directory, run.world, keep) if keep else None
+        self._snapshots = Engine(Store(self._directory, run.world, keep)) if keep else None
 
     def resume(self) -> None:
         """Read which steps an earlier attempt left out, and remove its half-written snapshots."""
         if self._snapshots:
             self._snapshots.clean()
         # What cannot be read is found again: the rollback repeats.
-        found = (read_value(self._directory / LEFT_OUT) or []) if self._world.is_main else []
-        self.left_out = {int(step) for step in self._world.broadcast(found)}
+        found = read_value(self._directory / LEFT_OUT) if self._world.is_main else []
+        steps = self._world.broadcast(found if isinstance(found, list) else [])
+        self.left_out = {step for step in steps if isinstance(step, int)}
 
     def succeeded(self, step: int) -> None:
         """Note that a step, counted from 1, changed the weights."""
@@ -99,9 +98,7 @@ class Recovery:
         """Repeat a skipped step to find its cause, with the weights unchanged, and report it.
 
         Steps count from 1; `agreed` holds `loss`, summed over the samples, `count` and `grad_norm`.
-
-        Raises:
-            FaultError: `faults.max_skipped_steps` in a row were skipped.
+        Raise FaultError if `faults.max_skipped_steps` in a row were skipped.
         """
         with Witness(self._strategy.model, self._objective) as witness:
             update.gradient(batch, step - 1)
@@ -117,15 +114,13 @@ class Recovery:
             raise FaultError(
                 f"{_steps(self.row)} skipped, the last one because of {fault.kind} in "
                 f"{fault.place}: see `rollcall replay {self._run.run_dir.path} {step}`, lower "
-                "optim.lr or set optim.clip_norm, or set faults.on_repeated=rollback to leave such "
-                "batches out"
+                "optim.lr, set optim.clip_norm, or leave them out by faults.on_repeated=rollback"
             )
 
     def roll_back(self, saved_at: int | None) -> None:
         """Leave out the skipped steps, after loading the checkpoint of step `saved_at`, if any.
 
-        Raises:
-            FaultError: no checkpoint exists, or the last rollback to it did not help.
+        Raise FaultError if there is none, or the last rollback to it did not help.
         """
         if saved_at is None or saved_at == self._rolled_back_to:
             reason = f"the last rollback to step {saved_at} did not help"
@@ -165,7 +160,7 @@ class Recovery:
             rank=self._world.rank,
             world_size=self._world.world_size,
             samples=[self._order.samples(step - 1, span)[0][0] for span in spans],
-            loss=str(agreed["loss"] / agreed["count"]),
+            loss=str(agreed["loss"] / (agreed["count"] or 1)),
             grad_norm=str(agreed["grad_norm"]),
             micro_batch=update.micro_batch or len(rows),
             rows=(rows.start, rows.stop),

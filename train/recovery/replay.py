@@ -36,12 +36,12 @@ def main(words: Sequence[str]) -> int:
         return 0 if wants_help else 2
     try:
         name, step, *settings = words
-        if not step.isdigit():
+        if not step.isdecimal():
             raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
         run_dir, config = trained.find(name, settings)
         run = run_dir.path
         directory = layout.place(run / "faults", int(step))
-        facts = manifest.read(directory).facts if directory.exists() else {}
+        facts = manifest.read_named(directory).facts if directory.exists() else {}
         if "fault" not in facts:
             found = sorted(layout.published(run / "faults"))
             steps = ", ".join(map(str, found)) or "none"
@@ -70,7 +70,8 @@ def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
 
 def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) -> int:
     from rollcall.train import models
-    from rollcall.train.checkpoint.engine import SharedEngine
+    from rollcall.train.checkpoint.engine import Engine
+    from rollcall.train.checkpoint.store import Store
     from rollcall.train.data import sets
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
@@ -80,12 +81,11 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     from rollcall.train.weights import start
 
     fault = facts["fault"]
-    step, batch_size = fault["step"], config.data.global_batch
+    step, size = fault["step"], fault["micro_batch"]
     precision.prepare(config.precision, world.device)
     objective = losses.Objective(losses.of(config))
     source = sets.load(config.data, world, config.seed).learned_by(objective.loss)
-    samples = facts.get("samples", (step - 1) * batch_size)
-    order = Order(source.train_size, samples + batch_size, batch_size, config.seed)
+    order = Order.of_run(config, source)
     order.continue_from(step - 1, facts)
     rows = range(*fault["rows"])
     begin = start.built(config, models.maker(config, source, world.device), draws=False)
@@ -93,9 +93,8 @@ def _repeat(config: Config, world: "World", run: Path, facts: dict[str, Any]) ->
     batch = next(training_batches(source, order, rows, range(step - 1, step)))
     strategy.place(begin.model, batch, begin.fill)
     state = {"model": dict(begin.model.state_dict())}
-    SharedEngine(run / "faults", world).load(step, state)
+    Engine(Store(run / "faults", world)).load(step, state)
     set_seed(config.seed, "step", fault["stream"], step - 1)
-    size = fault["micro_batch"]
     parts = [
         batch.map(lambda tensor, at=at: tensor[at : at + size].to(world.device))  # type: ignore[misc]
         for at in range(0, len(rows), size)

@@ -70,7 +70,13 @@ class Mapped:
     def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Copy the parts."""
         for name, target in wanted.items():
-            copy_parts(self._tensors[name], target)
+            values = self._tensors[name]
+            if _kind(values) != _kind(target):
+                raise ConfigError(
+                    f"model.init={self.where}: {name} is stored as {values.dtype}, but the model "
+                    f"has {target.dtype}; convert it, or set model.init_random={name}"
+                )
+            copy_parts(values, target)
 
 
 class Checkpoint:
@@ -80,7 +86,7 @@ class Checkpoint:
         self.where = str(path)
         self._path = path
         self._stored = manifest.read_named(path)
-        optim = self._stored.facts.get("config", {}).get("optim", {})
+        optim = self._stored.about("config", "optim")
         keys = [tensor.key for tensor in self._stored.tensors.values()]
         has_average = bool(optim.get("evaluate_ema")) and any(key[0] == "ema" for key in keys)
         self.where += " (its average)" * has_average
@@ -165,6 +171,10 @@ class _Unpickler(pickle.Unpickler):
         if name not in ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a DCP")
         return super().find_class(module, name)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def copy_parts(values: torch.Tensor, target: torch.Tensor) -> None:

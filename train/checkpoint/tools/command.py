@@ -16,7 +16,7 @@ from rollcall.config import ConfigError
 from rollcall.run_dir import named
 from rollcall.text import did_you_mean, size, table
 from rollcall.train.checkpoint import cadence, layout, manifest
-from rollcall.train.checkpoint.contents import Damaged
+from rollcall.train.checkpoint.contents import Damaged, Manifest
 from rollcall.train.checkpoint.tools import verify
 
 SHOWN = 10
@@ -28,9 +28,12 @@ def main(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     try:
         return int(arguments.command(arguments))
-    except (ConfigError, Damaged, OSError) as error:
-        print(f"rollcall: error: {_plain(str(error))}", file=sys.stderr)
-        return 2
+    except (ConfigError, Damaged) as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    print(f"rollcall: error: {_plain(problem)}", file=sys.stderr)
+    return 2
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -50,20 +53,20 @@ def _row(path: Path) -> tuple[str, ...]:
     try:
         stored = manifest.read(path)
     except (Damaged, ConfigError) as error:
-        return (path.name, "", "", "", "", f"damaged: {error}")
+        damaged = "damaged: " * isinstance(error, Damaged)
+        return (path.name, "", "", "", "", f"{damaged}{error}")
     facts = stored.facts
     try:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
     except (OverflowError, ValueError, OSError):
         saved = "?"
     ranks, version = str(facts.get("world_size")), str(facts.get("torch"))
-    return (str(stored.step), saved, size(stored.nbytes), ranks, version, _metrics(facts))
+    return (str(stored.step), saved, size(stored.nbytes), ranks, version, _metrics(stored))
 
 
-def _metrics(facts: dict[str, Any]) -> str:
+def _metrics(stored: Manifest) -> str:
     """Return the validation of a checkpoint's step as words; empty without one."""
-    found = facts.get("metrics")
-    pairs = found.items() if isinstance(found, dict) else ()
+    pairs = stored.about("metrics").items()
     return ", ".join(f"val_{name} {_number(value):.4g}" for name, value in pairs)
 
 
@@ -116,22 +119,17 @@ def _export(arguments: argparse.Namespace) -> int:
     from rollcall.train.checkpoint.tools import export
 
     path, target = _checkpoint(arguments.path, arguments.best), arguments.target
-    formats = {
-        "safetensors": export.to_safetensors,
-        "pt": export.to_torch,
-        "hf": export.to_hugging_face,
-        "peft": export.to_peft,
-        "dcp": export.to_dcp,
-    }
-    write = formats.get(arguments.format or target.suffix.removeprefix("."))
-    if write is None:
+    form = arguments.format or target.suffix.removeprefix(".")
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target}: expected a new name in a folder that exists")
+    if form not in export.FORMATS:
         raise ConfigError(
             f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or "
             "--format dcp for a folder"
         )
     with manifest.naming(path):
-        count = write(path, target, None if arguments.all else "model")
-    metrics = _metrics(manifest.read_named(path).facts) if arguments.best else ""
+        count = export.export(path, target, form, None if arguments.all else "model")
+    metrics = _metrics(manifest.read_named(path)) if arguments.best else ""
     print(f"{target}: {count} tensors of {path}{metrics and f' ({metrics})'}")
     return 0
 

@@ -11,12 +11,7 @@ from rollcall.train.checkpoint.read import whole
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Return a line for each tensor and value that differs, in the order of the first.
-
-    Raises:
-        Damaged: one of them is damaged.
-        ConfigError: another version of rollcall wrote one of them.
-    """
+    """Return a line for each tensor and value that differs; it raises as `manifest.read` does."""
     with layout.reading(first), layout.reading(second):
         one, other = manifest.read_named(first), manifest.read_named(second)
         lines, same = [], []

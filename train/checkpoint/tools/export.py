@@ -5,9 +5,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -44,12 +44,7 @@ COMPANIONS = (
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read and check a whole state, nested like the one that was saved.
-
-    Raises:
-        Damaged: the checkpoint is damaged.
-        ConfigError: another version of rollcall wrote it.
-    """
+    """Read and check a whole state, nested like the saved one; the errors are `manifest.read`'s."""
     state: dict[str, Any] = {}
     with layout.reading(path):
         stored = manifest.read(path)
@@ -60,46 +55,74 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def to_safetensors(path: Path, target: Path, part: str | None) -> int:
-    """Write the tensors to one safetensors file, and return how many.
+class _Chosen(NamedTuple):
+    """What is exported of a checkpoint."""
+
+    path: Path
+    stored: Manifest
+    part: str | None
+    tensors: dict[str, StoredTensor]  # by their names in the export
+
+
+def export(path: Path, target: Path, form: str, part: str | None) -> int:
+    """Write the tensors of a checkpoint in one of FORMATS, and return how many.
 
     Args:
         part: write only what is under this first key, such as `model`, which the names leave out.
 
     Raises:
         Damaged: the checkpoint is damaged.
-        ConfigError: safetensors does not have a tensor's type, or nothing is under this key.
+        ConfigError: the format cannot hold a tensor, or nothing is under this key.
     """
     with layout.reading(path):
         stored = manifest.read(path)
-        chosen = _chosen(path, stored, part)
-        _write_safetensors(path, target, chosen, {"format": "pt", "step": str(stored.step)})
-    return len(chosen)
+        tensors = {
+            dotted(tensor.key[part is not None :]): tensor
+            for tensor in stored.tensors.values()
+            if part in (None, tensor.key[0])
+        }
+        if part and not tensors:
+            raise ConfigError(
+                f"{path} holds no tensor under {part}; --all exports everything it holds"
+            )
+        return FORMATS[form](_Chosen(path, stored, part, tensors), target)
 
 
-def to_hugging_face(path: Path, target: Path, part: str | None) -> int:
+def _to_safetensors(chosen: _Chosen, target: Path) -> int:
+    about = {"format": "pt", "step": str(chosen.stored.step)}
+    return _write_safetensors(chosen.path, target, chosen.tensors, about)
+
+
+def _to_torch(chosen: _Chosen, target: Path) -> int:
+    """Write values too, for torch.load(weights_only=True)."""
+    with _new_file(target) as file:
+        state = read(chosen.path)
+        torch.save(state if chosen.part is None else state[chosen.part], file)
+    return len(chosen.tensors)
+
+
+def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
     """Write a folder that `from_pretrained` loads: config.json and safetensors of at most 5 GB.
 
     Only one tensor is in memory at a time. Files of a tokenizer are copied from the folder that
     the run has started from, if it is still there.
     """
-    with layout.reading(path), _new_folder(target) as folder:
-        stored = manifest.read(path)
-        config = stored.facts.get("hugging_face")
-        if "adapter" in stored.facts:
-            raise ConfigError(f"{path} holds adapters; choose --format peft")
-        if not isinstance(config, dict):
-            raise ConfigError(
-                f"{path} holds no model of transformers, so --format hf cannot write its "
-                "config.json; choose a target that ends in .safetensors"
-            )
-        chosen = _chosen(path, stored, part)
-        shards = _shards(chosen)
+    path, stored, _, tensors = chosen
+    config = stored.about("hugging_face")
+    if "adapter" in stored.facts:
+        raise ConfigError(f"{path} holds adapters; choose --format peft")
+    if not config:
+        raise ConfigError(
+            f"{path} holds no model of transformers, so --format hf cannot write its "
+            "config.json; choose a target that ends in .safetensors"
+        )
+    with _new_folder(target) as folder:
+        shards = _shards(tensors)
         names = ["model.safetensors"]
         if len(shards) > 1:
             count = len(shards)
             names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-            total = sum(tensor.nbytes for tensor in chosen.values())
+            total = sum(tensor.nbytes for tensor in tensors.values())
             files = zip(names, shards, strict=True)
             places = {name: file for file, shard in files for name in shard}
             index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -107,56 +130,61 @@ def to_hugging_face(path: Path, target: Path, part: str | None) -> int:
         for name, shard in zip(names, shards, strict=True):
             _write_safetensors(path, folder / name, shard, {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        options = stored.facts.get("config", {}).get("model", {})
-        for place in (options.get("init"), options.get("args", {}).get("base")):
+        options = stored.about("config", "model")
+        for place in (options.get("init"), stored.about("config", "model", "args").get("base")):
             _copy_companions(place, folder)
-    return len(chosen)
+    return len(tensors)
 
 
-def to_peft(path: Path, target: Path, part: str | None) -> int:
+def _to_peft(chosen: _Chosen, target: Path) -> int:
     """Write a folder of adapters that `PeftModel.from_pretrained` loads."""
-    with layout.reading(path), _new_folder(target) as folder:
-        stored = manifest.read(path)
-        config = stored.facts.get("adapter")
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path} holds no adapters; set model.args.lora to train some")
-        chosen = {
-            f"base_model.model.{name.replace('.default', '')}": tensor
-            for name, tensor in _chosen(path, stored, part).items()
-            if ".lora_" in name
-        }
-        _write_safetensors(path, folder / "adapter_model.safetensors", chosen, {"format": "pt"})
+    config = chosen.stored.about("adapter")
+    if not config:
+        raise ConfigError(f"{chosen.path} holds no adapters; set model.args.lora to train some")
+    adapters = {
+        f"base_model.model.{name.replace('.default', '')}": tensor
+        for name, tensor in chosen.tensors.items()
+        if ".lora_" in name
+    }
+    with _new_folder(target) as folder:
+        file = folder / "adapter_model.safetensors"
+        _write_safetensors(chosen.path, file, adapters, {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return len(chosen)
+    return len(adapters)
 
 
-def to_dcp(path: Path, target: Path, part: str | None) -> int:
+def _to_dcp(chosen: _Chosen, target: Path) -> int:
     """Write a directory of torch.distributed.checkpoint; one tensor is in memory at a time."""
-    with layout.reading(path), _new_folder(target) as folder, warnings.catch_warnings():
+    with _new_folder(target) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it saves without other ranks
-        chosen = _chosen(path, manifest.read(path), part)
         state = {
             name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-            for name, tensor in chosen.items()
+            for name, tensor in chosen.tensors.items()
         }
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(folder),
-            planner=_Lazy(path, chosen),
-            no_dist=True,
-        )
-    return len(chosen)
+        writer, planner = dcp.FileSystemWriter(folder), _Lazy(chosen)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    return len(chosen.tensors)
+
+
+FORMATS: dict[str, Callable[[_Chosen, Path], int]] = {
+    "safetensors": _to_safetensors,
+    "pt": _to_torch,
+    "hf": _to_hugging_face,
+    "peft": _to_peft,
+    "dcp": _to_dcp,
+}
 
 
 class _Lazy(dcp.DefaultSavePlanner):
     """Reads each tensor when it is written."""
 
-    def __init__(self, path: Path, chosen: dict[str, StoredTensor]) -> None:
+    def __init__(self, chosen: _Chosen) -> None:
         super().__init__()
-        self._path, self._chosen = path, chosen
+        self._chosen = chosen
 
     def resolve_data(self, write_item: Any) -> Any:
-        [(_, numbers)] = whole(self._path, [self._chosen[write_item.index.fqn]])
+        tensor = self._chosen.tensors[write_item.index.fqn]
+        [(_, numbers)] = whole(self._chosen.path, [tensor])
         return numbers
 
 
@@ -172,16 +200,16 @@ def _shards(chosen: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
     return shards
 
 
-def _copy_companions(place: str | None, folder: Path) -> None:
-    for pattern in COMPANIONS if place else ():
-        for file in Path(str(place)).expanduser().glob(pattern):
-            if not (folder / file.name).exists():
+def _copy_companions(place: Any, folder: Path) -> None:
+    for pattern in COMPANIONS if isinstance(place, str) and place else ():
+        for file in Path(place).expanduser().glob(pattern):
+            if file.is_file() and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
 
 
 def _write_safetensors(
     path: Path, target: Path, chosen: dict[str, StoredTensor], about: dict[str, str]
-) -> None:
+) -> int:
     header: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, tensor in chosen.items():
@@ -200,26 +228,7 @@ def _write_safetensors(
         for tensor, numbers in whole(path, chosen.values()):
             assert tensor.nbytes == numbers.nbytes
             file.write(view(numbers))
-
-
-def to_torch(path: Path, target: Path, part: str | None) -> int:
-    """Do the same as `to_safetensors`, and write values too, for torch.load(weights_only=True)."""
-    with layout.reading(path), _new_file(target) as file:
-        chosen = _chosen(path, manifest.read(path), part)
-        state = read(path)
-        torch.save(state if part is None else state[part], file)
-        return len(chosen)
-
-
-def _chosen(path: Path, stored: Manifest, part: str | None) -> dict[str, StoredTensor]:
-    chosen = {
-        dotted(tensor.key[part is not None :]): tensor
-        for tensor in stored.tensors.values()
-        if part in (None, tensor.key[0])
-    }
-    if part and not chosen:
-        raise ConfigError(f"{path} holds no tensor under {part}; --all exports everything it holds")
-    return chosen
+    return len(chosen)
 
 
 @contextlib.contextmanager
@@ -239,8 +248,6 @@ def _new_file(target: Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """Make a folder that gets its name once it is complete."""
-    if target.exists():
-        raise ConfigError(f"{target} exists already; choose another target")
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     beside.mkdir()
     try:

@@ -13,11 +13,7 @@ BLOCK = 2**20
 
 
 def problems(directory: Path) -> list[str]:
-    """Return a line for each damaged file; none if the checkpoint is intact.
-
-    Raises:
-        ConfigError: another version of rollcall wrote it.
-    """
+    """Return a line for each damaged file; ConfigError if another version of rollcall wrote it."""
     with layout.reading(directory):
         try:
             stored = manifest.load(directory)

@@ -5,14 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_structure
 
 from rollcall.config import arguments
 from rollcall.config.catalog import DATA_SETS
 from rollcall.config.plugin import load_attribute
 from rollcall.config.schema import ConfigError, Data
+from rollcall.train.data.form import shape_of
 from rollcall.train.data.reader import Reader, Selection
-from rollcall.train.data.source import InMemory, ReadFiles, Source
-from rollcall.train.data.stream import Stream, adapted
+from rollcall.train.data.source import Batch, InMemory, ReadFiles, Source
+from rollcall.train.data.stream import PARTS, Stream, adapted
 from rollcall.train.dist.world import World
 
 
@@ -36,20 +38,7 @@ def load(config: Data, world: World, seed: int = 0) -> Source:
 
 def _source(made: Any, config: Data, seed: int) -> Source:
     """Return the source that a function of the user's returned, in whatever form."""
-    found: Source
-    if isinstance(made, Source):
-        found = made
-    else:
-        train, validation, *rest = made if isinstance(made, tuple | list) else (made, None)
-        if rest:
-            raise ConfigError(
-                f"data.name={config.name}: expected a Source, or training and validation data, got "
-                f"{len(rest) + 2} values; name further validation sets in a dictionary"
-            )
-        sets: dict[str, Any] = validation if isinstance(validation, dict) else {"": validation}
-        first, *others = sets
-        main = InMemory(torch.empty(0), torch.empty(0)) if sets[first] is None else sets[first]
-        found = Source(train, main, further={name: sets[name] for name in others})
+    found = made if isinstance(made, Source) else _returned(made, config.name)
     collate = found.form.collate
     if config.collate:
         collate = arguments.call("data.collate", "data.collate", config.collate, {})
@@ -62,12 +51,16 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         collate=collate,
     )
     every: list[Any] = [found.train, found.validation, *found.further.values()]
-    train, validation, *further = (adapted(one, config.name, seed, form) for one in every)
+    # A rank evaluates neighboring samples, so that one part of all shards is best there.
+    every = [
+        adapted(one, config.name, seed, form, 1 if n else PARTS) for n, one in enumerate(every)
+    ]
+    train, validation, *further = every
     size, count = (-1, -1) if config.pack else (found.train_size, found.validation_size)
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
     names = tuple(found.names or getattr(found.train, "classes", None) or ())
-    known = replace(
+    source = replace(
         found,
         train=train,
         validation=validation,
@@ -78,15 +71,48 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         names=names,
         classes=found.classes or len(names),
     )
-    shape = (config.pack,) if config.pack else found.shape
-    return replace(known, shape=shape or _shape(known, config.name))
+    inputs = _check_samples(source, config.name).inputs
+    shape = tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else ()
+    return replace(source, shape=(config.pack,) if config.pack else found.shape or shape)
 
 
-def _shape(source: Source, name: str) -> tuple[int, ...]:
-    """Return the shape of one input that is a tensor; () for others."""
-    read = Reader(source.train, "the training data", 0, source.form, name).read
-    inputs = read(Selection([0], [0], torch.ones(1))).batch.inputs
-    return tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else ()
+def _returned(made: Any, name: str) -> Source:
+    """Return a source of training data, or of training and validation data."""
+    train, validation, *rest = made if isinstance(made, tuple | list) else (made, None)
+    if rest or isinstance(made, Mapping):
+        got = f"a dictionary of {', '.join(map(str, made))}" if not rest else f"{len(made)} values"
+        raise ConfigError(
+            f"data.name={name}: expected a Source, or training and validation data, got {got}; "
+            "name further validation sets in a dictionary"
+        )
+    sets = (validation if isinstance(validation, dict) else {"": validation}) or {"": None}
+    first, *others = sets
+    nothing = InMemory(torch.empty(0), torch.empty(0))
+    main = nothing if sets[first] is None else sets[first]
+    return Source(train, main, further={name: sets[name] for name in others})
+
+
+def _check_samples(source: Source, name: str) -> Batch:
+    """Return the first training sample; ConfigError if others are not like it, or if none is."""
+    sets = {"training": (source.train, source.train_size)}
+    sets |= {f"{f'{key} ' * bool(key)}validation": one for key, one in source.validations.items()}
+    if source.further and not source.validation_size:
+        sets["first validation"] = source.validation, 0
+    first: Batch | None = None
+    for kind, (samples, size) in sets.items():
+        if not size:
+            raise ConfigError(f"data.name={name}: the {kind} data has no samples")
+        read = Reader(samples, f"the {kind} data", 0, source.form, name).read
+        batch = read(Selection([0], [0], torch.ones(1))).batch
+        first = first or batch
+        for part, one, other in zip(("inputs", "targets"), batch, first, strict=False):
+            if tree_structure(one) != tree_structure(other):
+                raise ConfigError(
+                    f"data.name={name}: the {part} of the {kind} data are {shape_of(one)}, but "
+                    f"those of the training data are {shape_of(other)}; return samples of one kind"
+                )
+    assert first is not None, "there is training data"
+    return first
 
 
 def slow_imports(name: str) -> tuple[str, ...]:
@@ -106,7 +132,7 @@ def without_samples(config: Data, facts: Mapping[str, Any]) -> Source | None:
 
 
 def _declared(name: str, attribute: str) -> Any:
-    return getattr(load_attribute(name, "data.name", DATA_SETS), attribute, None)
+    return getattr(load_attribute(DATA_SETS.get(name, name), "data.name"), attribute, None)
 
 
 def _reader(config: Data, classes: int) -> ReadFiles | None:
