@@ -135,7 +135,8 @@ def test_startup_prints_its_tables() -> None:
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert table.returncode == 0, table.stderr
     rows = [line.split("  ")[0] for line in table.stdout.splitlines()]
-    assert {"torchrun", "supervisor", "import submitit", "submit --dry-run"} <= {*rows}
+    starts = {"torchrun, bare script", "torchrun -m train", "supervisor", "bare script, forked"}
+    assert starts | {"import submitit", "import of the schema", "submit --dry-run"} <= {*rows}
     assert rows[0] == "$ rollcall bench startup --repeats 1 device=cpu"
 
 
