@@ -99,13 +99,14 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
         order = json.loads(message)
         os.environ.update(order["env"])
         pid, orders = agent or _fork_agent(options, start, descriptors)
-        control.send(json.dumps({"pid": pid}).encode())
-        has_failed = b""
-        with orders, contextlib.suppress(OSError):  # it was killed, as its exit code will say
+        with contextlib.suppress(OSError):  # it was killed, as its exit code will say
             socket.send_fds(orders, [json.dumps(order["words"]).encode()], descriptors)
-            has_failed = orders.recv(1)  # nothing if the agent ends without a failed rank
         for number in descriptors:
             os.close(number)
+        control.send(json.dumps({"pid": pid}).encode())
+        has_failed = b""
+        with orders, contextlib.suppress(OSError):
+            has_failed = orders.recv(1)  # nothing if the agent ends without a failed rank
         agent = _fork_agent(options, start) if has_failed else None
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         control.send(json.dumps({"code": code if code >= 0 else 128 - code}).encode())
