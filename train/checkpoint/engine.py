@@ -196,7 +196,7 @@ class Engine:
         left = [name for name, is_taken in zip(asked, taken.tolist(), strict=True) if not is_taken]
         if left:
             raise ConfigError(
-                f"{path} holds {listed(left)}, but the state to fill does not: restoring would lose "
+                f"{path} holds {listed(left)}, but the state to fill does not, and would lose "
                 "them. Give the same model, optimizer and other objects as when it was saved"
             )
 
