@@ -247,6 +247,21 @@ def no_callback() -> Any:
     return object()
 
 
+class Reporting:
+    def __init__(
+        self, name: str = "mine", value: Any = 1.0, numbered: bool = False, action: Any = None
+    ) -> None:
+        self.name, self.value, self.numbered, self.action = name, value, numbered, action
+        self.calls = 0
+
+    def report(self) -> dict[str, Any]:
+        self.calls += 1
+        return {f"{self.name}{self.calls - 1 or ''}" if self.numbered else self.name: self.value}
+
+    def settle(self, _step: int, _agreed: Any) -> Any:
+        return self.action
+
+
 class Missing:
     """A logger whose package is missing."""
 

@@ -276,6 +276,26 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ],
         "counts=rows: the model's .loss is the mean cross entropy that counts=next stands for",
     ),
+    "logger is a member": (
+        ["log.to.x=user_mistakes:Reporting"],
+        r"log.to.x=user_mistakes:Reporting: a logger is on rank 0 alone.*use train.callbacks",
+    ),
+    "callback reports a text": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.value=a"],
+        r"train.callbacks.x: expected report\(\) to return numbers by name: \{'mine': 'a'\}",
+    ),
+    "callback reports another's name": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.name=loss"],
+        "two members of the step report loss: rename one",
+    ),
+    "callback changes its names": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.numbered=true"],
+        r"the members of the step report mine, mine\d only in some steps",
+    ),
+    "callback returns no action": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.action=true"],
+        r"train.callbacks.x: expected settle\(\) to return an Action, got True",
+    ),
     "callback has no method": (
         ["train.callbacks=user_mistakes:no_callback"],
         "train.callbacks.no_callback=user_mistakes:no_callback: expected an object with one of the",
