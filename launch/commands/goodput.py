@@ -28,10 +28,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({**asdict(found), "goodput": found.productive}))
         return 0
     until = "until now" if found.is_live else "to its end"
-    print(
-        f"run {run.name}: goodput {found.productive:.1%} of {found.wall:.1f} s {until}; "
-        f"attempts: {found.attempts}; steps done again: {found.repeated_steps}"
-    )
+    counts = f"attempts: {found.attempts}; steps done again: {found.repeated_steps}"
+    print(f"run {run.name}: goodput {found.productive:.1%} of {found.wall:.1f} s {until}; {counts}")
     rows = [
         (name, f"{seconds / (found.wall or 1):.1%}", f"{seconds:.1f} s", SHARES[name])
         for name, seconds in found.shares.items()

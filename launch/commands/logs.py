@@ -15,7 +15,6 @@ from pathlib import Path
 
 from rollcall.launch.runs import find, log_times, states
 from rollcall.launch.runs.find import NoRunError
-from rollcall.records.files import listed
 from rollcall.run_dir import RunDir
 from rollcall.timer import Every
 
@@ -63,9 +62,8 @@ class _View:
 
     def files(self, attempt: int) -> list[Path]:
         place = self.run.attempt_logs(attempt)
-        paths = listed(place, f"node-{self.node}/rank-{self.rank}.log")
-        found = [path for path in filter(log_times.is_log, paths) if self._is_readable(path)]
-        return sorted(found, key=log_times.rank_of)
+        paths = log_times.logs_in(place, f"node-{self.node}/rank-{self.rank}.log")
+        return sorted(filter(self._is_readable, paths), key=log_times.rank_of)
 
     def _is_readable(self, path: Path) -> bool:
         if os.access(path, os.R_OK) and path.is_file():
@@ -124,17 +122,14 @@ class _View:
 
     def _missing(self, attempt: int) -> str:
         logs = self.run.attempt_logs(attempt)
-        there = [*filter(log_times.is_log, listed(logs.parent, "attempt-*/node-*/rank-*.log"))]
-        if not there:
+        if not log_times.logs_in(logs.parent, "attempt-*/node-*/rank-*.log"):
             return f"run {self.run.name} has no logs yet: rollcall status {self.run.name}"
-        ranks = [log_times.rank_of(path) for path in there if logs in path.parents]
-        if not ranks:
+        nodes = log_times.nodes_of_ranks(logs)
+        if not nodes:
             newest = _newest(self.run)
             return f"run {self.run.name} has no attempt {attempt}; the newest is {newest}"
-        return (
-            f"attempt {attempt} of run {self.run.name} has no such log; it has ranks 0 to "
-            f"{max(ranks)} on nodes 0 to {max(int(path.parent.name[5:]) for path in there)}"
-        )
+        has = f"ranks 0 to {max(nodes)} on nodes 0 to {max(nodes.values())}"
+        return f"attempt {attempt} of run {self.run.name} has no such log; it has {has}"
 
 
 def _newest(run: RunDir) -> int:

@@ -147,8 +147,7 @@ def bad_nodes(nodes: Mapping[str, Results]) -> dict[str, str]:
     for name, odd in compare(nodes).items():
         if name in MUST_MATCH and 2 * len(odd) < len(nodes):
             for each in odd:
-                text = f"{name}: {each.has}, others {each.usual}"
-                reasons.setdefault(each.node, []).append(text)
+                reasons.setdefault(each.node, []).append(f"{name}: {each.has}, others {each.usual}")
     return {node: "; ".join(texts[:3]) for node, texts in reasons.items()}
 
 

@@ -40,8 +40,7 @@ def _rows(
             continue
         result, text = str(found.state), found.text
         if each := differs.get(node):
-            is_problem = result in PROBLEMS
-            result, text = (f"{result}, odd", text) if is_problem else ("odd", each.has)
+            result, text = (f"{result}, odd", text) if result in PROBLEMS else ("odd", each.has)
             text += f"; others: {each.usual}"
         if found.state in PROBLEMS or node in differs or shows_all:
             groups.setdefault((result, text), []).append(node)

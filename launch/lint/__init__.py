@@ -3,7 +3,6 @@
 Exit code: 0 without findings, 1 with findings, 2 if a file cannot be read.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from inspect import isfunction
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from rollcall.launch.lint import directives, launches
 from rollcall.launch.lint.script import Finding, Script
+from rollcall.parser import parser as command_parser
 
 Rule = Callable[[Script], Iterator[Finding]]
 
@@ -25,8 +25,7 @@ RULES: list[Rule] = [
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings of the scripts; return the exit code."""
-    meaning = "Find mistakes in sbatch scripts."
-    parser = argparse.ArgumentParser(prog="rollcall lint", description=meaning)
+    parser = command_parser("lint", "Find mistakes in sbatch scripts.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     code = 0
     for path in parser.parse_args(argv).files:

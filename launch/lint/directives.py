@@ -21,8 +21,7 @@ def syntax_error(script: Script) -> Iterator[Finding]:
     """An unbalanced quote or another error that keeps bash from reading the script."""
     fix = "look there and above for a quote or bracket that is not closed"
     if script.is_shell and shutil.which("bash"):
-        command = ["bash", "-n"]
-        check = subprocess.run(command, input=script.text, capture_output=True, text=True)
+        check = subprocess.run(["bash", "-n"], input=script.text, capture_output=True, text=True)
         if message := re.search(r": line (\d+): (.*)", check.stderr):
             yield Finding(int(message[1]), f"bash cannot read this: {message[2]}", fix)
     elif script.unbalanced:

@@ -229,8 +229,7 @@ def srun_without_cpus(script: Script) -> Iterator[Finding]:
         if _starts_training(script, launch) and not knows:
             reason = "srun of Slurm 22.05 to 23.02 does not take --cpus-per-task from sbatch: the "
             reason += "task gets one CPU"
-            fix = 'write srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-            yield Finding(launch.line, reason, fix)
+            yield Finding(launch.line, reason, 'write srun --cpus-per-task="$SLURM_CPUS_PER_TASK"')
 
 
 def missing_node_count(script: Script) -> Iterator[Finding]:
@@ -393,8 +392,7 @@ def _trains(program: Sequence[str]) -> bool:
 def _starts_training(script: Script, launch: Launch) -> bool:
     if any(_trains(launch.program[index:]) for index in range(min(4, len(launch.program)))):
         return True
-    inner = script.launches(script.inner(launch) or [])
-    return any(_trains(each.program) for each in inner)
+    return any(_trains(each.program) for each in script.launches(script.inner(launch) or []))
 
 
 def _tasks_per_node(script: Script, launch: Launch) -> int | None:

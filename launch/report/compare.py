@@ -18,8 +18,7 @@ RESULTS = ("val_accuracy", "val_loss", "loss")
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; return the exit code."""
-    parser = find.parser("compare", __doc__, nargs="+")
-    options = parser.parse_args(argv)
+    options = find.parser("compare", __doc__, nargs="+").parse_args(argv)
     stories = ranked(story.tell(story.chosen(options.run, options.root)))
     if len(stories) < 2:
         raise RefusedError(f"{stories[0].name} is one run: name at least two, or a sweep")

@@ -4,7 +4,6 @@ The address that it prints has a random token, and without it nothing is shown; 
 cannot connect. To look from your laptop, forward the port: ssh -L PORT:127.0.0.1:PORT HOST.
 """
 
-import argparse
 import hmac
 import os
 import secrets
@@ -21,6 +20,7 @@ from urllib.parse import quote, unquote
 from rollcall.launch.report import command
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import NoRunError
+from rollcall.parser import parser as command_parser
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.files import changed
 from rollcall.records.job import Submission
@@ -44,7 +44,7 @@ HEADERS = {
 
 def main(argv: Sequence[str]) -> int:
     """Serve until Ctrl-C; return the exit code."""
-    parser = argparse.ArgumentParser(prog="rollcall dashboard", description=__doc__)
+    parser = command_parser("dashboard", __doc__)
     parser.add_argument("--root", default="runs", help="directory of the runs (default: runs)")
     parser.add_argument("--port", type=int, default=0, help="port (default: any that is free)")
     options = parser.parse_args(argv)

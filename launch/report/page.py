@@ -98,8 +98,8 @@ def _tiles(one: Story) -> dict[str, str]:
 def in_words(one: Story) -> str:
     """Say how a run stands, in a few sentences."""
     step, total = one.progress.step, one.progress.total
-    text = "No step was logged" if step is None else f"Step {step:,}"
-    text += f" of {total:,}" if step is not None and total else ""
+    of_total = f" of {total:,}" if total else ""
+    text = "No step was logged" if step is None else f"Step {step:,}{of_total}"
     known = [key for key in TILES[:3] if key in one.result][:2]
     figures = [f"{title_of(key).lower()} {_value(key, one.result[key])}" for key in known]
     text += f"; {', '.join(figures)}." if figures else "."

@@ -284,8 +284,7 @@ def _failures(run: RunDir, condition: Condition) -> Iterator[Failure]:
                 continue
         # Slurm knows the job of the newest attempt only.
         asked = condition if place == 0 else Condition(condition.state)
-        found = root_cause.find_cause(run, asked, attempt)
-        cause = found or RootCause("the cause is unknown")
+        cause = root_cause.find_cause(run, asked, attempt) or RootCause("the cause is unknown")
         title = "The run" if attempt is None else f"Attempt {attempt.number}"
         yield Failure(title, cause, tail(cause.log)[-LINES:] if cause.log else [])
 

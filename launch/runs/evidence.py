@@ -100,8 +100,7 @@ def _one_per_rank(failures: list[RankFailure], ends: dict[int, RankEnd]) -> list
 
 
 def _nodes(run: RunDir, attempt: int) -> dict[int, NodeState]:
-    parts = NodeState.read_all(run.path, attempt=attempt).values()
-    return {part.node: part for part in parts}
+    return {part.node: part for part in NodeState.read_all(run.path, attempt=attempt).values()}
 
 
 def _key(run: RunDir, attempt: AttemptRecord) -> str:

@@ -42,8 +42,7 @@ def find(word: str, root: str) -> RunDir:
     for path in (Path(root) / word, Path(os.path.abspath(word))):  # noqa: PTH100 - without ".."
         if _is_run(path):
             return RunDir(path.parent, path.name)
-    near = did_you_mean(word, [run.name for run in find_all(root)])
-    hint = near or "; rollcall status lists all"
+    hint = did_you_mean(word, [run.name for run in find_all(root)]) or "; rollcall status lists all"
     raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
 
 
@@ -118,11 +117,6 @@ def jobs(run: RunDir, known: Sequence[AttemptRecord] | None = None) -> list[Subm
     processes = local_jobs(run.job)
     ids = sorted(times, key=times.__getitem__)
     return [SubmittedJob(job, times[job], "-" in job or job in processes) for job in ids]
-
-
-def newest_job(run: RunDir) -> SubmittedJob | None:
-    """Return the job that was submitted last, or started last if it was submitted by hand."""
-    return next(iter(jobs(run)[-1:]), None)
 
 
 def cancelled(run: RunDir) -> set[str]:

@@ -45,7 +45,7 @@ class LogWatcher:
 
     def end(self) -> None:
         """Note how long the logs are when all ranks have ended."""
-        paths = self._folder.glob("rank-*.log")
+        paths = logs_in(self._folder, "rank-*.log")
         self._note({rank_of(path): path.stat().st_size for path in paths})
         if self._lines is not None:
             self._lines.close()
@@ -86,14 +86,15 @@ def parts(folder: Path, paths: list[Path]) -> Iterator[LogPart]:
             position[rank] = end
 
 
-def is_log(path: Path) -> bool:
-    """Whether this is the name of a rank's log, below a node's directory."""
-    return bool(re.fullmatch(r"node-[0-9]+/rank-[0-9]+\.log", f"{path.parent.name}/{path.name}"))
+def logs_in(folder: Path, pattern: str) -> list[Path]:
+    """Return the ranks' logs that match; other files may lie beside them."""
+    name = re.compile(r".*/node-[0-9]{1,9}/rank-[0-9]{1,9}\.log")
+    return [path for path in listed(folder, pattern) if name.fullmatch(str(path))]
 
 
 def nodes_of_ranks(logs: Path) -> dict[int, int]:
     """Return the node of each rank that has a log in the folder of an attempt."""
-    found = listed(logs, "node-*/rank-*.log")
+    found = logs_in(logs, "node-*/rank-*.log")
     return {rank_of(path): int(path.parent.name.removeprefix("node-")) for path in found}
 
 

@@ -87,8 +87,7 @@ def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job:
     run, words = named_run(options, env)
     trains = is_training(program) if record is None else record.is_training
     modules = tuple(options.modules)
-    submitted = record is not None
-    return Work(run, (*program, *words), trains, True, submitted, modules, options.run_dir)
+    return Work(run, (*program, *words), trains, True, record is not None, modules, options.run_dir)
 
 
 def check_code(directory: Path) -> None:

@@ -61,8 +61,7 @@ def find_cause(
             first = found.failure
             if first is None or first.rank is None:
                 return found
-            log = run.log(attempt.number, first.node or 0, first.rank)
-            return replace(found, log=log)
+            return replace(found, log=run.log(attempt.number, first.node or 0, first.rank))
     elif (by_hand := evidence.gather_by_hand(run)) is not None:
         return decide(by_hand)
     if reason := slurm_says or _supervisor_says(run, condition):

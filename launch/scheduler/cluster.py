@@ -107,13 +107,15 @@ def expected_start(answer: str) -> float | None:
 
 def preempting_partition(job_id: str) -> str | None:
     """Return a partition of a higher tier with the same nodes as the job's own, or None."""
-    own = slurm.ask("squeue", "-h", "-j", job_id, "-o", "%P").strip()
+    own = slurm.ask("squeue", "-h", "-j", job_id, "-o", "%P").split()[:1]  # of its first group
     listed = slurm.ask("scontrol", "-o", "show", "partition").splitlines()
     found = {}
     for line in listed:
         fields = dict(item.split("=", 1) for item in line.split() if "=" in item)
         found[fields["PartitionName"]] = (int(fields["PriorityTier"]), fields["Nodes"])
-    tier, nodes = found[own]
+    if not own or own[0] not in found:
+        raise SlurmError(f"job {job_id} has no partition: it is no longer running")
+    tier, nodes = found[own[0]]
     return next((name for name in found if found[name][0] > tier and found[name][1] == nodes), None)
 
 

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from rollcall.launch.scheduler import gpus
 from rollcall.launch.scheduler.slurm import seconds
 from rollcall.refusal import RefusedError
 
@@ -46,6 +47,11 @@ class Job:
     def all_groups(self) -> tuple["Job", ...]:
         """What each group of hosts asks for; this job itself if it has a single one."""
         return self.groups or (self,)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs each host has."""
+        return sum(gpus.per_node(self.gpus_per_node, self.options).values())
 
 
 def render(job: Job) -> str:

@@ -1,6 +1,7 @@
 """Decide whether a run that exists can be submitted again."""
 
 import os
+import re
 
 from rollcall.launch.runs import find
 from rollcall.launch.runs.processes import Processes
@@ -34,9 +35,9 @@ def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
 
 
 def _live_jobs(run: RunDir) -> list[str]:
-    newest = find.newest_job(run)
-    if newest is None:
+    if not (known := find.jobs(run)):
         return []
+    newest = known[-1]
     if newest.is_local:
         there = Processes().of(run, newest)
         return [f"process {there[0]} on this machine"] if there else []
@@ -47,10 +48,10 @@ def _live_jobs(run: RunDir) -> list[str]:
         return []  # the shell of the allocation in which it ran
     jobs = dict.fromkeys(record.job for record in Submission.read(run.path))
     jobs[newest.id] = None
-    # A task of an array is listed under two names: its job id, and "12_3".
+    # A task of an array, or a group of nodes, is listed under two names: its job id and 12_3, 12+1.
     live: dict[int, str] = {}
     queue = slurm.queue(list(jobs))  # sorted by state; show the jobs by number
-    for name, info in sorted(queue.items(), key=lambda item: int(item[0].partition("_")[0])):
+    for name, info in sorted(queue.items(), key=lambda item: int(re.split(r"\D", item[0])[0])):
         if info.state not in slurm.FINAL:
             live.setdefault(id(info), f"job {name} {info.state}")
     return list(live.values())

@@ -134,7 +134,7 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
     if "array" in passed and (own.wait or own.chain > 1):
         raise RefusedError("--array: --wait and --chain work with a single run only")
     if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
-        raise RefusedError("--in-allocation: without --local, --spares, --chain and --array")
+        raise RefusedError("--in-allocation: remove --local, --spares, --chain or --array")
     if own.local and own.chain > 1:
         raise RefusedError("--chain: needs Slurm; a run on this machine (--local) is a single job")
     if own.local and own.spares:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollcall.launch.doctor.storage import is_node_local
-from rollcall.launch.scheduler import cluster, gpus, slurm
+from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.cluster import Partition
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.scheduler.slurm import SlurmError
@@ -77,12 +77,11 @@ def _check_limits(job: Job, known: dict[str, Partition]) -> list[Partition]:
     nodes = f"{job.nodes} --spares {job.spares}" if job.spares else job.nodes
     of_gpus = "gpus-per-node" if job.gpus_per_node else "gres"
     asked_gpus = job.gpus_per_node or job.options.get("gres")
-    on_node = sum(gpus.per_node(job.gpus_per_node, job.options).values())
     asked: list[tuple[str, object, float | None, Callable[[Partition], float]]] = [
         ("nodes", nodes, job.nodes + job.spares, lambda entry: min(entry.nodes, entry.largest_job)),
         # By default (EnforcePartLimits=NO), Slurm leaves such a job pending for ever.
         ("time", job.time, slurm.seconds(job.time or "0"), lambda entry: entry.limit),
-        (of_gpus, asked_gpus, on_node, lambda entry: entry.gpus),
+        (of_gpus, asked_gpus, job.gpus, lambda entry: entry.gpus),
         ("cpus-per-task", job.cpus_per_task, job.cpus_per_task, lambda entry: entry.cpus),
         ("mem", job.mem, _megabytes(job.mem or "0"), lambda entry: entry.megabytes),
     ]

@@ -20,7 +20,7 @@ from rollcall.launch.node.identity import visible_gpus
 from rollcall.launch.program import python
 from rollcall.launch.runs import find, root_cause
 from rollcall.launch.runs.output import Output, exit_code, follow
-from rollcall.launch.scheduler import gpus, slurm
+from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import Job, render, render_step
 from rollcall.launch.submission import executors, existing, preflight, snapshot
 from rollcall.launch.submission.submission import Submission, TakenError, note
@@ -148,8 +148,7 @@ def _on_this_machine(submission: Submission) -> int:
         raise RefusedError("--chain needs Slurm, and this machine has no sbatch")
     if job.setup or any(word.startswith("--teardown=") for word in job.batch):
         note("a profile's modules, environment and setup, and --teardown, need Slurm; left out")
-    on_node = [sum(gpus.per_node(it.gpus_per_node, it.options).values()) for it in job.all_groups]
-    needed = sum(it.nodes * count for it, count in zip(job.all_groups, on_node, strict=True))
+    needed = sum(group.nodes * group.gpus for group in job.all_groups)
     visible = len(visible_gpus(os.environ))
     minutes = slurm.seconds(job.time) / 60 if job.time else None
     if needed > visible:

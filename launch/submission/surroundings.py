@@ -13,7 +13,7 @@ from rollcall.installation import ROOT
 from rollcall.launch.program import container, data, python
 from rollcall.launch.program.find import Program, UserCode
 from rollcall.launch.program.python import Facts, Imports, ProgramError
-from rollcall.launch.scheduler import gpus, slurm
+from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.options import CommandLine
@@ -81,9 +81,10 @@ class Surroundings:
         if own.container:
             linked = [str(self.code.checkout / name) for name in self.links if self.code]
             mounts = [str(run.path.parent), *linked, *own.mount]
-            has_gpus = bool(gpus.per_node(job.gpus_per_node, job.options))
             with_srun = slurm.is_available() and not own.local
-            srun, before = container.plan(own.container, mounts, job.directory, has_gpus, with_srun)
+            srun, before = container.plan(
+                own.container, mounts, job.directory, job.gpus > 0, with_srun
+            )
             words = (*before, own.python or "python3")
             return replace(job, command=(*words, *rest), srun=(*job.srun, *srun), python=words)
         if python.is_other(self.facts.executable) and own.python:

@@ -25,6 +25,7 @@ from rollcall.launch.submission.plan import plan
 from rollcall.launch.submission.submission import Submission, note
 from rollcall.launch.sweep import definition
 from rollcall.launch.sweep.definition import Cell, Sweep
+from rollcall.parser import parser as command_parser
 from rollcall.records.job import Cell as CellRecord
 from rollcall.records.run import LoggedStep, Validation
 from rollcall.refusal import RefusedError
@@ -34,12 +35,7 @@ from rollcall.text import did_you_mean, table
 
 def main(argv: Sequence[str]) -> int:
     """Submit a sweep or show its results; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rollcall sweep",
-        description=f"{__doc__}\n{definition.__doc__}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("sweep", f"{__doc__}\n{definition.__doc__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     submit = commands.add_parser("submit", help="run the cells that are not done yet")
     dry_run = "print the script and the cells, submit nothing"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import preflight
 
@@ -128,6 +128,17 @@ def test_what_happens_to_one_group_of_a_job_happens_to_the_job(fake: Fake) -> No
     fake("squeue", "printf '7+0 n3\n7+1 n[1-2]\n'")
     assert "--het-group=0,1" in slurm.on_groups("7", ["n3", "n1", "n2"])
     assert {"--het-group=1", "--nodelist=n2"} <= {*slurm.on_groups("7", ["n2"])}
+
+
+def test_the_partition_that_preempts_a_job_is_that_of_its_first_group(fake: Fake) -> None:
+    parts = ("low PriorityTier=1", "high PriorityTier=2")
+    lines = "\n".join(f"PartitionName={name} Nodes=n[1-2]" for name in parts)
+    fake("scontrol", f"cat <<'END'\n{lines}\nEND")
+    fake("squeue", "printf 'low\\nlow\\n'")
+    assert cluster.preempting_partition("7") == "high"
+    fake("squeue", "true")
+    with pytest.raises(slurm.SlurmError, match="job 7 has no partition"):
+        cluster.preempting_partition("7")
 
 
 def test_times_are_read_whatever_way_the_user_likes_to_see_them(fake: Fake) -> None:

@@ -229,6 +229,32 @@ def test_a_run_that_has_ended_is_told_and_not_submitted(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        (
+            "12+0|12|RUNNING|None|N/A|1\n12+1|13|RUNNING|None|N/A|2",
+            "job 12+0 RUNNING, job 12+1 RUNNING",
+        ),
+        (
+            "12_0|13|RUNNING|None|N/A|1\n12_1|12|PENDING|None|N/A|1",
+            "job 12_0 RUNNING, job 12_1 PENDING",
+        ),
+    ],
+)
+def test_a_run_is_live_while_its_groups_or_tasks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, told: str
+) -> None:
+    run = RunDir(tmp_path, "a")
+    run.job.mkdir(parents=True)
+    Submitted("12", 1.0).append(run.path)
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<END\n{listed}\nEND\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert f"is live ({told}" in str(existing.reason_not_to_submit(run, False))
+
+
 @pytest.mark.parametrize("left", ["task", "supervisor"])
 def test_a_run_is_live_while_a_part_of_its_killed_job_is(tmp_path: Path, left: str) -> None:
     run, task = RunDir(tmp_path, "a"), tmp_path / "a" / "task-0" / "job"

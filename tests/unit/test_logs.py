@@ -9,7 +9,7 @@ import pytest
 
 from rollcall import cli
 from rollcall.launch.commands import logs
-from rollcall.launch.runs.log_times import LogWatcher
+from rollcall.launch.runs.log_times import LogWatcher, nodes_of_ranks
 from rollcall.records.attempt import LogSizes
 from rollcall.run_dir import RunDir
 
@@ -78,9 +78,12 @@ def test_what_is_not_there(
 
 
 def test_only_what_has_grown_is_noted(tmp_path: Path) -> None:
-    watcher = LogWatcher(tmp_path)
-    (tmp_path / "rank-0.log").write_text("")
-    path = tmp_path / "rank-1.log"
+    node = tmp_path / "node-0"
+    node.mkdir()
+    watcher = LogWatcher(node)
+    (node / "rank-0.log").write_text("")
+    (node / "rank-0.old.log").write_text("a file of the user's")
+    path = node / "rank-1.log"
     with (
         path.open("ab") as log,
         subprocess.Popen(["sh", "-c", "printf one; exec sleep 600"], stdout=log) as rank,
@@ -94,4 +97,5 @@ def test_only_what_has_grown_is_noted(tmp_path: Path) -> None:
         rank.kill()
     watcher.end()
     watcher.end()
-    assert [line.sizes for line in LogSizes.read(tmp_path)] == [{"1": 3}, {"1": 8}]
+    assert [line.sizes for line in LogSizes.read(node)] == [{"1": 3}, {"1": 8}]
+    assert nodes_of_ranks(tmp_path) == {0: 0, 1: 0}
