@@ -1,7 +1,7 @@
 """Samples that can only be read in order: iterable data sets, shards, and torch's DataLoader.
 
-Every rank reads a whole stream and keeps its own rows. If the data lies in shards of known length, a
-rank reads only the shards with its rows. Either way, the samples of a step do not depend on the
+Every rank reads a whole stream and keeps its own rows. If the data lies in shards of known length,
+a rank reads only the shards with its rows. Either way, the samples of a step do not depend on the
 number of ranks, and a resumed run continues with the next sample, on any number of ranks.
 """
 
