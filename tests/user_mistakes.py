@@ -195,6 +195,10 @@ def unsized() -> Any:
     return SimpleNamespace(shards=[Stream(pairs()[0])]), None
 
 
+def sharded() -> Any:
+    return SimpleNamespace(shards=[pairs()[0]]), None
+
+
 def broken_collate(samples: list[Any]) -> Any:
     return dict(enumerate(samples))["x"]  # type: ignore[index]
 

@@ -182,9 +182,13 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "number that the optimizer refuses": (["optim.args.betas=[0.9, 2]"], "Invalid beta parameter"),
     "text in a group": (['optim.groups={"*": {eps: tiny}}'], "adamw cannot make a step .*'str'"),
-    "packed stream": (
-        ["data.name=user_mistakes:endless", "data.pack=16"],
-        f"data.pack: {DATA} is a stream; pack the rows in the stream",
+    "packed shards": (
+        ["data.name=user_mistakes:sharded", "data.pack=16"],
+        f"data.pack: {DATA} has shards, and nobody knows how many .* pack the rows within",
+    ),
+    "row of a stream longer than data.pack": (
+        ["data.name=user_tasks:stream", "data.pack=5", "model.name=gpt"],
+        r"data.name=user_tasks:stream: a row of the stream cannot be packed: it has \d+ entries",
     ),
     "model takes no such input": (
         ["data.name=user_mistakes:named"],
