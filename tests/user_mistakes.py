@@ -195,6 +195,10 @@ def unsized() -> Any:
     return SimpleNamespace(shards=[Stream(pairs()[0])]), None
 
 
+def long_rows() -> Any:
+    return Stream([torch.ones(7)] * 8), None
+
+
 def sharded() -> Any:
     return SimpleNamespace(shards=[pairs()[0]]), None
 

@@ -66,8 +66,8 @@ class Stream(Dataset[Any]):
             self._last = self._next()
         return self._last
 
-    def place(self) -> Place | None:
-        """Return the place behind the newest sample, if a checkpoint needs to know it."""
+    def place(self) -> Place:
+        """Return the place behind the newest sample."""
         return Place(self._at, self._epoch, _state_of(self._samples))
 
     def continue_at(self, place: Place) -> None:
@@ -184,6 +184,7 @@ class Shards(Stream):
 
     def __init__(self, shards: Any, lengths: Any, name: str, seed: int, parts: int = PARTS) -> None:
         self._shards, self._lengths, self._name, self._seed = shards, lengths, name, seed
+        self._samples = None  # has no state: the position says everything
         self._ends = list(accumulate(lengths))
         self._size = self._ends[-1] if shards else 0
         self.parts = min(parts, 1 << max(0, len(shards).bit_length() - 1))
@@ -191,6 +192,7 @@ class Shards(Stream):
 
     def __getitem__(self, position: int) -> Any:
         epoch, part, sample = self.find(position)
+        self._at, self._epoch = position + 1, epoch
         number = bisect_right(self._ends, sample)
         row = sample - (self._ends[number - 1] if number else 0)
         shard = self._open.get(part)
@@ -213,9 +215,6 @@ class Shards(Stream):
         others = [at // parts * part + min(at % parts, part) for at in (first, end)]
         own = [(at + parts - 1 - part) // parts for at in (first, position)]
         return epoch, part, others[1] - others[0] + own[1] - own[0]
-
-    def place(self) -> None:
-        """Return None: the position says everything."""
 
     def _begun(self, epoch: int, number: int) -> Iterator[Any]:
         shard = self._shards[number]
