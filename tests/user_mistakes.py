@@ -156,6 +156,10 @@ def no_second() -> Any:
     return pairs()[0], {"first": pairs()[0], "second": Rows()}
 
 
+def dry_validation() -> Any:
+    return pairs()[0], Stream([])
+
+
 def library() -> Any:
     return {"train": pairs()[0], "validation": pairs()[1]}
 

@@ -248,6 +248,10 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["data.name=user_mistakes:no_second"],
         f"{DATA}: the second validation data has no samples",
     ),
+    "validation stream without a sample": (
+        ["data.name=user_mistakes:dry_validation"],
+        f"{DATA}: the first validation data has no samples",
+    ),
     "data in a dictionary": (
         ["data.name=user_mistakes:library"],
         "expected a Source, or training and validation data, got a dictionary of train, validation",
