@@ -282,7 +282,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
             *("model.name=user_tasks:Whole", "train.loss_args.counts=rows"),
             "data.global_batch=1",
         ],
-        "counts=rows: the model's .loss is the mean cross entropy that counts=next stands for",
+        "counts=rows: the model's .loss is another mean of its cross entropy; set counts=next",
     ),
     "callback has no method": (
         ["train.callbacks=user_mistakes:no_callback"],

@@ -131,7 +131,7 @@ class Stream(Dataset[Any]):
 
 
 class _PackedRows:
-    """Lists of rows of a stream, each list one sequence: as many rows as fit, of those ahead."""
+    """Lists of rows of a stream, each list one sequence; some rows are read ahead."""
 
     def __init__(self, rows: Any, form: Form, name: str) -> None:
         self._rows, self._form, self._name = rows, form, name
@@ -177,9 +177,9 @@ class Shards(Stream):
     """The samples of shards, each an iterable of known length, in a fixed number of parts.
 
     A part is a run of neighboring samples of an epoch, in shards that are read in order. All parts
-    have the same length, give or take one sample, and every step takes equally many samples from
-    each. So a rank reads only the shards of its parts. A shard that two parts share is read twice.
-    A resumed run opens each part's current shard again and drops the samples before its place.
+    have the same length, give or take one sample, and every step takes the same number of samples
+    from each. So a rank reads only the shards of its parts. A shard that two parts share is read
+    twice. A resumed run opens each part's current shard and drops the samples before its place.
     """
 
     def __init__(self, shards: Any, lengths: Any, name: str, seed: int, parts: int = PARTS) -> None:
@@ -308,7 +308,7 @@ def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> A
 
 
 def _state_of(samples: Any) -> Any:
-    """Return the state of an iterable if it has one that tells all, and JSON can hold it."""
+    """Return the state of an iterable; None if it has none, or if JSON cannot hold it."""
     has_state = hasattr(samples, "state_dict") and hasattr(samples, "load_state_dict")
     if has_state and not _has_buffer(samples):
         with suppress(TypeError, ValueError):
