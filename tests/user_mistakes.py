@@ -156,6 +156,10 @@ def no_second() -> Any:
     return pairs()[0], {"first": pairs()[0], "second": Rows()}
 
 
+def dry_validation() -> Any:
+    return pairs()[0], Stream([])
+
+
 def library() -> Any:
     return {"train": pairs()[0], "validation": pairs()[1]}
 
@@ -193,6 +197,14 @@ def dry() -> Any:
 
 def unsized() -> Any:
     return SimpleNamespace(shards=[Stream(pairs()[0])]), None
+
+
+def long_rows() -> Any:
+    return Stream([torch.ones(7)] * 8), None
+
+
+def sharded() -> Any:
+    return SimpleNamespace(shards=[pairs()[0]]), None
 
 
 def broken_collate(samples: list[Any]) -> Any:

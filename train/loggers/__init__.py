@@ -47,6 +47,15 @@ def last_in_metrics(run: Run) -> Callable[[str], int]:
     return lambda name: last.get(name, -1)
 
 
+def numbers_of(line: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return the numbers of a line of metrics.jsonl that loggers receive."""
+    return {
+        name: value
+        for name, value in line.items()
+        if isinstance(value, int | float) and name not in ("step", "time")
+    }
+
+
 class Callbacks:
     """The member of the step that passes everything on to the user's, in their order."""
 
@@ -79,12 +88,7 @@ class Callbacks:
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass on the values of a line of metrics.jsonl; rank 0 calls it."""
-        numbers = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, int | float) and name not in ("step", "time")
-        }
-        self._each("logged", step, numbers)
+        self._each("logged", step, numbers_of(values))
 
     def report(self) -> Mapping[str, float | torch.Tensor]:
         """Return all their numbers."""
