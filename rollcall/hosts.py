@@ -65,7 +65,7 @@ def of_job(env: Mapping[str, str]) -> list[str]:
     """Return the hosts of this Slurm job, group by group if it has several; Slurm numbers them so.
 
     Raises:
-        KeyError, ValueError: a variable is missing or is no node list.
+        KeyError, ValueError: a variable is missing or not a node list.
     """
     groups = range(int(env.get("SLURM_HET_SIZE", 0)))
     names = [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in groups]

@@ -4,7 +4,7 @@ import argparse
 
 
 def parser(command: str, meaning: str | None) -> argparse.ArgumentParser:
-    """Return a parser without arguments; its help shows the meaning as it is written."""
+    """Return a parser without arguments; its help shows the meaning verbatim."""
     return argparse.ArgumentParser(
         prog=f"rollcall {command}",
         description=meaning,

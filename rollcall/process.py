@@ -24,7 +24,7 @@ LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 is_fork = False
 """Whether a parent that has frozen what it imported has forked this process."""
 ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-"""What moves a terminal's cursor or colours its text."""
+"""Sequences that move a terminal's cursor or colour its text."""
 
 
 class _Lossy(io.FileIO):

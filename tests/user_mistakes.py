@@ -156,6 +156,10 @@ def no_second() -> Any:
     return pairs()[0], {"first": pairs()[0], "second": Rows()}
 
 
+def dry_validation() -> Any:
+    return pairs()[0], Stream([])
+
+
 def library() -> Any:
     return {"train": pairs()[0], "validation": pairs()[1]}
 
@@ -193,6 +197,14 @@ def dry() -> Any:
 
 def unsized() -> Any:
     return SimpleNamespace(shards=[Stream(pairs()[0])]), None
+
+
+def long_rows() -> Any:
+    return Stream([torch.ones(7)] * 8), None
+
+
+def sharded() -> Any:
+    return SimpleNamespace(shards=[pairs()[0]]), None
 
 
 def broken_collate(samples: list[Any]) -> Any:
@@ -245,6 +257,21 @@ def falling_schedule(step: int, steps: int) -> float:
 
 def no_callback() -> Any:
     return object()
+
+
+class Reporting:
+    def __init__(
+        self, name: str = "mine", value: Any = 1.0, numbered: bool = False, action: Any = None
+    ) -> None:
+        self.name, self.value, self.numbered, self.action = name, value, numbered, action
+        self.calls = 0
+
+    def report(self) -> dict[str, Any]:
+        self.calls += 1
+        return {f"{self.name}{self.calls - 1 or ''}" if self.numbered else self.name: self.value}
+
+    def settle(self, _step: int, _agreed: Any) -> Any:
+        return self.action
 
 
 class Missing:

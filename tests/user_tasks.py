@@ -77,6 +77,12 @@ def stream(kind: str = "counted") -> Any:
     return Counted(23) if kind == "counted" else Plain(), Sentences(11)
 
 
+def word_stream() -> Any:
+    from rollcall.train.data.source import Source
+
+    return Source(Counted(23), Sentences(11), classes=WORDS)
+
+
 def write_shards(folder: Path, count: int = 23, size: int = 6) -> None:
     """Write the sentences into tar files, one member each, as webdataset has them."""
     folder.mkdir()

@@ -8,11 +8,12 @@ rollcall plan --validate FOLDER                   # the planner's errors on meas
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rollcall.config import Config, ConfigError, parse
@@ -26,18 +27,21 @@ from rollcall.refusal import RefusedError, refuse
 from rollcall.run_dir import named as run_named
 from rollcall.text import did_you_mean, duration, size
 
+MOST = 10**9
+"""Largest number that an option takes; nothing that a plan counts is larger."""
+MOST_RANKS = 2**16
+"""Ranks of the largest world that `--ranks` imagines."""
 TOKENS = 4 * 2**20
 """Tokens of a step for a known shape without `--batch`; Llama 3 began with 4M."""
 
 
 def main(words: Sequence[str]) -> int:
     """Print the plan; return the exit code."""
-    parser = _parser()
-    options = parser.parse_intermixed_args(words)
     try:
+        options = _parser().parse_intermixed_args(words)
         _check(options)
         machines = Machines(options.machines)
-        if options.validate:
+        if options.validate is not None:
             _only(options, "--validate", "validate", "json")
             validate.show(options.validate, machines, options.json)
         elif options.ranks:
@@ -52,45 +56,57 @@ def main(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("plan", __doc__)
     add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="in the run")
-    add("--nodes", type=int, metavar="N", help="in the run, instead of --gpus")
+
+    def add_count(option: str, metavar: str, meaning: str) -> None:
+        add(option, type=partial(_count, option), metavar=metavar, help=meaning)
+
+    add_count("--gpus", "N", "in the run")
+    add_count("--nodes", "N", "in the run, instead of --gpus")
     add("--gpu", metavar="CHIP", help="such as h100; rollcall/config/chips.yaml lists all")
-    add("--node-size", type=int, metavar="K", help="GPUs or ranks on each node")
+    add_count("--node-size", "K", "GPUs or ranks on each node")
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
-    add("--batch", type=int, metavar="N", help="samples in a step of a known shape")
-    add("--length", type=int, metavar="N", help="tokens of a sample of a known shape")
+    add_count("--batch", "N", "samples in a step of a known shape")
+    add_count("--length", "N", "tokens of a sample of a known shape")
     add("--precision", metavar="FORMAT", help="number format (default: bf16, or the recipe's)")
-    add("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
+    add_count("--top", "N", "layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
-    add("--price", type=float, metavar="P", help="of a GPU-hour")
+    add("--price", type=_price, metavar="P", help="of a GPU-hour")
     add("--failures", metavar="RATE", help="per node and day, or a published one (default: rsc-1)")
     add("--machines", metavar="FILE", help="chips, fabrics, software and factors of your own")
     add("--validate", metavar="FOLDER", help="compare with the tables of a folder")
     add("--json", action="store_true", help="print JSON")
-    add("--ranks", type=int, metavar="N", help="show what each of N ranks would hold")
+    add_count("--ranks", "N", "show what each of N ranks would hold")
     add("words", nargs="*", metavar="[shape or recipe or run] [key=value ...]")
     return parser
 
 
+def _count(option: str, word: str) -> int:
+    if word.isdecimal() and 1 <= int(word) <= MOST:
+        return int(word)
+    raise RefusedError(f"{option} {word}: expected a whole number from 1 to {MOST:,}")
+
+
+def _price(word: str) -> float:
+    with suppress(ValueError):
+        if 0 < (price := float(word)) < math.inf:
+            return price
+    raise RefusedError(f"--price {word}: expected the price of a GPU-hour, a number above 0")
+
+
 def _check(options: argparse.Namespace) -> None:
-    for name in ("gpus", "nodes", "node_size", "batch", "length", "top", "ranks"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise RefusedError(f"--{name.replace('_', '-')} {value}: expected at least 1")
-    if options.price is not None and not 0 < options.price < math.inf:
-        raise RefusedError(f"--price {options.price}: expected the price of a GPU-hour")
-    if not options.budget and (options.price or options.failures):
+    if options.budget is None and (options.price or options.failures):
         raise RefusedError("--price and --failures need --budget, such as --budget 15T")
     if options.gpus and options.nodes:
         raise RefusedError("--gpus and --nodes say the same; give one of them")
+    if options.ranks and options.ranks > MOST_RANKS:
+        raise RefusedError(f"--ranks {options.ranks}: expected at most {MOST_RANKS:,}")
 
 
 def _only(options: argparse.Namespace, what: str, *known: str) -> None:
     """Refuse options that would be ignored."""
-    parser = _parser()
     for name, value in vars(options).items():
-        if name not in ("words", "machines", *known) and value != parser.get_default(name):
+        if value and name not in ("words", "machines", *known):
             raise RefusedError(f"{what} takes no --{name.replace('_', '-')}")
 
 
@@ -136,25 +152,27 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         from rollcall.train import plan_model  # late: it imports torch
 
         model = plan_model.describe(config)
-    machine = machines.machine(options.gpu, "default", precision, options.node_size, options.fabric)
+    machine = machines.machine(
+        options.gpu, "rollcall", precision, options.node_size, options.fabric
+    )
     gpus = options.gpus or (options.nodes or 1) * machine.host
     found = search.search(model, gpus, batch, machine, precision)
     if not found:
         raise RefusedError(_nothing_fits(model, machine, gpus, batch, precision))
     best, nodes, cost = found[0], math.ceil(gpus / machine.host), None
-    if options.budget:
+    if options.budget is not None:
         amount = run_cost.budget(options.budget)
         failures = run_cost.rate(options.failures or "rsc-1")
         cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
     if options.json:
-        return report.as_json(found[: options.top], model, machine, cost)
+        return report.as_json(found[: options.top or 5], model, machine, cost)
     planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
     keys = [word for word in keys if word.partition("=")[0] not in planned]
     words = [f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}", first, *keys]
     lines = [
         report.headline(model, machine, gpus, batch, precision),
         "",
-        *report.choices(found[: options.top], model, machine),
+        *report.choices(found[: options.top or 5], model, machine),
         "",
         f"Submit the first: rollcall submit {' '.join([*filter(None, words), *best.words()])}",
     ]
@@ -200,7 +218,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     started = (read_events(directory, "started") or [{"time": 0.0}])[-1]
     ranks = int(started.get("world_size", 1))
     precision, node = config.precision, options.node_size
-    machine = machines.machine(options.gpu, "default", precision, node, options.fabric)
+    machine = machines.machine(options.gpu, "rollcall", precision, node, options.fabric)
     chip = str(started.get("chip", "a chip that it did not record"))
     if not machines.is_named(machine.chip, chip):
         raise RefusedError(
@@ -215,27 +233,27 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     waits = statistics.median(one.data_wait for one in late)
     degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
     shard = degrees.get("shard", 1)
+    data = degrees.get("replicate", 1) * shard
+    batch, micro = config.data.global_batch, config.data.micro_batch
     layout = Layout(
-        data=degrees.get("replicate", 1) * shard,
+        data=data,
         tensor=degrees.get("tensor", 1),
         stages=degrees.get("pipeline", 1),
         context=degrees.get("context", 1),
         zero=config.parallel.stage if shard > 1 else 0,
         shard=shard if degrees.get("replicate", 1) > 1 else 0,
-        batch=config.data.global_batch,
+        micro=micro if isinstance(micro, int) else -(-batch // data),
+        batch=batch,
         sequence=config.parallel.sequence_parallel,
         precision=precision,
         recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
     )
-    share = -(-layout.batch // layout.data)
-    micro = config.data.micro_batch if isinstance(config.data.micro_batch, int) else share
-    layout = dataclasses.replace(layout, micro=micro)
     from rollcall.train import plan_model  # late: it imports torch
 
     model = plan_model.describe(config)
     seconds = step_time.of(model, layout, machine)
     factor = measured / seconds.total() * machine.factor
-    key = f"{machine.chip.name} {precision} default"
+    key = f"{machine.chip.name} {precision} rollcall"
     if options.json:
         values = {"measured": measured, "predicted": seconds.total(), "terms": dict(seconds)}
         return json.dumps({**values, "factor": {key: round(factor, 3)}}, indent=2)

@@ -96,7 +96,8 @@ def traced(model: nn.Module, example: Batch, name: str) -> Model:
     except (NotImplementedError, RuntimeError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"model.name={name} cannot be planned: it does not run on torch's meta device: {reason}"
+            f"model.name={name} cannot be planned: it does not run on torch's meta device, as most "
+            f"mixtures of experts, whose shapes depend on values: {reason}"
         ) from None
     parts = [tracer.part(place, len(layers), rows) for place in ("first", "layer", "last")]
     first, layer, last = parts

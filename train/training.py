@@ -126,7 +126,7 @@ def _with_fastest(run: Run, signals: StopSignals) -> Run:
             "model.activation_checkpointing=blocks, or parallel.strategy=zero3"
         )
     size = found.fastest.size
-    run.say(f"rollcall: data.micro_batch={size}, the fastest of those that fit")
+    run.say(f"rollcall: data.micro_batch={size}, the fastest that fits")
     return memory.with_micro_batch(run, size)
 
 
@@ -255,7 +255,7 @@ def _open(run: Run) -> None:
         try:
             run_dir.create()
             if run_dir.checkpoints.exists():
-                next(run_dir.checkpoints.iterdir(), None)  # refused, rather than started anew
+                next(run_dir.checkpoints.iterdir(), None)  # refused, rather than started again
             run_dir.forget_verdict()
             run_dir.claim()
             write_atomic(run_dir.config, config.to_yaml())

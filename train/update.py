@@ -208,7 +208,7 @@ class Update:
         self.apply(self._batch, self.step - 1)
 
     def _halve(self, rows: int) -> None:
-        """Compute half as many samples at once from now on."""
+        """Halve the number of samples at once from now on."""
         if (self.micro_batch or rows) == 1:
             raise MemoryError(
                 "memory ran out with a single sample: choose a smaller model, "

@@ -104,11 +104,19 @@ def place_words(node: Node, ranks: Sequence[int]) -> list[str]:
     return [*words, f"--nproc-per-node={','.join(map(str, ranks))}"]
 
 
-def with_modules(modules: Sequence[str]) -> dict[str, str]:
-    """Return this environment with directories that Python searches first."""
-    searched = [*modules, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, searched))} if modules else {}
-    return {**os.environ, **path}
+def environment(node: Node, modules: Sequence[str]) -> dict[str, str]:
+    """Return what all attempts have in common of their environment.
+
+    Args:
+        modules: directories with copies of the user's modules, which are searched first.
+    """
+    env = dict(os.environ)
+    if modules:
+        searched = [*modules, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, searched))
+    if node.gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = node.gpus
+    return env
 
 
 class NodeAttempt:
@@ -141,25 +149,18 @@ class NodeAttempt:
         return [*words, *program]
 
     def env(self, modules: Sequence[str] = ()) -> dict[str, str]:
-        """Return the environment of the ranks; raise HostError if the head cannot be reached.
-
-        Args:
-            modules: directories with copies of the user's modules, which are searched first.
-        """
+        """Return the environment of the ranks; raise HostError if the head cannot be reached."""
         interface = route(self.node, self.rendezvous.address).interface
         # a variable would replace what a file of NCCL's says
         is_free = "NCCL_SOCKET_IFNAME" not in fabric.configured(os.environ)
-        env = {
+        return {
             "GLOO_SOCKET_IFNAME": interface,
             # "=" means exactly this one; NCCL avoids lo itself and needs no address on one node
             **({"NCCL_SOCKET_IFNAME": f"={interface}"} if is_free and interface != "lo" else {}),
             **self.nccl,
-            **with_modules(modules),
+            **environment(self.node, modules),
             "ROLLCALL_WORLD_SIZE": str(sum(self.ranks)),
         }
-        if self.node.gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = self.node.gpus
-        return env
 
     def follow(self, server: ForkClient) -> int:
         """Look after the ranks until the agent ends; return its exit code, 128 + n for signal n."""

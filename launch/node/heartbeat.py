@@ -18,7 +18,7 @@ from rollcall.run_dir import RunDir
 from rollcall.timer import Every, RunningClock
 
 CHILDREN = 16
-"""Nodes that a node watches in the tree, besides its parent."""
+"""Nodes that a node watches in the tree, in addition to its parent."""
 EVERY = 0.5
 """Seconds between two counts, and between two looks at the others, in a small job."""
 SELDOM = 2.0
@@ -104,7 +104,7 @@ class Heartbeats:
         """Count and look at the others, if it is time to.
 
         Args:
-            has_failed: whether this node knows that the round has failed, to tell the others.
+            has_failed: whether this node knows that the round has failed; the others read it.
         """
         if has_failed != self._has_failed:
             self._has_failed = has_failed

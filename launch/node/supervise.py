@@ -22,7 +22,7 @@ from typing import Literal
 from rollcall.hosts import HostError, ranks_of_nodes
 from rollcall.launch import frameworks
 from rollcall.launch.node import heartbeat, identity, processes, takeover
-from rollcall.launch.node.attempt import NodeAttempt, NodeMonitor, place_words, with_modules
+from rollcall.launch.node.attempt import NodeAttempt, NodeMonitor, environment, place_words
 from rollcall.launch.node.fork_client import ForkClient
 from rollcall.launch.node.identity import Node, NodeError
 from rollcall.launch.node.processes import REQUESTS
@@ -271,7 +271,7 @@ def _supervise(options: argparse.Namespace, server: ForkClient) -> int:
         ranks = ranks_of_nodes(options.nproc_per_node or str(node.default_ranks), node.count)
         words = [*place_words(node, ranks), f"--start-method={options.start_method}"]
         if options.program:  # it imports while the rest is found out
-            server.begin([*words, *options.program], with_modules(options.modules))
+            server.begin([*words, *options.program], environment(node, options.modules))
         work = resolve.work_of_supervisor(options, os.environ, node.job)
     except (NodeError, ValueError) as error:
         return _fail(str(error))

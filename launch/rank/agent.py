@@ -87,8 +87,8 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
 
     So torch is imported once for all attempts, and while the supervisor prepares the first one. A
     message at the socket `options.serve` may carry another socket, the one of the port. The answers
-    are the agent's process id and, at the end, its exit code. After a failure the next agent forks
-    its ranks while the supervisor writes its records; all wait for the next command line.
+    are the agent's process id and, at the end, its exit code. Once a rank has failed, the next
+    agent forks its ranks while the others end; all wait for the next command line.
     """
     control = socket.socket(fileno=options.serve)
     agent: tuple[int, socket.socket] | None = None
@@ -99,17 +99,19 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
         order = json.loads(message)
         os.environ.update(order["env"])
         pid, orders = agent or _fork_agent(options, start, descriptors)
-        with orders, contextlib.suppress(OSError):  # it was killed, as its exit code will say
+        with contextlib.suppress(OSError):  # it was killed, as its exit code will say
             socket.send_fds(orders, [json.dumps(order["words"]).encode()], descriptors)
         for number in descriptors:
             os.close(number)
         control.send(json.dumps({"pid": pid}).encode())
+        has_failed = b""
+        with orders, contextlib.suppress(OSError):
+            has_failed = orders.recv(1)  # nothing if the agent ends without a failed rank
+        agent = _fork_agent(options, start) if has_failed else None
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         control.send(json.dumps({"code": code if code >= 0 else 128 - code}).encode())
         # The supervisor waits for SIGCHLD, which the kernel sends for its own children only.
         os.kill(os.getppid(), signal.SIGCHLD)
-        has_failed = code not in (0, os.EX_TEMPFAIL)
-        agent = _fork_agent(options, start) if has_failed else None
 
 
 def _fork_agent(
@@ -133,12 +135,12 @@ def _fork_agent(
 
 
 def _receive(options: argparse.Namespace) -> None:
-    with socket.socket(fileno=options.serve) as orders:
+    with socket.socket(fileno=os.dup(options.serve)) as orders:
         message, descriptors, _, _ = socket.recv_fds(orders, MAX_BYTES, 1)
     if not message:
         os._exit(0)
     words = [*(f"--port-fd={number}" for number in descriptors), *json.loads(message)]
-    vars(options).update(vars(_read(words)))
+    vars(options).update({**vars(_read(words)), "serve": options.serve})
 
 
 def parser() -> argparse.ArgumentParser:

@@ -176,8 +176,10 @@ def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
             codes[pid] = code = os.waitstatus_to_exitcode(status)
             rank = options.first_rank + pids.index(pid)
             record_end(options, rank, code)
-            if code not in (0, os.EX_TEMPFAIL):
-                deadline = deadline or clock.read() + LAST_WORDS
+            if code not in (0, os.EX_TEMPFAIL) and deadline is None:
+                deadline = clock.read() + LAST_WORDS
+                if options.serve is not None:
+                    os.write(options.serve, b"!")  # the next ranks may be forked
             if code > 0 and code != os.EX_TEMPFAIL:  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
         elif deadline and clock.read() > deadline:

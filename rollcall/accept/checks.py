@@ -4,7 +4,6 @@ A check calls what another command calls, and says in a line what it found. An e
 ranks; their launcher starts them again, and the next attempt continues behind that check.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -19,8 +18,9 @@ from typing import Any
 
 import torch
 
-from rollcall.accept import page
+from rollcall.accept import page, request
 from rollcall.accept.page import Facts, Row
+from rollcall.accept.request import STRATEGIES, Request
 from rollcall.bench import loops, turns
 from rollcall.config import ConfigError, parse
 from rollcall.launch.doctor import nodes
@@ -33,7 +33,7 @@ from rollcall.planning import memory
 from rollcall.planning.layout import Layout
 from rollcall.planning.machine import Machines
 from rollcall.process import leave
-from rollcall.refusal import refuse
+from rollcall.refusal import RefusedError, refuse
 from rollcall.run_dir import RunDir
 from rollcall.text import duration, listed, size
 from rollcall.train import matrix, models, network, plan_model
@@ -68,18 +68,6 @@ TEXT = (
     *("data.name=text", "data.seq_len=64", "model.name=gpt", "model.hidden_size=64"),
     *("model.num_layers=2", "optim.lr=1e-3", "train.steps=4", "data.micro_batch=4"),
 )
-HALVES = "mesh={}=2,replicate=rest"
-STRATEGIES: dict[str, tuple[int, Sequence[str]]] = {
-    **{name: (1, [f"strategy={name}"]) for name in ("ddp", "zero1", "zero2", "zero3")},
-    "hsdp": (4, ["strategy=hsdp", "mesh=replicate=2,shard=rest"]),
-    "tensor": (2, [HALVES.format("tensor")]),
-    "pipeline": (2, [HALVES.format("pipeline")]),
-    "split": (2, ["strategy=split", HALVES.format("pipeline")]),
-    "context": (2, [HALVES.format("context")]),
-    "sequence": (2, [HALVES.format("tensor"), "sequence_parallel=true"]),
-    "zero3 and tensor": (4, ["mesh=shard=rest,tensor=2"]),
-}
-"""By name: the number of ranks that must divide the world, and the keys of `parallel`."""
 ON_TEXT = ("context", "sequence", "zero3 and tensor")
 
 
@@ -303,16 +291,17 @@ def overhead(it: Setting) -> str:
     return text
 
 
-CHECKS: dict[str, Callable[[Setting], str]] = {
-    "machine": machine,
-    "network": links,
-    "bandwidth": bandwidth,
-    **{f"strategy {name}": partial(strategy, name) for name in STRATEGIES},
-    "kill and resume": resume,
-    "exact mode": exact,
-    "memory": memory_of_a_step,
-    "overhead": overhead,
-}
+CHECKS: dict[str, Callable[[Setting], str]] = dict(
+    zip(
+        request.CHECKS,
+        (
+            *(machine, links, bandwidth),
+            *(partial(strategy, name) for name in STRATEGIES),
+            *(resume, exact, memory_of_a_step, overhead),
+        ),
+        strict=True,
+    )
+)
 """All checks in their order: every rank calls each; rank 0's answer counts.
 
 A check raises Failed or NotApplicable on any rank, but after its last collective.
@@ -323,37 +312,23 @@ DEADLY = ("kill and resume",)
 
 def main(argv: Sequence[str]) -> int:
     """Do the checks that earlier attempts have not done; return the exit code."""
-    made = argparse.ArgumentParser("rollcall accept ... --", allow_abbrev=False)
-    first = "only checks whose names begin with one of these, separated by commas"
-    made.add_argument("--only", default="", metavar="CHECK,…", help=f"{first}: {', '.join(CHECKS)}")
-    kinds = ("auto", "cpu", "cuda")
-    made.add_argument("--device", default="auto", choices=kinds, help="(default: auto)")
-    made.add_argument("words", nargs="*", metavar="key=value", help="for every training")
-    options = made.parse_args(argv[1:])
-    firsts = [first.strip() for first in options.only.split(",")] if options.only else [""]
-    chosen = [name for name in CHECKS if name.startswith(tuple(firsts))]
-    for first in firsts if options.only else []:
-        if not first or not any(name.startswith(first) for name in CHECKS):
-            return refuse(f"--only {options.only}: '{first}' is none of {', '.join(CHECKS)}")
     try:
-        parse([*matrix.WORDS, *options.words])
-    except ConfigError as error:
+        asked = request.read(argv[1:])
+    except RefusedError as error:
         return refuse(error)
-    return on_all_ranks(options.device, partial(_work, Path(argv[0]), chosen, options.words))
+    return on_all_ranks(asked.device, partial(_work, Path(argv[0]), asked))
 
 
-def _work(
-    folder: Path, chosen: Sequence[str], words: list[str], world: World, signals: StopSignals
-) -> int:
+def _work(folder: Path, asked: Request, world: World, signals: StopSignals) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    it = Setting(world, signals, folder, words)
+    it = Setting(world, signals, folder, asked.words)
     if world.is_main:
         kind = world.device.type
         ranks = f"{world.world_size} on {listed(sorted({*it.hosts.values()}))}, {kind}"
         Facts({"ranks": ranks, **turns.surroundings()}).append(folder)
     known = world.broadcast([asdict(row) for row in page.read(folder, "").rows])
     rows = {fields["check"]: Row(**fields) for fields in known}
-    for name in chosen:
+    for name in asked.checks:
         row = rows.get(name, Row(name))
         if row.state in ("", "began"):
             row = _check(name, row, it)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollcall.accept import page
+from rollcall.accept import page, request
 from rollcall.launch.commands import network
 from rollcall.launch.runs import root_cause
 from rollcall.refusal import refuse
@@ -29,11 +29,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
     given, words = network.divided(argv)
+    request.read(words)  # refuses a mistake before anything is queued
     run = network.run_of(given, f"accept-{time.strftime('%Y%m%d-%H%M%S')}")
     if run.path.exists():
-        return refuse(
-            f"{run.path} exists; a new page needs a run of its own: choose another --name"
-        )
+        return refuse(f"{run.path} exists; choose another --name for a new page")
     folder = run.path / "accept"
     given = [f"--name={run.name}", f"--max-restarts={RESTARTS}", *given]
     code = network.submit(given, "rollcall.accept.checks", str(folder), *words)

@@ -27,7 +27,7 @@ class Row(Line):
 
 @dataclass(frozen=True)
 class Facts(Line):
-    """What the ranks of an attempt know about the machine, in the same file."""
+    """Facts about the machine, from the ranks of an attempt, in the same file."""
 
     FILE = Row.FILE
 

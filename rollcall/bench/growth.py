@@ -3,14 +3,17 @@
 For N = 10, 100 and 1,000, it creates N runs of Slurm, half of them live, N runs of this machine, of
 which half have no recorded end, one run on N nodes with four ranks each, and a checkout with 20 N
 files. Small scripts replace Slurm's commands. Then it submits a run on N nodes, shows the tables of
-all runs, merges the logs of all ranks, and submits the checkout twice; all take turns. A second
+all runs, merges the logs of all ranks, and submits the checkout twice; all take turns, also with
+loops that only read the records, or copy, hash and link the files: the floor. A second
 table is about the work for all ranks in each exchange of a training step, without the exchange.
 The exit code is 1 if a time grows faster than N.
 """
 
+import contextlib
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +56,31 @@ echo "Submitted batch job $$"
     "srun": "exit 1\n",
 }
 """Shell lines that replace Slurm's commands."""
+READ = """
+import json, os, sys
+for folder, _, names in os.walk(sys.argv[1]):
+    for name in names:
+        with open(f"{folder}/{name}") as file:
+            for line in file:
+                json.loads(line)
+"""
+"""The floor of `status`: a loop that parses each line of each file of the runs once."""
+COPY = """
+import hashlib, os, subprocess, sys
+source, target, *copy = sys.argv[1:]
+listed = subprocess.run(["git", "-C", source, "ls-files", "-z"], stdout=-1, text=True).stdout
+for name in listed.split("\\0")[:-1]:
+    os.makedirs(os.path.dirname(f"{target}/{name}"), exist_ok=True)
+    if copy:
+        os.lstat(f"{source}/{name}")
+        os.link(f"{copy[0]}/{name}", f"{target}/{name}")
+        continue
+    with open(f"{source}/{name}", "rb") as reader, open(f"{target}/{name}", "xb") as writer:
+        data = reader.read()
+        hashlib.sha256(data).hexdigest()
+        writer.write(data)
+"""
+"""The floor of a snapshot: a loop that copies and hashes, or only links, all tracked files."""
 Way = Callable[[int], turns.Figures]
 
 
@@ -111,15 +139,27 @@ def _ways(place: Path, size: int) -> dict[str, Way]:
         root = f"--root={place / f'copies-{number}'}"
         return timed("submit", f"--name={name}", root, "--", "main.py", cwd=place / "checkout")
 
+    def plain(script: str, *words: object) -> turns.Figures:
+        return turns.timed([sys.executable, "-c", script, *map(str, words)])
+
+    def copy(number: int) -> Path:
+        return place / f"plain-{number}"
+
+    checkout = place / "checkout"
     return {
         "submit": lambda number: timed(
             "submit", f"--nodes={size}", f"--name=new-{number}", f"--root={place / 'new'}"
         ),
         "status": lambda _: timed("status", f"--root={place / 'slurm'}"),
         "status of local runs": lambda _: timed("status", f"--root={place / 'local'}"),
+        "status of local runs, floor": lambda _: plain(READ, place / "local"),
         "logs --merge": lambda _: timed("logs", "wide", "--merge", f"--root={place}"),
         "submit a checkout": lambda number: submit(number, "first"),
+        "submit a checkout, floor": lambda number: plain(COPY, checkout, copy(number)),
         "submit it again": lambda number: submit(number, "again"),
+        "submit it again, floor": lambda number: plain(
+            COPY, checkout, f"{copy(number)}-again", copy(number)
+        ),
     }
 
 
@@ -196,8 +236,9 @@ def _exchange(ranks: int, _: int) -> turns.Figures:
         for step in range(2 * EXCHANGES):
             if step == EXCHANGES:
                 clock, cpu = time.perf_counter(), time.process_time()
-            for member in members:
-                member.settle(step, agreed)
+            with contextlib.redirect_stdout(None):  # what it says of late ranks
+                for member in members:
+                    member.settle(step, agreed)
         phases.fields()  # a line of metrics.jsonl
         taken = time.process_time() - cpu, time.perf_counter() - clock
         return {"CPU": taken[0] / EXCHANGES, "clock": taken[1] / EXCHANGES}

@@ -100,7 +100,7 @@ def code_of(found: Any) -> Code | None:
 
 
 def cannot_take(code: Code, count: int) -> str:
-    """Return why code cannot be called with so many arguments; an empty text if it can."""
+    """Return why code cannot be called with this number of arguments; an empty text if it can."""
     try:
         code.signature.bind(*range(count))
     except TypeError as error:
@@ -297,7 +297,7 @@ def _converted(key: str, parameter: inspect.Parameter, value: Any) -> Any:
         raise ConfigError(f"{key}: expected {expected(error.errors()[0])}, got {value!r}") from None
 
 
-_adapter = cache(TypeAdapter)  # ranks find those that their parent has made
+_adapter = cache(TypeAdapter)  # ranks inherit their parent's
 
 
 def _type(parameter: inspect.Parameter) -> Any:

@@ -201,6 +201,12 @@ def _check_optim(config: Config) -> None:
 
 
 def _check_train(config: Config) -> None:
+    best, watched = config.checkpoint.keep_best, config.train.stop_metric
+    for key, metric in (("checkpoint.keep_best", best), ("train.stop_metric", watched)):
+        if metric and not re.fullmatch(r"[^:]+(:max|:min)?", metric):
+            raise ConfigError(
+                f"{key}={metric}: expected the name of a figure, alone or with :max or :min"
+            )
     if config.train.stop_after and not config.train.evaluate_every:
         raise ConfigError(
             "train.stop_after counts evaluations: set train.evaluate_every, for example to 1"

@@ -28,7 +28,7 @@ class Key(NamedTuple):
 
     @property
     def meaning(self) -> str:
-        """What the schema says of it."""
+        """Its docstring in the schema."""
         return _meanings()[self.section, self.name.rpartition(".")[2]]
 
 

@@ -1,7 +1,7 @@
 """Every configuration key, with its type and default, and its meaning below it. No torch.
 
 `--help`, `recipes/schema.json` and the reference page are generated from it; keys.py reads the
-meanings, in which `$MODELS` stands for the names of that table of catalog.py.
+meanings, in which `$MODELS` is replaced by the names in that table of catalog.py.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def read(path: Path, parse: Callable[[str], Any] = load) -> dict[str, Any]:
     """Read a file of `key: value` lines.
 
     Raises:
-        ConfigError: it cannot be read, or is no such file.
+        ConfigError: it cannot be read, or has another form.
     """
     text = ""
     try:
@@ -84,7 +84,7 @@ def read_texts(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     """Read a file with a value, or a group of values, for some of these keys; all are text.
 
     Raises:
-        ConfigError: it cannot be read, is no such file, or has another key.
+        ConfigError: it cannot be read, or has another form or key.
     """
     values = read(path, load_texts)
     for key in values:

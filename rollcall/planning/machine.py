@@ -81,7 +81,7 @@ class Machines:
                 chip, precision, software = key.rsplit(" ", 2)
                 known = (*self._known["software"],)
                 if precision not in self._known["chips"].get(chip, ()) or software not in known:
-                    raise ValueError(f"factors: '{key}' is not of the form 'H100 bf16 default'")
+                    raise ValueError(f"factors: '{key}' is not of the form 'H100 bf16 rollcall'")
         except OSError as error:
             raise RefusedError(f"--machines {own}: {error.strerror}") from None
         except (AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -137,7 +137,7 @@ class Machines:
     def machine(
         self,
         chip: str,
-        software: str = "default",
+        software: str = "rollcall",
         precision: str = "bf16",
         node: int | None = None,
         fabric: str | None = None,

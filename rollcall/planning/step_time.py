@@ -13,12 +13,12 @@ from rollcall.planning.model import HALF, Model, Part, attention_flops
 
 MOVING = 0.8
 """Fraction of the memory's bandwidth that streaming kernels reach."""
-PASSES = 1.3
+PASSES = 1.35
 """Bytes that eager kernels move for each byte that the operations need. Fitted."""
 SCORES = 70
 """Bytes moved for each attention score, forward and backward, without fused attention: scale, mask,
 softmax in fp32, casts and dropout, each a kernel."""
-LINKS_INSIDE = 0.67
+LINKS_INSIDE = 0.72
 """Fraction of the links inside a node that collectives reach. Fitted."""
 LINKS_BETWEEN = 0.49
 """Fraction of the links between nodes that collectives reach. Fitted."""

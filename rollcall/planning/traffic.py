@@ -50,7 +50,7 @@ class Messages(dict[Group, Sent]):
 def of_step(model: Model, layout: Layout, layers: Sequence[int] = ()) -> Messages:
     """Return the messages of the rank with most bytes.
 
-    `layers` are those of each piece of a pipeline, in order.
+    `layers` counts the layers of each piece of a pipeline, in order.
     """
     parts = model.parts
     ends = [0, *(1 + end for end in accumulate(layers[:-1])), len(parts)]

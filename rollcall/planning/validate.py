@@ -74,6 +74,14 @@ class Row(NamedTuple):
         layout = self.layout
         return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
 
+    def was_disturbed(self, other: "Row") -> bool:
+        """Whether a micro-batch took far longer, even if layers and samples take their share."""
+        one, two = self.layout, other.layout
+        larger = max(1, one.micro / two.micro) * max(1, two.stages / one.stages)
+        # Without a pipeline, the end of a step counts: more data ranks do not make it shorter.
+        is_like = min(one.stages, two.stages) > 1 or two.data >= one.data
+        return is_like and self.slot > SLOTS * other.slot * larger
+
     @property
     def was_fitted(self) -> bool:
         """Whether the row is in the half of the cells that the fitted numbers come from."""
@@ -148,7 +156,7 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
     A run can be slower than its layout allows, but not faster; so of two rows that cannot both be
     right, the slower one is disturbed. No prediction has a say in this.
     """
-    equal, slots = defaultdict(list), defaultdict(list)
+    equal, alike = defaultdict(list), defaultdict(list)
     found = set()
     for place, row in enumerate(rows):
         layout, seconds = row.layout, row.seconds
@@ -157,19 +165,14 @@ def contradicted(rows: Sequence[Row]) -> set[int]:
         if seconds and layout.zero < 2:
             equal[TWINS, key].append((seconds, place))
         if seconds:
-            slots[row.key(*STAGE)].append((place, layout, row.slot))
+            alike[row.key(*STAGE)].append((place, row))
         peak = row.machine.chip.flops[layout.precision] * layout.ranks
         if seconds and row.model.flops() * layout.batch < STALLED * peak * seconds:
             found.add(place)
     for (most, _), members in equal.items():
         found |= {place for seconds, place in members if seconds > most * min(members)[0]}
-    for members in slots.values():
-        for place, layout, slot in members:
-            for _, other, seconds in members:
-                larger = max(1, layout.micro / other.micro) * max(1, other.stages / layout.stages)
-                is_like = min(layout.stages, other.stages) > 1 or other.data >= layout.data
-                if is_like and slot > SLOTS * seconds * larger:
-                    found.add(place)
+    for pairs in alike.values():
+        found |= {one for one, row in pairs if any(row.was_disturbed(two) for _, two in pairs)}
     return found
 
 

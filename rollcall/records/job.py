@@ -113,7 +113,7 @@ class Cell(Record):
 
     @classmethod
     def all_of(cls, path: Path) -> list[Self]:
-        """Read all cells of a list; those that cannot be read are left out."""
+        """Read all cells of a list; unreadable ones are left out."""
         cells = read_value(path)
         found = map(cls.parse, cells if isinstance(cells, list) else [])
         return [cell for cell in found if cell is not None]

@@ -11,7 +11,7 @@ from rollcall.records.run import Line
 
 @dataclass(frozen=True)
 class Phases(Line):
-    """What each rank did in the steps since the line before; rank 0 writes it.
+    """The time of each rank in the steps since the line before; rank 0 writes it.
 
     The phases of a rank add up to `seconds`. A list has one number for each rank.
     """

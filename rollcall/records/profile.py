@@ -1,4 +1,4 @@
-"""What a profile of a few steps asks for and finds. No torch."""
+"""The request for a profile of a few steps, and its result. No torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ class ProfileRequest(Whole):
 
 @dataclass(frozen=True)
 class Profile(Whole):
-    """What a rank found in the steps from `first` to `last`; its trace lies beside the file."""
+    """The profile of a rank in the steps from `first` to `last`; its trace lies beside the file."""
 
     FILE = "profile/steps-{first}-{last}/rank-{rank}.json"
     FOLDER: ClassVar = "profile"

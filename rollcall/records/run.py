@@ -228,7 +228,7 @@ class LoggedStep(Line):
     def span(cls, directory: Path, since: float) -> tuple[Self, Self] | None:
         """Return the first step since a time, of those in the last lines, and the newest step.
 
-        The first one is the newest if all are older; None if there are no steps.
+        The first one is the newest if all are older; None without steps.
         """
         lines = tail(directory / cls.FILE)
         last = cls._first_of(reversed(lines))
@@ -360,7 +360,7 @@ def _fields(kind: type[Record]) -> dict[str, tuple[Check, bool]]:
 
 
 def _is_small(value: Any) -> bool:
-    # Python's integers have no limit; those that are no float would stop every reader.
+    # Python's integers have no limit; an integer too large for a float would stop every reader.
     return isinstance(value, float) or abs(value) < MOST
 
 

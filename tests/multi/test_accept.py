@@ -18,6 +18,11 @@ from rollcall.train.dist.run import Run
 ROOT = Path(__file__).parents[2]
 
 
+def searched(*places: Path) -> str:
+    """Return a PYTHONPATH: these places, and what this process has."""
+    return os.pathsep.join(filter(None, [*map(str, places), os.environ.get("PYTHONPATH")]))
+
+
 class Planted:
     """A callback that spoils weights under zero3, and fails under zero2."""
 
@@ -45,7 +50,7 @@ def accept(root: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]], str
         "--name=it",
         *words,
     ]
-    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{ROOT}:{ROOT / 'tests'}"}
+    env = {**os.environ, "PYTHONPATH": searched(Path(__file__).parent, ROOT, ROOT / "tests")}
     done = subprocess.run(
         command, cwd=root, env=env, capture_output=True, text=True, timeout=290, check=False
     )
@@ -87,7 +92,7 @@ def test_the_tests_for_gpus_report_why_they_do_not_apply(tmp_path: Path) -> None
     for name in ("conftest.py", "test_1_training.py"):
         (tmp_path / name).write_text((ROOT / "tests" / "gpu" / name).read_text())
     conftest = (tmp_path / "conftest.py").read_text()
-    # Without a GPU the hook skips all; here only those that need one.
+    # Without a GPU the hook skips all; here only what needs one.
     conftest = conftest.replace("HERE.parents[1]", "HERE").replace("in items:", "in items[:-1]:")
     (tmp_path / "conftest.py").write_text(conftest)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
@@ -98,3 +103,23 @@ def test_the_tests_for_gpus_report_why_they_do_not_apply(tmp_path: Path) -> None
     assert done.returncode == 1 and "torch" in found["facts"]["versions"]
     assert [row["state"] for row in rows] == ["not applicable"] * 2 + ["failed"], done.stdout
     assert rows[0]["text"].startswith("torch sees no GPU") and "planted" in rows[2]["text"]
+
+
+def test_network_measures_between_ranks_of_this_machine(tmp_path: Path) -> None:
+    """It writes its run below the directory where it is called, under the given name."""
+    words = ["network", "--local", "--nproc-per-node=2", "--root", "mine", "-Jnet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rollcall", *words, "--", "--sizes=64K", "--device=cpu", "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": searched(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])
+    assert found["ranks"] == 2 and len(found["hosts"]) == 2 and found["backend"] == "gloo"
+    assert {row["bytes"] for row in found["collectives"]} == {65536}
+    assert all(row["bus"] > 0 for row in found["collectives"])
+    assert (tmp_path / "mine" / "net").is_dir()

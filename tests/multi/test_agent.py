@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from ranks import free_port, logged_steps
 
+from rollcall.launch.node.fork_client import ForkClient
+from rollcall.launch.node.processes import children
 from rollcall.launch.rank import fork
 from rollcall.launch.rank.surroundings import Files
 from rollcall.records.attempt import NodeState
@@ -130,12 +132,44 @@ def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
     assert (run.path / "logs/attempt-1/node-1/rank-3.log").exists()
 
 
+def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    server = ForkClient()
+
+    def attempt(name: str) -> tuple[int, set[int | None]]:
+        """Return the exit code, and the process ids of its agent."""
+        place = [f"--master-port={free_port()}", f"--run-id={name}", f"--log-dir={tmp_path / name}"]
+        server.start([*place, str(tmp_path / "script.py")], os.environ, None)
+        agents = set[int | None]()
+        while (code := server.poll()) is None:
+            agents.add(server.agent)
+            time.sleep(0.01)
+        return code, agents
+
+    def waiting() -> int:
+        assert server.pid is not None
+        [agent] = children(server.pid)
+        return agent
+
+    try:
+        assert attempt("first")[0] == 3
+        agent = waiting()
+        code, agents = attempt("second")
+        assert (code, agent in agents) == (3, True)
+        os.kill(waiting(), signal.SIGKILL)
+        assert attempt("third")[0] == 128 + signal.SIGKILL
+        assert attempt("fourth")[0] == 3
+    finally:
+        server.kill()
+
+
 def test_startup_prints_its_tables() -> None:
     command = [sys.executable, "-m", "rollcall.bench", "startup", "--repeats", "1", "device=cpu"]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert table.returncode == 0, table.stderr
     rows = [line.split("  ")[0] for line in table.stdout.splitlines()]
-    assert {"torchrun", "supervisor", "import submitit", "submit --dry-run"} <= {*rows}
+    starts = {"torchrun, bare script", "torchrun -m train", "supervisor", "bare script, forked"}
+    assert starts | {"import submitit", "import of the schema", "submit --dry-run"} <= {*rows}
     assert rows[0] == "$ rollcall bench startup --repeats 1 device=cpu"
 
 

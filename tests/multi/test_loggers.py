@@ -66,9 +66,8 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 @pytest.mark.parametrize(
     ("read", "by"),
-    # W&B writes every few seconds, so its newest points are lost when the rank is killed.
-    [(tensorboard, "SIGKILL"), (mlflow, "SIGKILL"), (wandb, "SIGTERM")],
-    ids=["tensorboard", "mlflow", "wandb"],
+    [(tensorboard, "SIGKILL"), (mlflow, "SIGKILL"), (wandb, "SIGKILL"), (wandb, "SIGTERM")],
+    ids=["tensorboard", "mlflow", "wandb", "wandb-stopped"],
 )
 def test_a_run_that_starts_again_is_one(
     read: Callable[[Path], Points], by: str, tmp_path: Path

@@ -182,9 +182,13 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "number that the optimizer refuses": (["optim.args.betas=[0.9, 2]"], "Invalid beta parameter"),
     "text in a group": (['optim.groups={"*": {eps: tiny}}'], "adamw cannot make a step .*'str'"),
-    "packed stream": (
-        ["data.name=user_mistakes:endless", "data.pack=16"],
-        f"data.pack: {DATA} is a stream; pack the rows in the stream",
+    "packed shards": (
+        ["data.name=user_mistakes:sharded", "data.pack=16"],
+        f"data.pack: {DATA} has shards, and nobody knows how many .* pack the rows within",
+    ),
+    "row of a stream longer than data.pack": (
+        ["data.name=user_mistakes:long_rows", "data.pack=5"],
+        f"{DATA}: a row of the stream cannot be packed: it has 7 entries, more than data.pack=5",
     ),
     "model takes no such input": (
         ["data.name=user_mistakes:named"],
@@ -244,6 +248,10 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["data.name=user_mistakes:no_second"],
         f"{DATA}: the second validation data has no samples",
     ),
+    "validation stream without a sample": (
+        ["data.name=user_mistakes:dry_validation"],
+        f"{DATA}: the first validation data has no samples",
+    ),
     "data in a dictionary": (
         ["data.name=user_mistakes:library"],
         "expected a Source, or training and validation data, got a dictionary of train, validation",
@@ -274,7 +282,27 @@ TABLE: dict[str, tuple[list[str], str]] = {
             *("model.name=user_tasks:Whole", "train.loss_args.counts=rows"),
             "data.global_batch=1",
         ],
-        "counts=rows: the model's .loss is the mean cross entropy that counts=next stands for",
+        "counts=rows: the model's .loss is another mean of its cross entropy; set counts=next",
+    ),
+    "logger is a member": (
+        ["log.to.x=user_mistakes:Reporting"],
+        r"log.to.x=user_mistakes:Reporting: a logger is on rank 0 alone.*use train.callbacks",
+    ),
+    "callback reports a text": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.value=a"],
+        r"train.callbacks.x: expected report\(\) to return numbers by name: \{'mine': 'a'\}",
+    ),
+    "callback reports another's name": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.name=loss"],
+        "two members of the step report loss: rename one",
+    ),
+    "callback changes its names": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.numbered=true"],
+        r"the members of the step report mine, mine\d only in some steps",
+    ),
+    "callback returns no action": (
+        ["train.callbacks.x=user_mistakes:Reporting", "train.callbacks.x.args.action=true"],
+        r"train.callbacks.x: expected settle\(\) to return an Action, got True",
     ),
     "callback has no method": (
         ["train.callbacks=user_mistakes:no_callback"],
@@ -311,7 +339,7 @@ def test_one_sentence_names_what_is_wrong(name: str, refusals: dict[str, list[An
 
 def test_the_same_without_a_mistake_trains(refusals: dict[str, list[Any]]) -> None:
     assert refusals["good"] == ["", "done"]
-    assert len(TABLE) >= 30
+    assert len(TABLE) >= 60
 
 
 def _make_mistakes(pipe: Any, root: str, port: int) -> None:

@@ -53,6 +53,8 @@ from rollcall.config.read import RECIPES
         (["digits", "mnist"], "expected one recipe or file"),
         (["data.micro_batch=65"], "is larger than data.global_batch=64"),
         (["profile.steps=3:1"], "profile.steps=3:1: expected FIRST:END"),
+        (["checkpoint.keep_best=loss:mx"], "alone or with :max or :min"),
+        (["train.stop_metric=:max"], "train.stop_metric=:max: expected the name of a figure"),
         (["train.steps=true"], "train.steps: expected a number, got True"),
         (["data.micro_batch=true"], "data.micro_batch: expected a number, got True"),
         (["train.metrics=a:f,b:f"], "train.metrics: expected names that differ, such as {first:"),

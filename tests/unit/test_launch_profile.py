@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.launch.commands import network
 from rollcall.launch.scheduler.job import Job, render
 from rollcall.launch.submission import discover, layers, options, profile
 from rollcall.refusal import RefusedError
@@ -128,3 +129,9 @@ def test_the_sites_default_serves_all_who_name_no_cluster(
     assert line.origins["partition"] == "profile default"
     assert layers.read(["--local"])[0].own.partition is None
     assert layers.read(["--cluster=here"])[0].own.partition == "gpu"
+
+
+def test_network_and_accept_use_the_root_of_a_profile_and_take_groups_of_nodes(place: Path) -> None:
+    users(place, "options: {root: /scratch/runs}")
+    assert network.run_of(["--cluster=here"], "it").path == Path("/scratch/runs/it")
+    assert network.run_of(["--nodes=1", ":", "--nodes=2"], "it").path == Path("runs/it").absolute()

@@ -320,3 +320,15 @@ def test_accept_reads_the_options_of_submit_from_this_directory(
     assert f"{run} exists" in capsys.readouterr().err
     with pytest.raises(RefusedError, match="--nods: not an option"):
         accept.main(["--nods=2"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("--only=disk", "'disk' is none of machine,"), ("optim.lrr=1", "optim.lr'?")],
+)
+def test_accept_refuses_a_mistake_before_it_starts_anything(
+    tmp_path: Path, word: str, message: str
+) -> None:
+    with pytest.raises(RefusedError, match=message):
+        accept.main(["--local", "--root", str(tmp_path), "--", word])
+    assert not [*tmp_path.iterdir()]

@@ -54,7 +54,7 @@ def test_a_run_keeps_the_micro_batch_that_it_found(
     words += [f"run.root={tmp_path}", "run.name=a"]
     assert main([*words, "train.steps=2"]) == 0
     first = capsys.readouterr().out
-    assert "the fastest of those that fit" in first
+    assert "the fastest that fits" in first
     line = next(line for line in first.splitlines() if "data.micro_batch=" in line)
     chosen = line.partition("data.micro_batch=")[2].partition(",")[0]
     assert f"micro_batch: {chosen}" in RunDir(tmp_path, "a").config.read_text()

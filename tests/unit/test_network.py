@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from rollcall.train.network import firsts, slow_parts
+import pytest
+import torch.distributed as dist
+
+from rollcall.accept import checks
+from rollcall.train.dist.world import World
+from rollcall.train.network import firsts, main, measure, slow_parts
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -39,3 +44,26 @@ def test_nodes_with_different_numbers_of_ranks_agree_on_who_measures() -> None:
 
 def test_of_two_hosts_none_is_named() -> None:
     assert slow_parts([[0.0, 1e9], [1e6, 0.0]], ["a", "b"]) == []
+
+
+def test_one_rank_measures_its_collectives_and_no_link() -> None:
+    world = World.join("cpu")
+    try:
+        found = measure(world, [4096])
+    finally:
+        world.leave()
+    assert (found["ranks"], found["backend"], found["links"]) == (1, "gloo", [[0.0]])
+    assert [row["bytes"] for row in found["collectives"]] == [4096] * 4 and not found["slow"]
+
+
+def test_what_the_ranks_cannot_do_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(["--device=cpu"]) == 2
+    finally:  # a command ends its process instead
+        dist.destroy_process_group()
+    assert "one rank has nobody to talk to" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        checks.main([str(tmp_path), "--device=tpu"])
+    assert "invalid choice: 'tpu'" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from user_tasks import WORDS, Sentences
 
 from rollcall.config.schema import ConfigError, Model
+from rollcall.train.data import stream
 from rollcall.train.data.form import Form
 from rollcall.train.data.packing import Packed, fitted
 from rollcall.train.models.gpt import gpt
@@ -80,3 +84,45 @@ def test_a_row_of_no_tokens_leaves_the_others_as_they_are() -> None:
     assert inputs["position_ids"].tolist() == [[0, 1, 0, 0]]
     assert targets.tolist() == [[-100, 6, -100, -100]]
     assert inputs["input_ids"].dtype == torch.int64
+
+
+class Numbers:
+    """A stream of rows of several lengths, which goes on where it was left if it has a state."""
+
+    def __init__(self, has_state: bool) -> None:
+        self.at = 0
+        if has_state:
+            self.state_dict = lambda: {"at": self.at}
+            self.load_state_dict = lambda state: setattr(self, "at", state["at"])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at = self.at if hasattr(self, "state_dict") else 0
+        while self.at < 23:
+            self.at += 1
+            yield torch.full((1 + self.at * 5 % 9,), self.at)
+        self.at = 0
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_packed_stream_has_each_row_once_and_resumes_anywhere(
+    has_state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "AHEAD", 7)
+
+    def packed() -> Any:
+        return stream.adapted(Numbers(has_state), "numbers", 0, Form(pad=16, packs=True))
+
+    def rows(data: Any, positions: Iterable[int]) -> list[list[int]]:
+        return [[int(row[0]) for row in data[position]] for position in positions]
+
+    expected = rows(packed(), range(27))
+    first = expected[: expected.index(expected[0], 1)]
+    assert sorted(itertools.chain(*first)) == [*range(1, 24)]
+    assert expected == (first * 3)[:27]
+    for cut in range(1, 20):
+        before, after = packed(), packed()
+        rows(before, [0, *range(cut)])
+        place = stream.Place(*json.loads(json.dumps(before.place())))
+        assert (place.state is None) is not has_state
+        after.continue_at(place)
+        assert rows(after, [0, 1, *range(cut, 27)]) == [*expected[:2], *expected[cut:]]

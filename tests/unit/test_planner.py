@@ -103,6 +103,24 @@ def test_fp32_moves_and_sends_twice_the_bytes() -> None:
     assert full["tensor collectives"] == pytest.approx(2 * half["tensor collectives"], rel=0.1)
 
 
+def test_zero_2_pays_the_latency_of_a_ring_for_each_layer() -> None:
+    """With 512 ranks a step of a small model waits for 2 x 511 hops of each layer."""
+    small = named("gpt-2", 64)
+    layout = Layout(data=512, zero=2, micro=1, batch=512)
+    hops = 2 * small.layers * 511 * H100.software.hop
+    assert step_time.of(small, layout, H100)["data collectives"] > step_time.SLOWED * hops
+
+
+def test_a_ring_of_context_ranks_hides_beside_the_attention() -> None:
+    layout = Layout(data=4, context=4, micro=1, batch=4)
+    ring = Machines().machine("h100", "megatron")
+    exchanged, rotated = (
+        step_time.work(LLAMA.layer, layout, machine)["context collectives"]
+        for machine in (H100, ring)
+    )
+    assert rotated < exchanged / 4  # 8 of 32 heads have keys and values
+
+
 def test_a_pipelines_bubble_is_what_1f1b_leaves() -> None:
     """Equal stages: one more micro-batch for each further stage, https://arxiv.org/abs/2104.04473."""
     layout = Layout(stages=4, micro=1, batch=8)
@@ -204,6 +222,12 @@ def test_wrong_machines_are_refused(text: str, tmp_path: Path) -> None:
         (["gpt", "--gpu", "h100", "--length", "9"], "--length is for a known shape"),
         ([*LINE, "--nodes", "8"], "--gpus and --nodes say the same"),
         (["--validate", "missing"], "--validate missing: expected a folder with tables"),
+        (["--validate", ""], "--validate : expected a folder with tables"),
+        ([*LINE, "--gpus", "1e9"], "--gpus 1e9: expected a whole number from 1"),
+        ([*LINE, "--top", "0"], "--top 0: expected a whole number from 1"),
+        ([*LINE, "--budget", ""], "--budget : expected a number of tokens"),
+        ([*LINE, "--budget", "1T", "--price", "-1"], "--price -1: expected the price"),
+        (["digits", "--ranks", "100000000"], "--ranks 100000000: expected at most 65,536"),
     ],
 )
 def test_wrong_words_get_one_sentence(

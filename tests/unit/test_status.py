@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollcall import cli
-from rollcall.launch.commands import status, why
+from rollcall.launch.commands import status, watch, why
 from rollcall.launch.runs import states
 from rollcall.launch.runs.find import NoRunError, find
 from rollcall.launch.runs.states import Condition
@@ -256,6 +256,16 @@ def test_watching_goes_on_until_it_is_interrupted(
             watching.kill()
     os.close(ours)
     assert (b"samples/s" not in shown) == is_narrow
+
+
+def test_watch_shows_the_gpus_of_this_machine(tmp_path: Path, fake: Fake) -> None:
+    run, hosts = make(tmp_path, "7"), [socket.gethostname()]
+    AttemptEvent(0, "7", "started", time.time(), hosts=hosts, ranks=1).append(run.path)
+    fake("squeue", "echo '7|7|RUNNING|None|2030-01-01T00:00:00|1'")
+    fake("nvidia-smi", "[ $# = 2 ] && echo '0, 97, 70123, 81559' && echo unreadable")
+    shown = watch.lines(run, 100)
+    assert "gpu 0       97%, 70123 of 81559 MiB memory" in shown
+    assert "unreadable" not in " ".join(shown)
 
 
 def test_each_run_costs_status_a_few_files_and_no_look_at_its_processes(tmp_path: Path) -> None:

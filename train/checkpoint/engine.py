@@ -196,8 +196,8 @@ class Engine:
         left = [name for name, is_taken in zip(asked, taken.tolist(), strict=True) if not is_taken]
         if left:
             raise ConfigError(
-                f"{path} holds {listed(left)}, but the state to fill does not. Give the same "
-                "model, optimizer and other objects as when it was saved"
+                f"{path} holds {listed(left)}, but the state to fill does not, and would lose "
+                "them. Give the same model, optimizer and other objects as when it was saved"
             )
 
     def _check_idle(self) -> None:

@@ -66,7 +66,7 @@ class Store:
         aside = layout.refused(self.directory) if self.world.is_main else []
         self.world.raise_together(
             f"{self.directory} holds no intact checkpoint: "
-            f"{', '.join(path.name for path in aside)}. Nothing was deleted; `rollcall checkpoint "
+            f"{', '.join(path.name for path in aside)}; nothing was deleted. `rollcall checkpoint "
             "verify` names what is damaged. Restore a copy, or start a run with another run.name"
             if aside or self._refused
             else ""

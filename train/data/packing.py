@@ -20,6 +20,8 @@ from rollcall.train.data.source import Batch, BatchDataset
 
 CLOSE = 1e-3
 """Relative difference of outputs that rounding may explain."""
+AHEAD = 1024
+"""Rows of a stream that are packed together."""
 
 
 def same_row(position_ids: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Samples that can only be read in order: iterable data sets, shards, and torch's DataLoader.
 
-Every rank reads a whole stream and keeps its own rows. If the data lies in shards of known length, a
-rank reads only the shards with its rows. Either way, the samples of a step do not depend on the
+Every rank reads a whole stream and keeps its own rows. If the data lies in shards of known length,
+a rank reads only the shards with its rows. Either way, the samples of a step do not depend on the
 number of ranks, and a resumed run continues with the next sample, on any number of ranks.
 """
 
@@ -9,7 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from rollcall.config.schema import ConfigError
-from rollcall.train.data.form import Form
-from rollcall.train.data.packing import Packed
+from rollcall.train.data.form import Form, SampleError
+from rollcall.train.data.packing import AHEAD, Packed, fitted
 from rollcall.train.numerics.randomness import set_cpu_seed
 
 PARTS = 128
@@ -50,9 +50,8 @@ class Stream(Dataset[Any]):
         self._name = name  # of the key that names the data, for messages
         self._seed = seed
         self._saved: Place | None = None
-        is_known = hasattr(samples, "__len__") and not isinstance(samples, DataLoader)
-        self._size = len(samples) if is_known else None  # samples of an epoch
-        self._first = self._state()  # some iterables continue where they were left
+        self._size = len(samples) if hasattr(samples, "__len__") else None  # samples of an epoch
+        self._first = _state_of(samples)  # some iterables continue where they were left
         self._last: Any = None
         self._restart()
 
@@ -67,18 +66,9 @@ class Stream(Dataset[Any]):
             self._last = self._next()
         return self._last
 
-    def place(self) -> Place | None:
-        """Return the place behind the newest sample, if a checkpoint needs to know it."""
-        return Place(self._at, self._epoch, self._state())
-
-    def _state(self) -> Any:
-        has_state = hasattr(self._samples, "state_dict") and hasattr(
-            self._samples, "load_state_dict"
-        )
-        if has_state and not _has_buffer(self._samples):
-            with suppress(TypeError, ValueError):  # a checkpoint keeps what JSON can hold
-                return json.loads(json.dumps(self._samples.state_dict()))
-        return None
+    def place(self) -> Place:
+        """Return the place behind the newest sample."""
+        return Place(self._at, self._epoch, _state_of(self._samples))
 
     def continue_at(self, place: Place) -> None:
         """Use the state of this place for samples behind it, instead of reading those before."""
@@ -88,7 +78,7 @@ class Stream(Dataset[Any]):
     def count(self) -> int:
         """Return the number of samples of an epoch; without a length all of them are read."""
         if self._size is None:
-            self._size = sum(1 for _ in self._rows())
+            self._size = sum(1 for _ in self._samples)
         return self._size
 
     def _restart(self) -> None:
@@ -112,7 +102,7 @@ class Stream(Dataset[Any]):
         self._at, self._epoch, self._last = place.samples, place.epoch, None
         self._set_epoch()  # first: some load a state only if it is of their epoch
         self._load(place.state)
-        self._iterator, self._began = self._rows(), None
+        self._iterator, self._began = iter(self._samples), None
 
     def _set_epoch(self) -> None:
         set_cpu_seed(
@@ -125,7 +115,7 @@ class Stream(Dataset[Any]):
         for _ in range(2):
             if self._iterator is None:
                 self._set_epoch()
-                self._iterator = self._rows()
+                self._iterator = iter(self._samples)
             set_cpu_seed(self._seed, "stream", self._at)
             with suppress(StopIteration):
                 sample = next(self._iterator)
@@ -139,23 +129,62 @@ class Stream(Dataset[Any]):
             self._iterator, self._epoch, self._began = None, self._epoch + 1, self._at
         raise ConfigError(f"data.name={self._name}: the stream has no sample")
 
-    def _rows(self) -> Iterator[Any]:
-        if not isinstance(self._samples, DataLoader):
-            return iter(self._samples)
-        return _rows_of_batches(self._samples)
+
+class _PackedRows:
+    """Lists of rows of a stream, each list one sequence; some rows are read ahead."""
+
+    def __init__(self, rows: Any, form: Form, name: str) -> None:
+        self._rows, self._form, self._name = rows, form, name
+        # The state of the stream before the rows ahead, and how many lists of them were read.
+        self._before, self._done = _state_of(rows), 0
+        self._skipped = 0  # lists that were read before a state was loaded
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        rows, self._done = iter(self._rows), 0
+        self._before = _state_of(self._rows)
+        while ahead := list(islice(rows, AHEAD)):
+            groups = fitted(map(self._length, ahead), int(self._form.pad))
+            for self._done, group in enumerate(groups, 1):
+                if self._done > self._skipped:
+                    yield [ahead[row] for row in group]
+            self._before, self._done, self._skipped = _state_of(self._rows), 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._rows, "set_epoch"):
+            self._rows.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._before is None:
+            raise TypeError("the stream has no state")
+        return {"rows": self._before, "done": self._done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows.load_state_dict(state["rows"])
+        self._skipped = state["done"]
+
+    def _length(self, row: Any) -> int:
+        try:
+            length = self._form.length(row)
+            self._form.check_length(length)
+        except SampleError as error:
+            raise ConfigError(
+                f"data.name={self._name}: a row of the stream cannot be packed: {error}"
+            ) from error
+        return length
 
 
 class Shards(Stream):
     """The samples of shards, each an iterable of known length, in a fixed number of parts.
 
     A part is a run of neighboring samples of an epoch, in shards that are read in order. All parts
-    have the same length, give or take one sample, and every step takes equally many samples from
-    each. So a rank reads only the shards of its parts. A shard that two parts share is read twice.
-    A resumed run opens each part's current shard again and drops the samples before its place.
+    have the same length, give or take one sample, and every step takes the same number of samples
+    from each. So a rank reads only the shards of its parts. A shard that two parts share is read
+    twice. A resumed run opens each part's current shard and drops the samples before its place.
     """
 
     def __init__(self, shards: Any, lengths: Any, name: str, seed: int, parts: int = PARTS) -> None:
         self._shards, self._lengths, self._name, self._seed = shards, lengths, name, seed
+        self._samples = None  # has no state: the position says everything
         self._ends = list(accumulate(lengths))
         self._size = self._ends[-1] if shards else 0
         self.parts = min(parts, 1 << max(0, len(shards).bit_length() - 1))
@@ -163,6 +192,7 @@ class Shards(Stream):
 
     def __getitem__(self, position: int) -> Any:
         epoch, part, sample = self.find(position)
+        self._at, self._epoch = position + 1, epoch
         number = bisect_right(self._ends, sample)
         row = sample - (self._ends[number - 1] if number else 0)
         shard = self._open.get(part)
@@ -185,9 +215,6 @@ class Shards(Stream):
         others = [at // parts * part + min(at % parts, part) for at in (first, end)]
         own = [(at + parts - 1 - part) // parts for at in (first, position)]
         return epoch, part, others[1] - others[0] + own[1] - own[0]
-
-    def place(self) -> None:
-        """Return None: the position says everything."""
 
     def _begun(self, epoch: int, number: int) -> Iterator[Any]:
         shard = self._shards[number]
@@ -260,9 +287,12 @@ def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> A
     is_map = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
     if is_map and not isinstance(samples, torch.utils.data.IterableDataset):
         return Packed(samples, form, name) if form.packs and len(samples) else samples
-    if form.packs:
-        raise ConfigError(f"data.pack: data.name={name} is a stream; pack the rows in the stream")
     if _are_shards(shards := getattr(samples, "shards", None)):
+        if form.packs:
+            raise ConfigError(
+                f"data.pack: data.name={name} has shards, and nobody knows how many sequences they "
+                "make; pack the rows within the shards, or return an iterable without shards"
+            )
         lengths = _lengths(shards, getattr(samples, "lengths", None), name)
         return Shards(shards, lengths, name, seed, parts)
     if isinstance(samples, Iterator):
@@ -272,7 +302,18 @@ def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> A
             f"data.name={name}: expected data sets with __len__ and __getitem__, with __iter__, or "
             f"with shards, got a {type(samples).__name__}"
         )
-    return Stream(samples, name, seed)
+    if isinstance(samples, DataLoader):
+        samples = _RowsOf(samples)
+    return Stream(_PackedRows(samples, form, name) if form.packs else samples, name, seed)
+
+
+def _state_of(samples: Any) -> Any:
+    """Return the state of an iterable; None if it has none, or if JSON cannot hold it."""
+    has_state = hasattr(samples, "state_dict") and hasattr(samples, "load_state_dict")
+    if has_state and not _has_buffer(samples):
+        with suppress(TypeError, ValueError):
+            return json.loads(json.dumps(samples.state_dict()))
+    return None
 
 
 def _has_buffer(part: Any) -> bool:
@@ -283,8 +324,14 @@ def _has_buffer(part: Any) -> bool:
     return is_buffer or any(_has_buffer(one) for one in inner if one is not None)
 
 
-def _rows_of_batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    for batch in loader:
-        leaf = torch.utils._pytree.tree_leaves(batch)[0]
-        for row in range(len(leaf)):
-            yield tree_map(lambda tensor, row=row: tensor[row], batch)
+class _RowsOf:
+    """The samples of torch's DataLoader, which makes batches."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            leaf = torch.utils._pytree.tree_leaves(batch)[0]
+            for row in range(len(leaf)):
+                yield tree_map(lambda tensor, row=row: tensor[row], batch)

@@ -7,6 +7,7 @@ may wait while all steps succeed, and takes place at once if one does not.
 
 import enum
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rollcall.activity import doing
+from rollcall.config import ConfigError
 from rollcall.train.dist.clock import clock
 from rollcall.train.dist.device import Copied, upload
 
@@ -152,14 +154,15 @@ class Agreement:
     def _check(self, layout: list[tuple[str, int | None]]) -> None:
         if layout == self._layout:
             return
-        names = [name for name, _ in layout]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two members of the step report the same name: {sorted(names)}")
+        names = Counter(name for name, _ in layout)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ConfigError(f"two members of the step report {', '.join(twice)}: rename one")
         before, now = ([(name, size is None) for name, size in one] for one in (self._layout, layout))
         if before and before != now:
-            raise ValueError(
-                f"the members of the step reported {self._layout} before and {layout} now; "
-                "report the same names in every step"
+            changed = ", ".join(sorted({name for name, _ in {*before} ^ {*now}}))
+            raise ConfigError(
+                f"the members of the step report {changed or 'their numbers in another order'} only "
+                "in some steps, or as a number and as a vector; report the same in every step"
             )
         self._layout = layout
 

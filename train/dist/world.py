@@ -64,8 +64,9 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
             f"torchrun, srun or mpirun, or unset {present} to train alone"
         )
     alone = {"LOCAL_WORLD_SIZE": "1", **env}
-    numbers = _numbers(alone, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    return Place("torchrun", *numbers)
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    rank, local_rank, size, local_size = _numbers(alone, *names)
+    return Place("torchrun", rank, local_rank, size, local_size)
 
 
 def _from_slurm(env: Mapping[str, str]) -> Place:
@@ -77,17 +78,18 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
         count, _, times = part.partition("(x")
         counts += [int(count)] * int(times.rstrip(")") or 1)
     names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"
-    *numbers, node = _numbers(env, *names)
+    rank, local_rank, size, node = _numbers(env, *names)
     key = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
-    return Place("srun", *numbers, counts[node], nodes=tuple(nodes), key=key)
+    return Place("srun", rank, local_rank, size, counts[node], tuple(nodes), key)
 
 
 def _from_open_mpi(env: Mapping[str, str]) -> Place:
     names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+    rank, local_rank, size, local_size = _numbers(env, *names)
     nodes = tuple(hosts.expand(env.get("SLURM_JOB_NODELIST", "")))
     # The same in all processes of this mpirun, different in the next one.
     key = env.get("PMIX_NAMESPACE", "") + env.get("OMPI_MCA_ess_base_jobid", "")
-    return Place("mpirun", *_numbers(env, *names), nodes=nodes, key=key)
+    return Place("mpirun", rank, local_rank, size, local_size, nodes, key)
 
 
 def _numbers(env: Mapping[str, str], *names: str) -> Iterator[int]:
@@ -244,9 +246,10 @@ def pick_device(wanted: str, place: Place, env: Mapping[str, str]) -> torch.devi
         if wanted == "auto" and allocated in ("", "-1", "NoDevFiles"):
             return torch.device("cpu")
         reason = f"CUDA_VISIBLE_DEVICES={allocated}" if wanted == "auto" else "device=cuda"
+        advice = "check `nvidia-smi` and the torch build, or set device=cpu"
         raise ConfigError(
             f"{reason} asks for GPUs, but torch {torch.__version__} on {socket.gethostname()} "
-            "sees none: check `nvidia-smi` and the torch build, or set device=cpu"
+            f"sees none: {advice}"
         )
     # With --gpus-per-task each task sees only its own GPU, as number 0.
     masked = place.launcher == "srun" and int(env.get("SLURM_GPUS_ON_NODE", 0)) > count

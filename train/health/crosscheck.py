@@ -10,6 +10,7 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ KERNELS = ("device", "cpu capability")
 MAX_SHOWN = 3
 """Number of differences that a message names."""
 _hashes: dict[str, str] = {}
-"""Of modules seen so far, most of them before the ranks were forked; empty for installed ones."""
+"""Of modules seen so far, most of them before the ranks were forked; without installed ones."""
+_seen = 0
+"""How many modules had been imported by then."""
 
 
 def check(world: World, config: Config, model: nn.Module) -> None:
@@ -101,13 +104,16 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 def code() -> dict[str, str]:
     """Hash the source of each imported module outside site-packages and the standard library."""
+    global _seen
     paths = sysconfig.get_paths()
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    for name in sorted(sys.modules.keys() - _hashes.keys()):
+    # To look at a name is to write to it, and the page that forked ranks share is copied.
+    new = list(islice(reversed(sys.modules), max(0, len(sys.modules) - _seen)))
+    _seen = len(sys.modules)
+    for name in new:
         file = getattr(sys.modules[name], "__file__", None) or ""
-        _hashes[name] = ""
         if name.startswith("__") or any(file.startswith(place) for place in installed):
             continue
         if file.endswith(".py") and Path(file).is_absolute():  # torch invents some file names
             _hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    return {name: text for name, text in _hashes.items() if text}
+    return dict(sorted(_hashes.items()))

@@ -47,6 +47,15 @@ def last_in_metrics(run: Run) -> Callable[[str], int]:
     return lambda name: last.get(name, -1)
 
 
+def numbers_of(line: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return the numbers of a line of metrics.jsonl that loggers receive."""
+    return {
+        name: value
+        for name, value in line.items()
+        if isinstance(value, int | float) and name not in ("step", "time")
+    }
+
+
 class Callbacks:
     """The member of the step that passes everything on to the user's, in their order."""
 
@@ -79,29 +88,26 @@ class Callbacks:
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass on the values of a line of metrics.jsonl; rank 0 calls it."""
-        numbers = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, int | float) and name not in ("step", "time")
-        }
-        self._each("logged", step, numbers)
+        self._each("logged", step, numbers_of(values))
 
     def report(self) -> Mapping[str, float | torch.Tensor]:
         """Return all their numbers."""
         found: dict[str, float | torch.Tensor] = {}
         for key, numbers in self._each("report"):
-            if not isinstance(numbers, Mapping):
-                raise ConfigError(
-                    f"{key}: report() expects to return numbers by name, got a "
-                    f"{type(numbers).__name__}"
-                )
+            values = numbers.values() if isinstance(numbers, Mapping) else [None]
+            if not all(isinstance(value, int | float | torch.Tensor) for value in values):
+                raise ConfigError(f"{key}: expected report() to return numbers by name: {numbers}")
             found.update(numbers)
         return found
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
         """Let them act on the sums; return the strongest action."""
-        actions = [action for _, action in self._each("settle", step, agreed) if action is not None]
-        return max(actions, default=Action.CONTINUE)
+        strongest = Action.CONTINUE
+        for key, action in self._each("settle", step, agreed):
+            if not isinstance(action, Action | None):
+                raise ConfigError(f"{key}: expected settle() to return an Action, got {action!r}")
+            strongest = max(strongest, action or Action.CONTINUE)
+        return strongest
 
     def close(self) -> None:
         """Let them finish."""
@@ -119,6 +125,11 @@ class Callbacks:
             raise ConfigError(
                 f"{key}={entry.name}: expected an object with one of the methods "
                 f"{', '.join(METHODS)}, got a {type(made).__name__}"
+            )
+        if section == "log.to" and (hasattr(made, "report") or hasattr(made, "settle")):
+            raise ConfigError(
+                f"{key}={entry.name}: a logger is on rank 0 alone, so it can have neither report() "
+                "nor settle(); use train.callbacks"
             )
         return made
 

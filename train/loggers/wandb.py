@@ -2,11 +2,18 @@
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from rollcall.records.files import read_lines
+from rollcall.records.run import LoggedStep
 from rollcall.train.dist.run import Run
-from rollcall.train.loggers import Once, last_in_metrics
+from rollcall.train.loggers import Once, last_in_metrics, numbers_of
+
+BLOCK = 2**15
+"""Bytes of a block in W&B's files, which have the log format of LevelDB."""
 
 
 class Wandb:
@@ -16,7 +23,6 @@ class Wandb:
         """Start or continue the run of this directory."""
         wandb: Any = importlib.import_module("wandb")
 
-        self._once = Once(last_in_metrics(run))
         path = run.run_dir.path.absolute()
         self._run = wandb.init(
             project=project,
@@ -27,6 +33,12 @@ class Wandb:
             config=run.config.model_dump(),
             resume="allow",
         )
+        self._once = Once(last_in_metrics(run))
+        if self._run.offline:  # a killed rank may not have written its newest steps
+            held = _last_held(path)
+            self._once = Once(lambda name: held.get(name, -1))
+            for line in read_lines(run.run_dir.path / LoggedStep.FILE):
+                self.logged(line.get("step", 0), numbers_of(line))
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the values of a step that are new: files of several attempts are put together."""
@@ -36,3 +48,30 @@ class Wandb:
     def close(self) -> None:
         """Write what is buffered."""
         self._run.finish()
+
+
+def _last_held(path: Path) -> dict[str, int]:
+    """Return the last step of each name in the files of offline attempts."""
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+    last: dict[str, int] = {}
+    for file in path.glob("wandb/offline-run-*/*.wandb"):
+        for content in _records(file.read_bytes()):
+            items = record.FromString(content).history.item
+            named = {one.key or one.nested_key[0]: one.value_json for one in items}
+            step = int(named.pop("_step", -1))
+            last |= {name: max(step, last.get(name, -1)) for name in named}
+    return last
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the whole records of a file, whose end may be missing."""
+    at, content = 7, b""  # behind the header of the file
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        at += 7 + length
+        content += data[at - length : at]
+        if kind in (1, 4) and at <= len(data):  # a whole record, or its end
+            yield content
+            content = b""
+        if BLOCK - at % BLOCK < 7:
+            at += BLOCK - at % BLOCK

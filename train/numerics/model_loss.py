@@ -56,11 +56,11 @@ class ModelLoss:
         return torch.where(weight > 0, loss * weight, 0), weight
 
 
-def _seen(loss: torch.Tensor, found: Any, labels: Any, told: str) -> str:
-    """Return what the loss is a mean over: found by comparing it with the logits, or as told.
+def _seen(loss: torch.Tensor, found: Any, labels: Any, given: str) -> str:
+    """Return what the loss is a mean over: found by comparing it with the logits, or as given.
 
     Raises:
-        ConfigError: the logits do not show it, or show that the user told something else.
+        ConfigError: the logits do not show it, or contradict the user.
     """
     logits, fits = getattr(found, "logits", None), []
     if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor):
@@ -73,14 +73,14 @@ def _seen(loss: torch.Tensor, found: Any, labels: Any, told: str) -> str:
                     scores.detach().flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED
                 )
                 fits += [name] * bool((mean - loss).abs() <= CLOSE * loss.abs())
-    if told and (len(fits) != 1 or told in fits or (told == "rows" and labels.ndim == 1)):
-        return told
-    if not told and len(fits) == 1:
+    if given and (len(fits) != 1 or given in fits or (given == "rows" and labels.ndim == 1)):
+        return given
+    if not given and len(fits) == 1:
         return fits[0]
-    if told:
+    if given:
         raise ConfigError(
-            f"train.loss_args.counts={told}: the model's .loss is the mean cross entropy that "
-            f"counts={fits[0]} stands for; set that"
+            f"train.loss_args.counts={given}: the model's .loss is another mean of its cross "
+            f"entropy; set counts={fits[0]}"
         )
     raise ConfigError(
         "train.loss=model: the model's .loss is not known to be a mean cross entropy over its "

@@ -435,7 +435,7 @@ class Strategy:
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load what `state` returned and a checkpoint has filled, in place.
 
-        The options of the optimizer stay those of this run.
+        The optimizer keeps the options of this run.
         """
         own = local_optimizer(optimizer)
         with optim.own_options(self._optim, own):

@@ -96,7 +96,8 @@ def _check_samples(source: Source, name: str) -> Batch:
     """Return the first training sample; ConfigError if others are not like it, or if none is."""
     sets = {"training": (source.train, source.train_size)}
     sets |= {f"{f'{key} ' * bool(key)}validation": one for key, one in source.validations.items()}
-    if source.further and not source.validation_size:
+    has_sets = source.further or isinstance(source.validation, Stream)
+    if has_sets and not source.validation_size:
         sets["first validation"] = source.validation, 0
     first: Batch | None = None
     for kind, (samples, size) in sets.items():

@@ -2,6 +2,7 @@
 
 import gzip
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ PLACE = ("datasets", "data", "digits.csv.gz")
 @data_set(reader=lambda *_: image_reader(FORMAT))
 def digits(_config: Data, _world: World) -> Source:
     """Load the digits; every fifth is for validation."""
-    with gzip.open(_file(), "rt") as lines:
-        rows = np.loadtxt(lines, delimiter=",")  # 64 pixels from 0 to 16, then the digit
+    # Lines of 64 pixels from 0 to 16, then the digit. json is twice as fast as numpy.loadtxt.
+    text = gzip.decompress(_file().read_bytes()).decode().strip().replace("\n", ",")
+    rows = np.array(json.loads(f"[{text}]")).reshape(-1, 65)
     inputs = torch.tensor(rows[:, :-1].reshape(-1, 1, 8, 8), dtype=torch.float32) / 16
     targets = torch.tensor(rows[:, -1], dtype=torch.int64)
     held_out = torch.arange(len(targets)) % 5 == 4
