@@ -50,7 +50,7 @@ class Processes:
 
     @cached_property
     def _agents_below(self) -> dict[Path, list[tuple[int, int]]]:
-        """Process ids of ranks and of their starters, each with its parent's, by directory of logs."""
+        """Process ids of ranks and of their starters, each with its parent's, by place of logs."""
         found = []
         for pid, words in self._words.items():
             if (logs := log_directory(words)) is not None and (fields := stat(pid)):
