@@ -137,13 +137,15 @@ def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
 
 
 def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    text = "import os; print(os.environ.get('IS_FIRST')); raise SystemExit(3)"
+    (tmp_path / "script.py").write_text(text)
     server = ForkClient()
 
     def attempt(name: str) -> tuple[int, set[int | None]]:
         """Return the exit code, and the process ids of its agent."""
         place = [f"--master-port={free_port()}", f"--run-id={name}", f"--log-dir={tmp_path / name}"]
-        server.start([*place, str(tmp_path / "script.py")], os.environ, None)
+        env = {**os.environ, "IS_FIRST": str(name == "first")}
+        server.start([*place, str(tmp_path / "script.py")], env, None)
         agents = set[int | None]()
         while (code := server.poll()) is None:
             agents.add(server.agent)
@@ -160,6 +162,7 @@ def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
         agent = waiting()
         code, agents = attempt("second")
         assert (code, agent in agents) == (3, True)
+        assert (tmp_path / "second" / "rank-0.log").read_text() == "False\n"
         os.kill(waiting(), signal.SIGKILL)
         assert attempt("third")[0] == 128 + signal.SIGKILL
         assert attempt("fourth")[0] == 3
