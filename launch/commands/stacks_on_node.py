@@ -15,8 +15,9 @@ import psutil
 
 from rollcall.launch.node.processes import SignalDelivery
 from rollcall.launch.rank.process import STACK_FILE, STACK_SIGNAL
-from rollcall.launch.runs.processes import log_directory
 
+AGENT = "rollcall.launch.rank.agent"
+"""A word of the command line of all ranks: most are forks of their starter."""
 IN_MEMORY = re.compile("/memfd:" + STACK_FILE.format(r"(\d+)") + " ")
 """The link to a rank's stack file in /proc."""
 PATIENCE = 5.0
@@ -56,8 +57,7 @@ def _files(logs: Path) -> dict[int, tuple[int, Path]]:
     """Return rank and stack file of the ranks that write their logs there, by process id."""
     files, parents = {}, {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
-        first = log_directory(process.info["cmdline"] or [])  # perhaps of the first attempt
-        if first is not None and first.parents[1] == logs.parents[1]:
+        if AGENT in (process.info["cmdline"] or []):
             parents[process.pid] = process.info["ppid"]
             if (found := _file(process.pid, logs)) is not None:
                 files[process.pid] = found

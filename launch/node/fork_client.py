@@ -51,7 +51,7 @@ class ForkClient:
     def start(
         self, words: Sequence[str], env: Mapping[str, str], port: socket.socket | None
     ) -> None:
-        """Start an agent, whose store listens on `port`; only the first one's `env` is used."""
+        """Start an agent, whose store listens on `port`, with this environment for the ranks."""
         if self._process is None:
             self.begin(words, env)
         assert self._control is not None

@@ -66,6 +66,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser().parse_args(argv)
     options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
     options.nproc_per_node = options.ranks[options.node_rank]
+    options.env = {}  # new variables for the ranks
     options.first_rank = sum(options.ranks[: options.node_rank])
     return options
 
@@ -96,11 +97,9 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, 1)
         if not message:
             os._exit(0)
-        order = json.loads(message)
-        os.environ.update(order["env"])
         pid, orders = agent or _fork_agent(options, start, descriptors)
         with contextlib.suppress(OSError):  # it was killed, as its exit code will say
-            socket.send_fds(orders, [json.dumps(order["words"]).encode()], descriptors)
+            socket.send_fds(orders, [message], descriptors)
         for number in descriptors:
             os.close(number)
         control.send(json.dumps({"pid": pid}).encode())
@@ -139,8 +138,10 @@ def _receive(options: argparse.Namespace) -> None:
         message, descriptors, _, _ = socket.recv_fds(orders, MAX_BYTES, 1)
     if not message:
         os._exit(0)
-    words = [*(f"--port-fd={number}" for number in descriptors), *json.loads(message)]
-    vars(options).update({**vars(_read(words)), "serve": options.serve})
+    order = json.loads(message)
+    words = [*(f"--port-fd={number}" for number in descriptors), *order["words"]]
+    vars(options).update({**vars(_read(words)), "serve": options.serve, "env": order["env"]})
+    os.environ.update(options.env)
 
 
 def parser() -> argparse.ArgumentParser:

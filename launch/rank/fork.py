@@ -159,6 +159,7 @@ def _fork(
             os._exit(1)  # the nodes have not met
         gate.close()
         vars(options).update(json.loads(order))
+        os.environ.update(options.env)
         os.environ.update(environment(options, local_rank))
         if "numpy" in sys.modules:  # torch has imported it
             sys.modules["numpy"].random.seed()  # otherwise all ranks would draw the same numbers

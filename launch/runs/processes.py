@@ -1,16 +1,14 @@
 """The processes on this machine that started a run's local jobs, from one look at /proc."""
 
 import os
-from collections.abc import Iterable, Sequence
+import socket
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
+from rollcall.launch.runs import find
 from rollcall.launch.runs.find import SubmittedJob
-from rollcall.process import stat
+from rollcall.records.attempt import NodeState
 from rollcall.run_dir import RunDir
-
-T = TypeVar("T")
 
 
 class Processes:
@@ -25,12 +23,15 @@ class Processes:
         known = self._controllers.get(int(job.id) if job.id.isdecimal() else 0)
         if known is not None and known == run.job.resolve():
             return [int(job.id)]
-        place = run.path.resolve()
-        if of_tasks := self._controllers_below.get(place):
-            return of_tasks
-        # A supervisor without a controller is the parent of an agent that writes the run's logs.
-        ours = dict(self._agents_below.get(place, ()))
-        return sorted(set(ours.values()) - set(ours))
+        return self._controllers_below.get(run.path.resolve()) or self._supervisors(run)
+
+    def _supervisors(self, run: RunDir) -> list[int]:
+        """Return the supervisors of the newest attempt that still run, as their records say."""
+        if (newest := find.newest_attempt(run)) is None:
+            return []
+        parts = NodeState.read_all(run.path, attempt=newest.number).values()
+        pids = {part.supervisor for part in parts if part.host == socket.gethostname()}
+        return sorted(pid for pid in pids if "supervise" in self._words.get(str(pid), ()))
 
     @cached_property
     def _controllers(self) -> dict[int, Path]:
@@ -46,32 +47,12 @@ class Processes:
 
     @cached_property
     def _controllers_below(self) -> dict[Path, list[int]]:
-        return _below((path, pid) for pid, path in self._controllers.items())
-
-    @cached_property
-    def _agents_below(self) -> dict[Path, list[tuple[int, int]]]:
-        """Process ids of ranks and of their starters, each with its parent's, by place of logs."""
-        found = []
-        for pid, words in self._words.items():
-            if (logs := log_directory(words)) is not None and (fields := stat(pid)):
-                found.append((logs, (int(pid), int(fields[1]))))
-        return _below((logs, pids) for logs, pids in found if pids[1] > 1)
-
-
-def _below(found: Iterable[tuple[Path, T]]) -> dict[Path, list[T]]:
-    """Return what lies below each directory: a table, since there may be thousands of runs."""
-    table: dict[Path, list[T]] = {}
-    for path, one in found:
-        for above in path.parents:
-            table.setdefault(above, []).append(one)
-    return table
-
-
-def log_directory(words: Sequence[str]) -> Path | None:
-    """Return where an agent or rank with this command line writes its logs; None for others."""
-    option = "--log-dir="
-    found = next((word for word in words if word.startswith(option)), None)
-    return None if found is None else Path(found.removeprefix(option)).resolve()
+        """What lies below each directory: a table, since there may be thousands of runs."""
+        table: dict[Path, list[int]] = {}
+        for pid, path in self._controllers.items():
+            for above in path.parents:
+                table.setdefault(above, []).append(pid)
+        return table
 
 
 def _words_of(pid: str) -> list[str]:

@@ -16,10 +16,14 @@ from pathlib import Path
 import pytest
 from ranks import free_port, logged_steps
 
+from rollcall.installation import command, environment
+from rollcall.launch.commands import cancel
+from rollcall.launch.commands.stacks_on_node import ranks_of
 from rollcall.launch.node.fork_client import ForkClient
 from rollcall.launch.node.processes import children
 from rollcall.launch.rank import fork
 from rollcall.launch.rank.surroundings import Files
+from rollcall.launch.runs import find, states
 from rollcall.records.attempt import NodeState
 from rollcall.run_dir import RunDir
 
@@ -133,13 +137,15 @@ def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
 
 
 def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    text = "import os; print(os.environ.get('IS_FIRST')); raise SystemExit(3)"
+    (tmp_path / "script.py").write_text(text)
     server = ForkClient()
 
     def attempt(name: str) -> tuple[int, set[int | None]]:
         """Return the exit code, and the process ids of its agent."""
         place = [f"--master-port={free_port()}", f"--run-id={name}", f"--log-dir={tmp_path / name}"]
-        server.start([*place, str(tmp_path / "script.py")], os.environ, None)
+        env = {**os.environ, "IS_FIRST": str(name == "first")}
+        server.start([*place, str(tmp_path / "script.py")], env, None)
         agents = set[int | None]()
         while (code := server.poll()) is None:
             agents.add(server.agent)
@@ -156,11 +162,32 @@ def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
         agent = waiting()
         code, agents = attempt("second")
         assert (code, agent in agents) == (3, True)
+        assert (tmp_path / "second" / "rank-0.log").read_text() == "False\n"
         os.kill(waiting(), signal.SIGKILL)
         assert attempt("third")[0] == 128 + signal.SIGKILL
         assert attempt("fourth")[0] == 3
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize("method", ["fork", "torchrun"])
+def test_a_run_without_submit_is_live_and_its_ranks_are_found(tmp_path: Path, method: str) -> None:
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(100)")
+    words = ["supervise", "--nproc-per-node=2", f"--start-method={method}", "--", "waits.py"]
+    with subprocess.Popen(command(*words), cwd=tmp_path, env=environment()) as process:
+        try:
+            while not (logs := [*tmp_path.glob("runs/*/logs/attempt-0/node-0/rank-1.log")]):
+                assert process.poll() is None
+                time.sleep(0.05)
+            run = find.find_all(str(tmp_path / "runs"))[0]
+            assert states.look([run])[0][0].state == "running"
+            while sorted(ranks_of(logs[0].parent).values()) != [0, 1]:
+                time.sleep(0.05)
+            assert cancel.main([run.name, f"--root={tmp_path}/runs"]) == 0
+            process.wait(60)
+            assert states.look([run])[0][0].state != "running"
+        finally:
+            process.kill()
 
 
 def test_startup_prints_its_tables() -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from rollcall.launch.submission import (
 )
 from rollcall.launch.submission.plan import plan
 from rollcall.launch.submission.submission import Submission, TakenError
+from rollcall.records.attempt import AttemptEvent, NodeState
 from rollcall.records.job import JobRecord
 from rollcall.records.job import Submission as Submitted
 from rollcall.refusal import RefusedError
@@ -267,9 +269,14 @@ def test_a_run_is_live_while_a_part_of_its_killed_job_is(tmp_path: Path, left: s
     waits = shlex.join([sys.executable, "-c", "input()"])
     lines = {
         "task": f"exec {waits} submitit.local._local {task}",
-        "supervisor": f"{waits} --log-dir={run.attempt_logs(1)}/node-0; true",
+        "supervisor": f"exec {waits} supervise",
     }
     with subprocess.Popen(["sh", "-c", lines[left]], stdin=subprocess.PIPE) as process:
+        if left == "supervisor":
+            host = socket.gethostname()
+            AttemptEvent(1, "4000000", "started", 2.0, hosts=[host], ranks=2).append(run.path)
+            (run.job / "attempt-1").mkdir()
+            NodeState(1, 0, host, "running", 2.0, process.pid).write(run.path)
         end = time.monotonic() + 10
         while (reason := existing.reason_not_to_submit(run, True)) is None:
             assert time.monotonic() < end
