@@ -347,6 +347,7 @@ def test_shards_that_say_a_wrong_length_are_named() -> None:
     rows = [[1, 2], [3, 4]]
     assert "shard 1 has only 2 samples, but its length is 3" in refused(rows, lengths=[2, 3])
     assert "shard 0 has more samples, but its length is 1" in refused(rows, lengths=[1, 2])
+    assert "shard 1 has only 2 samples, but" in refused(rows, lengths=np.array([2, 3]))
     assert "has 2 shards, but 3 `lengths`" in refused(rows, lengths=[1, 2, 3])
     assert "shard 1 has the length None; let len() return" in refused([[1], Unsized()])
     assert "shard 0, a list_iterator, can be read only once" in refused([iter([1])], lengths=[1])
