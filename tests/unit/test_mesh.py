@@ -257,7 +257,8 @@ def test_columns_share_an_input_only_for_its_gradient(world: typing.Any) -> None
     part = Tensor(init_device_mesh("cpu", (1,)), parse(["parallel.strategy=tensor"])[1], 1)
     part._plan = model.tensor_plan
     part.apply(model)
-    query, key = model
+    layers: list[typing.Any] = [*model]
+    query, key = layers
 
     x = nn.Parameter(torch.ones(1, 3))
     with torch.inference_mode():
@@ -267,7 +268,7 @@ def test_columns_share_an_input_only_for_its_gradient(world: typing.Any) -> None
     with pytest.raises(MemoryError), part.around(last=True):
         (query(x) + key(x)).sum().backward()
         assert x.grad is not None
-        expected = sum(layer.weight.full_tensor().sum(0, keepdim=True) for layer in model)
+        expected = sum(layer.weight.full_tensor().sum(0, keepdim=True) for layer in layers)
         torch.testing.assert_close(x.grad, expected)
         raise MemoryError
     assert not part._input, "the activations of a failed pass are released"

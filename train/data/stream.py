@@ -139,6 +139,8 @@ class _PackedRows:
         self._rows, self._form, self._name = rows, form, name
         # The state of the stream before the rows ahead, and how many lists of them were read.
         self._before, self.done = _state_of(rows), 0
+        if hasattr(rows, "set_epoch"):
+            self.set_epoch = rows.set_epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
         rows = iter(self._rows)
@@ -148,10 +150,6 @@ class _PackedRows:
             for self.done, group in enumerate(groups, 1):
                 yield [ahead[row] for row in group]
             self._before, self.done = _state_of(self._rows), 0
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self._rows, "set_epoch"):
-            self._rows.set_epoch(epoch)
 
     def state_dict(self) -> Any:
         return self._before
@@ -327,6 +325,8 @@ class _RowsOf:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
+        if hasattr(loader, "set_epoch"):
+            self.set_epoch = loader.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
