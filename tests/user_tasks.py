@@ -63,6 +63,19 @@ class Plain(IterableDataset[dict[str, torch.Tensor]]):
         yield from map(Sentences(23).__getitem__, range(23))
 
 
+class Sparse(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream whose first half alone has targets that count."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(220):
+            row = Sentences(220)[number]
+            yield row if number < 110 else {**row, "labels": row["labels"] * 0 - 100}
+
+
+def sparse() -> Any:
+    return Sparse(), None
+
+
 def sentences(count: int = 50) -> Any:
     return Sentences(count), {"first": Sentences(11), "second": Sentences(7)}
 

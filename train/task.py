@@ -103,7 +103,7 @@ class Task:
 
         Raises:
             ConfigError: more than `data.skip_unreadable` samples could not be read, or no target
-                has counted since this attempt began.
+                of the first VAIN steps has counted.
         """
         self._loading.refuse(self._run.world, agreed["unreadable"])
         self._vain = math.inf if agreed["count"] else self._vain + 1
@@ -169,6 +169,7 @@ class Task:
         """Continue where a checkpoint with these facts was saved."""
         self.order.continue_from(step, facts)
         self.patience.recall(step)
+        self._vain = math.inf if step >= VAIN else 0  # such a checkpoint has learned from a target
         if isinstance(self._source.train, Stream) and "stream" in facts:
             self._source.train.continue_at(Place(*facts["stream"]))
 

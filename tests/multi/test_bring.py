@@ -349,3 +349,15 @@ def test_a_stream_without_a_state_and_a_loader_resume_too(tmp_path: Path) -> Non
         shutil.copytree(saved, again.run_dir.checkpoints / saved.name)
         matrix.run([again], tmp_path / f"logs-{name}-again", 1)
         assert again.losses() == whole.losses()[4:], name
+
+
+def test_a_resumed_run_may_have_steps_without_a_target(tmp_path: Path) -> None:
+    words = [*BASE, "train.steps=22", "data.name=user_tasks:sparse", "data.pad=12"]
+    words += ["model.name=user_tasks:Net", "train.loss=next_token"]
+    whole, again = (Job(tmp_path / part, words) for part in ("whole", "again"))
+    matrix.run([whole], tmp_path / "logs", 1)
+    saved = whole.run_dir.checkpoints / "step-00000012"
+    shutil.copytree(saved, again.run_dir.checkpoints / saved.name)
+    matrix.run([again], tmp_path / "logs-again", 1)
+    losses = [[line.loss for line in job.run_dir.read_metrics()] for job in (whole, again)]
+    assert losses[1] == losses[0][12:] == [0] * 10

@@ -129,6 +129,10 @@ def test_nothing_whole_is_refused_and_nothing_deleted(world: World, copied: Path
         with pytest.raises(ConfigError, match="no intact checkpoint: damaged-step-00000001, dam"):
             restored(Engine(Store(copied, world)), state(0))
     assert sorted(path.stat().st_ino for path in copied.rglob("*")) == before
+    store = Store(copied, world)
+    assert "could not be set aside" in store.refuse(7)
+    with pytest.raises(ConfigError, match="damaged-step-00000002, step-00000007; nothing was"):
+        store.check_fresh_start()
 
 
 def test_other_versions_and_models_are_refused_in_words(world: World, copied: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from checkpoints import cut, entry_of, flip, forge, save, state
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.engine import Engine
 from rollcall.train.checkpoint.store import Store
-from rollcall.train.checkpoint.tools import verify
+from rollcall.train.checkpoint.tools import export, verify
 from rollcall.train.dist.world import World
 from rollcall.train.main import main
 
@@ -141,3 +142,17 @@ def test_commands_answer_without_torch(saved: Path, words: list[str]) -> None:
     check += "assert 'torch' not in sys.modules; sys.exit(code)"
     process = [sys.executable, "-c", check, "checkpoint", *words, str(saved)]
     assert subprocess.run(process, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+
+
+def test_an_error_of_the_disk_is_told(
+    copied: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "view", fail)
+    code, output = command(capsys, "export", copied, tmp_path / "weights.safetensors")
+    assert code == 2 and output == "rollcall: error: [Errno 28] No space left on device\n"

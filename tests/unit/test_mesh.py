@@ -242,3 +242,33 @@ def test_context_must_divide(words: list[str], degree: int, tensor: int, expecte
     with pytest.raises(ConfigError) as refusal:
         part.check(model, Batch(tokens, tokens, torch.ones(2)))
     assert expected in str(refusal.value)
+
+
+def test_columns_share_an_input_only_for_its_gradient(world: typing.Any) -> None:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from rollcall.train.parallel.tensor import Tensor
+
+    assert world.world_size == 1
+    model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)])
+    model.tensor_plan = {"?": "columns"}  # type: ignore[assignment]
+    part = Tensor(init_device_mesh("cpu", (1,)), parse(["parallel.strategy=tensor"])[1], 1)
+    part._plan = model.tensor_plan
+    part.apply(model)
+    layers: list[typing.Any] = [*model]
+    query, key = layers
+
+    x = nn.Parameter(torch.ones(1, 3))
+    with torch.inference_mode():
+        query(x + 1)
+    with torch.no_grad():
+        query(x)
+    with pytest.raises(MemoryError), part.around(last=True):
+        (query(x) + key(x)).sum().backward()
+        assert x.grad is not None
+        expected = sum(layer.weight.full_tensor().sum(0, keepdim=True) for layer in layers)
+        torch.testing.assert_close(x.grad, expected)
+        raise MemoryError
+    assert not part._input, "the activations of a failed pass are released"

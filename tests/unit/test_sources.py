@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from rollcall.config import parse
 from rollcall.config.schema import ConfigError, Data
@@ -347,6 +348,7 @@ def test_shards_that_say_a_wrong_length_are_named() -> None:
     rows = [[1, 2], [3, 4]]
     assert "shard 1 has only 2 samples, but its length is 3" in refused(rows, lengths=[2, 3])
     assert "shard 0 has more samples, but its length is 1" in refused(rows, lengths=[1, 2])
+    assert "shard 1 has only 2 samples, but" in refused(rows, lengths=np.array([2, 3]))
     assert "has 2 shards, but 3 `lengths`" in refused(rows, lengths=[1, 2, 3])
     assert "shard 1 has the length None; let len() return" in refused([[1], Unsized()])
     assert "shard 0, a list_iterator, can be read only once" in refused([iter([1])], lengths=[1])
@@ -355,3 +357,23 @@ def test_shards_that_say_a_wrong_length_are_named() -> None:
 class Unsized:
     def __iter__(self) -> Iterator[int]:
         return iter([1])
+
+
+def test_keys_of_samples_may_come_in_any_order() -> None:
+    rows = [{"x": torch.ones(2), "y": 1}], [{"y": 1, "x": torch.ones(2)}]
+    source = sets._source(rows, Data(name="mine"), 0)
+    assert source.validation_size == 1
+    with pytest.raises(ConfigError, match="the inputs of the validation data are"):
+        sets._source((rows[0], [{"z": torch.ones(2), "y": 1}]), Data(name="mine"), 0)
+
+
+def test_a_loader_is_told_the_epoch() -> None:
+    class Loader(DataLoader[int]):
+        epochs: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    data = adapted(Loader([1, 2, 3]), "mine", 0, Form())  # type: ignore[arg-type]
+    assert [int(data[position]) for position in range(5)] == [1, 2, 3, 1, 2]
+    assert Loader.epochs == [0, 1]

@@ -6,8 +6,10 @@ import copy
 import gc
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import user_code
@@ -27,6 +29,7 @@ from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.world import World
 from rollcall.train.evaluate import evaluate
+from rollcall.train.loggers import Callbacks
 from rollcall.train.models import activations, batchnorm
 from rollcall.train.numerics import fp8, losses, optim
 from rollcall.train.numerics.losses import Loss, Objective, per_sample_loss
@@ -549,3 +552,10 @@ def test_counting_operations_changes_nothing_of_the_model() -> None:
     assert model.mask is None
     assert model.by_length == {}
     assert model(batch.inputs).device.type == "cpu"
+
+
+def test_a_callback_may_report_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks = Callbacks(cast("Run", None), nn.Module)
+    numbers = {"a": np.float32(1.5), "b": np.int64(2), "c": torch.ones(()), "d": True}
+    monkeypatch.setattr(callbacks, "_members", {"x": SimpleNamespace(report=lambda: numbers)})
+    assert callbacks.report() == numbers

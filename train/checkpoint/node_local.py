@@ -204,7 +204,7 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
         except ConfigError as error:
             unfit = f"{error} (rank {world.rank} on {world.host})"
         except OSError as error:
-            failure = f"{error.filename} on {world.host}: {error.strerror}"
+            failure = f"{error.filename or directory} on {world.host}: {error.strerror}"
         world.raise_together(unfit)
         failure = world.first_problem(failure)
         if failure:

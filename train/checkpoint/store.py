@@ -64,11 +64,12 @@ class Store:
     def check_fresh_start(self) -> None:
         """Raise ConfigError if there were checkpoints, and all of them are damaged."""
         aside = layout.refused(self.directory) if self.world.is_main else []
+        damaged = [path.name for path in (*aside, *map(self.place, sorted(self._refused)))]
         self.world.raise_together(
-            f"{self.directory} holds no intact checkpoint: "
-            f"{', '.join(path.name for path in aside)}; nothing was deleted. `rollcall checkpoint "
-            "verify` names what is damaged. Restore a copy, or start a run with another run.name"
-            if aside or self._refused
+            f"{self.directory} holds no intact checkpoint: {', '.join(damaged)}; nothing was "
+            "deleted. `rollcall checkpoint verify` names what is damaged. Restore a copy, or start "
+            "a run with another run.name"
+            if damaged
             else ""
         )
 

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import accumulate, islice
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -67,8 +68,9 @@ class Stream(Dataset[Any]):
         return self._last
 
     def place(self) -> Place:
-        """Return the place behind the newest sample."""
-        return Place(self._at, self._epoch, _state_of(self._samples))
+        """Return the place behind the newest sample, or before the rows that it was packed with."""
+        done = self._samples.done if isinstance(self._samples, _PackedRows) else 0
+        return Place(self._at - done, self._epoch, _state_of(self._samples))
 
     def continue_at(self, place: Place) -> None:
         """Use the state of this place for samples behind it, instead of reading those before."""
@@ -136,31 +138,25 @@ class _PackedRows:
     def __init__(self, rows: Any, form: Form, name: str) -> None:
         self._rows, self._form, self._name = rows, form, name
         # The state of the stream before the rows ahead, and how many lists of them were read.
-        self._before, self._done = _state_of(rows), 0
-        self._skipped = 0  # lists that were read before a state was loaded
+        self._before, self.done = _state_of(rows), 0
+        if hasattr(rows, "set_epoch"):
+            self.set_epoch = rows.set_epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
-        rows, self._done = iter(self._rows), 0
-        self._before = _state_of(self._rows)
+        rows = iter(self._rows)
+        self._before, self.done = _state_of(self._rows), 0
         while ahead := list(islice(rows, AHEAD)):
             groups = fitted(map(self._length, ahead), int(self._form.pad))
-            for self._done, group in enumerate(groups, 1):
-                if self._done > self._skipped:
-                    yield [ahead[row] for row in group]
-            self._before, self._done, self._skipped = _state_of(self._rows), 0, 0
+            for self.done, group in enumerate(groups, 1):
+                yield [ahead[row] for row in group]
+            self._before, self.done = _state_of(self._rows), 0
 
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self._rows, "set_epoch"):
-            self._rows.set_epoch(epoch)
+    def state_dict(self) -> Any:
+        return self._before
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._before is None:
-            raise TypeError("the stream has no state")
-        return {"rows": self._before, "done": self._done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows.load_state_dict(state["rows"])
-        self._skipped = state["done"]
+    def load_state_dict(self, state: Any) -> None:
+        self._rows.load_state_dict(state)
+        self._before, self.done = state, 0
 
     def _length(self, row: Any) -> int:
         try:
@@ -263,12 +259,12 @@ def _lengths(shards: Any, given: Any, name: str) -> list[int]:
     for number, (shard, length) in enumerate(zip(shards, given, strict=True)):
         if isinstance(shard, Iterator):
             _refuse_iterator(f"shard {number}, a {type(shard).__name__},", name)
-        if not isinstance(length, int) or length < 0:
+        if not isinstance(length, Integral) or length < 0:
             raise ConfigError(
                 f"data.name={name}: shard {number} has the length {length}; let len() return its "
                 "number of samples, or list those of all shards in an attribute `lengths`"
             )
-    return list(given)
+    return [*map(int, given)]
 
 
 def _refuse_iterator(what: str, name: str) -> None:
@@ -329,6 +325,8 @@ class _RowsOf:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
+        if hasattr(loader, "set_epoch"):
+            self.set_epoch = loader.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:

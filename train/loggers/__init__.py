@@ -8,6 +8,7 @@ Each is an object with some of these methods:
 """
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Callbacks:
         found: dict[str, float | torch.Tensor] = {}
         for key, numbers in self._each("report"):
             values = numbers.values() if isinstance(numbers, Mapping) else [None]
-            if not all(isinstance(value, int | float | torch.Tensor) for value in values):
+            if not all(isinstance(value, Real | torch.Tensor) for value in values):
                 raise ConfigError(f"{key}: expected report() to return numbers by name: {numbers}")
             found.update(numbers)
         return found

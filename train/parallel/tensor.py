@@ -12,7 +12,8 @@ sum is then split in two: a reduce-scatter after rows and an all-gather before c
 import fnmatch
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,13 +175,22 @@ class Tensor(Part):
         Its gradient is added up before the all-reduce, which is then one for all of them.
         """
         x, *others = inputs
-        if isinstance(x, DTensor):  # sequence parallelism has gathered it
+        # Sequence parallelism has gathered a DTensor; without a gradient there is nothing to add.
+        if isinstance(x, DTensor) or not (x.requires_grad and torch.is_grad_enabled()):
             return inputs
         known = self._input and self._input[0]() is x and self._input[1] == x._version
         if not known:
             whole = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
             self._input = weakref.ref(x), x._version, whole
         return (self._input[2], *others)
+
+    @contextmanager
+    def around(self, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Release the input afterwards, and with it the activations of a pass that failed."""
+        try:
+            yield
+        finally:
+            self._input = ()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, *_: Any) -> None:
@@ -193,7 +203,6 @@ class Tensor(Part):
 
     def finish(self, model: nn.Module) -> None:
         """Sum the gradients of norms, which each rank has for its pieces of the sequences."""
-        self._input = ()
         for parameter in model.parameters():
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):

@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
     except (ConfigError, Damaged) as error:
         problem = str(error)
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
+        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     print(f"rollcall: error: {_plain(problem)}", file=sys.stderr)
     return 2
 

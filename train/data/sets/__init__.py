@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_structure
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from rollcall.config import arguments
 from rollcall.config.catalog import DATA_SETS
@@ -107,13 +107,18 @@ def _check_samples(source: Source, name: str) -> Batch:
         batch = read(Selection([0], [0], torch.ones(1))).batch
         first = first or batch
         for part, one, other in zip(("inputs", "targets"), batch, first, strict=False):
-            if tree_structure(one) != tree_structure(other):
+            if _places(one) != _places(other):
                 raise ConfigError(
                     f"data.name={name}: the {part} of the {kind} data are {shape_of(one)}, but "
                     f"those of the training data are {shape_of(other)}; return samples of one kind"
                 )
     assert first is not None, "there is training data"
     return first
+
+
+def _places(samples: Any) -> set[str]:
+    """Return where samples have tensors; the order of a dictionary's keys does not matter."""
+    return {keystr(path) for path, _ in tree_flatten_with_path(samples)[0]}
 
 
 def slow_imports(name: str) -> tuple[str, ...]:
