@@ -33,7 +33,7 @@ def train(run: RunDir, steps: int) -> None:
     model = DistributedDataParallel(nn.Sequential(*layers, *head))
     optimizer, rows = torch.optim.AdamW(model.parameters()), BATCH // dist.get_world_size()
     if (saved := run.path / "saved.pt").exists():
-        model_state, optimizer_state = torch.load(saved)
+        model_state, optimizer_state = torch.load(saved, weights_only=True)
         model.load_state_dict(model_state)
         optimizer.load_state_dict(optimizer_state)
     for step in range(steps):
