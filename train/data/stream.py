@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import accumulate, islice
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -263,12 +264,12 @@ def _lengths(shards: Any, given: Any, name: str) -> list[int]:
     for number, (shard, length) in enumerate(zip(shards, given, strict=True)):
         if isinstance(shard, Iterator):
             _refuse_iterator(f"shard {number}, a {type(shard).__name__},", name)
-        if not isinstance(length, int) or length < 0:
+        if not isinstance(length, Integral) or length < 0:
             raise ConfigError(
                 f"data.name={name}: shard {number} has the length {length}; let len() return its "
                 "number of samples, or list those of all shards in an attribute `lengths`"
             )
-    return list(given)
+    return [int(length) for length in given]
 
 
 def _refuse_iterator(what: str, name: str) -> None:
@@ -290,8 +291,8 @@ def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> A
     if _are_shards(shards := getattr(samples, "shards", None)):
         if form.packs:
             raise ConfigError(
-                f"data.pack: data.name={name} has shards, and nobody knows how many sequences they "
-                "make; pack the rows within the shards, or return an iterable without shards"
+                f"data.pack: data.name={name} has shards, and it is not known how many sequences "
+                "their rows make; pack rows within the shards, or return an iterable without shards"
             )
         lengths = _lengths(shards, getattr(samples, "lengths", None), name)
         return Shards(shards, lengths, name, seed, parts)
