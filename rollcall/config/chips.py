@@ -1,5 +1,6 @@
 """The table of chips: chips.yaml, and files of the same form."""
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from rollcall.config.schema import ConfigError
 FILE = Path(__file__).with_name("chips.yaml")
 Chips = dict[str, dict[str, float]]
 """The numbers of each chip, by name and key."""
+COUNTS = ("node", "host")
 OTHER = {"mig", "laptop", "ti", "super", "d", "nvl"}
 """Words after a chip's name that make it another chip: a slice of it, or a slower or faster one."""
 
@@ -47,8 +49,10 @@ def numbers(found: Any) -> Chips:
     }
     for name, chip in table.items():
         for key, value in chip.items():
-            if not value > 0:
+            if not 0 < value < math.inf:
                 raise ValueError(f"{name}: {key}: expected a number above 0")
+            if key in COUNTS and value % 1:
+                raise ValueError(f"{name}: {key}: expected a whole number of GPUs")
     return table
 
 

@@ -118,8 +118,9 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
             continue
         try:
             value = yaml_values.load(text)
-        except yaml.YAMLError:
-            raise ConfigError(f"{word}: the value is not valid YAML; put it in quotes") from None
+        except yaml.YAMLError as error:
+            why = getattr(error, "problem", None) or "put it in quotes"
+            raise ConfigError(f"{word}: the value is not valid YAML: {why}") from None
         *sections, last = name.split(".")
         group = values
         for depth, section in enumerate(sections, 1):

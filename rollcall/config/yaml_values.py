@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -110,16 +110,37 @@ def dump(values: Any, **options: Any) -> str:
     return text
 
 
+class _Open:
+    """A list or mapping whose end has not been read."""
+
+    def __init__(self, event: yaml.CollectionStartEvent) -> None:
+        self.anchor: str | None = event.anchor
+        self._keys: set[str] = set()
+        self._is_mapping = isinstance(event, yaml.MappingStartEvent)
+        self._is_key = False
+
+    def add(self, event: yaml.NodeEvent) -> None:
+        """Refuse a key that the mapping has already; PyYAML would drop the first value."""
+        self._is_key = self._is_mapping and not self._is_key
+        if self._is_key and isinstance(event, yaml.ScalarEvent):
+            if event.value in self._keys:
+                problem = f"the key '{event.value}' is given twice"
+                raise yaml.MarkedYAMLError(None, None, problem, cast(Any, event.start_mark))
+            self._keys.add(event.value)
+
+
 @contextlib.contextmanager
 def _explained(text: str) -> Iterator[None]:
     try:
-        within: list[str | None] = []  # the anchors of the open collections
+        within: list[_Open] = []
         for event in yaml.parse(text, yaml.CBaseLoader):
+            if within and isinstance(event, yaml.NodeEvent):
+                within[-1].add(event)
             if isinstance(event, yaml.CollectionStartEvent):
-                within.append(event.anchor)
+                within.append(_Open(event))
             elif isinstance(event, yaml.CollectionEndEvent):
                 within.pop()
-            elif isinstance(event, yaml.AliasEvent) and event.anchor in within:
+            elif isinstance(event, yaml.AliasEvent) and event.anchor in (o.anchor for o in within):
                 raise yaml.YAMLError(f"*{event.anchor} stands inside of what it names")
             if len(within) > DEEPEST:
                 raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")

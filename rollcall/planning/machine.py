@@ -1,14 +1,15 @@
 """Chips, their links, and software, as chips.yaml, machines.yaml and the user's file say."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
-from rollcall.config import chips
+from rollcall.config import chips, yaml_values
 from rollcall.refusal import RefusedError
 from rollcall.text import did_you_mean
 
@@ -57,30 +58,28 @@ class Machines:
 
     def __init__(self, own: str | None = None) -> None:
         """Read the shipped files and one of the user's; RefusedError if it cannot be used."""
-        self._known: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())
+        self._known: dict[str, dict[str, Any]] = yaml_values.load(FILE.read_text())
         self._known |= {"chips": chips.known(), "factors": {}}
         if not own:
             return
         try:
-            for kind, entries in (yaml.safe_load(Path(own).read_text()) or {}).items():
+            for kind, entries in (yaml_values.load(Path(own).read_text()) or {}).items():
                 if kind not in self._known:
                     expected = ", ".join(self._known)
                     raise RefusedError(f"{own}: unknown section '{kind}'; expected {expected}")
-                if kind != "factors":
-                    keys = {"source", "fitted"}.union(*self._known[kind].values())
-                    if wrong := {key for entry in entries.values() for key in entry} - keys:
-                        word = min(map(str, wrong))
-                        raise ValueError(f"{kind}: unknown key '{word}'{did_you_mean(word, keys)}")
+                known = self._known[kind]
+                if kind == "factors":
+                    known |= chips.numbers({kind: entries})[kind]
+                    continue
+                _check(kind, entries, [{"source": "", "fitted": ""}, *known.values()])
                 if kind == "chips":
-                    chips.update(self._known[kind], entries)
-                elif kind == "factors":
-                    self._known[kind] |= chips.numbers({kind: entries})[kind]
+                    chips.update(known, entries)
                 else:
-                    self._known[kind] |= {name: dict(entry) for name, entry in entries.items()}
+                    known |= {name: known.get(name, {}) | entries[name] for name in entries}
             for key in self._known["factors"]:
                 chip, precision, software = key.rsplit(" ", 2)
-                known = (*self._known["software"],)
-                if precision not in self._known["chips"].get(chip, ()) or software not in known:
+                is_known = software in self._known["software"]
+                if precision not in self._known["chips"].get(chip, ()) or not is_known:
                     raise ValueError(f"factors: '{key}' is not of the form 'H100 bf16 rollcall'")
         except OSError as error:
             raise RefusedError(f"--machines {own}: {error.strerror}") from None
@@ -119,20 +118,14 @@ class Machines:
         text = f"{word} {chip}".lower()
         fitting = [name for name in known if all(part in text for part in name.lower().split())]
         values = {**known["default"], **known[max(fitting, key=len, default="default")]}
-        place = (fabric or values["fabric"]).lower()
-        if place not in self._known["fabrics"]:
-            choices = ", ".join(self._known["fabrics"])
+        place = fabric or values["fabric"]
+        fabrics = {name.lower(): entry for name, entry in self._known["fabrics"].items()}
+        if "hop" not in fabrics.get(place.lower(), ()):
+            choices = ", ".join(name for name, entry in fabrics.items() if "hop" in entry)
             raise RefusedError(f"unknown fabric '{place}'; choose from {choices}")
-        try:
-            values["hop"] = self._known["fabrics"][place]["hop"] * 1e-6
-            values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
-            if not min(values[key] for key in ("hop", "host", "stall")) >= 0:
-                raise TypeError
-            return Software(**{**values, "name": word})
-        except (KeyError, TypeError):
-            raise RefusedError(
-                "--machines: `hop`, `host` and `stall` must be numbers from 0 on"
-            ) from None
+        values["hop"] = fabrics[place.lower()]["hop"] * 1e-6
+        values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
+        return Software(**{**values, "name": word})
 
     def machine(
         self,
@@ -151,3 +144,20 @@ class Machines:
         factor = self._known["factors"].get(f"{found.name} {precision} {software}", 1.0)
         size = found.node if found.host else node or found.node  # a rack's hosts share the links
         return Machine(found, self.software(software, found.name, fabric), size, factor)
+
+
+def _check(kind: str, entries: Any, known: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a key that no known entry has, and for a value of another type."""
+    sample = {key: value for entry in known for key, value in entry.items()}
+    for name, entry in entries.items():
+        for key, value in entry.items():
+            if key not in sample:
+                raise ValueError(f"{kind}: unknown key '{key}'{did_you_mean(str(key), sample)}")
+            expected = type(sample[key])
+            if expected not in (bool, str):
+                is_right = type(value) in (int, float) and 0 <= value < math.inf
+            else:
+                is_right = type(value) is expected
+            if not is_right:
+                words = {bool: "true or false", str: "text"}.get(expected, "a number from 0 on")
+                raise ValueError(f"{name}: {key}: expected {words}, got {value!r}")

@@ -130,7 +130,8 @@ def levers(
     tried.append((f"{2 * gpus} GPUs and twice the batch", machine, 2 * gpus, 2 * batch, precision))
     for chip in map(machines.chip, ("H100", "B200")):
         if chip.name != machine.chip.name and precision in chip.flops:
-            node = min(machine.node, chip.node)
+            is_usual = machine.node == machine.chip.node
+            node = chip.node if is_usual else min(machine.node, chip.node)
             other = dataclasses.replace(machine, chip=chip, node=node)  # a factor cancels out
             tried.append((f"{gpus} {chip.name}", other, gpus, batch, precision))
     if precision == "bf16" and "fp8" in machine.chip.flops:

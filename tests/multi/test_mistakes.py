@@ -184,7 +184,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "text in a group": (['optim.groups={"*": {eps: tiny}}'], "adamw cannot make a step .*'str'"),
     "packed shards": (
         ["data.name=user_mistakes:sharded", "data.pack=16"],
-        f"data.pack: {DATA} has shards, and nobody knows how many .* pack the rows within",
+        f"data.pack: {DATA} has shards, and it is not known how many .* pack rows within",
     ),
     "row of a stream longer than data.pack": (
         ["data.name=user_mistakes:long_rows", "data.pack=5"],

@@ -119,6 +119,11 @@ def test_a_mistake_in_yaml_names_line_and_column(tmp_path: Path) -> None:
     recipe.write_text("a: [\n")
     with pytest.raises(ConfigError, match="not valid YAML, line 2, column 1: did not find"):
         parse([str(recipe)])
+    recipe.write_text("optim: {lr: 1}\nseed: 1\noptim: {name: sgd}\n")
+    with pytest.raises(ConfigError, match="line 3, column 1: the key 'optim' is given twice"):
+        parse([str(recipe)])
+    with pytest.raises(ConfigError, match="the key 'lr' is given twice"):
+        parse(["optim={lr: 1, lr: 2}"])
     with pytest.raises(ConfigError, match=r"did you mean '.*/mine\.yaml'"):
         parse([str(tmp_path / "mien.yaml")])
 

@@ -172,6 +172,8 @@ def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
     machines = Machines()
     names = {"a100": "A100", "A100-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
     names |= {"NVIDIA H100 80GB HBM3": "H100", "h200-141gb": "H200", "gb200": "GB200"}
+    names |= {"NVIDIA GH200 480GB": "GH200", "Tesla V100-SXM2-16GB": "V100-16GB"}
+    names |= {"NVIDIA L40S": "L40S", "AMD Instinct MI300X VF": "MI300X"}
     assert {name: machines.chip(name).name for name in names} == names
 
 
@@ -186,9 +188,15 @@ def test_nodes_that_share_links_and_odd_numbers_of_gpus(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "text",
     [
-        *("chips: 3", "just", "factors: {a: -1}", "fabrics: {efa: {}}", "{"),
+        *("chips: 3", "just", "factors: {a: -1}", "fabrics: {efa: 3}", "{"),
         *(
             "factors: {H100 bf16 defualt: 2}",
+            "factors: {H100 bf16 rollcall: .inf}",
+            "chips: {H100: {node: 0.5}}",
+            "chips: {H100: {}, H100: {}}",
+            "software: {rollcall: {passes: much}}",
+            "software: {rollcall: {fused: no}}",
+            "software: {rollcall: {fabric: 3}}",
             "chips: {H100: {memmory: 9}}",
             "fabrics: {efa: {hop: -1}}",
         ),
@@ -198,6 +206,14 @@ def test_wrong_machines_are_refused(text: str, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text(text)
     assert plan.main([*LINE, "--machines", str(own), "--fabric", "efa"]) == 2
+
+
+def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("software: {rollcall: {host: 9}}\nfabrics: {RoCE: {hop: 2e1}}")
+    changed = Machines(str(own)).software("rollcall", fabric="RoCE")
+    assert (changed.host, changed.hop) == pytest.approx((9e-3, 2e-5))
+    assert changed.autocast and changed.whole
 
 
 @pytest.mark.parametrize(

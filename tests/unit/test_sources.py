@@ -351,7 +351,26 @@ def test_shards_that_say_a_wrong_length_are_named() -> None:
     assert "shard 1 has only 2 samples, but" in refused(rows, lengths=np.array([2, 3]))
     assert "has 2 shards, but 3 `lengths`" in refused(rows, lengths=[1, 2, 3])
     assert "shard 1 has the length None; let len() return" in refused([[1], Unsized()])
+    assert "shard 1 has the length 2.5; let len() return" in refused(rows, lengths=[2, 2.5])
+    known = adapted(SimpleNamespace(shards=rows, lengths=np.array([2, 2])), "mine", 0, Form())
+    assert known.count() == 4
     assert "shard 0, a list_iterator, can be read only once" in refused([iter([1])], lengths=[1])
+
+
+class Counted:
+    classes = 7
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.ones(2), number
+
+
+def test_a_data_set_may_say_the_number_of_its_classes(world: World) -> None:
+    """Torchvision's say their names; both are an attribute `classes`."""
+    source = load(world, name=f"{__name__}:Counted")
+    assert (source.classes, source.names) == (7, ())
 
 
 class Unsized:

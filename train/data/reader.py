@@ -131,4 +131,5 @@ class Reader:
         where = getattr(self._dataset, "where", None)
         file = f" ({where(sample)})" if where else ""
         reason = " ".join(str(error).split()) or "no reason given"
-        return f"sample {sample} of {self._name}{file}: {type(error).__name__}: {reason}"
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        return f"sample {sample} of {self._name}{file}: {kind}{reason}"

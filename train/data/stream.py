@@ -264,7 +264,7 @@ def _lengths(shards: Any, given: Any, name: str) -> list[int]:
                 f"data.name={name}: shard {number} has the length {length}; let len() return its "
                 "number of samples, or list those of all shards in an attribute `lengths`"
             )
-    return [*map(int, given)]
+    return [int(length) for length in given]
 
 
 def _refuse_iterator(what: str, name: str) -> None:
@@ -286,8 +286,8 @@ def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> A
     if _are_shards(shards := getattr(samples, "shards", None)):
         if form.packs:
             raise ConfigError(
-                f"data.pack: data.name={name} has shards, and nobody knows how many sequences they "
-                "make; pack the rows within the shards, or return an iterable without shards"
+                f"data.pack: data.name={name} has shards, and it is not known how many sequences "
+                "their rows make; pack rows within the shards, or return an iterable without shards"
             )
         lengths = _lengths(shards, getattr(samples, "lengths", None), name)
         return Shards(shards, lengths, name, seed, parts)

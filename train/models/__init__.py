@@ -24,8 +24,9 @@ def build(config: Model, source: Source) -> nn.Module:
     if ":" not in config.name and not source.classes and not is_told:
         raise ConfigError(
             f"model.name={config.name} needs the number of classes: let the data function return a "
-            "Source(train, validation, classes=…), or a data set with an attribute `classes`; for "
-            "model.name=transformers, model.args.vocab_size or model.args.num_labels is enough"
+            "Source(train, validation, classes=…), or give the data set an attribute `classes`, "
+            "their number or the list of their names; for model.name=transformers, "
+            "model.args.vocab_size or model.args.num_labels is enough"
         )
     is_short = ":" not in config.name and config.name not in MODELS
     if is_short and config.name in vision.names():

@@ -64,8 +64,8 @@ def gpt(config: Model, source: Source) -> nn.Module:
     """
     if len(source.shape) != 1:
         raise ConfigError(
-            f"model.name=gpt expects sequences of tokens, got samples of shape {source.shape}; "
-            "choose data.name=text"
+            f"model.name=gpt expects one tensor of tokens, got samples of shape {source.shape}; "
+            "choose data.name=text, or data.pack for rows of unequal length"
         )
     if config.hidden_size % (2 * config.num_heads):
         step = 2 * config.num_heads

@@ -59,7 +59,8 @@ def _source(made: Any, config: Data, seed: int) -> Source:
     size, count = (-1, -1) if config.pack else (found.train_size, found.validation_size)
     if isinstance(validation, Stream) and count < 0:
         count = validation.count()
-    names = tuple(found.names or getattr(found.train, "classes", None) or ())
+    told = getattr(found.train, "classes", None)  # their names, as of torchvision, or their number
+    names = tuple(found.names or (told if isinstance(told, list | tuple) else ()))
     source = replace(
         found,
         train=train,
@@ -69,7 +70,7 @@ def _source(made: Any, config: Data, seed: int) -> Source:
         further=dict(zip(found.further, further, strict=True)),
         form=form,
         names=names,
-        classes=found.classes or len(names),
+        classes=found.classes or (told if isinstance(told, int) else len(names)),
     )
     inputs = _check_samples(source, config.name).inputs
     shape = tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else ()
