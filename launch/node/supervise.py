@@ -257,7 +257,6 @@ def main(argv: Sequence[str]) -> int:
     processes.adopt_orphans()
     outlast_full_disks()
     options = resolve.parser().parse_args(argv)
-    options.program = options.program[options.program[:1] == ["--"] :]
     server = ForkClient()
     try:
         return _supervise(options, server)
@@ -270,8 +269,8 @@ def _supervise(options: argparse.Namespace, server: ForkClient) -> int:
         node = identity.find(os.environ)
         ranks = ranks_of_nodes(options.nproc_per_node or str(node.default_ranks), node.count)
         words = [*place_words(node, ranks), f"--start-method={options.start_method}"]
-        if options.program:  # it imports while the rest is found out
-            server.begin([*words, *options.program], environment(node, options.modules))
+        # It imports while the rest is found out.
+        server.begin([*words, *resolve.program_of(options)], environment(node, options.modules))
         work = resolve.work_of_supervisor(options, os.environ, node.job)
     except (NodeError, ValueError) as error:
         return _fail(str(error))

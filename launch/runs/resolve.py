@@ -78,9 +78,7 @@ def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job:
     Raises:
         CommandError, ConfigError: there is no program, no cell, or train would refuse its words.
     """
-    program = tuple(options.program[options.program[:1] == ["--"] :])
-    if not program:
-        raise CommandError("no program: add -- -m train, or -- script.py")
+    program = program_of(options)
     if options.run_dir is None:
         return Work(_default_run(program, job), program, is_training(program), False, False)
     record = JobRecord.read(options.run_dir)
@@ -88,6 +86,15 @@ def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job:
     trains = is_training(program) if record is None else record.is_training
     modules = tuple(options.modules)
     return Work(run, (*program, *words), trains, True, record is not None, modules, options.run_dir)
+
+
+def program_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the words of the program; raise CommandError if they name none."""
+    program = tuple(options.program[options.program[:1] == ["--"] :])
+    names = program[program[:1] == ("-m",) :]
+    if not names or names[0].startswith("-"):
+        raise CommandError("no program: add -- -m train, or -- script.py")
+    return program
 
 
 def check_code(directory: Path) -> None:

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -157,7 +156,7 @@ def _pass_on(
         name, has_value, value = word.partition("=")
         if value == "--":  # argparse of Python 3.11 would raise ValueError
             raise RefusedError(f"{name}: expected a value, not '--'")
-        known = (option[2:] for option in parser._option_string_actions)
+        known = (option[2:] for option in parser._option_string_actions if option[2:])
         if name == "--sbatch-arg" and value[2:].partition("=")[0] in {*known, *FLAGS, *WITH_VALUE}:
             word = value  # as if it were given directly
             name, has_value, value = word.partition("=")
@@ -318,7 +317,8 @@ def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
 
 def _placed(text: str) -> str:
     """Return the absolute path of what exists here: what uses it may work in another directory."""
-    return os.path.abspath(text) if Path(text).exists() else text  # noqa: PTH100 - keeps links
+    exists = os.path.exists(text)  # noqa: PTH110 - Path raises if it may not look
+    return os.path.abspath(text) if exists else text  # noqa: PTH100 - keeps links
 
 
 def _mount(text: str) -> str:

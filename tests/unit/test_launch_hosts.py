@@ -136,6 +136,13 @@ def test_a_batch_without_a_record_reads_the_words_of_the_template(tmp_path: Path
         facts(run, *SRUN)
 
 
+@pytest.mark.parametrize("words", [[], ["--lr", "1"], ["-m"], ["-m", "--help"]])
+def test_a_supervisor_needs_a_program(words: list[str]) -> None:
+    options = resolve.parser().parse_args(["--", *words])
+    with pytest.raises(resolve.CommandError, match="no program: add -- -m train"):
+        resolve.work_of_supervisor(options, {}, "7")
+
+
 @pytest.mark.parametrize("is_training", [True, False, None])
 def test_a_supervisor_learns_from_the_record_what_its_program_is(
     tmp_path: Path, is_training: bool | None

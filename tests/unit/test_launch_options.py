@@ -132,6 +132,7 @@ def test_gpus_bring_their_share_of_the_cpus(words: str, asked: dict[str, str], c
         ("--ntasks-per-gpu 1", "--ntasks-per-gpu: use --gpus-per-node"),
         ("--sbatch-arg=--output=x", "--output: a run keeps its output in its directory"),
         ("--sbatch-arg=image", "--sbatch-arg: expected --OPTION"),
+        ("--sbatch-arg=--=x", "--sbatch-arg: expected --OPTION"),
         ("--walltime 3", "not an option of rollcall submit or of sbatch, did you mean '--time'?"),
         ("--volume=x", "pass an option of a plugin on with --sbatch-arg=--volume"),
     ],

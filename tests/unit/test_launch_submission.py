@@ -87,6 +87,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
             "not an option of rollcall submit or of sbatch, did you mean '--partition'?",
         ),
         (["--ntasks=2"], "--ntasks: one task per node starts that node's ranks; use --nodes"),
+        (["--mount", "a" * 300], "only a container needs it"),
         (["--xyzzy"], "or of sbatch; pass an option of a plugin on with --sbatch-arg=--xyzzy"),
         (["-n", "4"], "--ntasks: one task per node"),
         (["--gres"], "--gres: expected a value"),
