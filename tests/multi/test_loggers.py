@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from ranks import Ranks, logged_steps
 from rollcall.records.run import LoggedStep
 from rollcall.run_dir import RunDir
 from rollcall.train.loggers import Once, last_in_metrics
+from rollcall.train.loggers.wandb import _records as records_of_wandb
 
 Points = list[tuple[int, float]]
 BLOCK = 2**15
@@ -111,3 +113,14 @@ def test_a_run_killed_twice_after_one_checkpoint_logs_no_step_twice(tmp_path: Pa
                 line = {"step": step, "loss": 0.5, "time": 0.0, "samples_per_second": 1.0}
                 file.write(json.dumps(line) + "\n")
     assert found == [*range(1, 9)]
+
+
+def test_a_file_of_wandb_ends_at_a_record_that_is_not_whole() -> None:
+    def record(content: bytes) -> bytes:
+        body = bytes([1]) + content
+        return struct.pack("<IH", zlib.crc32(body), len(content)) + body
+
+    whole = bytes(7) + record(b"one") + record(b"two")
+    assert [*records_of_wandb(whole)] == [b"one", b"two"]
+    for end in (whole[:-1], whole[:-3] + bytes(3), whole[:-6] + bytes(99)):
+        assert [*records_of_wandb(end)] == [b"one"]

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,15 @@ def _last_held(path: Path) -> dict[str, int]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the whole records of a file, whose end may be missing."""
+    """Yield the records of a file, up to one that was not written whole."""
     at, content = 7, b""  # behind the header of the file
     while at + 7 <= len(data):
-        _, length, kind = struct.unpack_from("<IHB", data, at)
+        checksum, length, kind = struct.unpack_from("<IHB", data, at)
         at += 7 + length
+        if zlib.crc32(data[at - length - 1 : at]) != checksum:
+            return
         content += data[at - length : at]
-        if kind in (1, 4) and at <= len(data):  # a whole record, or its end
+        if kind in (1, 4):  # a whole record, or its end
             yield content
             content = b""
         if BLOCK - at % BLOCK < 7:
