@@ -37,7 +37,7 @@ def test_steps_of_a_run_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixtu
     while not read_events(run.path, "first_step"):
         assert time.monotonic() < end, ranks.output()
         time.sleep(0.1)
-    with pytest.raises(RefusedError, match="expected all, or ranks from 0 to 1"):
+    with pytest.raises(RefusedError, match="expected all, or ranks up to 1 as in 0,1"):
         profile.main(["--root", str(tmp_path), "run", "--ranks", "0,2"])
     with pytest.raises(RefusedError, match="expected a number from 1 to 1000"):
         profile.main(["--root", str(tmp_path), "run", "--steps", "0"])

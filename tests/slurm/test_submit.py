@@ -218,10 +218,13 @@ def test_node_lists_are_read_as_slurm_reads_them(lab: Lab, tmp_path: Path) -> No
 
 
 def agents(job: str) -> list[psutil.Process]:
-    """The agents of a job and, forked from them, its ranks, on all hosts of the lab."""
-    found = psutil.process_iter(["cmdline"])
+    """The parents of a job's ranks and what is forked from them, on all hosts of the lab."""
+    found = psutil.process_iter(["cmdline", "environ"])
     return [
-        process for process in found if f"--run-id={job}.0.0" in (process.info["cmdline"] or [])
+        process
+        for process in found
+        if "rollcall.launch.rank.agent" in (process.info["cmdline"] or [])
+        and (process.info["environ"] or {}).get("SLURM_JOB_ID") == job
     ]
 
 
@@ -231,7 +234,8 @@ def test_a_signal_before_the_first_step_is_not_lost(lab: Lab, tmp_path: Path) ->
     options = ["--nodes", "2", "--name", "early", "--no-requeue"]
     lab.output("login", *SUBMIT, *options, f"run.root={tmp_path}", *ENDLESS)
     job = next(read_lines(run.job / "submissions.jsonl"))["job"]
-    wait_until(lambda: len(agents(job)) >= 2, 120, lambda: "there are no agents")
+    # One process of each node imports torch; the agent and the ranks are its forks.
+    wait_until(lambda: len(agents(job)) >= 4, 120, lambda: "there are no agents")
     lab.output("login", "scancel", f"--signal={signal.SIGUSR2.name}", "--batch", job)
     lab.wait_job(job)
     output = (run.job / f"slurm-{job}.out").read_text()
