@@ -55,7 +55,7 @@ def _check_running(run: RunDir) -> None:
     (condition,), _ = states.look([run])
     if condition.state != "running":
         advice = "profile.steps=10:13 profiles a run from its start"
-        raise NoRunError(f"run {run.name} is {condition.state}, so it has no steps now; {advice}")
+        raise NoRunError(f"run {run.name} does not run: {condition.state}; {advice}")
 
 
 def _ranks(run: RunDir, text: str) -> list[int]:
