@@ -5,7 +5,8 @@
 For each table of FOLDER: fit on the others from one neutral start, and print the error on that
 table. The program of the table that is left out has the host's time of the others, the default's
 network and no stall; then the same with all numbers of the default program. The last line is a fit
-on the half of all cells that `--validate` calls fitted. Nothing is written.
+on the half of all cells that `--validate` calls fitted. The first lines say how far the rows of a
+table agree: the errors if each row is corrected by those of its nearest rows. Nothing is written.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ START |= {"nanotron stall": 1e-3, "nanotron hop": 3e-5}
 NEAR = 0.01
 """Weight of the squared logarithms of what the fit multiplied the start by."""
 PROGRAMS = {"vtrain_single": "vtrain", "ultrascale": "nanotron"}
+NEIGHBOURS = 3
+COLUMNS = ("layers", "hidden", "seq", "dp", "tp", "pp", "zero", "mbs", "gbs")
+PROFILE = ("hidden", "tp", "mbs")
+"""What rows of vTrain share whose times are sums of the same measurements."""
 Numbers = dict[str, float]
 
 
@@ -102,6 +107,20 @@ def show(name: str, rows: list[validate.Row], numbers: Numbers) -> None:
     )
 
 
+def neighbours(rows: list[validate.Row]) -> float:
+    """Return the median error if each row is corrected by its nearest rows' measured errors."""
+    is_profiled = rows[0].cells["table"].startswith("vtrain")
+    places = [[math.log2(float(row.cells[name] or 0) or 0.5) for name in COLUMNS] for row in rows]
+    profiles = [row.key(*PROFILE) if is_profiled else row.key("row") for row in rows]
+    found = ratios(rows, {})
+    errors = []
+    for place, profile, ratio in zip(places, profiles, found, strict=True):
+        others = (at for at, other in enumerate(profiles) if other != profile)
+        nearest = sorted(others, key=lambda at: math.dist(places[at], place))[:NEIGHBOURS]
+        errors.append(abs(ratio / statistics.median(found[at] for at in nearest) - 1))
+    return statistics.median(errors)
+
+
 def main() -> None:
     """Print a line for each table."""
     rows = validate.read(sys.argv[1], Machines())[0]
@@ -112,6 +131,8 @@ def main() -> None:
             tables[row.cells["table"]].append(row)
     if len(tables) < 2:
         sys.exit(f"{sys.argv[1]}: expected at least two tables, found {len(tables)}")
+    for name, members in tables.items():
+        print(f"{name}: as the nearest {NEIGHBOURS} rows were off: {neighbours(members):.1%}")
     for name, left_out in tables.items():
         own = f"{PROGRAMS.get(name, '-')} "
         fitted = [key for key in START if not key.startswith(own)]

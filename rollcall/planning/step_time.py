@@ -13,19 +13,18 @@ from rollcall.planning.model import HALF, Model, Part, attention_flops
 
 MOVING = 0.8
 """Fraction of the memory's bandwidth that streaming kernels reach."""
-PASSES = 1.35
+PASSES = 1.33
 """Bytes that eager kernels move for each byte that the operations need. Fitted."""
-SCORES = 70
-"""Bytes moved for each attention score, forward and backward, without fused attention: scale, mask,
-softmax in fp32, casts and dropout, each a kernel."""
-LINKS_INSIDE = 0.72
+LINKS_INSIDE = 0.7
 """Fraction of the links inside a node that collectives reach. Fitted."""
 LINKS_BETWEEN = 0.49
 """Fraction of the links between nodes that collectives reach. Fitted."""
-SLOWED = 0.37
+SLOWED = 0.38
 """Time by which a collective slows the computation beside it, relative to it. Fitted."""
-HOP_INSIDE = 1e-5
-"""Seconds of one step of a ring inside a node, with the kernel's start."""
+START = 8.4e-6
+"""Seconds in which a collective starts, as NCCL's own table of latencies (tuning.cc) has it."""
+HOP_INSIDE = 3.4e-6
+"""Seconds of one step of a ring over NVLink, from the same table."""
 BACKWARD = 3.2
 """Time of fused attention's backward pass for each of its forward pass: 2.5 times the products at
 lower speed, as https://arxiv.org/abs/2307.08691 and https://arxiv.org/abs/2407.08608 measure."""
@@ -51,7 +50,7 @@ def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
     if local < ranks:
         rate = min(rate, local * machine.chip.between * LINKS_BETWEEN)
         hop = machine.software.hop
-    return (ranks - 1) * (size / ranks / rate + hop)
+    return START + (ranks - 1) * (size / ranks / rate + hop)
 
 
 def work(part: Part, layout: Layout, machine: Machine) -> Terms:
@@ -85,7 +84,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         else:
             scores = attention.heads * attention.length**2 * share / tensor
             terms["attention"] = (forwards + 2) * 2 * flops / chip.product  # nothing is skipped
-            terms["attention"] += (forwards + 2) / 3 * SCORES * wide * scores / moving
+            terms["attention"] += (forwards + 2) / 3 * software.scores * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
     moved = (whole + part.cut_moved / tensor) * wide * share
     moved *= (3 + again) / 3 * software.passes * PASSES
@@ -149,6 +148,11 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
             slot = Terms({name: seconds * layers for name, seconds in layer.items()})
             for name, seconds in [*first.items()] * ends[1] + [*last.items()] * ends[2]:
                 slot.add(name, seconds)
+            if layout.zero < 3 and count > 1:  # read the gradient, read and write the sum
+                # A product that adds up its gradient itself does not write it in its own format.
+                alone = -layout.width if software.adds else layout.width
+                weights = held(model, layout, layers, stage)
+                slot["adding gradients"] = weights * (2 * software.reduce + alone) / moving
             busy = slot.total()
             launched = layers + (ends[1] + ends[2]) / 2
             joined = (busy**MIXED + (launched * host) ** MIXED) ** (1 / MIXED)
@@ -170,10 +174,6 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     terms = Terms({name: seconds * count for name, seconds in slot.items()})
     terms["pipeline bubble"] = (sum(totals) - slowest) / layout.chunks
     if layout.zero < 3:
-        if count > 1:  # read the gradient, read and write the sum
-            # A product that adds up its gradient itself does not write it in its own format.
-            alone = -layout.width if software.adds else layout.width
-            terms["adding gradients"] = count * most * (2 * software.reduce + alone) / moving
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
         terms["data collectives"] = _beside(_exchange(model, most, layout, machine), hidden)
     terms["optimizer"] = most / layout.shards * UPDATE / moving
