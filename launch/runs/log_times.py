@@ -3,7 +3,6 @@
 For each second in which logs of the node grew, a line beside them has the time and their sizes.
 """
 
-import contextlib
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,17 +46,23 @@ class LogWatcher:
         """Note how long the logs are when all ranks have ended."""
         paths = logs_in(self._folder, "rank-*.log")
         self._note({rank_of(path): path.stat().st_size for path in paths})
+        self._close()
+
+    def _close(self) -> None:
         if self._lines is not None:
             self._lines.close()
+        self._lines = None
 
     def _note(self, sizes: Mapping[int, int]) -> None:
         grown = {rank: size for rank, size in sizes.items() if size != self._sizes.get(rank, 0)}
         if grown:
             self._sizes.update(grown)
             line = LogSizes(time.time(), {str(rank): size for rank, size in grown.items()})
-            with contextlib.suppress(OSError):  # a full disk must not end a run
+            try:
                 self._lines = self._lines or LogSizes.open(self._folder)
                 line.write_to(self._lines)
+            except OSError:  # a full disk must not end a run
+                self._close()
 
 
 def _written(pid: int, folder: Path) -> tuple[int, int] | None:

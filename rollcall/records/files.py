@@ -110,23 +110,29 @@ def append_line(path: Path, fields: dict[str, Any]) -> None:
 
 
 def write_line(file: BinaryIO, fields: dict[str, Any]) -> None:
-    """Write one JSON object as the next line of an open file."""
-    file.write(json.dumps(fields).encode() + b"\n")
-    file.flush()
+    """Write one JSON object as the next line of a file of `open_lines`.
+
+    Raises:
+        OSError: the line is not in the file, or not whole; the file must be opened again.
+    """
+    line = json.dumps(fields).encode() + b"\n"
+    while len(line) > 1:  # whoever opens the file next ends the line
+        line = line[file.write(line) :]
 
 
 def open_lines(path: Path) -> BinaryIO:
     """Open a line file to append to it, even if a crash cut off its last line.
 
-    What lies there and cannot be written, such as a directory, is set aside.
+    What lies there and cannot be written, such as a directory, is set aside. The file has no
+    buffer: closing it would write a line once more that a full disk has refused.
     """
     try:
-        file = path.open("ab+")
+        file = path.open("ab+", buffering=0)
     except OSError as error:
         if error.errno not in OBSTACLES and not path.is_symlink():
             raise
         set_aside(path)
-        file = path.open("ab+")
+        file = path.open("ab+", buffering=0)
     if file.tell() > 0:
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,18 @@ def test_a_full_disk_that_holds_the_logs_too(tmp_path: Path) -> None:
         steps = [line["step"] for line in logged_steps(run_dir)]
         assert steps == [*range(1, len(steps) + 1)]
         assert "failed saves" in ranks.output()
+
+
+@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+def test_a_line_that_a_disk_refused_once_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    program = (
+        "import sys; from rollcall.records.files import *; journal = Journal(Path(sys.argv[1]))\n"
+        "for step in (1, 2): journal.append({'step': step})"
+    )
+    refusal = ["-P", str(path), "-e", "trace=write", "-e", "inject=write:error=ENOSPC:when=1"]
+    subprocess.run(["strace", "-qq", *refusal, sys.executable, "-c", program, path], check=True)
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
 
 
 def fill(path: Path) -> bool:
