@@ -198,10 +198,26 @@ def test_each_value_has_its_origin(tmp_path: Path) -> None:
     (told,) = story.tell([run])
     assert told.settings["seed"] == ("0", "default")
     assert told.settings["optim.lr"] == ("0.1", "recipe or command line")
+    assert told.settings["optim.args.eps"] == ("1e-08", "default")  # of torch's AdamW
     words = ["python", "-m", "rollcall", "supervise", "--", "-m", "rollcall.train", "digits"]
     JobRecord(str(run.path), 1, more={"command": [*words, "optim.lr=0.1"]}).write(run.path)
     (told,) = story.tell([run])
     assert told.settings["optim.lr"] == ("0.1", "command line")
+    assert told.settings["optim.args.eps"] == ("1e-08", "default")
+
+
+@pytest.mark.parametrize("first", [21, 1])
+def test_losses_that_are_not_finite_are_not_hidden(tmp_path: Path, first: int) -> None:
+    run = make(tmp_path, "diverged")
+    for step in range(first, 31):
+        LoggedStep(step, math.nan, 100.0, 2000.0 + step, more={"grad_norm": math.inf}).append(
+            run.path
+        )
+    Validation(30, math.inf, 2030.0, 0.9).append(run.path)
+    text = report(run)
+    assert "Step 30; validation accuracy 90.00%, validation loss inf." in text
+    assert ("nan at step 30; lowest 0.55" in text) is (first == 21)
+    assert "no lines of steps" not in text
 
 
 def test_compare_prints_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,9 +231,11 @@ def test_compare_prints_what_differs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "seed" not in shown and "run.name" not in shown
     assert "best validation accuracy: one" in shown
     run = RunDir(tmp_path, "one")
-    run.record("evaluated", step=30, loss=math.nan, accuracy=math.nan)
+    Validation(30, math.nan, 2000.0, math.nan).append(run.path)
     assert cli.main(["compare", "one", "two", *root]) == 0
-    assert "best validation accuracy: two" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "best validation accuracy: two" in shown
+    assert re.search(r"validation loss +nan +0.3\n", shown)
     assert cli.main(["compare", "one", *root]) == 2
     assert "name at least two" in capsys.readouterr().err
 
@@ -304,7 +322,7 @@ def test_without_matplotlib_the_line_to_install_it(tmp_path: Path) -> None:
     script = "import sys; sys.modules['matplotlib'] = None; from rollcall import cli; "
     script += f"sys.exit(cli.main(['report', 'kept', '--root', {str(tmp_path)!r}]))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install 'rollcall-train[report]'" in done.stderr
+    assert done.returncode == 2 and "pip install matplotlib jinja2" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
