@@ -50,8 +50,8 @@ class Loader:
             )
         if shuffle and self._size < global_batch:
             raise ConfigError(
-                f"a batch of {global_batch} samples is larger than the data set of {self._size}, so "
-                "no batch would be full; choose a smaller one"
+                f"a batch of {global_batch} samples is larger than the data set of {self._size} "
+                "samples; choose a smaller batch"
             )
 
     def __len__(self) -> int:
