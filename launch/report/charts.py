@@ -83,7 +83,8 @@ def curves(
     high = max(np.nanmax(curve.high) for *_, curve in named)
     is_log = may_be_log and low > 0 and high / low > 50
     first = float(min(curve.x[0] for *_, curve in named))
-    last = float(max(curve.x[-1] for *_, curve in named))
+    ends = [*(curve.x[-1] for *_, curve in named), *(mark.step for mark in marks)]
+    last = float(max(ends))  # a failure comes after the last logged step
     shown = _apart(marks, first, last)
 
     def paint(axes: Any) -> None:
@@ -331,10 +332,11 @@ def _svg(title: str, width: int, height: int, paint: Callable[[Any], None]) -> s
 
 def _tick(value: float, _: float | None) -> str:
     """Return a number at an axis, as short as it can be."""
-    for size, most, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
-        if abs(value) >= most:
+    units = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    for size, unit in units if abs(value) < 1e18 else ():
+        if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{unit}"
-    if 0 < abs(value) < 1e-3:
-        digits, _, power = f"{value:.3e}".partition("e")
+    if 0 < abs(value) < 1e-3 or abs(value) >= 1e18:
+        digits, power = f"{value:.3e}".split("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.4g}"

@@ -183,7 +183,9 @@ def test_failures_show_their_log_and_attempts_their_changes(tmp_path: Path) -> N
     log.parent.mkdir(parents=True)
     log.write_text("before\nthe last words\n")
     RankFailure(40.0, "b", 1, "ValueError: broken", 3).write(log.parent, who="rank-3")
+    run.record("failed", step=27)  # seven steps after the last line
     text = report(run)
+    assert '[27,"failed at step 27"]' in text
     assert "rank 3 on b (node 1) raised ValueError: broken" in text
     assert "the last words" in text
     assert (
