@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from rollcall.launch.report import charts, compare, curves
 from rollcall.launch.report.charts import Chart
 from rollcall.launch.report.story import Story, clock, figure, title_of, value_of
 from rollcall.launch.runs.goodput import SHARES, Goodput
-from rollcall.launch.runs.states import Progress
 from rollcall.refusal import RefusedError
 from rollcall.text import duration
 
@@ -66,13 +65,9 @@ def page(stories: Sequence[Story]) -> str:
     )
 
 
-def listing(rows: Iterable[tuple[str, str, str, Progress]]) -> str:
-    """Return the page of all runs; a row has the address, the name, the state and the progress."""
-    shown = []
-    for *run, done in rows:
-        figures = ", ".join(f"{key} {figure(value)}" for key, value in done.validation.items())
-        shown.append((*run, "" if done.step is None else f"{done.step:,}", figures))
-    return _filled("list.html", title="Runs", rows=shown)
+def listing(rows: Sequence[tuple[str, str, dict[str, str]]]) -> str:
+    """Return the page of all runs; a row has the address, the name, and cells by column."""
+    return _filled("list.html", title="Runs", rows=rows)
 
 
 def _filled(template: str, **values: Any) -> str:

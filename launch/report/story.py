@@ -32,7 +32,7 @@ from rollcall.run_dir import RunDir
 from rollcall.text import dotted
 
 FAULTS = (
-    *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
+    *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory"),
     *("save_failed", "save_delayed", "refused"),
 )
 KINDS = {

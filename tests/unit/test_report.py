@@ -184,8 +184,9 @@ def test_failures_show_their_log_and_attempts_their_changes(tmp_path: Path) -> N
     log.write_text("before\nthe last words\n")
     RankFailure(40.0, "b", 1, "ValueError: broken", 3).write(log.parent, who="rank-3")
     run.record("failed", step=27)  # seven steps after the last line
+    run.record("straggler", step=9)  # a busy machine has hundreds, which would hide the curves
     text = report(run)
-    assert '[27,"failed at step 27"]' in text
+    assert '[27,"failed at step 27"]' in text and "straggler at" not in text
     assert "rank 3 on b (node 1) raised ValueError: broken" in text
     assert "the last words" in text
     assert (
@@ -356,6 +357,7 @@ def test_the_dashboard_shows_runs_to_who_has_the_token(server: Server) -> None:
     code, text = get(server, place)
     assert code == 200 and 'href="a%20run"' in text and 'href="grid/lr-0.1"' in text
     assert "lost" not in text  # a sweep has no state of its own
+    assert text.index('href="grid"') < text.index('href="grid/lr-0.1"') and "90.00%" in text
     assert [get(server, place + name)[0] for name in ("a%20run", "grid/lr-0.1")] == [200, 200]
     with pytest.raises(RefusedError, match="choose another with --port"):
         dashboard.main(["--port", str(server.server_address[1])])
@@ -397,8 +399,7 @@ def test_the_dashboard_makes_a_report_again_when_the_run_has_changed(server: Ser
 
 def test_the_list_of_runs_takes_any_name(server: Server) -> None:
     run = make(Path(server.root), os.fsdecode(b"odd\xff"))
-    run.record("evaluated", step=20, **{"<script>": 0.5})
     place = f"/{server.token}/"
     code, text = get(server, place)
-    assert code == 200 and 'href="odd%FF"' in text and "&lt;script&gt; 0.5" in text
+    assert code == 200 and 'href="odd%FF"' in text
     assert get(server, f"{place}odd%FF")[0] == 200
