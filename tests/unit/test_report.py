@@ -398,7 +398,7 @@ def test_the_dashboard_makes_a_report_again_when_the_run_has_changed(server: Ser
 
 
 def test_the_list_of_runs_takes_any_name(server: Server) -> None:
-    run = make(Path(server.root), os.fsdecode(b"odd\xff"))
+    make(Path(server.root), os.fsdecode(b"odd\xff"))
     place = f"/{server.token}/"
     code, text = get(server, place)
     assert code == 200 and 'href="odd%FF"' in text
