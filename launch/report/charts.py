@@ -336,7 +336,8 @@ def _tick(value: float, _: float | None) -> str:
     for size, unit in units if abs(value) < 1e18 else ():
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{unit}"
-    if 0 < abs(value) < 1e-3 or abs(value) >= 1e18:
-        digits, power = f"{value:.3e}".split("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:.4g}"
+    plain = f"{value:.4g}"
+    if len(plain) < 8:
+        return plain
+    digits, power = f"{value:.3e}".split("e")  # of a small number, shorter
+    return f"{float(digits):g}e{int(power)}"
