@@ -60,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     def add_count(option: str, metavar: str, meaning: str) -> None:
         add(option, type=partial(_count, option), metavar=metavar, help=meaning)
 
-    add_count("--gpus", "N", "in the run")
-    add_count("--nodes", "N", "in the run, instead of --gpus")
-    add("--gpu", metavar="CHIP", help="such as h100; rollcall/config/chips.yaml lists all")
+    add_count("--gpus", "N", "number of GPUs")
+    add_count("--nodes", "N", "number of nodes, instead of --gpus")
+    add("--gpu", metavar="CHIP", help="chip, such as h100; rollcall/config/chips.yaml lists all")
     add_count("--node-size", "K", "GPUs or ranks on each node")
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
     add_count("--batch", "N", "samples in a step of a known shape")
@@ -71,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add_count("--top", "N", "layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
-    add("--price", type=_price, metavar="P", help="of a GPU-hour")
-    add("--failures", metavar="RATE", help="per node and day, or a published one (default: rsc-1)")
+    add("--price", type=_price, metavar="P", help="price of a GPU-hour, for --budget")
+    meaning = "failures per node and day, or the name of a published rate (default: rsc-1)"
+    add("--failures", metavar="RATE", help=meaning)
     add("--machines", metavar="FILE", help="chips, fabrics, software and factors of your own")
     add("--validate", metavar="FOLDER", help="compare with the tables of a folder")
     add("--json", action="store_true", help="print JSON")

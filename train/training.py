@@ -291,19 +291,20 @@ def _conclude_exact(run: Run, parts: _Parts) -> str:
 def _conclude(run: Run, parts: _Parts, state: State, weights: str, seconds: float) -> None:
     """Write the verdict and print the summary; `weights` is their hash in exact mode, or empty."""
     trainer = parts.trainer
-    steps, early = trainer.task.order.steps, trainer.task.patience.reason
+    early = trainer.task.patience.reason
+    trained = f"{trainer.step} step{'s' * (trainer.step != 1)} trained"
     reason = {
-        "done": f"{trainer.step} steps trained{f'; stopped early: {early}' * bool(early)}",
+        "done": f"{trained}{f'; stopped early: {early}' * bool(early)}",
         "stopped": "a person asked to stop",
         "requeue": parts.stop.reason,
-        "failed": f"{steps} steps trained",
+        "failed": trained,
     }[state]
     if trainer.saver.problem:
         reason += f"; {trainer.saver.problem}"
     hashed = {"weights": weights} if weights else {}
     run.record("finished", step=trainer.step, state=state, **hashed)
     problem = run.run_dir.try_to_conclude(Verdict(state, trainer.step, reason))
-    rows = {"result": f"{state}: {reason}", "step": f"{trainer.step} of {steps}"}
+    rows = {"result": f"{state}: {reason}", "step": f"{trainer.step} of {trainer.task.order.steps}"}
     rows |= trainer.task.summary()
     if weights:
         rows["weights"] = f"{weights[:16]} (sha256)"

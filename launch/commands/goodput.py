@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.runs.goodput import SHARES, goodput
-from rollcall.text import table
+from rollcall.text import duration, table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,9 +29,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     until = "until now" if found.is_live else "to its end"
     counts = f"attempts: {found.attempts}; steps done again: {found.repeated_steps}"
-    print(f"run {run.name}: goodput {found.productive:.1%} of {found.wall:.1f} s {until}; {counts}")
+    share = f"{found.productive:.1%} of {duration(found.wall)} {until}"
+    print(f"run {run.name}: goodput {share}; {counts}")
     rows = [
-        (name, f"{seconds / (found.wall or 1):.1%}", f"{seconds:.1f} s", SHARES[name])
+        (name, f"{seconds / (found.wall or 1):.1%}", duration(seconds), SHARES[name])
         for name, seconds in found.shares.items()
         if seconds > found.wall / 2000
     ]

@@ -20,9 +20,12 @@ MOST = 1000
 def main(argv: Sequence[str]) -> int:
     """Ask for a profile, wait for it and print its tables; return the exit code."""
     words = find.parser("profile", __doc__)
-    words.add_argument("--steps", type=int, default=3, metavar="N", help="how many (default: 3)")
-    words.add_argument("--ranks", default="0", help="such as 0,5, or all (default: 0)")
-    words.add_argument("--wait", type=float, default=300, metavar="SECONDS", help="default: 300")
+    words.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="number of steps (default: 3)"
+    )
+    words.add_argument("--ranks", default="0", help="ranks, such as 0,5, or all (default: 0)")
+    meaning = "seconds to wait for the profile (default: 300)"
+    words.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=meaning)
     options = words.parse_args(argv)
     run = find.find_one(options.run, options.root)
     _check_running(run)

@@ -77,7 +77,7 @@ def _table(found: Sequence[RunDir], root: str, width: int | None) -> list[str]:
     """Return the lines of the table, for a terminal of this width or for a file."""
     conditions, complaint = states.look(found)
     base = f"{Path(root).absolute()}{os.sep}"
-    rows = [["run", *_cells(Condition(""), Progress())]]
+    rows = [["run", *cells_of(Condition(""), Progress())]]
     sweeps = {run.path for run in found} & {run.path.parent for run in found}
     cells: dict[Path, list[list[str]]] = {path: [] for path in sweeps}
     heads: dict[Path, list[str]] = {}
@@ -85,7 +85,7 @@ def _table(found: Sequence[RunDir], root: str, width: int | None) -> list[str]:
         if not (condition.is_live or condition.attempts) and find.is_sweep(run):
             condition = Condition("")  # its cells say everything
         name = str(run.path).removeprefix(base) if str(run.path).startswith(base) else run.name
-        row = [name, *_cells(condition, states.progress(run)).values()]
+        row = [name, *cells_of(condition, states.progress(run)).values()]
         if run.path in sweeps:
             heads[run.path] = row
         else:
@@ -120,7 +120,7 @@ def _lines(rows: list[list[str]], width: int | None) -> list[str]:
     return lines + below
 
 
-def _cells(condition: Condition, progress: Progress) -> dict[str, str]:
+def cells_of(condition: Condition, progress: Progress) -> dict[str, str]:
     """Return the cells of a row by column, without the name of the run."""
     is_moving = condition.state == "running"
     return {

@@ -17,7 +17,7 @@ from rollcall.records.phases import Phases
 from rollcall.refusal import RefusedError
 from rollcall.text import listed
 
-MISSING = "a report needs the package '{}': pip install 'rollcall-train[report]'"
+MISSING = "a report needs the package '{}': pip install matplotlib jinja2"
 try:
     import matplotlib
     from matplotlib.figure import Figure
@@ -79,10 +79,12 @@ def curves(
         is_wide: whether it is drawn for the width of the page too, with all marks.
         may_be_log: whether the axis is logarithmic if the values need it.
     """
-    low = min(curve.low.min() for *_, curve in named)
-    is_log = may_be_log and low > 0 and max(curve.high.max() for *_, curve in named) / low > 50
+    low = min(np.nanmin(curve.low) for *_, curve in named)
+    high = max(np.nanmax(curve.high) for *_, curve in named)
+    is_log = may_be_log and low > 0 and high / low > 50
     first = float(min(curve.x[0] for *_, curve in named))
-    last = float(max(curve.x[-1] for *_, curve in named))
+    ends = [*(curve.x[-1] for *_, curve in named), *(mark.step for mark in marks)]
+    last = float(max(ends))  # a failure comes after the last logged step
     shown = _apart(marks, first, last)
 
     def paint(axes: Any) -> None:
@@ -109,7 +111,8 @@ def curves(
         ends = [f"{name} {figure(end)}" for (name, *_), end in zip(named, last_values, strict=True)]
         words = f"Last values: {listed(ends)}"
         if len(named) > MANY:
-            words = f"Last values: {figure(min(last_values))} to {figure(max(last_values))}"
+            known = [*filter(math.isfinite, last_values)] or [math.nan]
+            words = f"Last values: {figure(min(known))} to {figure(max(known))}"
     if any(curve.is_band for *_, curve in named):
         words += ". The band shows the extremes of neighbouring steps"
     words += ". Logarithmic axis." if is_log else "."
@@ -117,7 +120,7 @@ def curves(
     if len(named) > MANY:
         legend = [*(each for each in legend if each[0] == "c1"), ("muted", "other runs")]
     if is_wide:
-        kinds = {mark.kind for mark in marks}
+        kinds = {mark.kind for mark in shown}
         legend += [(LINES[kind][0], kind) for kind in LINES if kind in kinds]
         legend += [("muted", "checkpoint (ticks)")] * ("checkpoint" in kinds)
     series = []
@@ -134,7 +137,7 @@ def describe(name: str, curve: Curve) -> str:
     words = f"{name}: {figure(from_)} at step {start:,.0f}"
     if start == end:
         return words
-    low, high = figure(curve.low.min()), figure(curve.high.max())
+    low, high = figure(np.nanmin(curve.low)), figure(np.nanmax(curve.high))
     return f"{words}, {figure(to)} at step {end:,.0f}; lowest {low}, highest {high}"
 
 
@@ -329,7 +332,12 @@ def _svg(title: str, width: int, height: int, paint: Callable[[Any], None]) -> s
 
 def _tick(value: float, _: float | None) -> str:
     """Return a number at an axis, as short as it can be."""
-    for size, most, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
-        if abs(value) >= most:
+    units = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    for size, unit in units if abs(value) < 1e18 else ():
+        if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
+    plain = f"{value:.4g}"
+    if len(plain) < 8:
+        return plain
+    digits, power = f"{value:.3e}".split("e")  # of a small number, shorter
+    return f"{float(digits):g}e{int(power)}"

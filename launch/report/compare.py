@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rollcall.launch.report import story
-from rollcall.launch.report.story import Story, clock, figure
+from rollcall.launch.report.story import Story, clock, value_of
 from rollcall.launch.runs import find
 from rollcall.records.code import CodeRecord
 from rollcall.refusal import RefusedError
@@ -98,10 +98,10 @@ def _results(stories: Sequence[Story]) -> Iterator[list[str]]:
     yield ["state", *(each.condition.state for each in stories)]
     steps = [each.progress.step for each in stories]
     yield ["steps", *("" if step is None else f"{step:,}" for step in steps)]
-    for key in dict.fromkeys(key for each in stories for key in each.result):
+    for key in dict.fromkeys(key for each in stories for key in each.newest):
         if key.startswith("val_") or key in ("loss", "samples_per_second"):
-            found = (each.result.get(key) for each in stories)
-            shown = ("" if value is None else figure(value) for value in found)
+            found = (each.newest.get(key) for each in stories)
+            shown = ("" if value is None else value_of(key, value) for value in found)
             yield [story.title_of(key).lower(), *shown]
     yield ["attempts", *(str(each.condition.attempts or "") for each in stories)]
     yield ["started", *("" if each.started is None else clock(each.started) for each in stories)]

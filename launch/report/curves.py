@@ -24,7 +24,7 @@ MEMORY = {"memory": "peak in use", "reserved": "reserved by PyTorch", "host": "p
 
 
 class Curve(NamedTuple):
-    """A curve; `low` and `high` are the extremes of the steps of a point."""
+    """A curve; `low` and `high` are the extremes of the steps of a point, and NaN is a gap."""
 
     x: Array
     y: Array
@@ -41,13 +41,14 @@ class Curve(NamedTuple):
 def thin(points: Sequence[tuple[int, float]], columns: int = COLUMNS) -> Curve:
     """Return at most 2 `columns` points, each the mean of a group of neighbours."""
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
+    y = np.where(np.isfinite(y), y, np.nan)
     ends = (points[0], points[-1])
     if len(x) <= 2 * columns:
         return Curve(x, y, y, y, ends)
     edges = np.linspace(0, len(x), columns + 1).astype(int)
     starts, sizes = edges[:-1], np.diff(edges)
     mean = np.add.reduceat(y / sizes.max(), starts) / sizes * sizes.max()
-    low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+    low, high = np.fmin.reduceat(y, starts), np.fmax.reduceat(y, starts)
     return Curve(x[starts + sizes // 2], mean, low, high, ends)
 
 

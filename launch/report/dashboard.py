@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from rollcall.launch.commands import status
 from rollcall.launch.report import command
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import NoRunError
+from rollcall.launch.runs.states import Condition
 from rollcall.parser import parser as command_parser
 from rollcall.records.attempt import AttemptEvent
 from rollcall.records.files import changed
@@ -107,11 +109,17 @@ def _list(runs: dict[str, RunDir]) -> str:
     from rollcall.launch.report.page import listing  # imports matplotlib
 
     conditions, _ = states.look([*runs.values()])
-    sweeps, rows = {run.path.parent for run in runs.values()}, []
-    for (name, run), condition in zip(runs.items(), conditions, strict=True):
-        state = "sweep" if run.path in sweeps else condition.state
-        rows.append((quote(os.fsencode(name)), name, state, states.progress(run)))
-    return listing(reversed(rows))
+    sweeps = {run.path for run in runs.values()} & {run.path.parent for run in runs.values()}
+    # The run or sweep that changed last comes first, and cells below their sweep.
+    tops = [run.path.parent if run.path.parent in sweeps else run.path for run in runs.values()]
+    newest = {path: place for place, path in enumerate(tops)}
+    rows = []
+    for top, (name, run), condition in zip(tops, runs.items(), conditions, strict=True):
+        shown = Condition("sweep") if run.path in sweeps else condition
+        cells = status.cells_of(shown, states.progress(run))
+        del cells[""]  # the note, which the report has too
+        rows.append((-newest[top], run.path, (quote(os.fsencode(name)), name, cells)))
+    return listing([row for *_, row in sorted(rows, key=lambda each: each[:2])])
 
 
 class _Handler(BaseHTTPRequestHandler):

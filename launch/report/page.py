@@ -3,15 +3,14 @@
 import base64
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollcall.launch.report import charts, compare, curves
 from rollcall.launch.report.charts import Chart
-from rollcall.launch.report.story import Story, clock, figure, title_of
+from rollcall.launch.report.story import Story, clock, figure, title_of, value_of
 from rollcall.launch.runs.goodput import SHARES, Goodput
-from rollcall.launch.runs.states import Progress
 from rollcall.refusal import RefusedError
 from rollcall.text import duration
 
@@ -66,13 +65,9 @@ def page(stories: Sequence[Story]) -> str:
     )
 
 
-def listing(rows: Iterable[tuple[str, str, str, Progress]]) -> str:
-    """Return the page of all runs; a row has the address, the name, the state and the progress."""
-    shown = []
-    for *run, done in rows:
-        figures = ", ".join(f"{key} {figure(value)}" for key, value in done.validation.items())
-        shown.append((*run, "" if done.step is None else f"{done.step:,}", figures))
-    return _filled("list.html", title="Runs", rows=shown)
+def listing(rows: Sequence[tuple[str, str, dict[str, str]]]) -> str:
+    """Return the page of all runs; a row has the address, the name, and cells by column."""
+    return _filled("list.html", title="Runs", rows=rows)
 
 
 def _filled(template: str, **values: Any) -> str:
@@ -84,9 +79,9 @@ def _tiles(one: Story) -> dict[str, str]:
     """Return the figures at the top of a report of one run."""
     step, total = one.progress.step, one.progress.total
     tiles = {f"Steps, of {total:,}" if total else "Steps": "" if step is None else f"{step:,}"}
-    known = [key for key in TILES if key in one.result]
+    known = [key for key in TILES if key in one.newest]
     known = [key for key in known if key != "loss" or "val_loss" not in known]
-    tiles |= {title_of(key): _value(key, one.result[key]) for key in known}
+    tiles |= {title_of(key): value_of(key, one.newest[key]) for key in known}
     if one.goodput is not None:
         tiles["Goodput"] = f"{one.goodput.productive:.1%}"
         tiles["Wall clock"] = duration(one.goodput.wall)
@@ -100,8 +95,8 @@ def in_words(one: Story) -> str:
     step, total = one.progress.step, one.progress.total
     of_total = f" of {total:,}" if total else ""
     text = "No step was logged" if step is None else f"Step {step:,}{of_total}"
-    known = [key for key in TILES[:3] if key in one.result][:2]
-    figures = [f"{title_of(key).lower()} {_value(key, one.result[key])}" for key in known]
+    known = [key for key in TILES[:3] if key in one.newest][:2]
+    figures = [f"{title_of(key).lower()} {value_of(key, one.newest[key])}" for key in known]
     text += f"; {', '.join(figures)}." if figures else "."
     if one.failures and one.condition.state in ("failed", "lost"):
         cause = one.failures[0].cause.what
@@ -115,10 +110,6 @@ def in_words(one: Story) -> str:
     return f"{text} It resumed {times}." if restarts else text
 
 
-def _value(key: str, value: float) -> str:
-    return f"{value:.2%}" if key == "val_accuracy" and 0 <= value <= 1 else figure(value)
-
-
 def _of_all(stories: Sequence[Story]) -> dict[str, Any]:
     """Return what compares the runs: the header, a table, and of a sweep parallel coordinates."""
     states = [each.condition.state for each in stories]
@@ -130,7 +121,7 @@ def _of_all(stories: Sequence[Story]) -> dict[str, Any]:
     if found is not None:
         place, key = found
         best = stories[place]
-        value = _value(key, best.result[key])
+        value = value_of(key, best.result[key])
         text += f" The best {title_of(key).lower()} is {value}, of {best.name}."
         if tables["configuration"] and "" not in sweeps:
             drawn = [_parallel(stories, tables["configuration"][:8], place, key)]
@@ -161,7 +152,7 @@ def _parallel(stories: Sequence[Story], axes: Sequence[list[str]], place: int, k
 def _curves(stories: Sequence[Story]) -> list[Chart]:
     """Draw every curve that a run has; of one run, training and validation loss together."""
     shown_runs = stories[:OVERLAID]
-    keys = list(dict.fromkeys(key for each in shown_runs for key, of in each.curves.items() if of))
+    keys = list(dict.fromkeys(key for each in shown_runs for key in each.drawn))
     keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
     found, is_one = compare.best(stories), len(stories) == 1
     marks = stories[0].marks if is_one else []
@@ -176,10 +167,10 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
             shade = f"c{place}"
             if len(stories) > charts.MANY:
                 shade = "c1" if found and found[0] == place else "muted"
-            if points := each.curves.get(key):
+            if points := each.drawn.get(key):
                 name = title_of(key) if is_one else each.name
                 named.append((name, shade, curves.thin(points, columns)))
-        if is_one and key == "loss" and (points := stories[0].curves.get("val_loss")):
+        if is_one and key == "loss" and (points := stories[0].drawn.get("val_loss")):
             named.append((title_of("val_loss"), "c1", curves.thin(points)))
         title = "Loss" if len(named) > len(stories) else title_of(key)
         may_be_log, is_wide = "loss" in key or key == "grad_norm", key == "loss"

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rollcall.config import ConfigError, describe, origins, yaml_values
+from rollcall.config import Config, ConfigError, describe, origins, yaml_values
+from rollcall.config.arguments import complete
 from rollcall.config.read import is_file
 from rollcall.hosts import fold
 from rollcall.installation import training_words
@@ -31,7 +32,7 @@ from rollcall.run_dir import RunDir
 from rollcall.text import dotted
 
 FAULTS = (
-    *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
+    *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory"),
     *("save_failed", "save_delayed", "refused"),
 )
 KINDS = {
@@ -88,14 +89,23 @@ class Story:
     started: float | None  # seconds since 1970
 
     @property
+    def newest(self) -> dict[str, float]:
+        """The last value of each curve; it may be NaN or infinite."""
+        return {key: of[-1][1] for key, of in self.curves.items() if of}
+
+    @property
     def result(self) -> dict[str, float]:
-        """The last value of each curve, but for losses and accuracies that are no number now."""
-        now = {f"val_{name}": value for name, value in self.progress.validation.items()}
-        now["loss"] = self.progress.loss or 0.0
-        known = [key for key, of in self.curves.items() if of and math.isfinite(now.get(key, 0.0))]
-        return {key: self.curves[key][-1][1] for key in known}
+        """The last value of each curve that ends with a finite one."""
+        return {key: value for key, value in self.newest.items() if math.isfinite(value)}
 
     # A report shows what follows of a few runs only.
+
+    @cached_property
+    def drawn(self) -> dict[str, Points]:
+        """The curves with a finite value."""
+        return {
+            key: of for key, of in self.curves.items() if any(map(math.isfinite, dict(of).values()))
+        }
 
     @cached_property
     def goodput(self) -> Goodput | None:
@@ -165,8 +175,9 @@ def _curves(run: RunDir) -> dict[str, Points]:
     for line in read_lines(run.metrics):
         known = LoggedStep.parse(line) or Validation.parse(line)
         for key, value in line.items() if known and known.step >= 0 else ():
-            if key not in NOT_CURVES and type(value) in (int, float) and abs(value) < math.inf:
-                found.setdefault(key, {})[line["step"]] = min(max(value, -1e300), 1e300)
+            if key not in NOT_CURVES and type(value) in (int, float):
+                shown = min(max(value, -1e300), 1e300) if abs(value) < math.inf else value
+                found.setdefault(key, {})[line["step"]] = shown
     is_curve = {key: key == "loss" or any(points.values()) for key, points in found.items()}
     return {key: sorted(points.items()) for key, points in found.items() if is_curve[key]}
 
@@ -186,15 +197,33 @@ def _settings(run: RunDir) -> dict[str, tuple[str, str]]:
         read = yaml_values.load(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         read = None
-    values: dict[str, Any] = {}
-    for key, value in dotted(read if isinstance(read, dict) else {}).items():
-        values |= dotted({key: value}) or {key: {}}
-    default = {name: _plain(value) for name, _, value, *_ in describe()}
-    origin, found = _origins(run), {}
-    for key, text in zip(values, map(_plain, values.values()), strict=True):
-        guess = "default" if text == default.get(key) else "recipe or command line"
-        found[key] = (text, origin.get(key, guess))
+    read = read if isinstance(read, dict) else {}
+    origin, default = _origins(run), _defaults(read)
+    found = {}
+    for key, value in _flat(read).items():
+        guess = "default" if value == default.get(key) else "recipe or command line"
+        found[key] = (value, origin.get(key, "default" if origin else guess))
     return found
+
+
+def _flat(read: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each value, also of each argument, by its key."""
+    values: dict[str, Any] = {}
+    for key, value in dotted(read).items():
+        values |= dotted({key: value}) or {key: {}}
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _defaults(read: Mapping[str, Any]) -> dict[str, str]:
+    """Return the default of each key, and of the arguments of the code that is named here."""
+    known = {name: _plain(value) for name, _, value, *_ in describe()}
+    groups = {name: group for name, group in read.items() if isinstance(group, dict)}
+    for name, group in groups.items():
+        groups[name] = {key: it for key, it in group.items() if not str(key).endswith("args")}
+    try:
+        return _flat(complete(Config.model_validate(groups)).model_dump()) | known
+    except (ConfigError, ValueError):
+        return known
 
 
 def _origins(run: RunDir) -> dict[str, str]:
@@ -301,6 +330,11 @@ def title_of(key: str) -> str:
     """Return the name of a curve in words."""
     plain = re.sub(r"^val_", "validation ", key).replace("_", " ")
     return TITLES.get(key, plain[:1].upper() + plain[1:])
+
+
+def value_of(key: str, value: float) -> str:
+    """Return the value of a curve for people."""
+    return f"{value:.2%}" if key == "val_accuracy" and 0 <= value <= 1 else figure(value)
 
 
 def figure(value: float) -> str:

@@ -3,7 +3,7 @@
 Each cell becomes a task of an array job and a separate run in `runs/<sweep>/<cell>`. Without Slurm
 the cells run on this machine, as many at a time as fit or as `throttle` says. If you submit
 the same file again, the cells that are missing, failed or stopped run again, with the code of the
-first submission. rollcall.launch.sweep.definition describes the file.
+first submission.
 """
 
 import argparse

@@ -89,7 +89,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
     [fault], [expected] = result.events("skipped"), poisoned.events("skipped")
     for event in (fault, expected):
         assert event["samples"] == [user_code.BAD]
-        assert event["place"] == "the output of 0"
+        assert event["place"] == "the output of module 0"
         assert event["kind"] == "a loss that is not finite"
     assert fault["step"] == expected["step"]
     assert fault["rank"] == (0 if strategy == "pipeline" else fault["rows"][0] // 8)
@@ -102,7 +102,7 @@ def test_a_fault_can_be_replayed(tmp_path: Path, poisoned: Result) -> None:
     step = poisoned.events("skipped")[0]["step"]
     ranks = Ranks(1, ["replay", str(poisoned.run_dir.path), str(step)], tmp_path)
     assert ranks.wait() == [0], ranks.output()
-    assert "now     the output of 0\n" in ranks.output()
+    assert "now     the output of module 0\n" in ranks.output()
     assert f"sample  {user_code.BAD}: loss nan\n" in ranks.output()
     ranks = Ranks(1, ["replay", str(poisoned.run_dir.path), "1"], tmp_path / "other")
     assert ranks.wait() == [2]

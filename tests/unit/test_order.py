@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from rollcall.config import ConfigError
+from rollcall.train.data.loader import Loader
 from rollcall.train.data.order import Order, _shuffle, training_batches, validation_batches
 from rollcall.train.data.permutation import Permutation
 from rollcall.train.data.source import InMemory, Source
 from rollcall.train.data.stream import Stream
+from rollcall.train.dist.world import Place, World
 
 
 def source(train_size: int, validation_size: int) -> Source:
@@ -183,3 +186,13 @@ def test_an_example_does_not_order_the_whole_run() -> None:
     _shuffle.cache_clear()
     batch = next(training_batches(Source(samples, samples), order, range(2), range(1)))
     assert (len(batch.weights), _shuffle.cache_info().misses) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "word"), [(30, 64, "data set of 30"), (30, 7, "equally")]
+)
+def test_a_loader_without_a_batch_is_refused(size: int, batch: int, word: str) -> None:
+    world = World(Place("torchrun", 0, 0, 2, 2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=word):
+        Loader(source(size, 1).train, batch, world, shuffle=True)
+    assert len(Loader(source(size, 1).train, 64, world)) == 1  # in an evaluation no batch is full

@@ -35,7 +35,8 @@ class Loader:
             options: further ones of torch's DataLoader, such as `num_workers` or `collate_fn`.
 
         Raises:
-            ConfigError: the batch cannot be divided equally among the ranks.
+            ConfigError: the batch cannot be divided equally among the ranks, or `shuffle` would
+                leave out all samples.
         """
         self.world = world
         self._dataset, self._options = dataset, options
@@ -46,6 +47,11 @@ class Loader:
             raise ConfigError(
                 f"a batch of {global_batch} samples cannot be divided equally among "
                 f"{world.world_size} ranks; choose a multiple of {world.world_size}"
+            )
+        if shuffle and self._size < global_batch:
+            raise ConfigError(
+                f"a batch of {global_batch} samples is larger than the data set of {self._size} "
+                "samples; choose a smaller batch"
             )
 
     def __len__(self) -> int:

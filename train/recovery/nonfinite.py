@@ -33,7 +33,7 @@ class Witness:
     def __enter__(self) -> "Witness":
         self._objective.seen = []
         for name, module in self._model.named_modules():
-            hook = partial(self._after, name or "the model")
+            hook = partial(self._after, f"module {name}" if name else "the model")
             self._handles.append(module.register_forward_hook(hook))
         for name, weight in self._model.named_parameters():
             if weight.requires_grad:  # sees the gradient before the ranks sum it
