@@ -20,6 +20,8 @@ NAMES = {
     "data": "samples per second beside DataLoader",
     "growth": "commands and steps with more and more runs and ranks",
 }
+SHORT = {"step": "overhead", "start": "startup", "save": "checkpoint", "load": "checkpoint"}
+"""Other names of some."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(usage)
         return 0
-    name = argv[0] if argv else ""
+    name = SHORT.get(argv[0], argv[0]) if argv else ""
     if name not in NAMES:
-        hint = did_you_mean(name, NAMES)
+        hint = did_you_mean(name, [*NAMES, *SHORT])
         wrong = f"unknown benchmark '{name}'{hint}" if argv else "expected the name of a benchmark"
         print(f"rollcall bench: error: {wrong}\n{usage}", file=sys.stderr)
         return 2
