@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -66,8 +67,8 @@ def test_loss_is_the_training_loss_and_val_loss_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write(tmp_path, "grid: {optim.lr: [1, 2]}")
-    for cell, validation in (("lr-1", 0.9), ("lr-2", 0.3)):
+    path = write(tmp_path, "grid: {optim.lr: [1, 3, 2]}")
+    for cell, validation in (("lr-1", 0.9), ("lr-3", math.nan), ("lr-2", 0.3)):
         run = RunDir(tmp_path / "runs" / "lr", cell)
         run.path.mkdir(parents=True)
         LoggedStep(1, 5.0, 1.0, 0.0).append(run.path)
@@ -80,6 +81,7 @@ def test_loss_is_the_training_loss_and_val_loss_the_other(
     assert rows == [
         ["lr-2", "2", "unfinished", "3", "0.25", "0.3", "0.75"],
         ["lr-1", "1", "unfinished", "3", "0.25", "0.9", "0.75"],
+        ["lr-3", "3", "unfinished", "3", "0.25", "nan", "0.75"],
     ]
     assert cli.main(["sweep", "status", str(path), "--sort", "accuracy"]) == 2
     assert "did you mean 'val_accuracy'?" in capsys.readouterr().err
