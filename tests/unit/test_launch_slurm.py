@@ -59,8 +59,12 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_job_that_fits_says_when_it_starts() -> None:
-    assert preflight.check(JOB, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
+@pytest.mark.parametrize(
+    "partition", ["main", "old", "old,big"]
+)  # jobs may wait for one that is down
+def test_a_job_that_fits_says_when_it_starts(partition: str) -> None:
+    job = replace(JOB, partition=partition)
+    assert preflight.check(job, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
 
 
 @pytest.mark.usefixtures("fake")
@@ -71,13 +75,17 @@ def test_a_job_that_fits_says_when_it_starts() -> None:
             replace(JOB, partition="mian"),
             "--partition mian: no such partition; this cluster has big, mai",
         ),
-        (replace(JOB, partition="old"), "--partition old: no such partition"),
+        (replace(JOB, partition="old", nodes=9), "a job in partition old can have 8 at most"),
         (replace(JOB, nodes=5), "--nodes 5: a job in partition main can have 4 at most"),
         (replace(JOB, nodes=17, partition="big"), "partition big can have 16 at most"),
         (replace(JOB, partition="big,mian"), "--partition mian: no such partition"),
         (
             replace(JOB, time="2:00:00", partition=None),
             "the limit of partition main is 1:00:00; partition big allows it",
+        ),
+        (
+            replace(JOB, time="0"),
+            "--time 0: the limit of partition main is 1:00:00; .* big allows it",
         ),
         (replace(JOB, nodes=6), "can have 4 at most; partition big allows it"),
         (replace(JOB, gpus_per_node="5"), "no node of partition main has more than 4 GPUs; part"),

@@ -94,6 +94,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["--local", "--chain", "2"], "--chain: needs Slurm"),
         (["--local", "--array", "0-x"], "--array 0-x: expected indices such as 0-7"),
         (["--root", "/scrach/runs"], "/scrach does not exist, only /; correct --root"),
+        (["--root", sys.executable], f"{sys.executable} is a file; choose another directory"),
         (["fit.py", "seed=1"], "fit.py is a script, not a recipe; put `--` before it"),
         (["multi_node.sbatch"], "is a job script, not a recipe; submit it: sbatch multi_node"),
         (["--", "gone.py"], "gone.py: no such file"),
