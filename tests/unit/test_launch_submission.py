@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,9 @@ def test_a_run_that_goes_on_may_take_new_code(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.job.iterdir()) == [
         *("source-0.json", "source-1.json", "source.json")
     ]
+    shutil.rmtree(run.path / "code-0")  # to have room
+    snapshot.take(found, run.code, run.job / "source", run.path.parent / ".code")
+    assert (run.path / "code-2" / "fit.py").read_text() == "third"
     words = ["--local", "--dry-run", "--name", "a"]
     kept, renewed = (
         submit(*words, *more, "--", "fit.py", cwd=tmp_path).stdout for more in ([], ["--new-code"])
@@ -294,6 +298,21 @@ def test_two_submissions_at_once_do_not_make_one_run(tmp_path: Path) -> None:
         with pytest.raises(TakenError), start._prepared(other):
             pass
         assert (one.run.job / "job.json").exists()
+    one, other = (plan(line, argv, setup) for _ in range(2))
+
+    def prepare() -> None:
+        with start._prepared(other):
+            pass
+
+    with ThreadPoolExecutor() as pool:
+        with start._prepared(
+            one
+        ):  # of a run that exists: the other one waits until its job is known
+            waiting = pool.submit(prepare)
+            time.sleep(0.3)
+            start._record(one, "7")
+        with pytest.raises(TakenError):
+            waiting.result()
 
 
 @pytest.fixture
