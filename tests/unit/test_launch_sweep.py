@@ -36,7 +36,8 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
     )
     assert again.cells[0] == first.cells[3]
     assert again.cells[0].name.startswith("lr-3e-4_name-a-b-c_seed-1_")
-    longer = definition.read(write(tmp_path, f"list: [{{seed: {'1' * 200}}}, {{a.x: 1, b.x: 1}}]"))
+    odd = f"list: [{{seed: {'1' * 200}}}, {{a.x: 1, b.x: 1}}, {{}}, {{ü: ß}}]"
+    longer = definition.read(write(tmp_path, odd))
     for cell in [*first.cells, *longer.cells]:
         assert parse([f"run.name={cell.name}"])[1].run.name == cell.name
     assert first.cells[0].words(True)[0] == "optim.lr=1e-3"
@@ -55,6 +56,8 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
             "{list: [{a: 1}], throttle: few}",
             "lr.yaml: throttle: expected a whole number from 1",
         ),
+        ("{list: [{a: 1}], throttle: [1]}", "lr.yaml: throttle: expected a single value"),
+        ("{list: [{a: 1}], sort: [a]}", "lr.yaml: sort: expected a single value"),
         ("program: digits", "lr.yaml: program: expected a list of words, found 'digits'"),
     ],
 )
