@@ -326,7 +326,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submission:
     (tmp_path / "fit.py").write_text("input()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    words = ["--local", "--name=a", "--", "fit.py"]
+    words = ["--local", "--name=a", "--time=infinite", "--", "fit.py"]
     line, setup = layers.read(words)
     return plan(line, words, setup)
 
