@@ -2,7 +2,9 @@
 
 import difflib
 import json
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,12 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: s
     """Return the part of a refusal that names the nearest known word, or an empty text."""
     match = difflib.get_close_matches(word, list(known), 1, cutoff)
     return f", did you mean '{prefix}{match[0]}'?" if match else ""
+
+
+def coloured(text: str, code: str) -> str:
+    """Return a text in a colour, but not for a file or for somebody who wants no colours."""
+    is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR")  # no-color.org
+    return text if is_plain else f"\x1b[{code}m{text}\x1b[0m"
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

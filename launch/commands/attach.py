@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     # `rest` has everything after RUN; options before the command are still ours.
     options = parser.parse_args(rest, options)
     command = options.run[options.run[:1] == ["--"] :] or ["bash"]
-    run = find.find(name, options.root)
+    run = find.find_one(name, options.root)
     job, attempt = states.live_attempt(run)
     if not 0 <= options.node < len(attempt.hosts):
         last = len(attempt.hosts) - 1

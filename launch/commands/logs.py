@@ -16,13 +16,14 @@ from pathlib import Path
 from rollcall.launch.runs import find, log_times, states
 from rollcall.launch.runs.find import NoRunError
 from rollcall.run_dir import RunDir
+from rollcall.text import coloured
 from rollcall.timer import Every
 
 LOOK = 0.5
 """Seconds between two looks at the logs while following."""
 ASK_EVERY = 5.0
 """Seconds between two checks whether the run is over."""
-COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+COLOURS = ("36", "33", "32", "35", "34", "31", "96", "93", "92", "95", "94", "91")
 """ANSI colours of the prefixes, by rank."""
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     add("--merge", action="store_true", help="show all ranks of all nodes")
     add("--follow", action="store_true", help="continue until the run is over, with later attempts")
     options = parser.parse_args(argv)
-    run = find.find(options.run, options.root)
+    run = find.find_one(options.run, options.root)
     view = _View(run, options.rank, options.node, options.merge)
     attempt = _newest(run) if options.attempt is None else options.attempt
     if options.follow:
@@ -114,9 +115,7 @@ class _View:
     def _line(self, path: Path, line: bytes) -> None:
         if self.prefix:
             rank = log_times.rank_of(path)
-            prefix = f"[rank {rank}]"
-            if sys.stdout.isatty():
-                prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
+            prefix = coloured(f"[rank {rank}]", COLOURS[rank % len(COLOURS)])
             line = prefix.encode() + b" " + line
         sys.stdout.buffer.write(line)
 

@@ -25,10 +25,14 @@ def main(argv: Sequence[str]) -> int:
     """Requeue the job; return the exit code."""
     options = find.parser("requeue", __doc__).parse_args(argv)
     run = find.find(options.run, options.root)
-    job = states.look([run])[0][0].job
+    (condition,), _ = states.look([run])
+    job = condition.job
     again = f"submit it again: {_submission(run)}"
     if job is None or job.is_local:
         raise NoRunError(f"run {run.name} has no Slurm job; {again}")
+    if condition.state == "done" or job.id in find.cancelled(run):
+        ended = "is done" if condition.state == "done" else "was cancelled"
+        raise NoRunError(f"run {run.name} {ended}; {again}")
     info = slurm.queue([job.id]).get(job.id)
     if info is None:
         raise NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")

@@ -26,7 +26,7 @@ OURS = re.compile(r'"<frozen runpy>"|/launch/rank/\w+\.py"')
 def main(argv: Sequence[str]) -> int:
     """Print the stacks; return the exit code, 1 if a rank did not answer."""
     options = find.parser("stacks", __doc__).parse_args(argv)
-    run = find.find(options.run, options.root)
+    run = find.find_one(options.run, options.root)
     job, attempt = states.live_attempt(run)
     answers = _ask(run, job, attempt)
     found: dict[str, list[int]] = {}

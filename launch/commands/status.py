@@ -17,6 +17,7 @@ from pathlib import Path
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.states import Condition, Progress
 from rollcall.run_dir import RunDir
+from rollcall.text import coloured
 
 EVERY = 5.0
 """Seconds between two updates while watching."""
@@ -112,8 +113,8 @@ def _lines(rows: list[list[str]], width: int | None) -> list[str]:
     lines = []
     for row in rows:
         cells = [*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]
-        colour = COLOURS.get(row[1]) if width is not None else None
-        cells[1] = f"\x1b[{colour}m{cells[1]}\x1b[0m" if colour else cells[1]
+        if row[1] in COLOURS:
+            cells[1] = coloured(cells[1], COLOURS[row[1]])
         first, *more = textwrap.wrap(row[-1], room) if room and row[-1] else [row[-1]]
         indent = " " * (sum(widths) + 2 * len(widths))
         lines += ["  ".join([*cells, first]).rstrip(), *(indent + text for text in more)]

@@ -56,7 +56,7 @@ def preempt(target: Target) -> Fault:
         taker = slurm.tell(*words).partition(";")[0]  # with clusters: "17;name"
 
     plan = f"a job in partition {partition} takes {nodes} for {JOB_SECONDS} s"
-    return Fault(plan, inject, lambda: slurm.state(taker) in (None, *slurm.FINAL))
+    return Fault(plan, inject, lambda: slurm.has_ended(taker))
 
 
 def time_limit(target: Target) -> Fault:

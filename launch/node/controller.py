@@ -9,6 +9,7 @@ import subprocess
 from rollcall.launch.node.identity import Node
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.records.job import JobRecord
 from rollcall.records.run import JobEnd, LoggedStep
 from rollcall.run_dir import RunDir
 from rollcall.timer import Every
@@ -60,12 +61,18 @@ class DeadlineWatcher:
 
 
 class JobComment:
-    """Shows the run's progress in squeue, as the comment of its job: `squeue -o '%i %k'`."""
+    """Shows the run's progress in squeue, as the comment of its job: `squeue -o '%i %k'`.
+
+    A comment that the user gave stays: sites read them, for accounting for example.
+    """
 
     def __init__(self, run: RunDir, node: Node) -> None:
         self._run = run
         self._job = node.job
-        self._is_on = _speaks_to_slurm(node)
+        record = JobRecord.read(run.path)
+        given = record.more.get("options") if record else None
+        has_own = isinstance(given, dict) and "comment" in given
+        self._is_on = _speaks_to_slurm(node) and not has_own
         self._timer = Every(TELL_EVERY)
         self._step = 0
         self._process: subprocess.Popen[bytes] | None = None

@@ -42,7 +42,8 @@ def find(word: str, root: str) -> RunDir:
     for path in (Path(root) / word, Path(os.path.abspath(word))):  # noqa: PTH100 - without ".."
         if _is_run(path):
             return RunDir(path.parent, path.name)
-    hint = did_you_mean(word, [run.name for run in find_all(root)]) or "; rollcall status lists all"
+    known = (os.path.relpath(run.path, root) for run in find_all(root))  # also CELL of a sweep
+    hint = did_you_mean(word, known) or "; rollcall status lists all"
     raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
 
 

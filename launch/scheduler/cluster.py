@@ -34,15 +34,22 @@ class Partition(NamedTuple):
     shapes: tuple[tuple[int, Mapping[str, int]], ...]  # of each kind, the CPUs and GPUs for jobs
 
 
-def partitions() -> "dict[str, Partition]":
-    """Return all partitions that accept jobs, by name."""
+def partitions(named: str | None = None) -> "dict[str, Partition]":
+    """Return all partitions that are up, by name, and those in `named`, even if hidden or down."""
+    found = _partitions()
+    if named and not found.keys() >= {*named.split(",")}:
+        found |= _partitions(f"--partition={named}")
+    return found
+
+
+def _partitions(*named: str) -> "dict[str, Partition]":
     found: dict[str, Partition] = {}
     # --exact: otherwise different kinds of nodes share a line with the smallest values ("8+").
     # --noconvert: otherwise a limit of 1024 nodes is "1K".
-    listed = slurm.ask("sinfo", "--noconvert", "-h", "--exact", "-o", "%P|%D|%s|%l|%a|%c|%m|%G|%B")
-    for line in listed.splitlines():
+    words = ("--noconvert", "-h", "--exact", "-o", "%P|%D|%s|%l|%a|%c|%m|%G|%B", *named)
+    for line in slurm.ask("sinfo", *words).splitlines():
         name, nodes, size, limit, state, cpus, megabytes, gres, most_cpus = line.split("|")
-        if state != "up":
+        if state != "up" and not named:
             continue
         plain = name.rstrip("*")
         by_type = gpus.of_resources(gres)
@@ -74,7 +81,7 @@ def share_of_cpus(asked: Mapping[str, int], partition: str | None) -> int | None
     Return None if no node fits, or if Slurm does not say.
     """
     try:
-        known = partitions()
+        known = partitions(partition)
     except SlurmError:
         return None
     names = partition.split(",") if partition else [n for n in known if known[n].is_default]

@@ -72,6 +72,11 @@ def state(job_id: str) -> str | None:
     return info.state if info else None
 
 
+def has_ended(job_id: str) -> bool:
+    """Whether a job is over, or forgotten."""
+    return state(job_id) in (None, *FINAL)
+
+
 class JobInfo(NamedTuple):
     """A job as Slurm reports it."""
 

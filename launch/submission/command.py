@@ -3,7 +3,6 @@
 A dry run ends in this module, so nothing here imports submitit, psutil or torch.
 """
 
-import contextlib
 import shlex
 from collections.abc import Sequence
 
@@ -33,7 +32,7 @@ def begin(line: CommandLine, setup: tuple[str, ...], argv: Sequence[str]) -> int
     if line.own.preflight and (local or line.own.in_allocation):
         note("--preflight has no effect here, because there is no other node to use; try --doctor")
     while True:
-        with contextlib.suppress(TakenError):
+        try:
             planned = plan(line, argv, setup)
             if line.own.doctor:
                 from rollcall.launch.doctor import nodes  # here: few command lines need them
@@ -44,6 +43,9 @@ def begin(line: CommandLine, setup: tuple[str, ...], argv: Sequence[str]) -> int
                 executors.clear_inherited_environment()
                 return nodes.report_on(planned.job, planned.run.path.parent, local, line.own.json)
             return carry_out(planned, local, line.own.dry_run)
+        except TakenError:
+            if line.own.in_allocation:  # whose variables are no longer set
+                raise
 
 
 def carry_out(submission: Submission, local: bool, dry_run: bool) -> int:

@@ -61,7 +61,7 @@ class Local(submitit.LocalExecutor):
             nodes: number of nodes, all on this machine.
             minutes: time limit, None for no limit; SIGUSR2 is sent before it, as under Slurm.
         """
-        limit = minutes or YEAR_MINUTES
+        limit = min(minutes or YEAR_MINUTES, YEAR_MINUTES)  # infinity is a limit of sbatch's
         self.update_parameters(
             tasks_per_node=nodes,
             timeout_min=limit,

@@ -28,6 +28,7 @@ from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.launch.submission.submission import Submission, batch_command, note
 from rollcall.launch.submission.surroundings import Surroundings
+from rollcall.records.job import Submission as SubmissionRecord
 from rollcall.records.job import slurm_output
 from rollcall.records.nodes import NodeReport
 from rollcall.refusal import RefusedError
@@ -82,6 +83,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
         modules=user.modules if takes_code else (),
         remarks=user.remarks,
         is_new=config.run.name is None or not run.path.exists(),
+        before=len(SubmissionRecord.read(run.path)),
         later=(job,) * (own.chain - 1),
         resume=own.resume,
         wait=own.wait,

@@ -36,15 +36,15 @@ def problem(root: Path) -> str | None:
     """Return why runs cannot be created in this directory; None if they can."""
     if match := re.search("%[jtaA]", str(root)):
         return f"{root}: Slurm replaces {match[0]} in a path by a number; choose another directory"
-    parent = root if root.is_dir() else root.parent
-    if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
-        return f"{parent}: you do not have permission to write there"
-    if parent.is_dir():
-        return None
-    existing = next(place for place in parent.parents if place.exists())
+    existing = next(place for place in (root, *root.parents) if place.exists())
     if not existing.is_dir():
-        return f"{existing} is a file, so {root} cannot be created"
-    return f"{parent} does not exist, only {existing}; correct --root, or run `mkdir -p {parent}`"
+        return f"{existing} is a file; choose another directory"
+    if existing not in (root, root.parent):
+        made = root.parent
+        return f"{made} does not exist, only {existing}; correct --root, or run `mkdir -p {made}`"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing}: you do not have permission to write there"
+    return None
 
 
 def check_root(job: Job, root: Path) -> None:
@@ -61,8 +61,7 @@ def check(job: Job, script: str) -> str:
         SlurmError: Slurm would refuse the job or never start it; the message names the option and
             the valid values.
     """
-    known = cluster.partitions()
-    chosen, *_ = [_check_limits(group, known) for group in job.all_groups]
+    chosen, *_ = [_check_limits(group) for group in job.all_groups]
     _check_array(job.options.get("array"))
     accepted, message = cluster.test_only(script)
     if accepted:
@@ -71,16 +70,20 @@ def check(job: Job, script: str) -> str:
     raise SlurmError(_refusal(job, message, chosen))
 
 
-def _check_limits(job: Job, known: dict[str, Partition]) -> list[Partition]:
+def _check_limits(job: Job) -> list[Partition]:
     """Return the partitions in which a job may run; raise SlurmError if none allows so much."""
+    known = cluster.partitions(job.partition)
     chosen = _chosen(job.partition, known)
     nodes = f"{job.nodes} --spares {job.spares}" if job.spares else job.nodes
     of_gpus = "gpus-per-node" if job.gpus_per_node else "gres"
     asked_gpus = job.gpus_per_node or job.options.get("gres")
+    seconds = slurm.seconds(job.time) if job.time else None
+    if seconds == 0:
+        seconds = slurm.UNLIMITED  # as sbatch reads it
     asked: list[tuple[str, object, float | None, Callable[[Partition], float]]] = [
         ("nodes", nodes, job.nodes + job.spares, lambda entry: min(entry.nodes, entry.largest_job)),
         # By default (EnforcePartLimits=NO), Slurm leaves such a job pending for ever.
-        ("time", job.time, slurm.seconds(job.time or "0"), lambda entry: entry.limit),
+        ("time", job.time, seconds, lambda entry: entry.limit),
         (of_gpus, asked_gpus, job.gpus, lambda entry: entry.gpus),
         ("cpus-per-task", job.cpus_per_task, job.cpus_per_task, lambda entry: entry.cpus),
         ("mem", job.mem, _megabytes(job.mem or "0"), lambda entry: entry.megabytes),

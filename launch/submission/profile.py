@@ -67,8 +67,10 @@ def _read(path: Path) -> dict[str, Any]:
     values = read_texts(path, KEYS)
     for key, value in values.items():
         kind = dict if key in ("options", "environment") else list
-        if not isinstance(value, kind):
-            what = "'name: value' lines" if kind is dict else "a list"
+        parts = value.values() if isinstance(value, dict) else value
+        is_flat = key == "options" or all(isinstance(part, str) for part in parts)
+        if not isinstance(value, kind) or not is_flat:
+            what = "'name: value' lines" if kind is dict else "a list of texts"
             raise RefusedError(f"{path}: {key}: expected {what}, found '{value}'")
     for name in values.get("environment", {}):
         if not re.fullmatch(r"[A-Za-z_]\w*", name):

@@ -10,7 +10,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from stat import S_IRUSR, S_ISDIR, S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING, NamedTuple
@@ -292,7 +292,8 @@ def _copy(snapshot: Snapshot, target: Path, store: "Store") -> dict[str, str | N
 
 
 def _put_aside(target: Path, record: Path) -> None:
-    number = len(list(target.parent.glob(f"{target.name}-*")))
+    before = len(list(target.parent.glob(f"{target.name}-*")))  # some may have been removed
+    number = next(it for it in count(before) if not Path(f"{target}-{it}").exists())
     for path in (target, record.with_suffix(".json"), record.with_suffix(".diff")):
         if path.exists():
             path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))

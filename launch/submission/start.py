@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import shlex
@@ -22,9 +23,10 @@ from rollcall.launch.runs import find, root_cause
 from rollcall.launch.runs.output import Output, exit_code, follow
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import Job, render, render_step
+from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.launch.submission import executors, existing, preflight, snapshot
 from rollcall.launch.submission.submission import Submission, TakenError, note
-from rollcall.records.files import write_atomic
+from rollcall.records.files import open_lines, write_atomic
 from rollcall.records.job import Cancellation, JobRecord, local_output, slurm_output
 from rollcall.records.job import Submission as SubmissionRecord
 from rollcall.refusal import RefusedError
@@ -72,8 +74,14 @@ def _on_slurm(submission: Submission) -> int:
     if not submission.wait:
         return 0
     ask, output = Every(ASK_EVERY), Output([slurm_output(run.job, job_id) for job_id in jobs])
+
+    def is_over() -> bool:
+        with contextlib.suppress(SlurmError):  # a busy controller may not answer for a while
+            return ask.is_due() and slurm.has_ended(jobs[-1])
+        return False
+
     try:
-        follow(output, lambda: ask.is_due() and slurm.state(jobs[-1]) in (None, *slurm.FINAL))
+        follow(output, is_over)
     except KeyboardInterrupt:
         print(f"\nthe job keeps running; to end it: {_command('cancel', run)}", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -201,13 +209,21 @@ def _prepared(submission: Submission) -> Iterator[None]:
         is_new = run.create()
         if submission.is_new and not is_new:
             raise TakenError(f"another submission has just created run {run.name}")
-        _write_job(submission)
-        if submission.resume:
-            run.forget_verdict()  # supervisors skip a run whose verdict is `done`
-        if not is_new:
-            whose = "the code that it has" if submission.code is None else "the current code"
-            note(f"run {run.name} exists: it continues, with {whose}")
-        yield
+        run.job.mkdir(exist_ok=True)
+        with open_lines(run.path / SubmissionRecord.FILE) as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until the job is recorded
+            known = SubmissionRecord.read(run.path)
+            if len(known) != submission.before or not run.job.exists():
+                is_new = False  # it is the other's by now
+                raise TakenError(f"another submission of run {run.name} has just come first")
+            _write_job(submission)
+            if submission.resume:
+                run.forget_verdict()  # supervisors skip a run whose verdict is `done`
+            if not is_new:
+                whose = "the code that it has" if submission.code is None else "the current code"
+                note(f"run {run.name} exists: it continues, with {whose}")
+            yield
     except BaseException as error:
         if is_new:
             shutil.rmtree(run.path, ignore_errors=True)
@@ -230,7 +246,6 @@ def _cannot_be_written(run: RunDir, error: OSError) -> str:
 
 def _write_job(submission: Submission) -> None:
     run = submission.run
-    run.job.mkdir(exist_ok=True)
     for recipe in submission.recipes:
         shutil.copyfile(recipe, run.job / recipe.name)
     store = run.path.parent / ".code"

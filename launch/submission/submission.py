@@ -14,7 +14,7 @@ from rollcall.run_dir import RunDir
 
 
 class TakenError(RefusedError):
-    """Another submission has created the run's directory since this one was planned."""
+    """Another submission of the run has come first since this one was planned."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,6 +28,7 @@ class Submission:
     launcher: Snapshot | None  # what to copy to `job/rollcall/`, if `code/` is the user's code
     job: Job
     is_new: bool = False  # whether the run directory is to be created
+    before: int = 0  # how often the run was submitted before
     modules: tuple[Snapshot, ...] = ()  # for `job/modules/`: the user's modules from elsewhere
     remarks: tuple[str, ...] = ()  # what a dry run says about the Python of the job
     later: tuple[Job, ...] = ()  # further jobs of the run, each starting after the one before

@@ -59,6 +59,9 @@ def read(path: Path) -> Sweep:
         raise RefusedError(f"{path}: program: expected a list of words, found '{program}'")
     if not isinstance(options, dict):
         raise RefusedError(f"{path}: options: expected 'name: value' lines, found '{options}'")
+    for key in ("throttle", "sort"):
+        if not isinstance(values.get(key, ""), str):
+            raise RefusedError(f"{path}: {key}: expected a single value, found {values[key]}")
     if throttle and (not throttle.isdecimal() or throttle == "0"):
         raise RefusedError(f"{path}: throttle: expected a whole number from 1, found {throttle}")
     cells = [_cell(path, choice) for choice in _choices(path, values)]
@@ -86,7 +89,7 @@ def _cell(path: Path, choice: dict[str, Any]) -> Cell:
         if not isinstance(value, str):
             raise RefusedError(f"{path}: {key}: expected a single value, found {value}")
     plain = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in choice.items())
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", plain).lstrip("._-")
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", plain).lstrip("._-") or "cell"  # of no values
     short_keys = {key.rpartition(".")[2] for key in choice}
     if name != plain or len(name) > MAX_NAME or len(short_keys) < len(choice):
         digest = hashlib.sha256(repr(sorted(choice.items())).encode()).hexdigest()[:8]

@@ -9,6 +9,7 @@ first submission.
 import argparse
 import csv
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -151,8 +152,11 @@ def _row(cell: Cell, run: RunDir, keys: Sequence[str]) -> dict[str, str]:
     return row
 
 
-def _order(text: str, largest_first: bool) -> tuple[int, float, str]:
+def _order(text: str, largest_first: bool) -> tuple[bool, float]:
+    """Return what to sort a cell's value by; what is no number comes last, NaN too."""
     try:
-        return (0, -float(text) if largest_first else float(text), "")
+        number = float(text)
     except ValueError:
-        return (1, 0.0, text)
+        number = math.nan
+    is_none = math.isnan(number)
+    return is_none, 0.0 if is_none else -number if largest_first else number

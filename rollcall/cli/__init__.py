@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import re
 import signal
 import sys
@@ -81,8 +82,13 @@ def usage() -> str:
 
 def run(*words: str) -> NoReturn:
     """Run as the program `rollcall`, with these words before the command line."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as by `>&-`: the next file opened would take its place
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: PTH123, SIM115
+        elif number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files are not always text
     with requirements.explain_missing_packages():
         try:

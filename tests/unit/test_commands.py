@@ -56,6 +56,12 @@ def test_every_command_has_help_under_its_name(
     assert "__main__.py" not in shown
 
 
+def test_a_command_without_output_or_input_works(tmp_path: Path) -> None:
+    line = f"{sys.executable} env/bin/rollcall status --root {tmp_path} <&- >&-"
+    shown = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
 def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sumbit"]) == 2
     assert "unknown command 'sumbit', did you mean 'submit'?" in capsys.readouterr().err

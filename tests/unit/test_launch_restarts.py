@@ -16,8 +16,8 @@ from rollcall.launch.node.heartbeat import Heartbeats
 from rollcall.launch.node.identity import Node
 from rollcall.launch.runs import restarts
 from rollcall.records.attempt import AttemptEvent, RankFailure
-from rollcall.records.job import RestartCause
-from rollcall.records.run import JobEnd
+from rollcall.records.job import JobRecord, RestartCause
+from rollcall.records.run import JobEnd, LoggedStep
 from rollcall.run_dir import RunDir
 
 
@@ -125,6 +125,24 @@ def test_the_end_of_the_job_is_asked_for_until_slurm_answers(
         ours.update()
         time.sleep(0.01)
     assert found and found.end > 1.8e9
+
+
+@pytest.mark.parametrize("options", [{}, {"comment": "project 7"}])
+def test_progress_is_the_comment_of_a_job_that_has_none(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    told = tmp_path / "told"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{told}\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    JobRecord(str(run.path), 1, more={"options": options}).write(run.path)
+    LoggedStep(5, 0.5, 10.0, 1.0).append(run.path)
+    ours = asking.JobComment(run, Node(0, 1, ("n1",), "7", "7.0.0", None, 1))
+    ours.update()
+    if ours._process is not None:
+        ours._process.wait(20)
+    assert told.exists() == (not options)
 
 
 def test_the_end_of_the_job_is_near_when_a_checkpoint_would_not_fit(tmp_path: Path) -> None:

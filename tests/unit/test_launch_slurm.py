@@ -13,6 +13,7 @@ from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import preflight
 
+ROOT = Path(__file__).parents[2]
 JOB = Job("run", 2, ("true",), "/", "/slurm-%j.out", cpus_per_task=4, partition="main")
 SINFO = """main*|3|1-infinite|1:00:00|up|4|8000|(null)|UNLIMITED
 main*|1|1-infinite|1:00:00|up|8|16000|gpu:a100:2(S:0-1),gpu:h100:2|UNLIMITED
@@ -59,8 +60,12 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_job_that_fits_says_when_it_starts() -> None:
-    assert preflight.check(JOB, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
+@pytest.mark.parametrize(
+    "partition", ["main", "old", "old,big"]
+)  # jobs may wait for one that is down
+def test_a_job_that_fits_says_when_it_starts(partition: str) -> None:
+    job = replace(JOB, partition=partition)
+    assert preflight.check(job, "") == "expected to start at 2030-01-01T00:00:00 on n[1-2]"
 
 
 @pytest.mark.usefixtures("fake")
@@ -71,13 +76,17 @@ def test_a_job_that_fits_says_when_it_starts() -> None:
             replace(JOB, partition="mian"),
             "--partition mian: no such partition; this cluster has big, mai",
         ),
-        (replace(JOB, partition="old"), "--partition old: no such partition"),
+        (replace(JOB, partition="old", nodes=9), "a job in partition old can have 8 at most"),
         (replace(JOB, nodes=5), "--nodes 5: a job in partition main can have 4 at most"),
         (replace(JOB, nodes=17, partition="big"), "partition big can have 16 at most"),
         (replace(JOB, partition="big,mian"), "--partition mian: no such partition"),
         (
             replace(JOB, time="2:00:00", partition=None),
             "the limit of partition main is 1:00:00; partition big allows it",
+        ),
+        (
+            replace(JOB, time="0"),
+            "--time 0: the limit of partition main is 1:00:00; .* big allows it",
         ),
         (replace(JOB, nodes=6), "can have 4 at most; partition big allows it"),
         (replace(JOB, gpus_per_node="5"), "no node of partition main has more than 4 GPUs; part"),
@@ -109,6 +118,17 @@ def test_a_cluster_that_does_not_answer_is_an_error(fake: Fake) -> None:
     fake("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(slurm.SlurmError, match="sinfo does not answer: Unable to contact"):
         preflight.check(JOB, "")
+
+
+def test_waiting_outlasts_a_controller_that_does_not_answer(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "fit.py").touch()
+    fake("sbatch", "[ $1 = --test-only ] || echo Submitted batch job 7")
+    ended = f"[ -e {tmp_path}/asked ] && echo '7|7|COMPLETED|None|N/A|1'"
+    fake("squeue", f"{ended} && exit; touch {tmp_path}/asked; echo 'Socket timed out' >&2; exit 1")
+    command = [sys.executable, f"{ROOT}/launch/submit.py", "--wait", "--name=a", "--", "fit.py"]
+    waited = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert waited.returncode == 1
+    assert waited.stderr == "rollcall: error: job 7 ended before the run ended\n"
 
 
 def test_a_job_that_slurm_has_forgotten_has_no_state(fake: Fake) -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["--local", "--chain", "2"], "--chain: needs Slurm"),
         (["--local", "--array", "0-x"], "--array 0-x: expected indices such as 0-7"),
         (["--root", "/scrach/runs"], "/scrach does not exist, only /; correct --root"),
+        (["--root", sys.executable], f"{sys.executable} is a file; choose another directory"),
         (["fit.py", "seed=1"], "fit.py is a script, not a recipe; put `--` before it"),
         (["multi_node.sbatch"], "is a job script, not a recipe; submit it: sbatch multi_node"),
         (["--", "gone.py"], "gone.py: no such file"),
@@ -159,6 +161,9 @@ def test_a_run_that_goes_on_may_take_new_code(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.job.iterdir()) == [
         *("source-0.json", "source-1.json", "source.json")
     ]
+    shutil.rmtree(run.path / "code-0")  # to have room
+    snapshot.take(found, run.code, run.job / "source", run.path.parent / ".code")
+    assert (run.path / "code-2" / "fit.py").read_text() == "third"
     words = ["--local", "--dry-run", "--name", "a"]
     kept, renewed = (
         submit(*words, *more, "--", "fit.py", cwd=tmp_path).stdout for more in ([], ["--new-code"])
@@ -293,6 +298,21 @@ def test_two_submissions_at_once_do_not_make_one_run(tmp_path: Path) -> None:
         with pytest.raises(TakenError), start._prepared(other):
             pass
         assert (one.run.job / "job.json").exists()
+    one, other = (plan(line, argv, setup) for _ in range(2))
+
+    def prepare() -> None:
+        with start._prepared(other):
+            pass
+
+    with ThreadPoolExecutor() as pool:
+        with start._prepared(
+            one
+        ):  # of a run that exists: the other one waits until its job is known
+            waiting = pool.submit(prepare)
+            time.sleep(0.3)
+            start._record(one, "7")
+        with pytest.raises(TakenError):
+            waiting.result()
 
 
 @pytest.fixture
@@ -306,7 +326,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submission:
     (tmp_path / "fit.py").write_text("input()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    words = ["--local", "--name=a", "--", "fit.py"]
+    words = ["--local", "--name=a", "--time=infinite", "--", "fit.py"]
     line, setup = layers.read(words)
     return plan(line, words, setup)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
     )
     assert again.cells[0] == first.cells[3]
     assert again.cells[0].name.startswith("lr-3e-4_name-a-b-c_seed-1_")
-    longer = definition.read(write(tmp_path, f"list: [{{seed: {'1' * 200}}}, {{a.x: 1, b.x: 1}}]"))
+    odd = f"list: [{{seed: {'1' * 200}}}, {{a.x: 1, b.x: 1}}, {{}}, {{ü: ß}}]"
+    longer = definition.read(write(tmp_path, odd))
     for cell in [*first.cells, *longer.cells]:
         assert parse([f"run.name={cell.name}"])[1].run.name == cell.name
     assert first.cells[0].words(True)[0] == "optim.lr=1e-3"
@@ -54,6 +56,8 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
             "{list: [{a: 1}], throttle: few}",
             "lr.yaml: throttle: expected a whole number from 1",
         ),
+        ("{list: [{a: 1}], throttle: [1]}", "lr.yaml: throttle: expected a single value"),
+        ("{list: [{a: 1}], sort: [a]}", "lr.yaml: sort: expected a single value"),
         ("program: digits", "lr.yaml: program: expected a list of words, found 'digits'"),
     ],
 )
@@ -66,8 +70,8 @@ def test_loss_is_the_training_loss_and_val_loss_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write(tmp_path, "grid: {optim.lr: [1, 2]}")
-    for cell, validation in (("lr-1", 0.9), ("lr-2", 0.3)):
+    path = write(tmp_path, "grid: {optim.lr: [1, 3, 2]}")
+    for cell, validation in (("lr-1", 0.9), ("lr-3", math.nan), ("lr-2", 0.3)):
         run = RunDir(tmp_path / "runs" / "lr", cell)
         run.path.mkdir(parents=True)
         LoggedStep(1, 5.0, 1.0, 0.0).append(run.path)
@@ -80,6 +84,7 @@ def test_loss_is_the_training_loss_and_val_loss_the_other(
     assert rows == [
         ["lr-2", "2", "unfinished", "3", "0.25", "0.3", "0.75"],
         ["lr-1", "1", "unfinished", "3", "0.25", "0.9", "0.75"],
+        ["lr-3", "3", "unfinished", "3", "0.25", "nan", "0.75"],
     ]
     assert cli.main(["sweep", "status", str(path), "--sort", "accuracy"]) == 2
     assert "did you mean 'val_accuracy'?" in capsys.readouterr().err

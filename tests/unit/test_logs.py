@@ -61,6 +61,9 @@ def test_on_a_terminal_ranks_have_colours(
     assert logs.main([run.name, "--root", str(run.path.parent), "--merge"]) == 0
     shown = capfdbinary.readouterr().out.splitlines()
     assert shown[:2] == [b"\x1b[36m[rank 0]\x1b[0m a", b"\x1b[35m[rank 3]\x1b[0m c"]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert logs.main([run.name, "--root", str(run.path.parent), "--merge"]) == 0
+    assert capfdbinary.readouterr().out.startswith(b"[rank 0] a")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,18 @@ def test_a_run_that_slurm_has_forgotten_is_submitted_again_as_it_was_typed(
     assert capsys.readouterr().err.endswith(f"; submit it again: rollcall {again}\n")
 
 
+@pytest.mark.parametrize(("end", "why"), [("done", "is done"), ("cancelled", "was cancelled")])
+def test_a_run_that_is_to_end_is_not_queued_again(
+    tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str], end: str, why: str
+) -> None:
+    fake("squeue", "echo '7|7|COMPLETED|None|N/A|1'")
+    run = make(tmp_path, "7", ended="finished" if end == "done" else "stopped")
+    if end == "cancelled":
+        Cancellation(["7"], 1.0).append(run.path)
+    assert cli.main(["requeue", str(run.path)]) == 2
+    assert f"run {run.name} {why}; submit it again: " in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("ended", "verdict", "state"),
@@ -344,7 +356,11 @@ def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(
         rows = capsys.readouterr().out.splitlines()[1:]
         assert [row.split()[0] for row in rows] == ["it", "it/it"] and head in rows[0]
         fake("squeue", "")
-    assert cli.main(["why", "it", "--root", str(tmp_path)]) == 2
+    for command in ("why", "logs", "stacks", "attach"):
+        assert cli.main([command, "--root", str(tmp_path), "it"]) == 2
+        assert "it is a sweep: name one of its runs, it/CELL" in capsys.readouterr().err
+    with pytest.raises(NoRunError, match="did you mean 'it/it'"):
+        find("it/itt", str(tmp_path))
     assert why.main(["it/it", "--root", str(tmp_path)]) == 0
 
 
