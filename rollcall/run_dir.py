@@ -18,6 +18,7 @@ from rollcall.records.files import Journal, is_there, listed, remove, write_atom
 from rollcall.records.run import CLAIM, EVENTS, LoggedStep, read_events
 from rollcall.records.run import State as State
 from rollcall.records.run import Verdict as Verdict
+from rollcall.text import word
 
 
 class FencedError(OSError):
@@ -69,6 +70,11 @@ class RunDir:
         """Return a run of this name, or with a number behind it if there is such a directory."""
         names = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
         return next(run for run in (cls(root, name) for name in names) if not run.path.exists())
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The words that make a training this run."""
+        return word("run.name", self.name), word("run.root", str(self.path.parent))
 
     def modules(self, number: int) -> Path:
         """Return the copy of the user's modules from the `number`-th directory."""

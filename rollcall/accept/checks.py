@@ -105,8 +105,8 @@ class Setting:
         if self.world.broadcast(verdict is not None and verdict.state == "done"):
             return
         if not alone:
-            words = [*job.words, f"run.root={job.root}", "run.name=run"]
-            train("accept", parse(words)[1], self.world, self.signals)
+            config = parse([*job.words, *job.run_dir.words])[1]
+            train("accept", config, self.world, self.signals)
             problem = self.stopped
         elif self.world.is_main:
             try:
