@@ -291,18 +291,17 @@ def overhead(it: Setting) -> str:
     return text
 
 
-CHECKS: dict[str, Callable[[Setting], str]] = dict(
-    zip(
-        request.CHECKS,
-        (
-            *(machine, links, bandwidth),
-            *(partial(strategy, name) for name in STRATEGIES),
-            *(resume, exact, memory_of_a_step, overhead),
-        ),
-        strict=True,
-    )
-)
-"""All checks in their order: every rank calls each; rank 0's answer counts.
+CHECKS: dict[str, Callable[[Setting], str]] = {
+    "machine": machine,
+    "network": links,
+    "bandwidth": bandwidth,
+    **{f"strategy {name}": partial(strategy, name) for name in STRATEGIES},
+    "kill and resume": resume,
+    "exact mode": exact,
+    "memory": memory_of_a_step,
+    "overhead": overhead,
+}
+"""The checks of `request.CHECKS`: every rank calls each; rank 0's answer counts.
 
 A check raises Failed or NotApplicable on any rank, but after its last collective.
 """

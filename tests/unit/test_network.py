@@ -1,4 +1,4 @@
-"""Slow hosts and slow links are named from the rates between all pairs."""
+"""Slow hosts and slow links are named from the rates between all pairs; the checks of accept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rollcall.accept import checks
+from rollcall.accept import checks, request
 from rollcall.train.dist.world import World
 from rollcall.train.network import firsts, main, measure, slow_parts
 
@@ -67,3 +67,7 @@ def test_what_the_ranks_cannot_do_is_refused(
     with pytest.raises(SystemExit):
         checks.main([str(tmp_path), "--device=tpu"])
     assert "invalid choice: 'tpu'" in capsys.readouterr().err
+
+
+def test_accept_has_the_checks_that_can_be_asked_for_in_their_order() -> None:
+    assert tuple(checks.CHECKS) == request.CHECKS
