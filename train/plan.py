@@ -164,15 +164,16 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         amount = run_cost.budget(options.budget)
         failures = run_cost.rate(options.failures or "rsc-1")
         cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
+    shown = found[: options.top or 5]
     if options.json:
-        return report.as_json(found[: options.top or 5], model, machine, cost)
+        return report.as_json(shown, model, machine, cost)
     planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
     keys = [word for word in keys if word.partition("=")[0] not in planned]
     words = [f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}", first, *keys]
     lines = [
         report.headline(model, machine, gpus, batch, precision),
         "",
-        *report.choices(found[: options.top or 5], model, machine),
+        *report.choices(shown, model, machine),
         "",
         f"Submit the first: rollcall submit {' '.join([*filter(None, words), *best.words()])}",
     ]
