@@ -50,8 +50,13 @@ class Choice:
         return words
 
 
-def search(model: Model, gpus: int, batch: int, machine: Machine, precision: str) -> list[Choice]:
+def search(
+    model: Model, gpus: int, batch: int, machine: Machine, precision: str, **asked: object
+) -> list[Choice]:
     """Return the layouts that fit, the fastest first; of equal meshes only the fastest.
+
+    Args:
+        asked: attributes that a layout must have, with their values.
 
     Raises:
         RefusedError: the number of GPUs, or the batch, cannot be divided.
@@ -66,12 +71,12 @@ def search(model: Model, gpus: int, batch: int, machine: Machine, precision: str
     best: dict[tuple[int, ...], Choice] = {}
     for layout in layouts(model, gpus, batch, machine, precision):
         needed = memory.of(model, layout, machine)
-        if not memory.fits(needed, machine):
+        is_asked = all(getattr(layout, name) == value for name, value in asked.items())
+        if not is_asked or not memory.fits(needed, machine):
             continue
         found = Choice(layout, step_time.of(model, layout, machine), needed)
-        mesh = (layout.tensor, layout.stages, layout.context, layout.zero, layout.shard)
-        if mesh not in best or found.time < best[mesh].time:
-            best[mesh] = found
+        if layout.mesh not in best or found.time < best[layout.mesh].time:
+            best[layout.mesh] = found
     return sorted(best.values(), key=lambda choice: choice.time)
 
 
