@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from rollcall.config.catalog import LOSSES
 from rollcall.config.keys import on_resume
 from rollcall.config.mesh import PRESETS, parse
 from rollcall.config.schema import ConfigError, OnResume
@@ -22,6 +23,8 @@ SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
 """Schedules that compute the gradients of inputs first, and of weights later."""
 LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
 """Schedules with several stages on each rank."""
+FIGURES = ("loss", "accuracy", "top5", "perplexity")
+"""Figures that an evaluation may have beside those of the user's code."""
 
 
 def check(config: Config) -> None:
@@ -201,11 +204,21 @@ def _check_optim(config: Config) -> None:
 
 
 def _check_train(config: Config) -> None:
+    own = tuple(config.train.metrics)
     best, watched = config.checkpoint.keep_best, config.train.stop_metric
     for key, metric in (("checkpoint.keep_best", best), ("train.stop_metric", watched)):
         if metric and not re.fullmatch(r"[^:]+(:max|:min)?", metric):
             raise ConfigError(
                 f"{key}={metric}: expected the name of a figure, alone or with :max or :min"
+            )
+        name = (metric or "loss").partition(":")[0]
+        words = name, name.rpartition("/")[2]  # without the name of a validation set
+        is_known = words[1] in FIGURES or any(it.startswith(own) for it in words)
+        # What a model or an own loss reports is known when it is called.
+        if not is_known and config.train.loss in LOSSES.keys() - {"model"}:
+            raise ConfigError(
+                f"{key}={metric}: an evaluation has no such figure; choose {', '.join(FIGURES)} or "
+                "one of train.metrics"
             )
     if config.train.stop_after and not config.train.evaluate_every:
         raise ConfigError(
