@@ -1,5 +1,6 @@
 """The processes on this machine that started a run's local jobs, from one look at /proc."""
 
+import contextlib
 import os
 import socket
 from functools import cached_property
@@ -9,6 +10,9 @@ from rollcall.launch.runs import find
 from rollcall.launch.runs.find import SubmittedJob
 from rollcall.records.attempt import NodeState
 from rollcall.run_dir import RunDir
+
+CLOCK = 60.0
+"""Seconds by which the clock may have been set since."""
 
 
 class Processes:
@@ -30,8 +34,9 @@ class Processes:
         if (newest := find.newest_attempt(run)) is None:
             return []
         parts = NodeState.read_all(run.path, attempt=newest.number).values()
-        pids = {part.supervisor for part in parts if part.host == socket.gethostname()}
-        return sorted(pid for pid in pids if "supervise" in self._words.get(str(pid), ()))
+        here = [part for part in parts if part.host == socket.gethostname()]
+        ours = [it for it in here if "supervise" in self._words.get(str(it.supervisor), ())]
+        return sorted(it.supervisor for it in ours if _was_there(it.supervisor, it.started))
 
     @cached_property
     def _controllers(self) -> dict[int, Path]:
@@ -53,6 +58,15 @@ class Processes:
             for above in path.parents:
                 table.setdefault(above, []).append(pid)
         return table
+
+
+def _was_there(pid: int, then: float) -> bool:
+    """Whether a process is older than a time; a younger one has only got the same id."""
+    import psutil  # here: few commands need it
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).create_time() < then + CLOCK
+    return False
 
 
 def _words_of(pid: str) -> list[str]:
