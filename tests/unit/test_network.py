@@ -42,6 +42,15 @@ def test_nodes_with_different_numbers_of_ranks_agree_on_who_measures() -> None:
     assert firsts([0, 1, 2]) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_host_with_half_of_all_links_is_named(count: int) -> None:
+    """What it sends and receives is slow: two thirds of the links of three hosts."""
+    slow = {f"{one}_{other}": 2e8 for one in "abcd" for other in "abcd" if "b" in (one, other)}
+    given = [row[:count] for row in rates(**{k: v for k, v in slow.items() if k != "b_b"})[:count]]
+    expected = ["slow host: b sends 200 MB/s", "slow host: b receives 200 MB/s"]
+    assert slow_parts(given, NAMES[:count]) == expected
+
+
 def test_of_two_hosts_none_is_named() -> None:
     assert slow_parts([[0.0, 1e9], [1e6, 0.0]], ["a", "b"]) == []
 
