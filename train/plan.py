@@ -168,8 +168,8 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     if given := {word: CHOSEN[key] for word in keys if (key := word.partition("=")[0]) in CHOSEN}:
         meant = _layout(config, gpus, machine)
         asked = {name: getattr(meant, name) for name in given.values()}
-        if not isinstance(config.data.micro_batch, int):  # it will be found out
-            asked.pop("micro", None)
+        if not isinstance(config.data.micro_batch, int):
+            asked.pop("micro", None)  # the plan finds it out, too
     found = search.search(model, gpus, batch, machine, precision, **asked)
     if not found and asked:
         raise RefusedError(

@@ -13,8 +13,8 @@ from rollcall.launch.submission.options import CommandLine
 from rollcall.refusal import RefusedError
 
 USAGE = "usage: rollcall network [options of rollcall submit] [-- [--sizes 64K,16M] [--json]]"
-RUNS = "runs"
-"""The directory of runs that `submit` takes if no option names one."""
+Parsed = tuple[CommandLine, tuple[str, ...]]
+"""The options of `submit`, and the setup of a profile."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
     given, rest = divided(argv)
-    line, setup = read("network", given, ("--sizes", "--json", "--device"))
-    return submit(line, setup, given, "rollcall.train.network", *rest)
+    parsed = read("network", given, "--sizes", "--json", "--device")
+    return submit(parsed, given, "rollcall.train.network", *rest)
 
 
 def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -34,9 +34,7 @@ def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def read(
-    name: str, given: Sequence[str], own: Sequence[str]
-) -> tuple[CommandLine, tuple[str, ...]]:
+def read(name: str, given: Sequence[str], *own: str) -> Parsed:
     """Parse options of `submit` for a command whose own options stand after `--`.
 
     Raises:
@@ -52,15 +50,13 @@ def read(
     if misplaced:
         usage = f"rollcall {name} [options of rollcall submit] -- {misplaced[0]}"
         raise RefusedError(f"{misplaced[0]}: write it after `--`: {usage}")
-    line.own.root = str(Path(line.own.root or RUNS).absolute())
+    line.own.root = str(Path(line.own.root or "runs").absolute())
     return line, setup
 
 
-def submit(
-    line: CommandLine, setup: tuple[str, ...], given: Sequence[str], module: str, *words: str
-) -> int:
+def submit(parsed: Parsed, given: Sequence[str], module: str, *words: str) -> int:
     """Run a module of rollcall on all ranks of a job, and wait; return its exit code."""
-    line = line._replace(program=("-m", module, *words))
+    line = parsed[0]._replace(program=("-m", module, *words))
     if IS_CHECKOUT:  # the module is found only there; paths of the options are of this directory
         os.chdir(ROOT)
-    return command.begin(line, setup, ["--wait", *given, "--", *line.program])
+    return command.begin(line, parsed[1], ["--wait", *given, "--", *line.program])

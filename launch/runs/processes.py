@@ -1,6 +1,7 @@
 """The processes on this machine that started a run's local jobs, from one look at /proc."""
 
 import contextlib
+import math
 import os
 import socket
 from functools import cached_property
@@ -34,9 +35,9 @@ class Processes:
         if (newest := find.newest_attempt(run)) is None:
             return []
         parts = NodeState.read_all(run.path, attempt=newest.number).values()
-        here = [part for part in parts if part.host == socket.gethostname()]
-        ours = [it for it in here if "supervise" in self._words.get(str(it.supervisor), ())]
-        return sorted(it.supervisor for it in ours if _was_there(it.supervisor, it.started))
+        here = {it.supervisor: it.started for it in parts if it.host == socket.gethostname()}
+        ours = [pid for pid in here if "supervise" in self._words.get(str(pid), ())]
+        return sorted(pid for pid in ours if _began(pid) < here[pid] + CLOCK)
 
     @cached_property
     def _controllers(self) -> dict[int, Path]:
@@ -60,13 +61,13 @@ class Processes:
         return table
 
 
-def _was_there(pid: int, then: float) -> bool:
-    """Whether a process is older than a time; a younger one has only got the same id."""
+def _began(pid: int) -> float:
+    """Return when a process began: later than what a record says if its id was given again."""
     import psutil  # here: few commands need it
 
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).create_time() < then + CLOCK
-    return False
+        return psutil.Process(pid).create_time()
+    return math.inf
 
 
 def _words_of(pid: str) -> list[str]:

@@ -32,13 +32,14 @@ def main(argv: Sequence[str]) -> int:
     given, words = network.divided(argv)
     request.read(words)  # refuses a mistake before anything is queued
     given = [f"--max-restarts={RESTARTS}", *given]
-    line, setup = network.read("accept", given, ("--only", "--device"))
-    line.own.name = line.own.name or f"accept-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = RunDir(line.own.root, line.own.name)
+    parsed = network.read("accept", given, "--only", "--device")
+    own = parsed[0].own
+    own.name = own.name or f"accept-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDir(own.root, own.name)
     if run.path.exists():
         return refuse(f"{run.path} exists; choose another --name for a new page")
     folder = run.path / "accept"
-    code = network.submit(line, setup, given, "rollcall.accept.checks", str(folder), *words)
+    code = network.submit(parsed, given, "rollcall.accept.checks", str(folder), *words)
     if not folder.exists():  # refused, or shown by --dry-run
         return code
     title = f"rollcall accept, {time.strftime('%Y-%m-%d')}"

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from rollcall.bench import turns
 from rollcall.installation import TRAIN, command
 from rollcall.run_dir import RunDir
 
-SUPERVISOR = "supervisor"
 WORDS = ("digits", "device=cpu", "train.steps=1000000", "checkpoint.every=20", "log.every=1000")
 STEPS_BEFORE = 1.0
 """Seconds of training before the rank is killed, so that there is a checkpoint."""
@@ -39,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
     supervise = command("supervise", "--nproc-per-node", "2")
     trained = (*TRAIN, *WORDS)
     torchrun = turns.torchrun("--max-restarts=3", *trained, ranks=2)
-    starts: dict[str, turns.Start] = {
+    starts: dict[str, Callable[[RunDir], list[str]]] = {
         "torchrun": lambda run: [*torchrun, *run.words],
-        SUPERVISOR: lambda run: [*supervise, "--", *trained, *run.words],
+        "supervisor": lambda run: [*supervise, "--", *trained, *run.words],
         "bare script, forked": lambda run: turns.bare(run, 10**9, 2),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         shown = turns.cell(known, turns.seconds) if known else "never"
         rows.append((name, shown, f"{len(known)} of {options.repeats}"))
     turns.show("killed rank to first step, 2 ranks, medians of the restarts, in turns", rows)
-    return 0 if restarts[SUPERVISOR] else 1
+    return 0 if restarts["supervisor"] else 1
 
 
 def _measure(words: Sequence[str], run: RunDir, limit: float) -> float:

@@ -10,7 +10,7 @@ needs.
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rollcall.bench import turns
@@ -32,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
     count, repeats = options.nproc_per_node, options.repeats
     ranks = f"--nproc-per-node={count}"
 
-    def trained(*start: str) -> turns.Start:
+    def trained(*start: str) -> Callable[[RunDir], list[str]]:
         return lambda run: [*start, *options.words, *SHORT, *run.words]
 
-    starts: dict[str, turns.Start] = {
+    starts: dict[str, Callable[[RunDir], list[str]]] = {
         BASE: lambda run: turns.torchrun(*turns.BARE, str(run.path), "1", ranks=count),
         "torchrun -m train": trained(*turns.torchrun(*TRAIN, ranks=count)),
         "supervisor": trained(*command("supervise", ranks), "--", *TRAIN),

@@ -30,8 +30,6 @@ from rollcall.text import size, table
 BARE = ("-m", "rollcall.bench.bare")
 Figures = dict[str, float]
 """The result of one measurement, by the titles of the columns; times are in seconds."""
-Start = Callable[[RunDir], Sequence[str]]
-"""Returns the command line that starts this run."""
 
 
 class BenchError(Exception):

@@ -24,7 +24,7 @@ SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
 LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
 """Schedules with several stages on each rank."""
 FIGURES = ("loss", "accuracy", "top5", "perplexity")
-"""Figures that an evaluation may have beside those of the user's code."""
+"""Figures that an evaluation may have without code of the user's."""
 
 
 def check(config: Config) -> None:
@@ -204,22 +204,18 @@ def _check_optim(config: Config) -> None:
 
 
 def _check_train(config: Config) -> None:
-    own = tuple(config.train.metrics)
     best, watched = config.checkpoint.keep_best, config.train.stop_metric
     for key, metric in (("checkpoint.keep_best", best), ("train.stop_metric", watched)):
         if metric and not re.fullmatch(r"[^:]+(:max|:min)?", metric):
             raise ConfigError(
                 f"{key}={metric}: expected the name of a figure, alone or with :max or :min"
             )
-        name = (metric or "loss").partition(":")[0]
-        words = name, name.rpartition("/")[2]  # without the name of a validation set
-        is_known = words[1] in FIGURES or any(it.startswith(own) for it in words)
-        # What a model or an own loss reports is known when it is called.
-        if not is_known and config.train.loss in LOSSES.keys() - {"model"}:
-            raise ConfigError(
-                f"{key}={metric}: an evaluation has no such figure; choose {', '.join(FIGURES)} or "
-                "one of train.metrics"
-            )
+        name = (metric or "loss").partition(":")[0].rpartition("/")[2]  # of a validation set
+        # What the user's metrics and losses report is known when they are called.
+        has_own = config.train.metrics or config.train.loss not in LOSSES.keys() - {"model"}
+        if name not in FIGURES and not has_own:
+            known = f"choose {', '.join(FIGURES)} or add it to train.metrics"
+            raise ConfigError(f"{key}={metric}: an evaluation has no such figure; {known}")
     if config.train.stop_after and not config.train.evaluate_every:
         raise ConfigError(
             "train.stop_after counts evaluations: set train.evaluate_every, for example to 1"

@@ -55,8 +55,7 @@ def search(
 ) -> list[Choice]:
     """Return the layouts that fit, the fastest first; of equal meshes only the fastest.
 
-    Args:
-        asked: attributes that a layout must have, with their values.
+    All have the attributes of `Layout` that are asked for.
 
     Raises:
         RefusedError: the number of GPUs, or the batch, cannot be divided.
@@ -149,8 +148,5 @@ def levers(
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def _powers(limit: int) -> Iterator[int]:
-    power = 1
-    while power <= limit:
-        yield power
-        power *= 2
+def _powers(limit: int) -> list[int]:
+    return [2**power for power in range(limit.bit_length())]
