@@ -100,13 +100,18 @@ class RunDir:
         return self.attempt_logs(attempt) / f"node-{node}" / f"rank-{rank}.log"
 
     def create(self) -> bool:
-        """Make the directory, readable by this user only; return whether it is new.
+        """Make the directory, readable by this user only, below one that git ignores.
+
+        Return whether it is new.
 
         Raises:
             OSError: the place cannot be written, or others can write what lies there.
         """
-        _create_root(self.path.parent)
-        is_new = True
+        root, is_new = self.path.parent, True
+        if not root.is_dir():
+            root.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # the disk is full: the run itself will say so
+                (root / ".gitignore").write_text("*\n")
         try:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
@@ -165,14 +170,6 @@ class RunDir:
     def forget_verdict(self) -> None:
         """Remove the last attempt's verdict, because a new attempt has begun."""
         remove(self.verdict)
-
-
-def _create_root(root: Path) -> None:
-    """Create the directory of the runs, which git then ignores; nothing if it exists."""
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):  # the disk is full: the run itself will say so
-            (root / ".gitignore").write_text("*\n")
 
 
 def named(word: str, holding: str = "") -> Path | None:
