@@ -186,7 +186,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     shown = found[: options.top or 5]
     if options.json:
         return report.as_json(shown, model, machine, cost)
-    planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
+    planned = {word.partition("=")[0] for word in best.words()}
     keys = [word for word in keys if word.partition("=")[0] not in planned]
     words = [f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}", first, *keys]
     lines = [

@@ -41,8 +41,8 @@ class Choice:
             f"data.micro_batch={layout.micro}",
             f"precision={layout.precision}",
         ]
-        if layout.zero == 2:
-            words[0] = "parallel.strategy=zero2"
+        if layout.zero:  # the recipe may have another strategy; the first word names the layout
+            words.insert(int(layout.zero == 3), f"parallel.strategy=zero{layout.zero}")
         if layout.tensor > 1:
             words.append("parallel.sequence_parallel=true")
         if layout.recompute == "full":

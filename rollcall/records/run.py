@@ -362,6 +362,11 @@ def _fields(kind: type[Record]) -> dict[str, tuple[Check, bool]]:
     return {name: (checks[name], is_needed) for name, is_needed in needed.items()}
 
 
+def _is_small(value: Any) -> bool:
+    # Python's integers have no limit; an integer too large for a float would stop every reader.
+    return isinstance(value, float) or abs(value) < MOST
+
+
 def _is_time(value: Any) -> bool:
     return _check(float)(value) and abs(value) < math.inf
 
@@ -385,6 +390,5 @@ def _check(hint: Any) -> Check:
         return lambda value: isinstance(value, dict) and all(map(of_value, value.values()))
     if hint in (int, float):
         numbers = (int,) if hint is int else (int, float)
-        # Python's integers have no limit; one too large for a float would stop every reader.
-        return lambda it: type(it) in numbers and (type(it) is float or abs(it) < MOST)
+        return lambda value: type(value) in numbers and _is_small(value)
     return lambda value: isinstance(value, hint)
