@@ -18,6 +18,7 @@ from rollcall.records.files import Journal, is_there, listed, remove, write_atom
 from rollcall.records.run import CLAIM, EVENTS, LoggedStep, read_events
 from rollcall.records.run import State as State
 from rollcall.records.run import Verdict as Verdict
+from rollcall.text import word
 
 
 class FencedError(OSError):
@@ -70,6 +71,11 @@ class RunDir:
         names = (f"{stem}-{number}" if number > 1 else stem for number in itertools.count(1))
         return next(run for run in (cls(root, name) for name in names) if not run.path.exists())
 
+    @property
+    def words(self) -> tuple[str, str]:
+        """The words that make a training this run."""
+        return word("run.name", self.name), word("run.root", str(self.path.parent))
+
     def modules(self, number: int) -> Path:
         """Return the copy of the user's modules from the `number`-th directory."""
         return self.job / "modules" / str(number)
@@ -94,13 +100,18 @@ class RunDir:
         return self.attempt_logs(attempt) / f"node-{node}" / f"rank-{rank}.log"
 
     def create(self) -> bool:
-        """Make the directory, readable by this user only; return whether it is new.
+        """Make the directory, readable by this user only, below one that git ignores.
+
+        Return whether it is new.
 
         Raises:
             OSError: the place cannot be written, or others can write what lies there.
         """
-        _create_root(self.path.parent)
-        is_new = True
+        root, is_new = self.path.parent, True
+        if not root.is_dir():
+            root.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # the disk is full: the run itself will say so
+                (root / ".gitignore").write_text("*\n")
         try:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
@@ -159,14 +170,6 @@ class RunDir:
     def forget_verdict(self) -> None:
         """Remove the last attempt's verdict, because a new attempt has begun."""
         remove(self.verdict)
-
-
-def _create_root(root: Path) -> None:
-    """Create the directory of the runs, which git then ignores; nothing if it exists."""
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):  # the disk is full: the run itself will say so
-            (root / ".gitignore").write_text("*\n")
 
 
 def named(word: str, holding: str = "") -> Path | None:

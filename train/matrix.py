@@ -210,6 +210,6 @@ def _do(jobs: Sequence[Job], prepare: Callable[[], None] | None) -> None:
         world = World.join(parse(jobs[0].words)[1].device)
         for job in jobs:
             print(f"{job.root.name}: {' '.join(job.words)}", flush=True)
-            config = parse([*job.words, f"run.root={job.root}", "run.name=run"])[1]
+            config = parse([*job.words, *job.run_dir.words])[1]
             train("matrix", config, world, stop)
         world.leave()

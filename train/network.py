@@ -7,13 +7,14 @@ one. `rollcall network` starts this on the nodes of a job. NCCL has not been tri
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import psutil
@@ -33,10 +34,14 @@ LONG = 0.5
 """Seconds; a collective that takes longer is not repeated."""
 ALL_PAIRS = 32
 """Up to this many hosts, every pair is measured; beyond, only those 1, 2, 4, … places apart."""
-TURNS = 3
-"""How often each pair is measured; the best counts, and the first opens the connection."""
+LINK_BYTES = 2**21
+"""Bytes from one host to another; of fewer, a busy processor takes longer than a slow link."""
+TURNS, MOST_TURNS, TURN_SECONDS = 3, 30, 3.0
+"""How often each pair is measured, at least and at most, and the seconds after which that is
+enough. The best counts: other work on a host makes a rate smaller, never larger."""
 SLOW = 0.35
-"""A link or host is slow below this share of the median."""
+"""A link or host is slow below this share of the upper quartile: of three hosts, a slow one has
+most links."""
 NAME = 64
 """Bytes for the name of a host."""
 
@@ -78,19 +83,22 @@ def firsts(local_ranks: Sequence[int]) -> list[int]:
     return found if len(found) > 1 else list(range(len(local_ranks)))
 
 
-def links(world: World, leaders: Sequence[int], bytes_: int) -> list[list[float]]:
+def links(world: World, leaders: Sequence[int]) -> list[list[float]]:
     """Return the bytes per second from each leader (row) to each other one (column).
 
-    In each round all leaders send at the same time, each to the one that many places ahead. The
-    rate of a pair that is not measured is 0.
+    In each round all leaders send at the same time, each to the one that many places ahead; the
+    rounds take turns. The rate of a pair that is not measured is 0.
     """
     count = len(leaders)
     rates = torch.zeros(count, count, dtype=torch.float64)
-    out, into = (torch.zeros(bytes_ // 4, device=world.device) for _ in range(2))
+    out, into = (torch.zeros(LINK_BYTES // 4, device=world.device) for _ in range(2))
     far = [2**power for power in range((count - 1).bit_length())]
     steps = range(1, count) if count <= ALL_PAIRS else far
-    for step in (step for step in steps for _ in range(TURNS)):
-        world.barrier()
+    end = time.perf_counter() + TURN_SECONDS
+    for turn, step in itertools.product(range(MOST_TURNS), steps):
+        # Also a barrier.
+        if world.has_any(time.perf_counter() > end) and turn >= TURNS:
+            break
         if world.rank not in leaders:
             continue
         own = leaders.index(world.rank)
@@ -101,7 +109,7 @@ def links(world: World, leaders: Sequence[int], bytes_: int) -> list[list[float]
         *others, last = dist.batch_isend_irecv([send, receive])  # NCCL gives one for both
         last.wait()  # once: a second wait for a received message of gloo hangs
         synchronize(world.device)
-        rate = bytes_ / (time.perf_counter() - begin)
+        rate = LINK_BYTES / (time.perf_counter() - begin)
         rates[source, own] = max(rate, float(rates[source, own]))
         for work in others:
             work.wait()
@@ -114,7 +122,7 @@ def slow_parts(rates: Sequence[Sequence[float]], names: Sequence[str]) -> list[s
     known = [rate for row in rates for rate in row if rate]
     if len(names) < 3:
         return []  # of two hosts nobody can say which is slow
-    limit = SLOW * median(known)
+    limit = SLOW * quantiles(known, n=4, method="inclusive")[-1]
     found, slow = [], set()
     for number, name in enumerate(names):
         received = [row[number] for row in rates]
@@ -166,7 +174,7 @@ def measure(world: World, sizes: Sequence[int]) -> dict[str, Any]:
             taken = seconds(world, work)
             bus = share * 4 * count / taken
             rows.append({"kind": kind, "bytes": 4 * count, "seconds": taken, "bus": bus})
-    rates = links(world, leaders, min(sizes[-1], 2**21))
+    rates = links(world, leaders)
     interface = _interface(world)
     link = psutil.net_if_stats().get(interface)
     return {

@@ -31,6 +31,14 @@ MOST = 10**9
 """Largest number that an option takes; nothing that a plan counts is larger."""
 MOST_RANKS = 2**16
 """Ranks of the largest world that `--ranks` imagines."""
+CHOSEN = {
+    "parallel.strategy": "mesh",
+    "parallel.mesh": "mesh",
+    "parallel.sequence_parallel": "sequence",
+    "data.micro_batch": "micro",
+    "model.activation_checkpointing": "recompute",
+}
+"""Keys that a plan chooses unless its command has them, with what they are of a layout."""
 TOKENS = 4 * 2**20
 """Tokens of a step for a known shape without `--batch`; Llama 3 began with 4M."""
 
@@ -134,6 +142,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     if directory:
         return _beside_measured(directory, options, machines)
     keys: list[str] = []
+    asked: dict[str, object] = {}
     if first in shapes():
         precision = options.precision or "bf16"
         model = named(first, options.length)
@@ -157,7 +166,17 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         options.gpu, "rollcall", precision, options.node_size, options.fabric
     )
     gpus = options.gpus or (options.nodes or 1) * machine.host
-    found = search.search(model, gpus, batch, machine, precision)
+    if given := {word: CHOSEN[key] for word in keys if (key := word.partition("=")[0]) in CHOSEN}:
+        meant = _layout(config, gpus, machine)
+        asked = {name: getattr(meant, name) for name in given.values()}
+        if not isinstance(config.data.micro_batch, int):
+            asked.pop("micro", None)  # the plan finds it out, too
+    found = search.search(model, gpus, batch, machine, precision, **asked)
+    if not found and asked:
+        raise RefusedError(
+            f"{' '.join(given)}: none of the layouts that a plan tries has this and fits on {gpus} "
+            f"{machine.chip.name}; remove it to see what does (docs/plan.md)"
+        )
     if not found:
         raise RefusedError(_nothing_fits(model, machine, gpus, batch, precision))
     best, nodes, cost = found[0], math.ceil(gpus / machine.host), None
@@ -165,15 +184,16 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         amount = run_cost.budget(options.budget)
         failures = run_cost.rate(options.failures or "rsc-1")
         cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
+    shown = found[: options.top or 5]
     if options.json:
-        return report.as_json(found[: options.top or 5], model, machine, cost)
-    planned = {word.partition("=")[0] for word in best.words()} | {"parallel.strategy"}
+        return report.as_json(shown, model, machine, cost)
+    planned = {word.partition("=")[0] for word in best.words()}
     keys = [word for word in keys if word.partition("=")[0] not in planned]
     words = [f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}", first, *keys]
     lines = [
         report.headline(model, machine, gpus, batch, precision),
         "",
-        *report.choices(found[: options.top or 5], model, machine),
+        *report.choices(shown, model, machine),
         "",
         f"Submit the first: rollcall submit {' '.join([*filter(None, words), *best.words()])}",
     ]
@@ -182,7 +202,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
             f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {fewest.words()[0]}, "
             f"recompute {fewest.layout.recompute}."
         )
-    if changes := search.levers(model, best, machine, machines, precision):
+    if not asked and (changes := search.levers(model, best, machine, machines, precision)):
         told = ", ".join(f"{name} ×{speed:.2f}" for name, speed in changes)
         lines.append(f"For more speed: {told}.")
     lines += ["", *report.run(cost, gpus, options.price)] if cost else []
@@ -210,6 +230,27 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precisi
     )
 
 
+def _layout(config: Config, ranks: int, machine: Machine) -> Layout:
+    """Return the layout of a run."""
+    degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
+    shard = degrees.get("shard", 1)
+    data = degrees.get("replicate", 1) * shard
+    batch, micro = config.data.global_batch, config.data.micro_batch
+    return Layout(
+        data=data,
+        tensor=degrees.get("tensor", 1),
+        stages=degrees.get("pipeline", 1),
+        context=degrees.get("context", 1),
+        zero=config.parallel.stage if shard > 1 else 0,
+        shard=shard if degrees.get("replicate", 1) > 1 else 0,
+        micro=micro if isinstance(micro, int) else -(-batch // data),
+        batch=batch,
+        sequence=config.parallel.sequence_parallel,
+        precision=config.precision,
+        recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
+    )
+
+
 def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:
     """Compare a run's step with its plan, term by term; return the factor between them."""
     _only(options, "the plan of a run", "gpu", "node_size", "fabric", "json")
@@ -232,23 +273,7 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
         raise RefusedError(f"{directory}: no step has been logged, so there is nothing to compare")
     measured = config.data.global_batch / statistics.median(one.samples_per_second for one in late)
     waits = statistics.median(one.data_wait for one in late)
-    degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
-    shard = degrees.get("shard", 1)
-    data = degrees.get("replicate", 1) * shard
-    batch, micro = config.data.global_batch, config.data.micro_batch
-    layout = Layout(
-        data=data,
-        tensor=degrees.get("tensor", 1),
-        stages=degrees.get("pipeline", 1),
-        context=degrees.get("context", 1),
-        zero=config.parallel.stage if shard > 1 else 0,
-        shard=shard if degrees.get("replicate", 1) > 1 else 0,
-        micro=micro if isinstance(micro, int) else -(-batch // data),
-        batch=batch,
-        sequence=config.parallel.sequence_parallel,
-        precision=precision,
-        recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
-    )
+    layout = _layout(config, ranks, machine)
     from rollcall.train import plan_model  # late: it imports torch
 
     model = plan_model.describe(config)

@@ -139,7 +139,7 @@ class Task:
             return result
         self.patience.add(step, result.values)
         self.result = result
-        run.say(f"step {step}/{self.order.steps}  validation {result}")
+        run.say(f"step {step}/{max(step, self.order.steps)}  validation {result}")
         seconds = round(time.perf_counter() - began, 4)
         run.record("evaluated", step=step, seconds=seconds, **result.values)
         if run.world.is_main:

@@ -291,10 +291,12 @@ def _conclude_exact(run: Run, parts: _Parts) -> str:
 def _conclude(run: Run, parts: _Parts, state: State, weights: str, seconds: float) -> None:
     """Write the verdict and print the summary; `weights` is their hash in exact mode, or empty."""
     trainer = parts.trainer
-    early = trainer.task.patience.reason
+    asked, early = trainer.task.order.steps, trainer.task.patience.reason
+    steps = max(trainer.step, asked)
+    past = f"; this run was already past the {asked} that were asked for" * (steps > asked)
     trained = f"{trainer.step} step{'s' * (trainer.step != 1)} trained"
     reason = {
-        "done": f"{trained}{f'; stopped early: {early}' * bool(early)}",
+        "done": f"{trained}{past}{f'; stopped early: {early}' * bool(early)}",
         "stopped": "a person asked to stop",
         "requeue": parts.stop.reason,
         "failed": trained,

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from rollcall.installation import IS_CHECKOUT, ROOT
 from rollcall.launch.submission import command, layers
-from rollcall.run_dir import RunDir
+from rollcall.launch.submission.options import CommandLine
+from rollcall.refusal import RefusedError
 
 USAGE = "usage: rollcall network [options of rollcall submit] [-- [--sizes 64K,16M] [--json]]"
-RUNS = "runs"
-"""The directory of runs that `submit` takes if no option names one."""
+Parsed = tuple[CommandLine, tuple[str, ...]]
+"""The options of `submit`, and the setup of a profile."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{USAGE}\n\n{__doc__}")
         return 0
     given, rest = divided(argv)
-    return submit(given, "rollcall.train.network", *rest)
+    parsed = read("network", given, "--sizes", "--json", "--device")
+    return submit(parsed, given, "rollcall.train.network", *rest)
 
 
 def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -32,21 +34,29 @@ def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def run_of(given: Sequence[str], name: str) -> RunDir:
-    """Return the directory of the run that these options name, or `name` if they do not.
+def read(name: str, given: Sequence[str], *own: str) -> Parsed:
+    """Parse options of `submit` for a command whose own options stand after `--`.
 
     Raises:
-        RefusedError: an option is wrong.
+        RefusedError: an option is wrong, or one of the command's own.
     """
-    own = layers.read(given)[0].own
-    return RunDir(Path(own.root or RUNS).absolute(), own.name or name)
+    try:
+        line, setup = layers.read(["--wait", *given])
+        misplaced = line.own.words
+    except RefusedError:
+        misplaced = [word for word in given if word.partition("=")[0] in own]
+        if not misplaced:
+            raise
+    if misplaced:
+        usage = f"rollcall {name} [options of rollcall submit] -- {misplaced[0]}"
+        raise RefusedError(f"{misplaced[0]}: write it after `--`: {usage}")
+    line.own.root = str(Path(line.own.root or "runs").absolute())
+    return line, setup
 
 
-def submit(given: Sequence[str], module: str, *words: str) -> int:
+def submit(parsed: Parsed, given: Sequence[str], module: str, *words: str) -> int:
     """Run a module of rollcall on all ranks of a job, and wait; return its exit code."""
-    argv = ["--wait", *given, "--", "-m", module, *words]
-    line, setup = layers.read(argv)
-    line.own.root = str(Path(line.own.root or RUNS).absolute())
+    line = parsed[0]._replace(program=("-m", module, *words))
     if IS_CHECKOUT:  # the module is found only there; paths of the options are of this directory
         os.chdir(ROOT)
-    return command.begin(line, setup, argv)
+    return command.begin(line, parsed[1], ["--wait", *given, "--", *line.program])

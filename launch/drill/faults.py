@@ -137,9 +137,14 @@ def corrupt_checkpoint(target: Target) -> Fault:
 
 
 FAULTS: dict[str, Callable[[Target], Fault]] = {
-    **{"preempt": preempt, "time-limit": time_limit, "kill-rank": kill_rank},
-    **{"kill-node": kill_node, "hang": hang, "full-disk": full_disk},
-    **{"slow-network": slow_network, "corrupt-checkpoint": corrupt_checkpoint},
+    "preempt": preempt,
+    "time-limit": time_limit,
+    "kill-rank": kill_rank,
+    "kill-node": kill_node,
+    "hang": hang,
+    "full-disk": full_disk,
+    "slow-network": slow_network,
+    "corrupt-checkpoint": corrupt_checkpoint,
 }
 
 

@@ -51,13 +51,10 @@ class Place:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         rank, local, size, local_size, node = (int(env[name]) for name in names)
         nodes = int(env["GROUP_WORLD_SIZE"])
-        blocks = _blocks(ranks or [local_size] * nodes)
+        counts = enumerate(ranks or [local_size] * nodes)
+        groups = ([*group] for _, group in groupby(counts, key=lambda each: each[1]))
+        blocks = [(group[0][0], len(group), group[0][1]) for group in groups]
         return cls(rank, local, size, local_size, node, nodes, blocks, store, addresses)
-
-
-def _blocks(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    groups = [[*group] for _, group in groupby(enumerate(ranks), key=lambda node: node[1])]
-    return [(group[0][0], len(group), group[0][1]) for group in groups]
 
 
 @dataclass(frozen=True)

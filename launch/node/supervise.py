@@ -33,7 +33,6 @@ from rollcall.process import outlast_full_disks
 from rollcall.records.attempt import AttemptEvent, NodeState, NoMoreRounds, PartState, Rendezvous
 from rollcall.records.run import State, Verdict
 from rollcall.refusal import REFUSED
-from rollcall.text import word
 from rollcall.timer import Growing
 
 LOOK, SLOW_LOOK = 0.05, 0.4
@@ -280,8 +279,7 @@ def _supervise(options: argparse.Namespace, server: ForkClient) -> int:
         return 0
     max_restarts = options.max_restarts
     if work.is_training:
-        named = [word("run.name", run.name), word("run.root", str(run.path.parent))]
-        work = replace(work, program=(*work.program, *named))
+        work = replace(work, program=(*work.program, *run.words))
     elif max_restarts is None:
         max_restarts = 0  # only its author knows whether restarting it makes progress
     try:

@@ -1,5 +1,7 @@
 """The processes on this machine that started a run's local jobs, from one look at /proc."""
 
+import contextlib
+import math
 import os
 import socket
 from functools import cached_property
@@ -9,6 +11,9 @@ from rollcall.launch.runs import find
 from rollcall.launch.runs.find import SubmittedJob
 from rollcall.records.attempt import NodeState
 from rollcall.run_dir import RunDir
+
+CLOCK = 60.0
+"""Seconds by which the clock may have been set since."""
 
 
 class Processes:
@@ -30,8 +35,9 @@ class Processes:
         if (newest := find.newest_attempt(run)) is None:
             return []
         parts = NodeState.read_all(run.path, attempt=newest.number).values()
-        pids = {part.supervisor for part in parts if part.host == socket.gethostname()}
-        return sorted(pid for pid in pids if "supervise" in self._words.get(str(pid), ()))
+        here = {it.supervisor: it.started for it in parts if it.host == socket.gethostname()}
+        ours = [pid for pid in here if "supervise" in self._words.get(str(pid), ())]
+        return sorted(pid for pid in ours if _began(pid) < here[pid] + CLOCK)
 
     @cached_property
     def _controllers(self) -> dict[int, Path]:
@@ -53,6 +59,15 @@ class Processes:
             for above in path.parents:
                 table.setdefault(above, []).append(pid)
         return table
+
+
+def _began(pid: int) -> float:
+    """Return when a process began: later than what a record says if its id was given again."""
+    import psutil  # here: few commands need it
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).create_time()
+    return math.inf
 
 
 def _words_of(pid: str) -> list[str]:

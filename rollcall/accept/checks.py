@@ -105,8 +105,8 @@ class Setting:
         if self.world.broadcast(verdict is not None and verdict.state == "done"):
             return
         if not alone:
-            words = [*job.words, f"run.root={job.root}", "run.name=run"]
-            train("accept", parse(words)[1], self.world, self.signals)
+            config = parse([*job.words, *job.run_dir.words])[1]
+            train("accept", config, self.world, self.signals)
             problem = self.stopped
         elif self.world.is_main:
             try:
@@ -291,18 +291,17 @@ def overhead(it: Setting) -> str:
     return text
 
 
-CHECKS: dict[str, Callable[[Setting], str]] = dict(
-    zip(
-        request.CHECKS,
-        (
-            *(machine, links, bandwidth),
-            *(partial(strategy, name) for name in STRATEGIES),
-            *(resume, exact, memory_of_a_step, overhead),
-        ),
-        strict=True,
-    )
-)
-"""All checks in their order: every rank calls each; rank 0's answer counts.
+CHECKS: dict[str, Callable[[Setting], str]] = {
+    "machine": machine,
+    "network": links,
+    "bandwidth": bandwidth,
+    **{f"strategy {name}": partial(strategy, name) for name in STRATEGIES},
+    "kill and resume": resume,
+    "exact mode": exact,
+    "memory": memory_of_a_step,
+    "overhead": overhead,
+}
+"""The checks of `request.CHECKS`: every rank calls each; rank 0's answer counts.
 
 A check raises Failed or NotApplicable on any rank, but after its last collective.
 """

@@ -17,6 +17,7 @@ from rollcall.accept import page, request
 from rollcall.launch.commands import network
 from rollcall.launch.runs import root_cause
 from rollcall.refusal import refuse
+from rollcall.run_dir import RunDir
 
 USAGE = "usage: rollcall accept [options of rollcall submit] [-- [--only CHECK,…] [key=value …]]"
 RESTARTS = 40
@@ -30,12 +31,15 @@ def main(argv: Sequence[str]) -> int:
         return 0
     given, words = network.divided(argv)
     request.read(words)  # refuses a mistake before anything is queued
-    run = network.run_of(given, f"accept-{time.strftime('%Y%m%d-%H%M%S')}")
+    given = [f"--max-restarts={RESTARTS}", *given]
+    parsed = network.read("accept", given, "--only", "--device")
+    own = parsed[0].own
+    own.name = own.name or f"accept-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDir(own.root, own.name)
     if run.path.exists():
         return refuse(f"{run.path} exists; choose another --name for a new page")
     folder = run.path / "accept"
-    given = [f"--name={run.name}", f"--max-restarts={RESTARTS}", *given]
-    code = network.submit(given, "rollcall.accept.checks", str(folder), *words)
+    code = network.submit(parsed, given, "rollcall.accept.checks", str(folder), *words)
     if not folder.exists():  # refused, or shown by --dry-run
         return code
     title = f"rollcall accept, {time.strftime('%Y-%m-%d')}"

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import psutil
 from rollcall.bench import turns
 from rollcall.installation import TRAIN, command
 from rollcall.run_dir import RunDir
-from rollcall.text import word
 
 WORDS = ("digits", "device=cpu", "train.steps=1000000", "checkpoint.every=20", "log.every=1000")
 STEPS_BEFORE = 1.0
@@ -36,30 +35,31 @@ def main(argv: Sequence[str]) -> int:
         "--limit", type=float, default=20.0, metavar="S", help="for the next step (default: 20 s)"
     )
     options = words.parse_args(argv)
-    starts = {
-        "torchrun": turns.torchrun("--max-restarts=3", ranks=2),
-        "supervisor": [*command("supervise", "--nproc-per-node", "2"), "--"],
-        "bare script, forked": [],
+    supervise = command("supervise", "--nproc-per-node", "2")
+    trained = (*TRAIN, *WORDS)
+    torchrun = turns.torchrun("--max-restarts=3", *trained, ranks=2)
+    starts: dict[str, Callable[[RunDir], list[str]]] = {
+        "torchrun": lambda run: [*torchrun, *run.words],
+        "supervisor": lambda run: [*supervise, "--", *trained, *run.words],
+        "bare script, forked": lambda run: turns.bare(run, 10**9, 2),
     }
     with tempfile.TemporaryDirectory() as folder:
 
         def measure(name: str, number: int) -> turns.Figures:
             run = RunDir(folder, f"{name}-{number}")
-            place = [word("run.name", run.name), word("run.root", folder)]
-            words = [*starts[name], *TRAIN, *WORDS, *place]
-            taken = _measure(
-                words if starts[name] else turns.bare(run, 10**9, 2), run, options.limit
-            )
-            return {"to first step": taken}
+            return {"to first step": _measure(starts[name](run), run, options.limit)}
 
         found = turns.take_turns({name: partial(measure, name) for name in starts}, options.repeats)
+    restarts = {
+        name: [*filter(math.isfinite, turns.column(figures, "to first step"))]
+        for name, figures in found.items()
+    }
     rows = [("", "to first step", f"restarted within {options.limit:g} s")]
-    for name, figures in found.items():
-        known = [*filter(math.isfinite, turns.column(figures, "to first step"))]
+    for name, known in restarts.items():
         shown = turns.cell(known, turns.seconds) if known else "never"
         rows.append((name, shown, f"{len(known)} of {options.repeats}"))
     turns.show("killed rank to first step, 2 ranks, medians of the restarts, in turns", rows)
-    return 1 if rows[2][1] == "never" else 0
+    return 0 if restarts["supervisor"] else 1
 
 
 def _measure(words: Sequence[str], run: RunDir, limit: float) -> float:

@@ -10,15 +10,14 @@ needs.
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rollcall.bench import turns
 from rollcall.installation import TRAIN, command
 from rollcall.run_dir import RunDir
-from rollcall.text import word
 
-BASE, FLOOR = "torchrun, bare script", "bare script, forked"
+BASE = "torchrun, bare script"
 SHORT = ("train.steps=1", "checkpoint.every=null")
 """Settings of a run that consists almost entirely of its start."""
 
@@ -32,24 +31,25 @@ def main(argv: Sequence[str]) -> int:
     options = words.parse_args(argv)
     count, repeats = options.nproc_per_node, options.repeats
     ranks = f"--nproc-per-node={count}"
-    starts = {
-        BASE: turns.torchrun(*turns.BARE, ranks=count),
-        "torchrun -m train": turns.torchrun(*TRAIN, ranks=count),
-        "supervisor": [*command("supervise", ranks), "--", *TRAIN],
-        FLOOR: [],
+
+    def trained(*start: str) -> Callable[[RunDir], list[str]]:
+        return lambda run: [*start, *options.words, *SHORT, *run.words]
+
+    starts: dict[str, Callable[[RunDir], list[str]]] = {
+        BASE: lambda run: turns.torchrun(*turns.BARE, str(run.path), "1", ranks=count),
+        "torchrun -m train": trained(*turns.torchrun(*TRAIN, ranks=count)),
+        "supervisor": trained(*command("supervise", ranks), "--", *TRAIN),
+        "bare script, forked": lambda run: turns.bare(run, 1, count),
     }
     if options.more:
-        starts["submit --local"] = [*command("submit", "--local", "--wait", ranks), "digits"]
+        local = command("submit", "--local", "--wait", ranks)
+        starts["submit --local"] = trained(*local, "digits")
     with tempfile.TemporaryDirectory() as folder:
 
         def measure(name: str, number: int) -> turns.Figures:
             run = RunDir(folder, f"{name.replace(' ', '')}-{number}")
-            place = [word("run.name", run.name), word("run.root", folder)]
-            words = [*starts[name], *options.words, *SHORT, *place]
-            if name == BASE:
-                words = [*starts[name], str(run.path), "1"]
             start = time.time()
-            cpu = turns.timed(turns.bare(run, 1, count) if name == FLOOR else words)["CPU"]
+            cpu = turns.timed(starts[name](run))["CPU"]
             first = [line["time"] for line in run.read_events("first_step")]
             if not first:
                 raise turns.BenchError(f"{name}: the run ended without a first step")

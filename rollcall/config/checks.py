@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from rollcall.config.catalog import LOSSES
 from rollcall.config.keys import on_resume
 from rollcall.config.mesh import PRESETS, parse
 from rollcall.config.schema import ConfigError, OnResume
@@ -22,6 +23,8 @@ SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
 """Schedules that compute the gradients of inputs first, and of weights later."""
 LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
 """Schedules with several stages on each rank."""
+FIGURES = ("loss", "accuracy", "top5", "perplexity")
+"""Figures that an evaluation may have without code of the user's."""
 
 
 def check(config: Config) -> None:
@@ -207,6 +210,12 @@ def _check_train(config: Config) -> None:
             raise ConfigError(
                 f"{key}={metric}: expected the name of a figure, alone or with :max or :min"
             )
+        name = (metric or "loss").partition(":")[0].rpartition("/")[2]  # of a validation set
+        # What the user's metrics and losses report is known when they are called.
+        has_own = config.train.metrics or config.train.loss not in LOSSES.keys() - {"model"}
+        if name not in FIGURES and not has_own:
+            known = f"choose {', '.join(FIGURES)} or add it to train.metrics"
+            raise ConfigError(f"{key}={metric}: an evaluation has no such figure; {known}")
     if config.train.stop_after and not config.train.evaluate_every:
         raise ConfigError(
             "train.stop_after counts evaluations: set train.evaluate_every, for example to 1"

@@ -48,6 +48,11 @@ class Layout:
         return self.data * self.tensor * self.stages * self.context
 
     @property
+    def mesh(self) -> tuple[int, ...]:
+        """What tells meshes apart on a number of ranks."""
+        return self.tensor, self.stages, self.context, self.zero, self.shard
+
+    @property
     def width(self) -> int:
         """Bytes of a value with which products compute."""
         return 4 if self.precision in ("fp32", "tf32") else 2

@@ -41,8 +41,8 @@ class Choice:
             f"data.micro_batch={layout.micro}",
             f"precision={layout.precision}",
         ]
-        if layout.zero == 2:
-            words[0] = "parallel.strategy=zero2"
+        if layout.zero:  # the recipe may have another strategy; the first word names the layout
+            words.insert(int(layout.zero == 3), f"parallel.strategy=zero{layout.zero}")
         if layout.tensor > 1:
             words.append("parallel.sequence_parallel=true")
         if layout.recompute == "full":
@@ -50,8 +50,12 @@ class Choice:
         return words
 
 
-def search(model: Model, gpus: int, batch: int, machine: Machine, precision: str) -> list[Choice]:
+def search(
+    model: Model, gpus: int, batch: int, machine: Machine, precision: str, **asked: object
+) -> list[Choice]:
     """Return the layouts that fit, the fastest first; of equal meshes only the fastest.
+
+    All have the attributes of `Layout` that are asked for.
 
     Raises:
         RefusedError: the number of GPUs, or the batch, cannot be divided.
@@ -66,12 +70,12 @@ def search(model: Model, gpus: int, batch: int, machine: Machine, precision: str
     best: dict[tuple[int, ...], Choice] = {}
     for layout in layouts(model, gpus, batch, machine, precision):
         needed = memory.of(model, layout, machine)
-        if not memory.fits(needed, machine):
+        is_asked = all(getattr(layout, name) == value for name, value in asked.items())
+        if not is_asked or not memory.fits(needed, machine):
             continue
         found = Choice(layout, step_time.of(model, layout, machine), needed)
-        mesh = (layout.tensor, layout.stages, layout.context, layout.zero, layout.shard)
-        if mesh not in best or found.time < best[mesh].time:
-            best[mesh] = found
+        if layout.mesh not in best or found.time < best[layout.mesh].time:
+            best[layout.mesh] = found
     return sorted(best.values(), key=lambda choice: choice.time)
 
 
@@ -144,8 +148,5 @@ def levers(
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def _powers(limit: int) -> Iterator[int]:
-    power = 1
-    while power <= limit:
-        yield power
-        power *= 2
+def _powers(limit: int) -> list[int]:
+    return [2**power for power in range(limit.bit_length())]

@@ -273,8 +273,11 @@ class LoggedStep(Line):
         if len(known) < len(lines):
             set_aside(path)
         if dropped := [line for line in known if not is_kept(line)]:
-            with contextlib.suppress(OSError), open_lines(directory / ForgottenStep.FILE) as file:
-                for line in dropped:
+            place = directory / ForgottenStep.FILE
+            # A crash may have come between this and the cut below.
+            before = {json.dumps(line) for line in read_lines(place)}
+            with contextlib.suppress(OSError), open_lines(place) as file:
+                for line in (line for line in dropped if json.dumps(line) not in before):
                     write_line(file, line)
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in known if is_kept(line)))
 

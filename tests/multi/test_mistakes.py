@@ -146,8 +146,8 @@ TABLE: dict[str, tuple[list[str], str]] = {
         r"train.metrics.mean: expected one value for each sample, a tensor \(rows,\).* got \(\)",
     ),
     "watched metric is missing": (
-        ["checkpoint.keep_best=f1"],
-        "checkpoint.keep_best=f1: the evaluation has no such figure; it has loss, accuracy",
+        ["checkpoint.keep_best=top5"],
+        "checkpoint.keep_best=top5: the evaluation has no such figure; it has loss, accuracy",
     ),
     "optimizer is none": (
         ["optim.name=user_mistakes:no_optimizer"],

@@ -110,3 +110,6 @@ def test_a_run_with_an_unused_parameter_resumes(tmp_path: Path) -> None:
     run("a", 2, "zero3", 3)
     run("a", 1, "single", 5)
     assert run("a", 2, "zero2", 8) == pytest.approx(run("b", 1, "single", 8), rel=1e-5)
+    run("b", 1, "single", 6)
+    verdict = RunDir(tmp_path, "b").read_verdict()
+    assert verdict is not None and "already past the 6 that were asked for" in verdict.reason

@@ -54,6 +54,7 @@ from rollcall.config.read import RECIPES
         (["data.micro_batch=65"], "is larger than data.global_batch=64"),
         (["profile.steps=3:1"], "profile.steps=3:1: expected FIRST:END"),
         (["checkpoint.keep_best=loss:mx"], "alone or with :max or :min"),
+        (["checkpoint.keep_best=f1"], "checkpoint.keep_best=f1: an evaluation has no such figure"),
         (["train.stop_metric=:max"], "train.stop_metric=:max: expected the name of a figure"),
         (["train.steps=true"], "train.steps: expected a number, got True"),
         (["data.micro_batch=true"], "data.micro_batch: expected a number, got True"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.accept import command as accept
 from rollcall.launch.lint import check
 from rollcall.launch.lint.script import Script
 from rollcall.launch.scheduler import gpus
@@ -142,7 +143,7 @@ def test_requests_that_cannot_be_met_are_refused(words: str, message: str) -> No
 
 
 def test_variables_of_sbatch_count_between_profile_and_command_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "clusters").mkdir()
     profile = "options: {partition: main, account: mine, qos: low, mem-per-cpu: 1G, requeue: true}"
@@ -168,6 +169,8 @@ def test_variables_of_sbatch_count_between_profile_and_command_line(
     assert not {"mem-per-cpu", "requeue", "gres"} & options.keys()
     assert "SBATCH_OUTPUT has no effect: a run keeps its output in its directory" in shown
     assert "SBATCH_JOB_NAME has no effect" in shown
+    assert accept.main(["--dry-run"]) == 0
+    assert capsys.readouterr().err.count("SBATCH_OUTPUT has no effect") == 1
     monkeypatch.setenv("SBATCH_TIMELIMIT", "2h")
     assert "SBATCH_TIMELIMIT: --time: '2h' is not a valid" in dry_run("--", "fit.py")[1]
 

@@ -136,5 +136,6 @@ def test_the_sites_default_serves_all_who_name_no_cluster(
 
 def test_network_and_accept_use_the_root_of_a_profile_and_take_groups_of_nodes(place: Path) -> None:
     users(place, "options: {root: /scratch/runs}")
-    assert network.run_of(["--cluster=here"], "it").path == Path("/scratch/runs/it")
-    assert network.run_of(["--nodes=1", ":", "--nodes=2"], "it").path == Path("runs/it").absolute()
+    assert network.read("network", ["--cluster=here"])[0].own.root == "/scratch/runs"
+    line, _ = network.read("network", ["--nodes=1", ":", "--nodes=2"])
+    assert line.own.root == str(Path("runs").absolute()) and len(line.groups) == 2

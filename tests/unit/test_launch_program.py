@@ -323,12 +323,17 @@ def test_accept_reads_the_options_of_submit_from_this_directory(
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
-    [("--only=disk", "'disk' is none of machine,"), ("optim.lrr=1", "optim.lr'?")],
+    ("words", "message"),
+    [
+        (["--", "--only=disk"], "'disk' is none of machine,"),
+        (["--", "optim.lrr=1"], "optim.lr'?"),
+        (["--only", "memory"], "--only: write it after `--`: rollcall accept .*submit] -- --only$"),
+        (["optim.lr=1"], "submit] -- optim.lr=1$"),
+    ],
 )
 def test_accept_refuses_a_mistake_before_it_starts_anything(
-    tmp_path: Path, word: str, message: str
+    tmp_path: Path, words: list[str], message: str
 ) -> None:
     with pytest.raises(RefusedError, match=message):
-        accept.main(["--local", "--root", str(tmp_path), "--", word])
+        accept.main(["--local", "--root", str(tmp_path), *words])
     assert not [*tmp_path.iterdir()]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,11 +283,15 @@ def test_a_run_is_live_while_a_part_of_its_killed_job_is(tmp_path: Path, left: s
             host = socket.gethostname()
             AttemptEvent(1, "4000000", "started", 2.0, hosts=[host], ranks=2).append(run.path)
             (run.job / "attempt-1").mkdir()
-            NodeState(1, 0, host, "running", 2.0, process.pid).write(run.path)
+            part = NodeState(1, 0, host, "running", time.time(), process.pid)
+            part.write(run.path)
         end = time.monotonic() + 10
         while (reason := existing.reason_not_to_submit(run, True)) is None:
             assert time.monotonic() < end
         assert f"is live (process {process.pid} on this machine)" in reason
+        if left == "supervisor":  # a later process with the id of one that is gone
+            replace(part, started=2.0).write(run.path)
+            assert existing.reason_not_to_submit(run, True) is None
         process.communicate(b"\n")
 
 

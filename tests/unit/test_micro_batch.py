@@ -4,9 +4,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollcall.run_dir import RunDir
+from rollcall.train.dist.world import Place, World
 from rollcall.train.main import main
+from rollcall.train.recovery import memory
 from rollcall.train.recovery.micro_batch import Search, Trial, trials
 
 
@@ -84,3 +87,14 @@ def test_what_a_run_kept_about_its_faults_may_be_damaged(
     words = [f"run.root={tmp_path}", "run.name=a", "device=cpu", "train.steps=4"]
     assert main(["digits", *words]) == 0
     assert len([*RunDir(tmp_path, "a").read_metrics()]) > 0
+
+
+def test_the_cache_of_files_is_free_memory_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "GROUPS", str(tmp_path))
+    (tmp_path / "memory.max").write_text("9000000\n")
+    (tmp_path / "memory.current").write_text("8000000\n")
+    (tmp_path / "memory.stat").write_text("anon 2000000\nfile 6000000\nshmem 1000000\n")
+    world = World(Place("plan", world_size=2, local_world_size=2), torch.device("cpu"))
+    assert memory.free(world) == 3_000_000

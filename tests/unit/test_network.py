@@ -1,4 +1,4 @@
-"""Slow hosts and slow links are named from the rates between all pairs."""
+"""Slow hosts and slow links are named from the rates between all pairs; the checks of accept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rollcall.accept import checks
+from rollcall.accept import checks, request
 from rollcall.train.dist.world import World
 from rollcall.train.network import firsts, main, measure, slow_parts
 
@@ -42,6 +42,15 @@ def test_nodes_with_different_numbers_of_ranks_agree_on_who_measures() -> None:
     assert firsts([0, 1, 2]) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_host_with_half_of_all_links_is_named(count: int) -> None:
+    """What it sends and receives is slow: two thirds of the links of three hosts."""
+    slow = {f"{one}_{other}": 2e8 for one in "abcd" for other in "abcd" if "b" in (one, other)}
+    given = [row[:count] for row in rates(**{k: v for k, v in slow.items() if k != "b_b"})[:count]]
+    expected = ["slow host: b sends 200 MB/s", "slow host: b receives 200 MB/s"]
+    assert slow_parts(given, NAMES[:count]) == expected
+
+
 def test_of_two_hosts_none_is_named() -> None:
     assert slow_parts([[0.0, 1e9], [1e6, 0.0]], ["a", "b"]) == []
 
@@ -67,3 +76,7 @@ def test_what_the_ranks_cannot_do_is_refused(
     with pytest.raises(SystemExit):
         checks.main([str(tmp_path), "--device=tpu"])
     assert "invalid choice: 'tpu'" in capsys.readouterr().err
+
+
+def test_accept_has_the_checks_that_can_be_asked_for_in_their_order() -> None:
+    assert tuple(checks.CHECKS) == request.CHECKS

@@ -25,6 +25,7 @@ from rollcall.train import plan
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMA = named("llama-3-8b")
 H100 = Machines().machine("h100")
+GPT = ["gpt", "--gpus", "8", "--gpu", "h100"]
 LINE = ["llama-3-8b", "--gpus", "64", "--gpu", "h100"]
 
 
@@ -168,6 +169,21 @@ def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(first["memory"].values()) == pytest.approx(first["bytes"])
 
 
+def test_what_the_command_says_of_a_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the line to submit, when it is planned again."""
+    given = ["parallel.mesh=shard=rest,tensor=2", "data.micro_batch=2"]
+    assert plan.main([*GPT, *given]) == 0
+    table, _, line = capsys.readouterr().out.partition("Submit the first: rollcall submit ")
+    assert [row.split()[1:3] for row in table.splitlines()[3:] if row] == [
+        ["shard=4,tensor=2", "2"]
+    ]
+    keys = [word for word in line.splitlines()[0].split() if "=" in word]
+    planned = {"data.micro_batch=2", "parallel.mesh=shard=4,tensor=2", "parallel.strategy=zero3"}
+    assert planned <= {*keys}
+    assert plan.main([*GPT, *keys]) == 0
+    assert capsys.readouterr().out.splitlines()[3] == table.splitlines()[3]
+
+
 def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
     machines = Machines()
     names = {"a100": "A100", "A100-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
@@ -236,6 +252,9 @@ def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
         ([*LINE, "--price", "2"], "--price and --failures need --budget"),
         ([*LINE, "--ranks", "8"], "--ranks takes no --gpu"),
         (["gpt", "--gpu", "h100", "--length", "9"], "--length is for a known shape"),
+        ([*GPT, "parallel.strategy=zero1"], "parallel.strategy=zero1: none of the layouts"),
+        ([*GPT, "data.micro_batch=3"], "data.micro_batch=3: none of the layouts"),
+        ([*GPT, "parallel.mesh=tensor=3"], "parallel.mesh=tensor=3 needs 3 ranks, but 8"),
         ([*LINE, "--nodes", "8"], "--gpus and --nodes say the same"),
         (["--validate", "missing"], "--validate missing: expected a folder with tables"),
         (["--validate", ""], "--validate : expected a folder with tables"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import subprocess
 import sys
@@ -148,12 +149,14 @@ def test_unknown_keys_are_ignored_or_kept() -> None:
 
 
 def test_steps_that_are_repeated_are_dropped(tmp_path: Path) -> None:
+    """Once, although a crash came after the first of them was copied."""
     LoggedStep.forget_after(tmp_path, 1)
-    for step in (1, 2, 3):
-        LoggedStep(step, 0.5, 1.0, 1.0, more={"rate": 1}).append(tmp_path)
+    for step in (1, 2, 3, 4):
+        LoggedStep(step, math.nan, 1.0, 1.0, more={"rate": 1}).append(tmp_path)
+    ForgottenStep(3, math.nan, 1.0, 1.0, more={"rate": 1}).append(tmp_path)
     LoggedStep.forget_after(tmp_path, 2)
     assert [line.step for line in LoggedStep.read(tmp_path)] == [1, 2]
-    assert [line.step for line in ForgottenStep.read(tmp_path)] == [3]
+    assert [line.step for line in ForgottenStep.read(tmp_path)] == [3, 4]
 
 
 @pytest.mark.parametrize("content", [b"\n".join(GARBAGE[1:]) + b"\n", b'{"event": 1, "time": 1}\n'])

@@ -52,11 +52,8 @@ class Batch(NamedTuple):
         """Return the rows of several batches as one."""
         if len(batches) == 1:
             return batches[0]
-        return Batch(*(tree_map(_concatenated, *parts) for parts in zip(*batches, strict=True)))
-
-
-def _concatenated(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts)
+        parts = zip(*batches, strict=True)
+        return Batch(*(tree_map(lambda *rows: torch.cat(rows), *each) for each in parts))
 
 
 @dataclass(frozen=True)

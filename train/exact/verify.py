@@ -4,7 +4,6 @@ Imports no torch: the runs are separate processes.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -97,10 +96,9 @@ def _train_all(kind: str, ranks: Sequence[int], words: Sequence[str]) -> Iterato
         if run_dir.path.exists():
             raise ConfigError(f"{run_dir.path} already exists: choose another run.name")
         print(f"rollcall: {way.name}, ranks: {way.ranks}, run directory {run_dir.path}", flush=True)
-        place = [f"run.name={run_dir.name}", f"run.root={json.dumps(str(root))}"]
         try:
             for attempt, start in enumerate(way.starts, 1):
-                command = [*start(run_dir), *words, *place]
+                command = [*start(run_dir), *words, *run_dir.words]
                 _run_to_end(command, run_dir, stop=attempt < len(way.starts))
         except VerifyError as error:
             raise VerifyError(f"{way.name}: {error}") from None

@@ -51,13 +51,9 @@ def parts(
         # A mesh of one shard has nothing to free after a forward pass.
         stage = options.stage if mesh["shard"].size() > 1 else 2
         found.append(Shard(mesh[data], stage, options.cpu_offload, config.precision == "bf16"))
-    elif data and _are_averaged(config, world):
+    # Without DDP if exact mode sums gradients itself, or one rank has nothing to add.
+    elif data and not config.exact and (world.world_size > 1 or options.compression != "none"):
         found.append(Replicate(options, world.device))
     if mesh and "shard" in data and options.stage == 1:
         found.append(ShardOptimizer(mesh["shard"]))
     return found
-
-
-def _are_averaged(config: Config, world: World) -> bool:
-    """Whether DDP is needed: exact mode sums gradients itself, and one rank has nothing to add."""
-    return not config.exact and (world.world_size > 1 or config.parallel.compression != "none")

@@ -83,11 +83,12 @@ class Part:
         return outputs
 
 
-def local_bytes(module: nn.Module) -> int:
-    """Return the bytes of the weights that this rank holds."""
+def local_bytes(module: nn.Module, of_gradients: bool = False) -> int:
+    """Return the bytes of the weights that this rank holds, or of the gradients that they get."""
     return sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
         for parameter in module.parameters()
+        if parameter.requires_grad or not of_gradients
     )
 
 

@@ -121,7 +121,8 @@ class Replicate(Part):
             return ""
         how = self._options.compression
         compressed = "" if how == "none" else f", compressed ({how})"
-        return f"Per step one all-reduce of {size(local_bytes(model))} of gradients{compressed}."
+        sent = size(local_bytes(model, of_gradients=True))
+        return f"Per step one all-reduce of {sent} of gradients{compressed}."
 
 
 def _constants(module: nn.Module) -> set[str]:

@@ -85,14 +85,15 @@ class Shard(Part):
         shards = self._mesh.size(-1)
         replicas = self._mesh.size() // shards
         whole = local_bytes(model) * shards
+        trained = local_bytes(model, of_gradients=True) * shards
         messages = []
         if shards > 1:
             often = " (twice for each micro-batch)" if self._stage == 3 else ""
             gathered, kind = (whole // 2, " in bf16") if self._dtype else (whole, "")
             messages.append(f"all-gathers of {size(gathered)} of weights{kind}{often}")
-            messages.append(f"reduce-scatters of {size(whole)} of gradients")
+            messages.append(f"reduce-scatters of {size(trained)} of gradients")
         if replicas > 1:
-            messages.append(f"all-reduces of {size(whole / shards)} between the replicas")
+            messages.append(f"all-reduces of {size(trained / shards)} between the replicas")
         return f"Per step {', '.join(messages)}." if messages else ""
 
 
@@ -120,7 +121,7 @@ class ShardOptimizer(Part):
         """Describe the broadcasts."""
         return (
             f"The optimizer state is divided over {self._mesh.size()} ranks by tensors; the ranks "
-            f"broadcast {size(local_bytes(model))} of updated weights after each step."
+            f"broadcast {size(local_bytes(model, of_gradients=True))} of weights after each step."
         )
 
 

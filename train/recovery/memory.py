@@ -17,6 +17,7 @@ from rollcall.train.dist.world import World
 # Messages of the CPU allocators: https://github.com/pytorch/pytorch/blob/main/c10/core/impl/alloc_cpu.cpp
 HOST_MESSAGES = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
 FILE = "micro-batch.json"
+GROUPS = "/sys/fs/cgroup"
 
 
 def is_exhausted(error: Exception) -> bool:
@@ -31,11 +32,14 @@ def free(world: World) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.mem_get_info(world.device)[0])
     found = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup", _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
+    group = Path(GROUPS, _text(Path("/proc/self/cgroup")).rpartition("::/")[2])
     for folder in (group, *group.parents):  # a job's limit, as Slurm sets it
-        texts = [_text(folder / name) for name in ("memory.max", "memory.current")]
-        if all(text.isdecimal() for text in texts):
-            found = min(found, max(0, int(texts[0]) - int(texts[1])))
+        limit = _text(folder / "memory.max")
+        if limit.isdecimal():
+            counts = (line.split() for line in _text(folder / "memory.stat").splitlines())
+            # Without the cache of files, which the kernel drops when the memory is needed.
+            used = sum(int(count) for name, count in counts if name in ("anon", "shmem"))
+            found = min(found, max(0, int(limit) - used))
     return found / world.place.local_world_size
 
 
