@@ -425,6 +425,13 @@ class Strategy:
         dist.all_reduce(total)  # the ranks of a replica contribute the same values
         return total * self.data_ranks / self.world.world_size
 
+    def share(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Give buffers that each replica has computed of its own samples the first one's values."""
+        for name in (self._mesh and self._mesh.mesh_dim_names) or ():
+            if self._mesh and name in ("replicate", "shard"):
+                for buffer in buffers:
+                    dist.broadcast(buffer, group=self._mesh.get_group(name), group_src=0)
+
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
         model, optim = state_dict.get_state_dict(
