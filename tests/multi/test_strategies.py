@@ -541,6 +541,10 @@ def test_a_strategy_is_one_file_and_one_line(made: Made, tmp_path: Path) -> None
             "position ids that the model makes itself",
         ),
         (
+            [*OWN, "parallel.strategy=context", "train.loss=next_token"],
+            "train.loss=next_token predicts the first token of a piece from the piece before it",
+        ),
+        (
             [*OWN, "parallel.strategy=tensor", "model.name=user_code:mixed_units"],
             "parallel.strategy=tensor computes something else than one rank would: its loss "
             "differs by # of its size, first in the output of blocks.0.down on rank 0; look for "

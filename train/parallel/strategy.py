@@ -115,6 +115,12 @@ class Strategy:
         optim.check_groups(self._optim, [name for name, _ in model.named_parameters()])
         for part in self._parts:
             part.check(model, example)
+        if "context" in self.degrees and self._loss.loss.shifts:
+            raise ConfigError(
+                f"train.loss={self._loss.loss.name} predicts the first token of a piece from the "
+                "piece before it, which is on another rank with context parallelism: let the data "
+                "set return the next tokens as targets, for train.loss=cross_entropy"
+            )
         self._whole = sum(parameter.nbytes for parameter in model.parameters())
         self.model, modules = model, [model]
         if self._is_pipeline:
