@@ -67,7 +67,7 @@ class Update:
         self._loss: torch.Tensor | None = None
         self._batch: Batch | None = None
         self._exhausted = self._unused = self._uncounted = False
-        self._must_allow_unused = self._must_add_missing = False
+        self._must_allow_unused = self._must_add_missing = self._is_repeated = False
         self._counts: bool | torch.Tensor = True  # whether any target of the newest update does
         # Whether some targets do not count, so that ranks must add them up in every step; None
         # before the first step of an attempt.
@@ -173,9 +173,9 @@ class Update:
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
         """Repeat the update if a rank could not compute its gradient; recover if it was skipped."""
-        if self._adds_missing:
-            # When a step is repeated, the next batch but one is reported.
-            self._missing.setdefault(step, round(agreed["missing"]))
+        if self._adds_missing and not self._is_repeated:  # else it is about the next step but one
+            self._missing[step] = round(agreed["missing"])
+        self._is_repeated = False
         self._must_allow_unused = bool(agreed["unused"])
         self._must_add_missing = bool(agreed["uncounted"])
         if agreed["exhausted"] or self._must_allow_unused or self._must_add_missing:
@@ -195,6 +195,7 @@ class Update:
         """
         assert self._batch is not None
         self.drop()
+        self._is_repeated = True
         if self._objective.scaler:
             self._objective.scaler.undo()
         if self._must_add_missing:

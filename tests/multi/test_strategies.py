@@ -439,6 +439,23 @@ def test_the_same_mesh_resumes_to_the_last_bit(made: Made, tmp_path: Path) -> No
         assert result.evaluation == whole.evaluation, (model, name)
 
 
+def test_zero1_resumes_where_a_rank_has_no_tensor_of_a_group(tmp_path: Path) -> None:
+    """One of the groups is a single tensor; then there are fewer tensors than ranks."""
+    words = [*DIGITS, "model.name=mlp", 'optim.groups={"1.bias": {lr: 0.01}}']
+    alone = Job(tmp_path / "1", words)
+    matrix.run([alone], tmp_path / "logs-1", 1)
+    for ranks in (2, 5):
+        job = Job(tmp_path / str(ranks), [*words, "parallel.strategy=zero1"])
+        for saved in (alone.run_dir.checkpoints / f"step-{SAVED:08d}", None):
+            if saved:
+                shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
+            else:
+                shutil.rmtree(job.root)
+            matrix.run([job], tmp_path / f"logs-{ranks}", ranks)
+            expected = alone.losses()[SAVED if saved else 0 :]
+            assert job.losses() == pytest.approx(expected, rel=TOLERANCE)
+
+
 def test_compression_stays_close(tmp_path: Path) -> None:
     """Several buckets, which PowerSGD must send in the same order on every rank."""
     jobs = {

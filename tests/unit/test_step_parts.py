@@ -367,7 +367,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
             evaluate(strategy, data, world, config, objective.loss)
         # The first targets that do not count, in a gradient that was dropped and computed again.
         targets[:] = 0
-        update = Update(run, Order(50, 100, 50, 0), strategy, optimizer, objective)
+        update = Update(run, Order(50, 150, 50, 0), strategy, optimizer, objective)
         update.apply(batch, 0)
         targets[:30] = -100
         update.gradient(batch, 1, missing=30)
@@ -377,6 +377,10 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         assert update.skipped and update.settle(2, agreed) is Action.REPEAT
         update.repeat()
         assert not update.skipped and update.report()["count"] == 20
+        # By now the step after the next one has been read and reported.
+        update.settle(2, {**agreed, "unused": 0, "uncounted": 0, "skipped": 0})
+        update.apply(batch, 2, missing=30)
+        assert update.report()["count"] == 20
     finally:
         world.leave()
 

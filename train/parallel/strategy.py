@@ -440,9 +440,10 @@ class Strategy:
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
-        model, optim = state_dict.get_state_dict(
-            self.model, local_optimizer(optimizer), options=OPTIONS
-        )
+        own = local_optimizer(optimizer)
+        if not _has_weights(own):
+            return {"model": state_dict.get_model_state_dict(self.model), "optim": {}}
+        model, optim = state_dict.get_state_dict(self.model, own, options=OPTIONS)
         return {"model": model, "optim": optim}
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -451,6 +452,9 @@ class Strategy:
         The optimizer keeps the options of this run.
         """
         own = local_optimizer(optimizer)
+        if not _has_weights(own):
+            state_dict.set_model_state_dict(self.model, state["model"])
+            return
         with optim.own_options(self._optim, own):
             state_dict.set_state_dict(
                 self.model,
@@ -459,6 +463,11 @@ class Strategy:
                 optim_state_dict=state["optim"],
                 options=OPTIONS,
             )
+
+
+def _has_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this rank updates any; with zero1, there may be fewer tensors than ranks."""
+    return any(group["params"] for group in optimizer.param_groups)
 
 
 def _node_size(config: Config, world: World) -> int:
