@@ -131,7 +131,7 @@ class ShardOptimizer(Part):
 class _Zero1(ZeroRedundancyOptimizer):
     """Does not send frozen weights, as torch's does in every step (2.15).
 
-    The optimizer of a rank lacks the groups of which the rank has no tensor: torch cannot load them.
+    The optimizer of a rank lacks groups of which the rank has no tensor: torch cannot load them.
     """
 
     def _sync_param_groups(self: Any, source: Any, target: Any) -> None:
