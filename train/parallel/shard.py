@@ -141,7 +141,7 @@ class _Zero1(ZeroRedundancyOptimizer):
             [groups[number] for number in held] if groups is self.param_groups else groups
             for groups in (source, target)
         ]
-        super()._sync_param_groups(*pairs)
+        super()._sync_param_groups(*pairs)  # type: ignore[misc]
 
     def _broadcast_params_from_rank(self: Any, rank: int) -> list[Any]:
         source = dist.get_global_rank(self.process_group, rank)
