@@ -389,7 +389,7 @@ class _Buffers:
     """The buffers that a forward pass changes or replaces, such as BatchNorm's statistics."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str]] = [
             (module._buffers, name)
             for module in model.modules()
             for name, _ in module.named_buffers(recurse=False)
@@ -398,13 +398,14 @@ class _Buffers:
         self._kept: list[torch.Tensor] = []
 
     def now(self) -> list[torch.Tensor]:
-        return [buffers[name] for buffers, name in self._places]  # type: ignore[misc]
+        return [buffers[name] for buffers, name in self._places]
 
     def keep(self) -> None:
-        self._kept = [buffer.clone() for buffer in self.now()]
+        self._kept = [buffers[name].clone() for buffers, name in self._places]
 
     def restore(self, where: torch.Tensor) -> None:
         """Restore the copies if `where` is true, on the device."""
-        for buffer, kept in zip(self.now(), self._kept, strict=True):
+        for (buffers, name), kept in zip(self._places, self._kept, strict=True):
+            buffer = buffers[name]
             if buffer.shape == kept.shape:
                 buffer.copy_(torch.where(where.to(buffer.device), kept, buffer))
