@@ -89,7 +89,7 @@ class Trainer:
             garbage.collect(self.step)
             self.update.gradient(batch, self.step, self.task.missing)
             action = self._settle()  # the step before, while the GPU computes this gradient
-            self.update.apply(batch, self.step)
+            self.update.apply(batch, self.step, self.task.missing)
             self.step += 1
             clock.step()
             self._send()

@@ -231,8 +231,8 @@ def _place_model(
     drop_gathered(strategy.model)  # of a forward pass without a backward pass
     if config.train.compile:
         models.compile_blocks(strategy.model)
-    is_cut = config.data.micro_batch is not None
-    warning = models.batchnorm.warning(strategy.model, strategy.data_ranks, is_cut)
+    batch, is_cut = config.data.global_batch, config.data.micro_batch is not None
+    warning = models.batchnorm.warning(strategy.model, strategy.data_ranks, batch, is_cut)
     if warning and world.is_main:
         print(f"rollcall: warning: {warning}", file=sys.stderr, flush=True)
     return begin, factors

@@ -67,7 +67,7 @@ class Update:
         self._loss: torch.Tensor | None = None
         self._batch: Batch | None = None
         self._exhausted = self._unused = self._uncounted = False
-        self._must_allow_unused = self._must_add_missing = False
+        self._must_allow_unused = self._must_add_missing = self._is_repeated = False
         self._counts: bool | torch.Tensor = True  # whether any target of the newest update does
         # Whether some targets do not count, so that ranks must add them up in every step; None
         # before the first step of an attempt.
@@ -111,10 +111,10 @@ class Update:
             self._rejoin(problem, len(batch.weights))
 
     @doing("updating weights")
-    def apply(self, batch: Batch, step: int) -> None:
+    def apply(self, batch: Batch, step: int, missing: float = 0.0) -> None:
         """End an update: change the weights if the gradient is finite."""
         if self._loss is None:
-            self.gradient(batch, step)
+            self.gradient(batch, step, missing)
         clock.enter(OPTIMIZER)
         loss, self._loss = self._loss, None
         assert loss is not None
@@ -124,7 +124,7 @@ class Update:
         if self._idle is not None:
             named = self._strategy.model.named_parameters()
             self._idle = [name for name, one in named if one.requires_grad and one.grad is None]
-        skipped = self._is_not_finite(norm)
+        skipped = overflowed = self._is_not_finite(norm)
         if self._spikes:
             skipped = skipped | self._spikes.found(loss, count, skipped)
         rate = self._schedule(step, self._order.steps)
@@ -134,7 +134,7 @@ class Update:
         if self._ema:
             self._ema.update(skipped)
         if scaler:
-            scaler.update(skipped)
+            scaler.update(overflowed)
         if type(self._optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
             for weight in self._weights:  # the method takes longer than a small model
                 weight.grad = None
@@ -173,9 +173,9 @@ class Update:
 
     def settle(self, step: int, agreed: Mapping[str, Any]) -> Action:
         """Repeat the update if a rank could not compute its gradient; recover if it was skipped."""
-        if self._adds_missing:
-            # When a step is repeated, the next batch but one is reported.
-            self._missing.setdefault(step, round(agreed["missing"]))
+        if self._adds_missing and not self._is_repeated:  # else it is about the next step but one
+            self._missing[step] = round(agreed["missing"])
+        self._is_repeated = False
         self._must_allow_unused = bool(agreed["unused"])
         self._must_add_missing = bool(agreed["uncounted"])
         if agreed["exhausted"] or self._must_allow_unused or self._must_add_missing:
@@ -195,15 +195,16 @@ class Update:
         """
         assert self._batch is not None
         self.drop()
+        self._is_repeated = True
         if self._objective.scaler:
             self._objective.scaler.undo()
+        if self._must_add_missing:
+            self._adds_missing = True
         if self._must_allow_unused:
             self._strategy.allow_unused()
             text = f"step {self.step} does not use all weights; repeating it"
             self._run.tell("unused_weights", text, step=self.step)
-        elif self._must_add_missing:
-            self._adds_missing = True
-        else:
+        elif not self._must_add_missing:
             self._halve(len(self._batch.weights))
         self.apply(self._batch, self.step - 1)
 
@@ -236,8 +237,8 @@ class Update:
         """Drop the next gradient, which the skipped update may have spoiled, and find the cause."""
         assert self._batch is not None
         self.drop()
-        scaler = self._objective.scaler
-        if scaler and math.isfinite(agreed["loss"]) and scaler.scale >= 1:
+        scaler, is_spike = self._objective.scaler, math.isfinite(agreed["grad_norm"])
+        if scaler and math.isfinite(agreed["loss"]) and scaler.scale >= 1 and not is_spike:
             # An overflow now and then is normal in fp16; the scale is smaller now.
             self._run.record("overflowed", step=step, scale=float(scaler.scale))
         else:
@@ -252,11 +253,13 @@ class Update:
 
     def evaluated(self) -> AbstractContextManager[None]:
         """Give the model the weights to evaluate while the context is open."""
+        self._strategy.share(self._buffers.now())
         ema = self._ema if self._config.optim.evaluate_ema else None
         return ema.in_place() if ema else nullcontext()
 
     def state(self) -> dict[str, Any]:
         """Return what updates change under global names, to save or to fill in place."""
+        self._strategy.share(self._buffers.now())  # so that all saved ones belong together
         optim.complete_state(local_optimizer(self._optimizer))
         state = self._strategy.state(self._optimizer)
         more: dict[str, Any] = {
@@ -383,21 +386,26 @@ def drop_frozen(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 class _Buffers:
-    """The buffers that a forward pass changes, such as BatchNorm's running statistics."""
+    """The buffers that a forward pass changes or replaces, such as BatchNorm's statistics."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [
-            buffer
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (module._buffers, name)
             for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
+            for name, _ in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set
         ]
         self._kept: list[torch.Tensor] = []
 
+    def now(self) -> list[torch.Tensor]:
+        return [buffers[name] for buffers, name in self._places]
+
     def keep(self) -> None:
-        self._kept = [buffer.clone() for buffer in self._buffers]
+        self._kept = [buffers[name].clone() for buffers, name in self._places]
 
     def restore(self, where: torch.Tensor) -> None:
         """Restore the copies if `where` is true, on the device."""
-        for buffer, kept in zip(self._buffers, self._kept, strict=True):
-            buffer.copy_(torch.where(where.to(buffer.device), kept, buffer))
+        for (buffers, name), kept in zip(self._places, self._kept, strict=True):
+            buffer = buffers[name]
+            if buffer.shape == kept.shape:
+                buffer.copy_(torch.where(where.to(buffer.device), kept, buffer))

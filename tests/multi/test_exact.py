@@ -59,6 +59,18 @@ def test_equal_on_any_number_of_ranks(
     assert run(tmp_path, world_size, DIGITS) == one_rank
 
 
+def test_a_step_changes_only_the_weights_that_it_uses(tmp_path: Path) -> None:
+    words = ["digits", "model.name=user_code:sometimes", "data.global_batch=4", "train.steps=9"]
+    words += ["log.every=1", "optim.warmup_steps=0", "optim.lr=0.03", f"run.root={tmp_path}"]
+    losses = {}
+    for world_size, exact in ((1, False), (2, True)):
+        more = [f"exact={exact}".lower(), f"run.name=of-{world_size}"]
+        train(world_size, [*words, *more], tmp_path / f"logs-{world_size}")
+        found = logged_steps(RunDir(tmp_path, f"of-{world_size}"))
+        losses[exact] = [line["loss"] for line in found]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
 def test_a_transformer_is_equal_on_four_ranks(tmp_path: Path) -> None:
     assert run(tmp_path, 4, GPT) == run(tmp_path, 1, GPT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,9 +181,13 @@ def test_batchnorm_over_all_ranks_equals_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(
             model["1.1.running_var"], whole.state["model"]["1.1.running_var"]
         )
-    unsynchronized = run(tmp_path, 2, "model.name=user_code:with_batchnorm")
+    words = ("model.name=user_code:with_batchnorm", "checkpoint.keep_last=9")
+    unsynchronized = run(tmp_path, 2, *words)
     assert "model.sync_batchnorm=true" in unsynchronized.output
     assert unsynchronized.losses != pytest.approx(whole.losses, rel=1e-4)  # ten times the above
+    # Resumed from statistics that are all of one rank.
+    shutil.rmtree(unsynchronized.run_dir.checkpoints / "step-00000008")
+    assert run(tmp_path, 2, *words).evaluation == unsynchronized.evaluation
 
 
 def test_a_resnet_in_a_pipeline_equals_one_process(tmp_path: Path) -> None:

@@ -439,6 +439,23 @@ def test_the_same_mesh_resumes_to_the_last_bit(made: Made, tmp_path: Path) -> No
         assert result.evaluation == whole.evaluation, (model, name)
 
 
+def test_zero1_resumes_where_a_rank_has_no_tensor_of_a_group(tmp_path: Path) -> None:
+    """One of the groups is a single tensor; then there are fewer tensors than ranks."""
+    words = [*DIGITS, "model.name=mlp", 'optim.groups={"1.bias": {lr: 0.01}}']
+    alone = Job(tmp_path / "1", words)
+    matrix.run([alone], tmp_path / "logs-1", 1)
+    for ranks in (2, 5):
+        job = Job(tmp_path / str(ranks), [*words, "parallel.strategy=zero1"])
+        for saved in (alone.run_dir.checkpoints / f"step-{SAVED:08d}", None):
+            if saved:
+                shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
+            else:
+                shutil.rmtree(job.root)
+            matrix.run([job], tmp_path / f"logs-{ranks}", ranks)
+            expected = alone.losses()[SAVED if saved else 0 :]
+            assert job.losses() == pytest.approx(expected, rel=TOLERANCE)
+
+
 def test_compression_stays_close(tmp_path: Path) -> None:
     """Several buckets, which PowerSGD must send in the same order on every rank."""
     jobs = {
@@ -539,6 +556,10 @@ def test_a_strategy_is_one_file_and_one_line(made: Made, tmp_path: Path) -> None
             "parallel.strategy=context computes something else than one rank would: its loss "
             "differs by # of its size, first in the output of positions on rank 1; look for "
             "position ids that the model makes itself",
+        ),
+        (
+            [*OWN, "parallel.strategy=context", "train.loss=next_token"],
+            "train.loss=next_token predicts the first token of a piece from the piece before it",
         ),
         (
             [*OWN, "parallel.strategy=tensor", "model.name=user_code:mixed_units"],

@@ -44,6 +44,8 @@ def test_each_sample_once_per_epoch_in_the_same_order_at_any_world_size(
         batches = training_batches(source(23, 1), order, rows, range(start, order.steps))
         for number, batch in enumerate(batches):
             assert len(batch.weights) == share
+            own = [*itertools.islice(itertools.cycle(alone[start + number]), rows.start, rows.stop)]
+            assert batch.targets.tolist() == own  # padding repeats the step's samples in turn
             seen[number] += batch.targets[batch.weights == 1].tolist()
     assert seen == alone[start:]
 

@@ -26,6 +26,7 @@ from rollcall.run_dir import RunDir
 from rollcall.train import garbage, models
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch, Source
+from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
 from rollcall.train.dist.world import World
 from rollcall.train.evaluate import evaluate
@@ -40,7 +41,8 @@ from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
 from rollcall.train.recovery.nonfinite import Witness
-from rollcall.train.update import Update
+from rollcall.train.recovery.spikes import Spikes
+from rollcall.train.update import Update, _Buffers
 
 
 def source(*shape: int) -> Source:
@@ -259,11 +261,12 @@ def test_a_loss_that_is_not_finite_makes_the_gradient_so() -> None:
 
 def test_batchnorm_is_warned_of_where_it_matters() -> None:
     model = user_code.with_batchnorm(Model(), source(1, 8, 8))
-    assert "of the 4 ranks" in batchnorm.warning(model, 4, is_cut=False)
-    assert "data.micro_batch" in batchnorm.warning(model, 1, is_cut=True)
-    assert batchnorm.warning(model, 1, is_cut=False) == ""
+    assert "of the 4 ranks" in batchnorm.warning(model, 4, 8, is_cut=False)
+    assert "data.micro_batch" in batchnorm.warning(model, 1, 8, is_cut=True)
+    assert batchnorm.warning(model, 1, 8, is_cut=False) == ""
     batchnorm.synchronize(model, torch.device("cpu"))
-    assert batchnorm.warning(model, 4, is_cut=False) == ""
+    assert batchnorm.warning(model, 4, 8, is_cut=False) == ""
+    assert "a multiple of 4" in batchnorm.warning(model, 4, 10, is_cut=False)
 
 
 def test_operations_of_a_transformer_are_counted() -> None:
@@ -362,8 +365,47 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         rows.targets[:] = -100
         with pytest.raises(ConfigError, match="no target of the validation data counts"):
             evaluate(strategy, data, world, config, objective.loss)
+        # The first targets that do not count, in a gradient that was dropped and computed again.
+        targets[:] = 0
+        update = Update(run, Order(50, 150, 50, 0), strategy, optimizer, objective)
+        update.apply(batch, 0)
+        targets[:30] = -100
+        update.gradient(batch, 1, missing=30)
+        update.drop()
+        update.apply(batch, 1, missing=30)
+        agreed = {"missing": 0, "exhausted": 0, "unused": 1, "uncounted": 1}
+        assert update.skipped and update.settle(2, agreed) is Action.REPEAT
+        update.repeat()
+        assert not update.skipped and update.report()["count"] == 20
+        # By now the step after the next one has been read and reported.
+        update.settle(2, {**agreed, "unused": 0, "uncounted": 0, "skipped": 0})
+        update.apply(batch, 2, missing=30)
+        assert update.report()["count"] == 20
     finally:
         world.leave()
+
+
+def test_only_a_multiple_of_a_positive_loss_is_a_spike() -> None:
+    world = World.join("cpu")
+    try:
+        for means, found in (([0, 2, 3, 11], [0, 0, 0, 1]), ([-3, -2, -1], [0, 0, 0])):
+            spikes = Spikes(5, world.device)
+            steps = [
+                spikes.found(torch.tensor(3.0 * mean), 3, torch.tensor(False)) for mean in means
+            ]
+            assert [*map(int, steps)] == found
+    finally:
+        world.leave()
+
+
+def test_a_buffer_that_a_forward_pass_replaces_is_restored() -> None:
+    model = nn.BatchNorm1d(2)
+    buffers = _Buffers(model)
+    for is_skipped, expected in ((True, 0), (False, 7)):
+        buffers.keep()
+        model.running_mean = torch.full((2,), 7.0)
+        buffers.restore(torch.tensor(is_skipped))
+        assert model.running_mean.tolist() == [expected] * 2
 
 
 class Returning(nn.Module):

@@ -223,8 +223,8 @@ def _compare(directory: Path, stored: Manifest, flat: dict[str, Any], whole: boo
             continue
         raise ConfigError(
             f"{directory} does not fit this run: {problem}. It was written by torch "
-            f"{stored.facts.get('torch')} (this is {torch.__version__}). Check that the model "
-            "is the same, or use another run.name or directory"
+            f"{stored.facts.get('torch')} (this is {torch.__version__}). Check that "
+            "model, optimizer and precision are the same, or use another run.name or directory"
         )
 
 

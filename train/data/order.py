@@ -100,24 +100,26 @@ class Order:
     def samples(self, step: int, rows: range) -> tuple[list[int], list[int]]:
         """Return the sample in each of these rows of the step's global batch, and its epoch.
 
-        Steps count from 0. Rows from `count(step)` on are padding and repeat the last sample.
+        Steps count from 0. Rows from `count(step)` on are padding. They repeat the samples of the
+        step in turn, so that BatchNorm sees each about equally often; those of a stream the last.
         """
         return self.plan(range(step, step + 1), rows)[0]
 
     def plan(self, steps: range, rows: range) -> list[tuple[list[int], list[int]]]:
         """Return the same for several steps; for small batches that is quicker than one by one."""
         starts = np.array([[self.position(step)] for step in steps])
-        last = np.array([[self.count(step) - 1] for step in steps])
-        places = np.minimum(np.array(rows, dtype=np.int64), last)
+        counts = np.array([[self.count(step)] for step in steps])
+        every = np.array(rows, dtype=np.int64)
         if self._parts:
             # Rows of one part are neighbors, so that a rank reads few parts.
             found = []
-            for start, end, line in zip(starts[:, 0], last[:, 0], places, strict=True):
-                whole = np.arange(start, start + end + 1)
+            places = np.minimum(every, counts - 1)  # a stream is not read backwards
+            for start, count, line in zip(starts[:, 0], counts[:, 0], places, strict=True):
+                whole = np.arange(start, start + count)
                 own = whole[np.argsort(whole % self._parts, kind="stable")[line]]
                 found.append((own.tolist(), [0] * len(rows)))
             return found
-        positions = starts + places
+        positions = starts + every % counts
         epochs, positions = np.divmod(positions, self.size)
         samples = np.empty_like(positions)
         for epoch in range(int(epochs.min()), int(epochs.max()) + 1):

@@ -106,13 +106,14 @@ class Exact(Strategy):
                 clock.enter(BACKWARD)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-            tree.add(_flatten([loss.detach(), *_take_gradients(parameters)]))
+            used = torch.tensor([float(weight.grad is not None) for weight in parameters])
+            used = used.to(loss.device)
+            tree.add(_flatten([loss.detach(), used, *_take_gradients(parameters)]))
         clock.enter(OTHER)
-        total, *gradients = _unflatten(
-            self._exchange(tree.sum()), [losses[0], *(weight.data for weight in parameters)]
-        )
-        for weight, gradient in zip(parameters, gradients, strict=True):
-            weight.grad = gradient
+        like = losses[0], used, *(weight.data for weight in parameters)
+        total, used, *gradients = _unflatten(self._exchange(tree.sum()), like)
+        for weight, gradient, uses in zip(parameters, gradients, used.tolist(), strict=True):
+            weight.grad = gradient if uses else None  # no shard has used it
         self._on_step(self.model, shards, losses)
         # The caller sums this over all ranks; zeros from the other ranks change no bit.
         return total * (self.world.rank == 0)

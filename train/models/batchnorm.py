@@ -70,7 +70,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def warning(model: nn.Module, ranks: int, is_cut: bool) -> str:
+def warning(model: nn.Module, ranks: int, batch: int, is_cut: bool) -> str:
     """Warn if the result will depend on the number of ranks or the micro-batch; else return "".
 
     `ranks` compute different samples of a batch, each of them in several micro-batches if `is_cut`.
@@ -81,6 +81,12 @@ def warning(model: nn.Module, ranks: int, is_cut: bool) -> str:
         return (
             f"each of the {ranks} ranks has its own statistics of BatchNorm, so the result depends "
             "on the number of ranks; model.sync_batchnorm=true uses those of all ranks"
+        )
+    if batch % ranks and norms:
+        return (
+            f"the {ranks} ranks repeat samples to divide data.global_batch={batch} evenly, and "
+            "BatchNorm sees these too, so the result depends on the number of ranks; choose a "
+            f"multiple of {ranks}"
         )
     if is_cut and norms:
         return (

@@ -36,7 +36,7 @@ class Context(Part):
     suspicion = (
         "position ids that the model makes itself, which start at 0 in every piece of a sequence: "
         "let its forward method accept position_ids, or name a buffer with one entry per position "
-        "in context_plan"
+        "in context_plan; a loss that is no mean over a row, and returns no weights"
     )
 
     def __init__(self, mesh: DeviceMesh, config: Config, tensor: int) -> None:

@@ -107,9 +107,13 @@ class ShardOptimizer(Part):
 
     def optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         """Divide the tensors over the ranks; each rank has an optimizer for its tensors."""
+
+        def make_own(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            return make([group for group in groups if group["params"]] or groups)
+
         return partial(
             _Zero1,
-            optimizer_class=make,  # type: ignore[arg-type]  # it is called like a class
+            optimizer_class=make_own,  # type: ignore[arg-type]  # it is called like a class
             process_group=self._mesh.get_group(),
         )
 
@@ -126,7 +130,19 @@ class ShardOptimizer(Part):
 
 
 class _Zero1(ZeroRedundancyOptimizer):
-    """Does not send frozen weights, as torch's does in every step (2.15)."""
+    """Does not send frozen weights, as torch's does in every step (2.15).
+
+    The optimizer of a rank lacks groups of which the rank has no tensor: torch cannot load them.
+    """
+
+    def _sync_param_groups(self: Any, source: Any, target: Any) -> None:
+        own = self._partition_parameters()[self.rank]
+        held = [number for number, group in enumerate(own) if group["params"]] or range(len(own))
+        pairs = [
+            [groups[number] for number in held] if groups is self.param_groups else groups
+            for groups in (source, target)
+        ]
+        super()._sync_param_groups(*pairs)  # type: ignore[misc]
 
     def _broadcast_params_from_rank(self: Any, rank: int) -> list[Any]:
         source = dist.get_global_rank(self.process_group, rank)

@@ -115,6 +115,12 @@ class Strategy:
         optim.check_groups(self._optim, [name for name, _ in model.named_parameters()])
         for part in self._parts:
             part.check(model, example)
+        if "context" in self.degrees and self._loss.loss.shifts:
+            raise ConfigError(
+                f"train.loss={self._loss.loss.name} predicts the first token of a piece from the "
+                "piece before it, which is on another rank with context parallelism: let the data "
+                "set return the next tokens as targets, for train.loss=cross_entropy"
+            )
         self._whole = sum(parameter.nbytes for parameter in model.parameters())
         self.model, modules = model, [model]
         if self._is_pipeline:
@@ -425,11 +431,19 @@ class Strategy:
         dist.all_reduce(total)  # the ranks of a replica contribute the same values
         return total * self.data_ranks / self.world.world_size
 
+    def share(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Give buffers that each replica has computed of its own samples the first one's values."""
+        for name in (self._mesh and self._mesh.mesh_dim_names) or ():
+            if self._mesh and name in ("replicate", "shard"):
+                for buffer in buffers:
+                    dist.broadcast(buffer, group=self._mesh.get_group(name), group_src=0)
+
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
-        model, optim = state_dict.get_state_dict(
-            self.model, local_optimizer(optimizer), options=OPTIONS
-        )
+        own = local_optimizer(optimizer)
+        if not _has_weights(own):
+            return {"model": state_dict.get_model_state_dict(self.model), "optim": {}}
+        model, optim = state_dict.get_state_dict(self.model, own, options=OPTIONS)
         return {"model": model, "optim": optim}
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -438,6 +452,9 @@ class Strategy:
         The optimizer keeps the options of this run.
         """
         own = local_optimizer(optimizer)
+        if not _has_weights(own):
+            state_dict.set_model_state_dict(self.model, state["model"])
+            return
         with optim.own_options(self._optim, own):
             state_dict.set_state_dict(
                 self.model,
@@ -446,6 +463,11 @@ class Strategy:
                 optim_state_dict=state["optim"],
                 options=OPTIONS,
             )
+
+
+def _has_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this rank updates any; with zero1, there may be fewer tensors than ranks."""
+    return any(group["params"] for group in optimizer.param_groups)
 
 
 def _node_size(config: Config, world: World) -> int:

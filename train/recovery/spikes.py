@@ -25,8 +25,9 @@ class Spikes:
         total = loss.clone()
         dist.all_reduce(total)
         mean = total / count
-        spike = mean > self._factor * self._mean  # false while the mean is NaN
-        usual = torch.where(self._mean.isnan(), mean, self._mean.lerp(mean, 1 - MEMORY))
+        is_known = self._mean > 0  # false while it is NaN; no multiple of other means is a spike
+        spike = is_known & (mean > self._factor * self._mean)
+        usual = torch.where(is_known, self._mean.lerp(mean, 1 - MEMORY), mean)
         self._mean.copy_(torch.where(spike | skipped, self._mean, usual))
         return spike
 
