@@ -32,7 +32,7 @@ from rollcall.text import dotted
 
 FAULTS = (
     *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory", "straggler"),
-    *("save_failed", "save_delayed", "refused"),
+    *("save_failed", "save_delayed", "refused", "logger_failed"),
 )
 KINDS = {
     **{"resumed": "restart", "checkpointed": "checkpoint", "evaluated": "evaluation"},
