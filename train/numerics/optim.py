@@ -101,7 +101,9 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     with _explained(name):
         optimizer = made(params=groups)
         for group in groups if ":" not in name else ():
-            for weight in [one for one in group["params"][:1] if not one.is_meta]:
+            for weight in [one for one in group["params"] if one.requires_grad][:1]:
+                if weight.is_meta:
+                    continue
                 trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
                 trial.grad = torch.ones_like(trial)
                 # As arguments, because torch does not check the numbers in a group.
