@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -308,6 +309,20 @@ def lone_figure(model: nn.Module, batch: Any) -> Any:
 
 def no_optimizer(params: Any) -> Any:
     return list(params)
+
+
+class Wordy(torch.optim.SGD):
+    """Keeps a text of each weight."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["note"] = "a text"
+
+
+def numpy_schedule(step: int, steps: int) -> Any:
+    return np.float32(1 - step / steps)
 
 
 def worded_schedule(step: int, steps: int) -> Any:

@@ -136,6 +136,8 @@ class Update:
         rate = self._schedule(step, self._order.steps)
         optim.set_learning_rate(self._optimizer, rate, self._ratios)
         self._optimize(skipped)
+        if self._idle is not None:
+            optim.check_state(self._config.optim, local_optimizer(self._optimizer))
         self._buffers.restore(skipped)
         if self._ema:
             self._ema.update(skipped)

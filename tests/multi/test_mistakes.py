@@ -257,6 +257,14 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["optim.schedule=user_mistakes:falling_schedule", "train.steps=3"],
         r"expected a finite number of at least 0, .* for step=2 and steps=3, got -0\.3",
     ),
+    "optimizer keeps a text": (
+        ["optim.name=user_mistakes:Wordy"],
+        "optim.name=user_mistakes:Wordy: its state has 'note', a str; let it hold tensors and num",
+    ),
+    "less than a sample": (
+        ["train.epochs=0.01", "train.steps=null"],
+        "train.epochs=0.01 of 8 samples is less than one sample; raise it, or set train.steps",
+    ),
     "nothing but empty rows": (
         [
             *("data.name=user_mistakes:hollow", "model.name=user_mistakes:Words"),
@@ -347,6 +355,7 @@ FINE = {
     "good": [],
     "inputs alone": ["data.name=user_mistakes:inputs_alone", "train.loss=user_mistakes:of_inputs"],
     "unusual model": ["model.name=user_mistakes:Unusual", "optim.ema=0.5"],
+    "schedule of NumPy": ["optim.schedule=user_mistakes:numpy_schedule"],
     "one output": ["model.name=user_mistakes:one_output", "train.loss=user_mistakes:of_two"],
 }
 
@@ -377,7 +386,7 @@ def test_the_same_without_a_mistake_trains(refusals: dict[str, list[Any]]) -> No
     for name in FINE:
         kind, _, figures = refusals[name]
         assert (kind, "loss" in figures) == ("", True), refusals[name]
-        has_classes = name in ("good", "unusual model")
+        has_classes = name not in ("inputs alone", "one output")
         assert ("accuracy" in figures) is has_classes, name
     assert len(TABLE) >= 60
 

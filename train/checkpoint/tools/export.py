@@ -115,6 +115,12 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
             f"{path} holds no model of transformers, so --format hf cannot write its "
             "config.json; choose a target that ends in .safetensors"
         )
+    is_part = stored.about("config", "checkpoint").get("save_frozen") is False
+    if is_part and stored.about("config", "model").get("freeze"):
+        raise ConfigError(
+            f"{path} holds only what was trained (checkpoint.save_frozen=false), and "
+            "from_pretrained would draw the rest; choose a target that ends in .safetensors"
+        )
     with _new_folder(target) as folder:
         shards = _shards(tensors)
         names = ["model.safetensors"]
