@@ -179,6 +179,10 @@ def generator() -> Any:
     return (one for one in pairs()[0]), pairs()[1]
 
 
+def sparse() -> Any:
+    return _both([(torch.ones(4).to_sparse(), 1)] * 8)
+
+
 def hollow() -> Any:
     row = torch.zeros(0).long()
     return Rows([{"input_ids": row, "labels": row}] * 8), None

@@ -29,6 +29,10 @@ TABLE: dict[str, tuple[list[str], str]] = {
         "numbers",
     ),
     "sample is None": (["data.name=user_mistakes:nothing"], "it is None; expected tensors"),
+    "sample is sparse": (
+        ["data.name=user_mistakes:sparse"],
+        "its part 0 is a sparse tensor; return its to_dense",
+    ),
     "sample is an image": (["data.name=user_mistakes:image"], "is a Image; .*turn images into"),
     "sample is empty": (["data.name=user_mistakes:empty"], "it is empty; expected tensors"),
     "other keys later": (

@@ -237,6 +237,8 @@ def _tensors(sample: Any, place: str = "it") -> Any:
             tensor = torch.as_tensor(sample, dtype=torch.int64 if is_empty else None)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SampleError(f"{place} is not a tensor: {error}") from None
+        if tensor.layout != torch.strided:
+            raise SampleError(f"{place} is a sparse tensor; return its to_dense()")
         return tensor.to(FORMATS.get(tensor.dtype, tensor.dtype))
     kind = "None" if sample is None else f"a {type(sample).__name__}"
     hint = {"Image": "; turn images into tensors", "str": "; turn text into numbers"}
