@@ -137,7 +137,7 @@ class RunDir:
         if self._claim and (self.path / CLAIM).read_bytes().strip() != self._claim:
             raise FencedError(f"another attempt of run {self.name} has begun: this one ends")
 
-    def record(self, event: str, **fields: Any) -> None:
+    def record(self, event: str, /, **fields: Any) -> None:
         """Append an event with the time, in seconds since 1970."""
         self._journal.append({"time": time.time(), "event": event, **fields})
 

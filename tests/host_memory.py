@@ -103,7 +103,7 @@ def _rank(words: list[str], folder: Path) -> None:
         saved = layout.published(folder / "checkpoints")[1]
         measure(
             "peak while exporting",
-            lambda: export(saved, folder / "x.safetensors", "safetensors", "model"),
+            lambda: export(saved, folder / "x.safetensors", "safetensors"),
         )
     else:
         measure("peak while exporting", lambda: None)

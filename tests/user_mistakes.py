@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -38,6 +39,29 @@ class Silent(Net):
 
     def forward(self, x: Any, labels: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
         return super().forward(x)  # type: ignore[no-untyped-call]
+
+
+class Late(Net):
+    """Makes a layer when it is called."""
+
+    def forward(self, x: Any) -> Any:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(3, 3)
+        return self.late(super().forward(x))  # type: ignore[no-untyped-call]
+
+
+class Unusual(Net):
+    """Has a frozen weight of whole numbers, and keeps a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
 
 
 class Words(nn.Module):
@@ -72,6 +96,22 @@ class Stream:
 
 def net() -> nn.Module:
     return Net()
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(3)
+
+
+def still() -> nn.Module:
+    return nn.BatchNorm1d(4, affine=False)
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(4, 3, device="meta")
+
+
+def one_output() -> nn.Module:
+    return nn.Linear(4, 1)
 
 
 def no_module() -> Any:
@@ -137,6 +177,10 @@ def three() -> Any:
 
 def generator() -> Any:
     return (one for one in pairs()[0]), pairs()[1]
+
+
+def sparse() -> Any:
+    return _both([(torch.ones(4).to_sparse(), 1)] * 8)
 
 
 def hollow() -> Any:
@@ -219,6 +263,30 @@ def mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(outputs, targets)
 
 
+def of_inputs(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    assert targets == ()
+    return outputs.square().sum(1)
+
+
+def of_two(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    one = functional.binary_cross_entropy_with_logits
+    return one(outputs[:, 0], (targets > 0).float(), reduction="none")
+
+
+def first(outputs: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+    return outputs[:, 0]
+
+
+class First:
+    """A metric that returns its figure by a name."""
+
+    def __call__(self, outputs: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+        return outputs[:, 0]
+
+    def result(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"one": total}
+
+
 def alone(model: nn.Module, batch: Any) -> Any:
     return model(batch[0]).sum()
 
@@ -245,6 +313,20 @@ def lone_figure(model: nn.Module, batch: Any) -> Any:
 
 def no_optimizer(params: Any) -> Any:
     return list(params)
+
+
+class Wordy(torch.optim.SGD):
+    """Keeps a text of each weight."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["note"] = "a text"
+
+
+def numpy_schedule(step: int, steps: int) -> Any:
+    return np.float32(1 - step / steps)
 
 
 def worded_schedule(step: int, steps: int) -> Any:

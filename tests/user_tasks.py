@@ -244,6 +244,21 @@ class Whole(Net):
         return Returned(mean * self.part, logits)
 
 
+class Phases(nn.Module):
+    """One complex weight, for the pixels in an order of whole numbers."""
+
+    def __init__(self, has_order: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 10, dtype=torch.complex64) / 8)
+        order = torch.arange(64).flip(0)
+        self.order = nn.Parameter(order, requires_grad=False) if has_order else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        x = x.flatten(1) if self.order is None else x.flatten(1)[:, self.order]
+        return (x.to(self.weight) @ self.weight).abs()
+
+
 def loss(model: nn.Module, batch: dict[str, torch.Tensor], smoothing: float = 0.0) -> Any:
     """The sum of the losses of all next words, their number, and the number of right ones."""
     logits = model(batch["input_ids"], batch["attention_mask"])[:, :-1]

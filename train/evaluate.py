@@ -13,7 +13,7 @@ from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import validation_batches
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.dist.world import World
-from rollcall.train.numerics.losses import NOTHING, Loss, valid_share
+from rollcall.train.numerics.losses import NOTHING, Loss, are_scores, valid_share
 from rollcall.train.numerics.metrics import Metric
 from rollcall.train.parallel.strategy import Strategy
 
@@ -114,12 +114,19 @@ class _Set:
 
     def of(self, totals: list[float]) -> dict[str, float]:
         """Return the figures of these sums."""
-        found, at = {}, 0
+        found: dict[str, float] = {}
+        at = 0
         for name, (sums, weights) in self._sizes.items():
             one, at = totals[at : at + sums], at + sums
             weight, at = totals[at : at + weights], at + weights
             if name in self._metrics:
-                found.update(self._metrics[name].figures(name, one, weight[0]))
+                more = self._metrics[name].figures(name, one, weight[0])
+                if twice := more.keys() & found:
+                    raise ConfigError(
+                        f"train.metrics.{name}: another figure is called {min(twice)} too; give "
+                        "the metric another name"
+                    )
+                found.update(more)
             elif not weight[0]:
                 raise ConfigError(
                     f"data.name={self._config.data.name}: no target of the validation data counts"
@@ -153,8 +160,7 @@ class _Set:
 
     def _shares(self, outputs: Any, targets: Any) -> Terms:
         """Return the share of right answers, if the targets are classes."""
-        is_tensor = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-        if not is_tensor or targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+        if not are_scores(outputs, targets):
             return {}
         self._is_sequence = targets.ndim > 1
         counted = valid_share(targets) * targets[:1].numel()

@@ -43,7 +43,7 @@ class Task:
         self._source = source
         self._strategy = strategy
         self._loss = loss
-        self._metrics = metrics.build(run.config.train)
+        self._metrics = metrics.build(run.config.train, not loss.takes_model)
         self.patience = Patience(run)
         self._journal = Journal(run.run_dir.metrics)
         self._stop = stop  # ends an evaluation early

@@ -306,7 +306,7 @@ def _conclude(run: Run, parts: _Parts, state: State, weights: str, seconds: floa
     hashed = {"weights": weights} if weights else {}
     run.record("finished", step=trainer.step, state=state, **hashed)
     problem = run.run_dir.try_to_conclude(Verdict(state, trainer.step, reason))
-    rows = {"result": f"{state}: {reason}", "step": f"{trainer.step} of {trainer.task.order.steps}"}
+    rows = {"result": f"{state}: {reason}", "step": f"{trainer.step} of {steps}"}
     rows |= trainer.task.summary()
     if weights:
         rows["weights"] = f"{weights[:16]} (sha256)"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rollcall.activity import doing
+from rollcall.config import ConfigError
 from rollcall.text import listed
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
@@ -59,7 +60,7 @@ class Update:
         self._objective = objective
         self._schedule = optim.Schedule(config)
         self._ratios = optim.ratios(config.optim, optimizer)
-        self._weights = list(strategy.model.parameters())
+        self._weights = dict(strategy.model.named_parameters())
         self._buffers = _Buffers(strategy.model)
         self._ema = Ema(strategy.model, config.optim.ema) if config.optim.ema else None
         factor = config.faults.spike_factor
@@ -122,21 +123,28 @@ class Update:
         count = self._count(batch, step)
         norm = self._strategy.clip(self._config.optim.clip_norm, self._divisor(count, step))
         if self._idle is not None:
-            named = self._strategy.model.named_parameters()
-            self._idle = [name for name, one in named if one.requires_grad and one.grad is None]
+            named = dict(self._strategy.model.named_parameters())
+            self._idle = [n for n, one in named.items() if one.requires_grad and one.grad is None]
+            if late := [*(named.keys() - self._weights)]:
+                raise ConfigError(
+                    f"model.name={self._config.model.name}: the first forward() made "
+                    f"{listed(late)}, which no optimizer knows; make weights in __init__()"
+                )
         skipped = overflowed = self._is_not_finite(norm)
         if self._spikes:
             skipped = skipped | self._spikes.found(loss, count, skipped)
         rate = self._schedule(step, self._order.steps)
         optim.set_learning_rate(self._optimizer, rate, self._ratios)
         self._optimize(skipped)
+        if self._idle is not None:
+            optim.check_state(self._config.optim, local_optimizer(self._optimizer))
         self._buffers.restore(skipped)
         if self._ema:
             self._ema.update(skipped)
         if scaler:
             scaler.update(overflowed)
         if type(self._optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-            for weight in self._weights:  # the method takes longer than a small model
+            for weight in self._weights.values():  # the method takes longer than a small model
                 weight.grad = None
         else:
             self._optimizer.zero_grad()

@@ -33,7 +33,7 @@ from rollcall.text import dotted
 
 FAULTS = (
     *("failed", "skipped", "rolled_back", "overflowed", "diverged", "out_of_memory"),
-    *("save_failed", "save_delayed", "refused"),
+    *("save_failed", "save_delayed", "refused", "logger_failed"),
 )
 KINDS = {
     **{"resumed": "restart", "checkpointed": "checkpoint", "evaluated": "evaluation"},

@@ -66,6 +66,11 @@ IMAGES = (
 )
 
 
+# Two types of weights; and a single weight, so that one of two ranks has no state of the optimizer.
+PHASES = ("digits", *BASE, *SHORT, "model.name=user_tasks:Phases", "optim.ema=0.5")
+LONE = (*PHASES, "model.args.has_order=false")
+
+
 SMALL = ("model.hidden_size=16", "model.num_layers=2", "model.num_kv_heads=4")
 # Rows of 4 to 12 tokens, up to four of which are one sequence.
 PACKED = (
@@ -95,6 +100,8 @@ TASKS = {
     "sentences": SENTENCES,
     "stream": STREAM,
     "images": IMAGES,
+    "phases": PHASES,
+    "lone": LONE,
     "returned": RETURNED,
     "shards": SHARDS,
     "hubmap": (*HUB, "data.args.kind=map"),
@@ -117,6 +124,8 @@ PACKAGES = {
 """What a task needs besides rollcall."""
 APPLIES = {
     "images": ("ddp", "zero3", "pipeline"),
+    "phases": ("ddp", "zero3"),
+    "lone": ("ddp", "zero1"),
     **dict.fromkeys(
         ("shards", "hubstream", "hubshuffled", "hubshards", "adapters"), ("ddp", "zero3")
     ),
@@ -154,6 +163,9 @@ CELLS = {
     "hubshuffled-ddp": Cell(2, "ddp", "hubshuffled-zero3"),
     "images-zero3": Cell(2, "zero3", "images-pipeline"),
     "images-one": Cell(1, "zero3"),
+    "phases-zero3": Cell(2, "zero3"),
+    "lone-zero1": Cell(2, "zero1"),
+    "lone-ddp": Cell(2, "ddp", "lone-zero1"),
     "packed-zero3": Cell(4, "zero3"),
     "packed-tensor": Cell(2, "tensor", "packed-zero3"),
     "packedstream-zero3": Cell(4, "zero3"),

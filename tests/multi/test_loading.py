@@ -83,11 +83,13 @@ def test_killed_workers_are_named_and_replaced_and_signals_do_not_end_them(
 def test_batches_of_any_size_come_through() -> None:
     def fetch(number: int) -> ReadResult:
         rows = 1 + number * 1000
-        batch = Batch(torch.rand(rows, 3), torch.arange(rows), torch.ones(rows))
+        inputs = {"x": torch.rand(rows, 3), "boxes": torch.zeros(rows, 0, 4)}
+        batch = Batch(inputs, torch.arange(rows), torch.ones(rows))
         return ReadResult(batch, [(number, "a problem")])
 
     for number, (batch, problems, _) in enumerate(in_order(fetch, range(7), workers=2, ahead=2)):
         assert batch.targets.tolist() == [*range(1 + number * 1000)]
+        assert batch.inputs["boxes"].shape == (1 + number * 1000, 0, 4)
         assert problems == [(number, "a problem")]
 
 

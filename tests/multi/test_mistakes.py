@@ -29,6 +29,10 @@ TABLE: dict[str, tuple[list[str], str]] = {
         "numbers",
     ),
     "sample is None": (["data.name=user_mistakes:nothing"], "it is None; expected tensors"),
+    "sample is sparse": (
+        ["data.name=user_mistakes:sparse"],
+        "its part 0 is a sparse tensor; return its to_dense",
+    ),
     "sample is an image": (["data.name=user_mistakes:image"], "is a Image; .*turn images into"),
     "sample is empty": (["data.name=user_mistakes:empty"], "it is empty; expected tensors"),
     "other keys later": (
@@ -99,6 +103,34 @@ TABLE: dict[str, tuple[list[str], str]] = {
     "weight in a list": (
         ["model.name=user_mistakes:Held"],
         "the weight head.weight is also in Held.kept, which would keep the old tensor",
+    ),
+    "weights without a shape": (
+        ["model.name=user_mistakes:lazy"],
+        "user_mistakes:lazy: weight has no shape yet; give its module all sizes, or call the model",
+    ),
+    "no weight": (
+        ["model.name=user_mistakes:still"],
+        "user_mistakes:still: the model has no weight that can be trained",
+    ),
+    "weights without values": (
+        ["model.name=user_mistakes:on_meta"],
+        "user_mistakes:on_meta: weight is on the meta device, and nothing sets its values",
+    ),
+    "weights that the first call makes": (
+        ["model.name=user_mistakes:Late"],
+        r"the first forward\(\) made late.\w+, late.\w+, which no optimizer knows; make weights in",
+    ),
+    "metric with the name of a field": (
+        ["train.metrics={seconds: 'user_mistakes:first'}"],
+        "train.metrics.seconds: the name seconds is taken; use another, such as my_seconds",
+    ),
+    "two figures of one name": (
+        ["train.metrics={a: 'user_mistakes:First', a_one: 'user_mistakes:first'}"],
+        "train.metrics.a_one: another figure is called a_one too; give the metric another name",
+    ),
+    "metric without outputs": (
+        ["train.loss=user_mistakes:good", "train.metrics=user_mistakes:first"],
+        "train.loss=user_mistakes:good calls the model itself, so metrics would get no outputs",
     ),
     "numeric targets for classes": (
         ["data.name=user_mistakes:floats"],
@@ -229,6 +261,14 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["optim.schedule=user_mistakes:falling_schedule", "train.steps=3"],
         r"expected a finite number of at least 0, .* for step=2 and steps=3, got -0\.3",
     ),
+    "optimizer keeps a text": (
+        ["optim.name=user_mistakes:Wordy"],
+        "optim.name=user_mistakes:Wordy: its state has 'note', a str; let it hold tensors and num",
+    ),
+    "less than a sample": (
+        ["train.epochs=0.01", "train.steps=null"],
+        "train.epochs=0.01 of 8 samples is less than one sample; raise it, or set train.steps",
+    ),
     "nothing but empty rows": (
         [
             *("data.name=user_mistakes:hollow", "model.name=user_mistakes:Words"),
@@ -315,6 +355,15 @@ TABLE: dict[str, tuple[list[str], str]] = {
 }
 
 
+FINE = {
+    "good": [],
+    "inputs alone": ["data.name=user_mistakes:inputs_alone", "train.loss=user_mistakes:of_inputs"],
+    "unusual model": ["model.name=user_mistakes:Unusual", "optim.ema=0.5"],
+    "schedule of NumPy": ["optim.schedule=user_mistakes:numpy_schedule"],
+    "one output": ["model.name=user_mistakes:one_output", "train.loss=user_mistakes:of_two"],
+}
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The exception of each mistake, all in one process: a pipeline of one rank refuses too."""
@@ -338,7 +387,11 @@ def test_one_sentence_names_what_is_wrong(name: str, refusals: dict[str, list[An
 
 
 def test_the_same_without_a_mistake_trains(refusals: dict[str, list[Any]]) -> None:
-    assert refusals["good"] == ["", "done"]
+    for name in FINE:
+        kind, _, figures = refusals[name]
+        assert (kind, "loss" in figures) == ("", True), refusals[name]
+        has_classes = name not in ("inputs alone", "one output")
+        assert ("accuracy" in figures) is has_classes, name
     assert len(TABLE) >= 60
 
 
@@ -347,6 +400,7 @@ def _make_mistakes(pipe: Any, root: str, port: int) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(port)}
     os.environ.update(place, MASTER_ADDR="127.0.0.1")
     from rollcall.config import parse
+    from rollcall.run_dir import RunDir
     from rollcall.train.dist.signals import StopSignals
     from rollcall.train.dist.world import World
     from rollcall.train.training import train
@@ -354,12 +408,15 @@ def _make_mistakes(pipe: Any, root: str, port: int) -> None:
     found: dict[str, list[Any]] = {}
     with StopSignals() as signals:
         world = World.join("cpu")
-        for number, (name, (words, _)) in enumerate({**TABLE, "good": ([], "")}.items()):
+        cases = {**{name: words for name, (words, _) in TABLE.items()}, **FINE}
+        for number, (name, words) in enumerate(cases.items()):
             given = {word.partition("=")[0] for word in words}
             rest = [f"{key}={value}" for key, value in GOOD.items() if key not in given]
             try:
                 _, config = parse([*rest, *words, f"run.root={root}", f"run.name=m{number}"])
-                found[name] = ["", train("mistake", config, world, signals)]
+                state = train("mistake", config, world, signals)
+                [event] = RunDir(Path(root), f"m{number}").read_events("evaluated")
+                found[name] = ["", state, event]
             except Exception as error:
                 found[name] = [type(error).__name__, str(error)]
         world.leave()

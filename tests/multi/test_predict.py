@@ -71,22 +71,34 @@ def test_many_ranks_predict_the_same(
         assert line == {**expected, "probability": pytest.approx(expected["probability"], rel=1e-4)}
 
 
-def test_rows_of_a_packed_run_are_predicted_one_by_one(tmp_path: Path) -> None:
-    words = [
-        "data.name=user_tasks:words",
-        "data.pack=16",
-        "train.loss=next_token",
-        "model.name=gpt",
-    ]
-    words += ["model.hidden_size=16", "data.global_batch=6", "train.steps=3", "optim.lr=0.01"]
+PACKED = ("data.pack=16", "model.name=gpt", "model.hidden_size=16", "model.num_layers=2")
+PADDED = ("data.pad=true", "model.name=user_tasks:Net")
+
+
+@pytest.mark.parametrize("more", [PACKED, PADDED], ids=["packed", "padded"])
+def test_rows_of_unequal_length_are_predicted_one_by_one(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    words = ["data.name=user_tasks:words", "train.loss=next_token", *more]
+    words += ["data.global_batch=6", "train.steps=3", "optim.lr=0.01"]
     train(1, [*words, f"run.root={tmp_path}", "run.name=run"], tmp_path / "logs")
-    lines = predict(1, tmp_path / "run", tmp_path / "lines.jsonl")
-    targets = [len(Sentences(11)[line["sample"]]["labels"]) - 1 for line in lines]
-    events = read_lines(tmp_path / "run" / "events.jsonl")
+    run = tmp_path / "run"
+    lines = predict(1, run, tmp_path / "lines.jsonl")
+    lengths = [len(Sentences(11)[line["sample"]]["labels"]) for line in lines]
+    assert [len(line["prediction"]) for line in lines] == lengths
+    events = read_lines(run / "events.jsonl")
     [evaluated] = [line for line in events if line["event"] == "evaluated"]
-    mean = np.average([line["loss"] for line in lines], weights=targets)
+    mean = np.average([line["loss"] for line in lines], weights=np.array(lengths) - 1)
     assert len(lines) == 11
     assert mean == pytest.approx(evaluated["loss"], rel=1e-5)
+    others = predict(2, run, tmp_path / "others.jsonl", "--batch", "2")
+    for line, other in zip(lines, others, strict=True):
+        assert other == {**line, "loss": pytest.approx(line["loss"], rel=1e-5)}
+    if more is PADDED:
+        array = ["predict", str(run), "--output", str(tmp_path / "x.npy"), "--batch", "2"]
+        ranks = Ranks(1, array, tmp_path / "refused")
+        assert ranks.wait() == [2]
+        assert "one array cannot hold outputs of the shapes (9, 32) and (11, 32)" in ranks.output()
 
 
 def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -> None:

@@ -16,6 +16,8 @@ from ranks import Ranks, logged_steps
 from rollcall.records.files import read_lines
 from rollcall.run_dir import RunDir
 from rollcall.train.checkpoint.tools import export
+from rollcall.train.checkpoint.tools.command import main as checkpoint
+from rollcall.train.weights import stored
 
 WORDS = [
     "digits",
@@ -97,6 +99,22 @@ def test_average_of_weights_on_any_mesh(tmp_path: Path, alone: Result) -> None:
     assert average.keys() == result.state["model"].keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(average[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_an_export_is_what_the_evaluation_used(tmp_path: Path) -> None:
+    words = ("optim.ema=0.5", "optim.evaluate_ema=true", "model.name=user_code:tied")
+    result = run(tmp_path, 1, *TINY_GPT, *words)
+    state, run_dir = result.state, str(result.run_dir.path)
+    for target in ("w.pt", "w.safetensors"):
+        assert checkpoint(["export", run_dir, str(tmp_path / target), "--best"]) == 0
+    for place in (run_dir, str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")):
+        found = stored.open_(place, "gpt")
+        weights = {name: torch.empty(shape) for name, shape in found.shapes.items()}
+        found.fill(weights)
+        assert weights.keys() == state["model"].keys() == state["ema"].keys()
+        assert all(torch.equal(weights[name], state["ema"][name]) for name in weights)
+        assert torch.equal(weights["head.weight"], weights["embedding.weight"])
+    assert not torch.equal(weights["head.weight"], state["model"]["head.weight"])
 
 
 def test_all_implementations_of_the_update_agree(tmp_path: Path, alone: Result) -> None:

@@ -75,6 +75,10 @@ def test_a_strangers_facts_do_not_reach_the_terminal(
     assert command(capsys, "export", copied, copied / "w.pt", "--best")[0] == 2
     forge(path / manifest.NAME, lambda fields: fields["facts"].update(hugging_face={"x": 1}))
     assert command(capsys, "export", copied, copied / "w", "--format", "hf")[0] == 0
+    part = {"checkpoint": {"save_frozen": False}, "model": {"freeze": "embed*"}}
+    forge(path / manifest.NAME, lambda fields: fields["facts"].update(config=part))
+    code, output = command(capsys, "export", copied, copied / "part", "--format", "hf")
+    assert code == 2 and "holds only what was trained (checkpoint.save_frozen=false)" in output
     forge(path / manifest.NAME, lambda fields: fields["facts"].update(facts))
     code, output = command(capsys, "list", copied)
     assert code == 0 and "\ufffd[2J" in output and "\x1b" not in output

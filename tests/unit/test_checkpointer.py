@@ -43,8 +43,8 @@ class Loop:
         torch.manual_seed(0)
         self.model = Net()
         self.optimizer: torch.optim.Optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.own: dict[str, Any] = {"average": torch.zeros(4), "note": {"best": 0.0}}
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
+        self.own: dict[str, Any] = {"average": torch.zeros(4), "note": {"best": 0.0, 1: 0}}
         self.checkpoints = Checkpointer(
             directory,
             world,
@@ -68,7 +68,7 @@ class Loop:
             self.optimizer.step()
             self.schedule.step()
             self.own["average"] += outputs.detach().mean(0)
-            self.own["note"] = {"best": loss.item()}
+            self.own["note"] = {"best": loss.item(), 1: step}
             losses.append(loss.item())
         return losses
 
@@ -157,6 +157,8 @@ def test_wrong_calls_are_refused_in_words(tmp_path: Path, world: World) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(TypeError, match="nothing to save"):
         Checkpointer(tmp_path, world)
+    with pytest.raises(ValueError, match="keep=0: expected at least 1, the newest checkpoint"):
+        Checkpointer(tmp_path, world, keep=0, model=model)
     with pytest.raises(TypeError, match="step is a int"):
         Checkpointer(tmp_path, world, step=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="optimizer changes 2 parameters that no given model has"):

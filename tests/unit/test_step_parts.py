@@ -596,6 +596,32 @@ def test_counting_operations_changes_nothing_of_the_model() -> None:
     assert model(batch.inputs).device.type == "cpu"
 
 
+def test_a_logger_that_fails_ends_neither_the_run_nor_other_loggers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConnectionError("no answer\nfrom the server")
+
+    run = Run(parse([])[1], cast("World", SimpleNamespace(is_main=True)), RunDir(tmp_path, "run"))
+    run.run_dir.create()
+    callbacks, calls = Callbacks(run, nn.Module), list[object]()
+    other = SimpleNamespace(logged=lambda *what: calls.append(what), close=lambda: calls.append(""))
+    bad = SimpleNamespace(logged=fail, close=fail)
+    members = {"log.to.bad": bad, "log.to.other": other, "train.callbacks.bad": bad}
+    monkeypatch.setattr(callbacks, "_members", {**members, "train.callbacks.bad": other})
+    callbacks.logged(1, {"loss": 2.0})
+    callbacks.close()
+    assert calls == [(1, {"loss": 2.0}), (1, {"loss": 2.0}), "", ""]
+    [event] = run.run_dir.read_events("logger_failed")
+    assert event["logger"] == "log.to.bad"
+    said = "rollcall: log.to.bad failed: ConnectionError: no answer; the run continues, and "
+    assert capsys.readouterr().out == f"{said}metrics.jsonl has every line\n"
+    monkeypatch.setattr(callbacks, "_members", members)
+    with pytest.raises(ConnectionError):
+        callbacks.close()
+    assert calls[4:] == [""]
+
+
 def test_a_callback_may_report_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks = Callbacks(cast("Run", None), nn.Module)
     numbers = {"a": np.float32(1.5), "b": np.int64(2), "c": torch.ones(()), "d": True}

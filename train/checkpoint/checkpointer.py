@@ -57,8 +57,10 @@ class Checkpointer:
 
         Raises:
             TypeError: something cannot be saved.
-            ValueError: an optimizer changes parameters that no given model has.
+            ValueError: an optimizer changes parameters that no given model has, or `keep` is 0.
         """
+        if keep < 1:
+            raise ValueError(f"keep={keep}: expected at least 1, the newest checkpoint")
         self._world = world
         self._engine = engine.Engine(Store(Path(directory), world, keep, keep_every))
         self._parts = parts

@@ -82,6 +82,18 @@ class Manifest:
         return found if isinstance(found, dict) else {}
 
     @property
+    def has_average(self) -> bool:
+        """Whether the evaluation of the run used the average of the weights, and it is here."""
+        has_some = any(tensor.key[0] == "ema" for tensor in self.tensors.values())
+        return has_some and bool(self.about("config", "optim").get("evaluate_ema"))
+
+    def weights(self) -> dict[str, StoredTensor]:
+        """Return the tensors that the evaluation used, by their names in the model."""
+        parts = ("model", "ema") if self.has_average else ("model",)  # buffers have no average
+        tensors = self.tensors.values()
+        return {dotted(one.key[1:]): one for part in parts for one in tensors if one.key[0] == part}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all data files."""
         return sum(self.files.values())

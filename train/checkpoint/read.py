@@ -231,7 +231,14 @@ def _compare(directory: Path, stored: Manifest, flat: dict[str, Any], whole: boo
 def _put(state: dict[str, Any], key: Key, value: Any) -> None:
     inner: Any = state
     for part in key[:-1]:
-        inner = inner[part]
+        inner = inner[_own(inner, part)]
+    last = _own(inner, key[-1])
     # JSON has only lists; a tuple in the state stays a tuple.
-    keep_type = tuple if isinstance(inner[key[-1]], tuple) else (lambda same: same)
-    inner[key[-1]] = keep_type(value)
+    keep_type = tuple if isinstance(inner[last], tuple) else (lambda same: same)
+    inner[last] = keep_type(value)
+
+
+def _own(inner: Any, part: str | int) -> Any:
+    """Return the key of a dictionary that DCP has named by this text, such as a number."""
+    is_named = isinstance(inner, dict) and part not in inner
+    return next(one for one in inner if str(one) == part) if is_named else part

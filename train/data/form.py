@@ -21,6 +21,8 @@ INTEGERS = "int8", "int16", "int32", "uint16", "uint32", "uint64"  # few operati
 FLOATS = "float64", "float16", "bfloat16"  # the weights are fp32
 FORMATS = {getattr(torch, name): torch.int64 for name in INTEGERS}
 FORMATS |= {getattr(torch, name): torch.float32 for name in FLOATS}
+HIDDEN = "hidden mask"
+"""The name of a mask that the model does not get."""
 POSITIONS = "position_ids"
 """The input with the places of tokens in their rows, where several rows are one sequence."""
 CONTRACT = "expected tensors, arrays or numbers, or tuples and dictionaries of these"
@@ -88,6 +90,22 @@ class Form:
         leaves, spec = tree_flatten(_tensors(sample))
         columns = [[leaf] for leaf in leaves]
         return len(leaves[self._lead(columns, spec, sample)])
+
+    def measured(self, inputs: Any) -> tuple[Any, torch.Tensor | None]:
+        """Return the inputs without a HIDDEN mask, and where rows have content: (rows, length).
+
+        None if rows are not padded here.
+        """
+        if not self.pad or self.collate is not None or isinstance(inputs, torch.Tensor):
+            return inputs, None
+        is_named = isinstance(inputs, Mapping)
+        mask = inputs[self.mask] if is_named else inputs[-1]
+        filled = mask.bool().flip(1).cummax(1).values.flip(1)  # a user's own mask may have gaps
+        if self.mask != HIDDEN:
+            return inputs, filled
+        if is_named:
+            return {name: one for name, one in inputs.items() if name != HIDDEN}, filled
+        return inputs[0] if len(inputs) == 2 else inputs[:-1], filled
 
     def check_length(self, length: int) -> None:
         """Raise SampleError if a row, or packed rows together, are longer than `pad`."""
@@ -219,6 +237,8 @@ def _tensors(sample: Any, place: str = "it") -> Any:
             tensor = torch.as_tensor(sample, dtype=torch.int64 if is_empty else None)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SampleError(f"{place} is not a tensor: {error}") from None
+        if tensor.layout != torch.strided:
+            raise SampleError(f"{place} is a sparse tensor; return its to_dense()")
         return tensor.to(FORMATS.get(tensor.dtype, tensor.dtype))
     kind = "None" if sample is None else f"a {type(sample).__name__}"
     hint = {"Image": "; turn images into tensors", "str": "; turn text into numbers"}

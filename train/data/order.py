@@ -59,6 +59,11 @@ class Order:
                 f"data.name={config.data.name} is a stream of unknown length: set train.steps"
             )
         total = (steps or 0) * batch or round(config.train.epochs * size)
+        if not total and size > 0:
+            raise ConfigError(
+                f"train.epochs={config.train.epochs} of {size} samples is less than one sample; "
+                "raise it, or set train.steps"
+            )
         order = cls(total if size < 0 else size, total, batch, config.seed)
         order._is_by_steps = steps is not None
         order._parts = source.train.parts if isinstance(source.train, Stream) else 0

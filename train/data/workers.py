@@ -23,6 +23,7 @@ from multiprocessing.context import ForkProcess
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rollcall.config.schema import ConfigError
 from rollcall.process import die_with_parent
 from rollcall.train.data.reader import ReadResult
 from rollcall.train.data.source import Batch
@@ -169,7 +170,8 @@ def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: i
         try:
             result = fetch(asked)
         except Exception as error:  # the rank raises it
-            _reply(pipe, f"{type(error).__name__}: {error}")
+            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            _reply(pipe, f"{kind}{error}")
             continue
         tensors, spec = tree_flatten(result.batch)
         layout = _layout(tensors)
@@ -199,7 +201,8 @@ def _views(slot: mmap.mmap, layout: Layout) -> list[torch.Tensor]:
         count = math.prod(shape)
         if offset + count * dtype.itemsize > len(slot):
             return []
-        flat = torch.frombuffer(slot, dtype=dtype, count=count, offset=offset)
+        empty = torch.empty(0, dtype=dtype)  # torch makes none of a buffer
+        flat = torch.frombuffer(slot, dtype=dtype, count=count, offset=offset) if count else empty
         views.append(flat.view(shape))
     return views
 

@@ -15,7 +15,7 @@ class Run:
     world: World
     run_dir: RunDir
 
-    def record(self, event: str, **fields: object) -> None:
+    def record(self, event: str, /, **fields: object) -> None:
         """Append an event to the run directory; only rank 0 does."""
         if self.world.is_main:
             self.run_dir.record(event, **fields)

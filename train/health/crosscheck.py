@@ -55,6 +55,7 @@ def check(world: World, config: Config, model: nn.Module) -> None:
         "model": {
             name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             for name, tensor in model.state_dict().items()
+            if isinstance(tensor, torch.Tensor)  # a module may keep further things
         },
     }
     main = world.broadcast(mine)

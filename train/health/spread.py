@@ -302,13 +302,14 @@ def _tolerance(model: nn.Module, rounds: bool = False) -> float:
     """
     weights = list(model.parameters())
     layers = sum(1 for _ in model.modules())
-    dtypes = [torch.bfloat16] * rounds + [weight.dtype for weight in weights]
+    dtypes = [torch.bfloat16] * rounds + [one.dtype for one in weights if one.requires_grad]
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
     terms = max(max(weight.shape, default=1) for weight in weights) if epsilon < 1e-6 else 1
     return SLACK * epsilon * math.sqrt(terms * layers)
 
 
 def _sketch(tensor: torch.Tensor) -> Sketch:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     rows = tensor.detach().float()
     rows = rows.view(1) if rows.ndim == 0 else rows
     numbers = torch.arange(rows.shape[-1], device=rows.device).cos()

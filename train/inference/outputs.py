@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from rollcall.config import ConfigError
 from rollcall.records.files import write_atomic
 from rollcall.train.data.source import Batch
 from rollcall.train.inference.trained import Trained
@@ -26,8 +27,12 @@ class _JsonLines:
         self._where = getattr(dataset, "where", None)
         self._has_targets = has_targets
 
-    def encode(self, indices: range, outputs: torch.Tensor, batch: Batch) -> Sequence[Any]:
+    def encode(
+        self, indices: range, outputs: torch.Tensor, batch: Batch, filled: torch.Tensor | None
+    ) -> Sequence[Any]:
+        """Return a line for each index; `filled` says where padded rows have content."""
         found = self._predictions(outputs, batch.targets)
+        lengths = _lengths(outputs, batch.targets, filled)
         lines = []  # the rows after those with an index are padding
         for row, index in enumerate(indices):
             line: dict[str, Any] = {"sample": index}
@@ -35,6 +40,8 @@ class _JsonLines:
                 line["file"] = self._where(index)
             if batch.weights[row]:
                 line.update({name: values[row] for name, values in found.items()})
+                for name in {"prediction", "target"} & line.keys() if lengths else ():
+                    line[name] = line[name][: lengths[row]]
                 if self._names and "probability" in found:
                     line["class"] = self._names[line["prediction"]]
             else:
@@ -49,10 +56,10 @@ class _JsonLines:
         with target.open("wb") as file:
             file.writelines(path.read_bytes() for path in paths)
 
-    def _predictions(self, outputs: torch.Tensor, targets: torch.Tensor) -> Mapping[str, list[Any]]:
-        is_class = outputs.shape[:-1] == targets.shape and not targets.is_floating_point()
-        if self._loss.is_of_values or not is_class:
-            found = {"prediction": outputs.tolist()}
+    def _predictions(self, outputs: torch.Tensor, targets: Any) -> Mapping[str, list[Any]]:
+        if self._loss.is_of_values or not losses.are_scores(outputs, targets):
+            values = torch.view_as_real(outputs) if outputs.is_complex() else outputs
+            found = {"prediction": values.tolist()}
         elif targets.ndim == 1:
             probabilities, classes = outputs.softmax(-1).max(-1)
             found = {"prediction": classes.tolist(), "probability": probabilities.tolist()}
@@ -60,7 +67,19 @@ class _JsonLines:
             sums, weights = self._loss(outputs, targets)
             means = [(a / b).item() if b else None for a, b in zip(sums, weights, strict=True)]
             return {"prediction": outputs.argmax(-1).tolist(), "loss": means}
-        return {**found, "target": targets.tolist()} if self._has_targets else found
+        is_one = isinstance(targets, torch.Tensor)  # there may be several, or none
+        return {**found, "target": targets.tolist()} if self._has_targets and is_one else found
+
+
+def _lengths(outputs: torch.Tensor, targets: Any, filled: torch.Tensor | None) -> list[int]:
+    """Return how many outputs of each row are not padding; none if outputs are not rows."""
+    if filled is None or not isinstance(targets, torch.Tensor):
+        return []
+    if not outputs.shape[:2] == targets.shape[:2] == filled.shape:
+        return []
+    padding = targets[~filled.cpu()]  # a vector of the same length by chance has other values
+    is_padded = (padding == (0 if targets.is_floating_point() else losses.IGNORED)).all()
+    return filled.sum(1).tolist() if is_padded else []
 
 
 class _NumpyArray:
@@ -68,11 +87,15 @@ class _NumpyArray:
 
     def __init__(self, *_: object) -> None: ...
 
-    def encode(self, indices: range, outputs: torch.Tensor, batch: Batch) -> Sequence[Any]:
+    def encode(
+        self, indices: range, outputs: torch.Tensor, batch: Batch, _filled: torch.Tensor | None
+    ) -> Sequence[Any]:
+        outputs = outputs if outputs.is_complex() else outputs.float()
         outputs[batch.weights.cpu() == 0] = float("nan")
         return [*outputs[: len(indices)].numpy()]
 
     def write(self, path: Path, content: Sequence[Any]) -> None:
+        _check_shapes({one.shape for one in content})
         data = io.BytesIO()
         np.save(data, np.stack(content))
         write_atomic(path, data.getvalue())
@@ -80,6 +103,7 @@ class _NumpyArray:
     def join(self, paths: Sequence[Path], target: Path) -> None:
         """Copy into a memory-mapped file, which may be larger than the memory."""
         parts: list[NDArray[np.float32]] = [np.load(path, mmap_mode="r") for path in paths]
+        _check_shapes({part.shape[1:] for part in parts})
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         whole = np.lib.format.open_memmap(target, "w+", parts[0].dtype, shape)
         start = 0
@@ -87,6 +111,16 @@ class _NumpyArray:
             whole[start : start + len(part)] = part
             start += len(part)
         whole.flush()
+
+
+def _check_shapes(shapes: set[tuple[int, ...]]) -> None:
+    """Raise ConfigError if the outputs of samples differ in their shapes."""
+    if len(shapes) > 1:
+        first, second, *_ = sorted(shapes)
+        raise ConfigError(
+            f"--output: one array cannot hold outputs of the shapes {first} and {second}; set "
+            "data.pad to the length of the longest row, or choose a .jsonl file"
+        )
 
 
 Format = _JsonLines | _NumpyArray

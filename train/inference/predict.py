@@ -156,6 +156,7 @@ def _compute(
     """Compute the missing parts, until all are done or a signal asks to stop."""
     import torch
 
+    from rollcall.train.data.form import HIDDEN
     from rollcall.train.data.loading import Loading
     from rollcall.train.data.reader import Selection
 
@@ -181,15 +182,18 @@ def _compute(
         return Selection(samples + [0] * padding, [0] * batch, weights)
 
     loading = Loading(config.data, config.seed, world.rank, world.device)
-    form = replace(model.source.form, packs=False)
+    given = model.source.form
+    form = replace(given, packs=False, mask=given.mask or HIDDEN)
     batches = loading.batches(dataset, "the input", select, range(turns * passes), form)
     # Of the ranks that have the same share and compute the same outputs, the first writes them.
     shares = world.gather(torch.tensor([strategy.data_rank])).flatten().tolist()
     writes = shares.index(strategy.data_rank) == world.rank
     content: list[Any] = []
     for number, read in enumerate(batches):
-        outputs = model.outputs(read.to(world.device)).cpu()
-        content += output.encode(indices(number), outputs, read.to(torch.device("cpu")))
+        inputs, filled = form.measured(read.inputs)
+        read = read._replace(inputs=inputs).to(world.device)
+        outputs = model.outputs(read).cpu()
+        content += output.encode(indices(number), outputs, read.to(torch.device("cpu")), filled)
         turn, place = divmod(number, passes)
         if place < passes - 1:
             continue
@@ -201,6 +205,8 @@ def _compute(
                 output.write(parts.path(mine), content)
             except OSError as error:
                 problem = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
+            except ConfigError as error:
+                problem = str(error)
         world.raise_together(problem)
         content = []
         if asked:

@@ -5,9 +5,12 @@ Each is an object with some of these methods:
 - `logged(step, values)`: the values of a line of metrics.jsonl, on rank 0 only;
 - `report()` and `settle(step, agreed)`: as in a member of the step (`dist/agreement.py`);
 - `close()`: the run ends, or this attempt.
+
+What a callback raises ends the run. A logger that fails is reported once, and the run goes on.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from numbers import Real
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import nn
 from rollcall.config import ConfigError, arguments
 from rollcall.records.files import read_lines
 from rollcall.records.run import ForgottenStep, LoggedStep
+from rollcall.train.dist import failure
 from rollcall.train.dist.agreement import Action
 from rollcall.train.dist.run import Run
 
@@ -64,6 +68,7 @@ class Callbacks:
         self._run = run
         self._model = model  # known once it is spread
         self._members: dict[str, Any] = {}  # by key
+        self._failed: set[str] = set()  # keys of loggers
 
     def open(self) -> None:
         """Make loggers on rank 0 and callbacks on all ranks, once the run directory exists.
@@ -111,8 +116,11 @@ class Callbacks:
         return strongest
 
     def close(self) -> None:
-        """Let them finish."""
-        self._each("close")
+        """Let them finish, each also if another cannot."""
+        with ExitStack() as stack:
+            for key, member in reversed(self._members.items()):
+                if hasattr(member, "close"):
+                    stack.callback(self._call, key, member.close)
 
     def _made(self, section: str, key: str, entry: Any) -> Any:
         given = {"run": self._run, "model": self._model()}
@@ -136,7 +144,19 @@ class Callbacks:
 
     def _each(self, method: str, *what: Any) -> list[tuple[str, Any]]:
         return [
-            (key, getattr(member, method)(*what))
+            (key, self._call(key, getattr(member, method), *what))
             for key, member in self._members.items()
             if hasattr(member, method)
         ]
+
+    def _call(self, key: str, function: Callable[..., Any], *what: Any) -> Any:
+        try:
+            return function(*what)
+        except Exception as error:  # a server that does not answer, or a full disk
+            if not key.startswith("log.to."):
+                raise
+            if key not in self._failed:
+                self._failed.add(key)
+                text = f"{key} failed: {failure.describe(error)}".splitlines()[0]
+                text += "; the run continues, and metrics.jsonl has every line"
+                self._run.tell("logger_failed", text, logger=key)

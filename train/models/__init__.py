@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rollcall.config import arguments
 from rollcall.config.catalog import MODELS
@@ -37,10 +38,16 @@ def build(config: Model, source: Source) -> nn.Module:
         raise unknown("model.name", config.name, [*MODELS, TORCHVISION], MODELS)
     given = {"config": config, "source": source}
     model = arguments.call("model.name", "model.args", config.name, config.args, **given)
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ConfigError(
             f"model.name={config.name}: expected an nn.Module, got a {type(model).__name__}"
         )
+    for name, weight in model.named_parameters():
+        if is_lazy(weight):
+            raise ConfigError(
+                f"model.name={config.name}: {name} has no shape yet; give its module all sizes, or "
+                "call the model once before you return it"
+            )
     return model
 
 

@@ -28,8 +28,9 @@ class Ema:
     def update(self, skipped: torch.Tensor) -> None:
         """Update the average after a step, unless the step was skipped."""
         for name, parameter in self._model.named_parameters():
-            average = _local(self._averages[name])
-            average.lerp_(_local(parameter), (1 - self._decay) * (~skipped).to(average))
+            if parameter.requires_grad:  # others may be whole numbers
+                average = _local(self._averages[name])
+                average.lerp_(_local(parameter), (1 - self._decay) * (~skipped).to(average))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -41,8 +42,13 @@ class Ema:
             self._swap()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a checkpoint saves, and fills in place on a resume."""
-        return dict(self._averages)
+        """Return the tensors that a checkpoint saves, and fills in place on a resume.
+
+        Those of a tied weight come under all its names, as in the state of the model.
+        """
+        first = {parameter: name for name, parameter in self._model.named_parameters()}
+        every = self._model.named_parameters(remove_duplicate=False)
+        return {name: self._averages[first[parameter]] for name, parameter in every}
 
     @torch.no_grad()
     def _swap(self) -> None:

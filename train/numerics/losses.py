@@ -68,6 +68,17 @@ def are_valid(targets: torch.Tensor) -> torch.Tensor:
     return targets.long() != IGNORED  # 156 of eight bits would equal -100
 
 
+def are_scores(outputs: Any, targets: Any) -> bool:
+    """Whether outputs are scores (rows, …, classes) for targets that are class numbers (rows, …).
+
+    A single output is no choice of a class, but a number, such as the logit of one of two.
+    """
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return False
+    is_class = outputs.is_floating_point() and not targets.is_floating_point()
+    return is_class and outputs.shape[:-1] == targets.shape and outputs.shape[-1:] > (1,)
+
+
 def valid_share(targets: torch.Tensor) -> torch.Tensor:
     """Return the share of each sample's targets that count: (rows,)."""
     return _mean(are_valid(targets).float())
@@ -153,7 +164,9 @@ class Loss:
             ConfigError: a result does not have shape (rows,).
         """
         losses, weights = self.of_rows(outputs, targets)
-        return losses, self.shares(targets) if weights is None else weights
+        if weights is None:
+            weights = valid_share(targets) if self._counts_targets else torch.ones_like(losses)
+        return losses, weights
 
     def of_rows(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same; no weights unless the loss returns them."""
@@ -299,13 +312,6 @@ class Loss:
             "or give the model more classes"
         )
 
-    def shares(self, targets: Any) -> torch.Tensor:
-        """Return the weight of each row if the loss returns none: the share that counts."""
-        if self._counts_targets:
-            return valid_share(targets)
-        first = tree_leaves(targets)[0]
-        return torch.ones(len(first), device=first.device)
-
     def missing(self, targets: Any, weights: torch.Tensor, samples: int) -> float:
         """Return how many targets of a rank's samples do not count: a whole number.
 
@@ -319,7 +325,7 @@ class Loss:
         if is_full and not (targets.numpy() == IGNORED).any():  # takes a tenth of what follows
             return 0.0
         size = self.size(targets)
-        counted = (self.shares(targets) * size).round() * weights
+        counted = (valid_share(targets) * size).round() * weights
         return samples * size - float(counted.sum(dtype=torch.float64))
 
     def size(self, targets: Any) -> int:

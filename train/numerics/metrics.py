@@ -15,7 +15,14 @@ CONTRACT = (
     "with a method result(totals), counts (rows, n)"
 )
 
-TAKEN = ("loss", "perplexity", "step", "time", "event")  # names of other figures and fields
+TAKEN = (
+    "loss",
+    "perplexity",
+    "step",
+    "time",
+    "event",
+    "seconds",
+)  # names of other figures and fields
 
 
 class Metric:
@@ -69,13 +76,19 @@ class Metric:
             ) from None
 
 
-def build(config: Train) -> dict[str, Metric]:
+def build(config: Train, has_outputs: bool = True) -> dict[str, Metric]:
     """Return the metrics that the configuration names.
 
     Raises:
-        ConfigError: one is not callable, or has the name of a figure of rollcall's.
+        ConfigError: one is not callable, or has the name of a figure of rollcall's; or the loss
+            calls the model itself, so that the evaluation has no outputs.
     """
     found = {}
+    if config.metrics and not has_outputs:
+        raise ConfigError(
+            f"train.metrics: train.loss={config.loss} calls the model itself, so metrics would get "
+            "no outputs: let a loss of (model, batch) return their sums and weights as figures"
+        )
     for name, entry in config.metrics.items():
         check_name(f"train.metrics.{name}", name)
         made = arguments.call("train.metrics", f"train.metrics.{name}.args", entry.name, entry.args)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -101,7 +102,9 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     with _explained(name):
         optimizer = made(params=groups)
         for group in groups if ":" not in name else ():
-            for weight in [one for one in group["params"][:1] if not one.is_meta]:
+            for weight in [one for one in group["params"] if one.requires_grad][:1]:
+                if weight.is_meta:
+                    continue
                 trial = nn.Parameter(torch.ones(2, 2, dtype=weight.dtype, device=weight.device))
                 trial.grad = torch.ones_like(trial)
                 # As arguments, because torch does not check the numbers in a group.
@@ -192,13 +195,13 @@ class Schedule:
             return highest * (step + 1) / options.warmup_steps
         after = step - options.warmup_steps, total_steps - options.warmup_steps
         fraction = self._function(*after, **self._given)
-        if not isinstance(fraction, int | float) or not 0 <= fraction < math.inf:
+        if not isinstance(fraction, Real) or not 0 <= fraction < math.inf:
             raise ConfigError(
                 f"optim.schedule={options.schedule}: expected a finite number of at least 0, the "
                 f"fraction of the peak rate, for step={after[0]} and steps={after[1]}, got "
                 f"{fraction!r}"
             )
-        return highest * fraction
+        return highest * float(fraction)
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -255,6 +258,16 @@ def own_options(config: Optim, optimizer: torch.optim.Optimizer) -> Iterator[Non
     yield
     for group, options in zip(optimizer.param_groups, kept, strict=True):
         group.update(options)
+
+
+def check_state(config: Optim, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if checkpoints cannot hold what an optimizer keeps of a weight."""
+    for name, value in (one for state in optimizer.state.values() for one in state.items()):
+        if not isinstance(value, torch.Tensor | int | float | dict):
+            raise ConfigError(
+                f"optim.name={config.name}: its state has '{name}', a {type(value).__name__}; let "
+                "it hold tensors and numbers alone, which checkpoints can store"
+            )
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:

@@ -20,7 +20,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from rollcall.config import ConfigError
 from rollcall.text import size
+from rollcall.train.data.source import Batch
 from rollcall.train.parallel.part import MakeOptimizer, Part, local_bytes
 
 
@@ -105,6 +107,15 @@ class ShardOptimizer(Part):
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
+    def check(self, model: nn.Module, _example: Batch) -> None:
+        """Raise ConfigError if weights differ in their types, which torch's optimizer refuses."""
+        types = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
+        if len(types) > 1:
+            raise ConfigError(
+                f"parallel.strategy=zero1 expects weights of one type, got {', '.join(types)}; "
+                "choose ddp, zero2 or zero3"
+            )
+
     def optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         """Divide the tensors over the ranks; each rank has an optimizer for its tensors."""
 
@@ -157,6 +168,11 @@ class _Zero1(ZeroRedundancyOptimizer):
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of this rank's parameters, which holds the state."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def has_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has a weight; in stage 1 there may be fewer tensors than ranks."""
+    return any(group["params"] for group in optimizer.param_groups)
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:

@@ -31,7 +31,7 @@ from rollcall.train.parallel.part import (
     local_bytes,
 )
 from rollcall.train.parallel.pipeline import Pipeline
-from rollcall.train.parallel.shard import local_optimizer
+from rollcall.train.parallel.shard import has_weights, local_optimizer
 
 # Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
 OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -441,8 +441,9 @@ class Strategy:
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
         own = local_optimizer(optimizer)
-        if not _has_weights(own):
-            return {"model": state_dict.get_model_state_dict(self.model), "optim": {}}
+        if not has_weights(own):
+            model = state_dict.get_model_state_dict(self.model, options=OPTIONS)
+            return {"model": model, "optim": {}}
         model, optim = state_dict.get_state_dict(self.model, own, options=OPTIONS)
         return {"model": model, "optim": optim}
 
@@ -452,8 +453,8 @@ class Strategy:
         The optimizer keeps the options of this run.
         """
         own = local_optimizer(optimizer)
-        if not _has_weights(own):
-            state_dict.set_model_state_dict(self.model, state["model"])
+        if not has_weights(own):
+            state_dict.set_model_state_dict(self.model, state["model"], options=OPTIONS)
             return
         with optim.own_options(self._optim, own):
             state_dict.set_state_dict(
@@ -463,11 +464,6 @@ class Strategy:
                 optim_state_dict=state["optim"],
                 options=OPTIONS,
             )
-
-
-def _has_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this rank updates any; with zero1, there may be fewer tensors than ranks."""
-    return any(group["params"] for group in optimizer.param_groups)
 
 
 def _node_size(config: Config, world: World) -> int:

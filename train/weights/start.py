@@ -131,6 +131,12 @@ def replace(
 def built(config: Config, make: Callable[[], nn.Module], draws: bool = True) -> Start:
     """Build a model and freeze parts; raise ConfigError if a pattern of `model.freeze` is wrong."""
     model, recorder, reason = deferred.build(make, config.seed)
+    for names, tensor in tensors_of(model) if recorder is None else ():
+        if tensor.is_meta:
+            raise ConfigError(
+                f"model.name={config.model.name}: {names[0]} is on the meta device, and nothing "
+                "sets its values; build the model on the CPU: a rank gets only what it holds anyway"
+            )
     freeze(model, config)
     _check_attributes(model, config.model.name)
     found = Start(model, recorder, draws)
@@ -187,10 +193,11 @@ def freeze(model: nn.Module, config: Config) -> None:
             )
         for parameter in fitting:
             parameter.requires_grad_(False)
-    is_set = config.model.freeze is not None
-    if is_set and not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"model.freeze={config.model.freeze} freezes the whole model, so nothing can be trained"
+            if config.model.freeze is not None
+            else f"model.name={config.model.name}: the model has no weight that can be trained"
         )
 
 

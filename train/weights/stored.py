@@ -22,7 +22,7 @@ from rollcall.config import ConfigError
 from rollcall.run_dir import named
 from rollcall.text import did_you_mean
 from rollcall.train.checkpoint import cadence, layout, manifest
-from rollcall.train.checkpoint.contents import Damaged, dotted
+from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.checkpoint.read import load
 from rollcall.train.checkpoint.tools.export import SAFETENSORS
 from rollcall.train.checkpoint.write_plan import chunks
@@ -86,21 +86,15 @@ class Checkpoint:
         self.where = str(path)
         self._path = path
         self._stored = manifest.read_named(path)
-        optim = self._stored.about("config", "optim")
-        keys = [tensor.key for tensor in self._stored.tensors.values()]
-        has_average = bool(optim.get("evaluate_ema")) and any(key[0] == "ema" for key in keys)
-        self.where += " (its average)" * has_average
-        parts = ("model", "ema") if has_average else ("model",)  # buffers have no average
-        self._parts = {dotted(key[1:]): key[0] for part in parts for key in keys if key[0] == part}
-        self.shapes = {
-            name: self._stored.tensors[f"{part}.{name}"].shape for name, part in self._parts.items()
-        }
+        self.where += " (its average)" * self._stored.has_average
+        self._weights = self._stored.weights()
+        self.shapes = {name: tensor.shape for name, tensor in self._weights.items()}
 
     def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Read the pieces that this rank needs, and check them."""
         state: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in wanted.items():
-            state.setdefault(self._parts[name], {})[name] = tensor
+            state.setdefault(str(self._weights[name].key[0]), {})[name] = tensor
         with layout.reading(self._path), manifest.naming(self._path):
             load(self._path, self._stored, state)
 

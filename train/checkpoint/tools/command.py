@@ -127,10 +127,13 @@ def _export(arguments: argparse.Namespace) -> int:
             f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or "
             "--format dcp for a folder"
         )
+    stored = manifest.read_named(path)
     with manifest.naming(path):
-        count = export.export(path, target, form, None if arguments.all else "model")
-    metrics = _metrics(manifest.read_named(path)) if arguments.best else ""
-    print(f"{target}: {count} tensors of {path}{metrics and f' ({metrics})'}")
+        count = export.export(path, target, form, arguments.all)
+    about = ["its average"] * (stored.has_average and not arguments.all)
+    about += [_metrics(stored)] * arguments.best
+    more = f" ({', '.join(about)})" if about else ""
+    print(f"{target}: {count} tensors of {path}{more}")
     return 0
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from rollcall.config import ConfigError
 from rollcall.train.checkpoint import layout, manifest
-from rollcall.train.checkpoint.contents import Key, Manifest, StoredTensor, dotted
+from rollcall.train.checkpoint.contents import Key, Manifest, StoredTensor
 from rollcall.train.checkpoint.read import view, whole
 
 SAFETENSORS = {  # https://github.com/huggingface/safetensors#format
@@ -60,32 +60,28 @@ class _Chosen(NamedTuple):
 
     path: Path
     stored: Manifest
-    part: str | None
+    is_whole: bool  # the state of the optimizer too
     tensors: dict[str, StoredTensor]  # by their names in the export
 
 
-def export(path: Path, target: Path, form: str, part: str | None) -> int:
-    """Write the tensors of a checkpoint in one of FORMATS, and return how many.
+def export(path: Path, target: Path, form: str, is_whole: bool = False) -> int:
+    """Write the weights of a checkpoint in one of FORMATS, and return how many tensors.
 
     Args:
-        part: write only what is under this first key, such as `model`, which the names leave out.
+        is_whole: write everything that it holds, and do not leave out the first part of the names.
 
     Raises:
         Damaged: the checkpoint is damaged.
-        ConfigError: the format cannot hold a tensor, or nothing is under this key.
+        ConfigError: the format cannot hold a tensor, or the checkpoint holds no weights.
     """
     with layout.reading(path):
         stored = manifest.read(path)
-        tensors = {
-            dotted(tensor.key[part is not None :]): tensor
-            for tensor in stored.tensors.values()
-            if part in (None, tensor.key[0])
-        }
-        if part and not tensors:
+        tensors = stored.tensors if is_whole else stored.weights()
+        if not tensors and not is_whole:
             raise ConfigError(
-                f"{path} holds no tensor under {part}; --all exports everything it holds"
+                f"{path} holds no tensor under model; --all exports everything it holds"
             )
-        return FORMATS[form](_Chosen(path, stored, part, tensors), target)
+        return FORMATS[form](_Chosen(path, stored, is_whole, tensors), target)
 
 
 def _to_safetensors(chosen: _Chosen, target: Path) -> int:
@@ -97,7 +93,10 @@ def _to_torch(chosen: _Chosen, target: Path) -> int:
     """Write values too, for torch.load(weights_only=True)."""
     with _new_file(target) as file:
         state = read(chosen.path)
-        torch.save(state if chosen.part is None else state[chosen.part], file)
+        if not chosen.is_whole:
+            averages = state["ema"] if chosen.stored.has_average else {}
+            state = {**state["model"], **averages}
+        torch.save(state, file)
     return len(chosen.tensors)
 
 
@@ -115,6 +114,12 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
         raise ConfigError(
             f"{path} holds no model of transformers, so --format hf cannot write its "
             "config.json; choose a target that ends in .safetensors"
+        )
+    is_part = stored.about("config", "checkpoint").get("save_frozen") is False
+    if is_part and stored.about("config", "model").get("freeze"):
+        raise ConfigError(
+            f"{path} holds only what was trained (checkpoint.save_frozen=false), and "
+            "from_pretrained would draw the rest; choose a target that ends in .safetensors"
         )
     with _new_folder(target) as folder:
         shards = _shards(tensors)
