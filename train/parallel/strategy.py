@@ -433,10 +433,18 @@ class Strategy:
 
     def share(self, buffers: Sequence[torch.Tensor]) -> None:
         """Give buffers that each replica has computed of its own samples the first one's values."""
-        for name in (self._mesh and self._mesh.mesh_dim_names) or ():
-            if self._mesh and name in ("replicate", "shard"):
-                for buffer in buffers:
-                    dist.broadcast(buffer, group=self._mesh.get_group(name), group_src=0)
+        mesh, alike = self._mesh, dict[Any, list[torch.Tensor]]()
+        for buffer in buffers:  # one message for all of a type
+            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        names = {"replicate", "shard"} & {*((mesh and mesh.mesh_dim_names) or ())}
+        groups = [mesh.get_group(name) for name in sorted(names)] if mesh else []
+        for members in alike.values() if groups else ():
+            flat = torch.cat([buffer.reshape(-1) for buffer in members])
+            for group in groups:
+                dist.broadcast(flat, group=group, group_src=0)
+            pieces = torch.split(flat, [buffer.numel() for buffer in members])
+            for buffer, piece in zip(members, pieces, strict=True):
+                buffer.copy_(piece.view_as(buffer))
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
