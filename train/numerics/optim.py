@@ -195,7 +195,7 @@ class Schedule:
             return highest * (step + 1) / options.warmup_steps
         after = step - options.warmup_steps, total_steps - options.warmup_steps
         fraction = self._function(*after, **self._given)
-        if not isinstance(fraction, Real) or not 0 <= fraction < math.inf:
+        if not isinstance(fraction, Real) or not 0 <= float(fraction) < math.inf:
             raise ConfigError(
                 f"optim.schedule={options.schedule}: expected a finite number of at least 0, the "
                 f"fraction of the peak rate, for step={after[0]} and steps={after[1]}, got "
