@@ -7,6 +7,7 @@ import statistics
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from rollcall.text import table
 FITTED = {"llmfoundry", "ultrascale", "vtrain_single"}
 """Tables whose rows have had a say in the fitted numbers: half of their cells."""
 EQUAL = 1.05
-"""A row was disturbed if its time is this multiple of an equal row's, or more."""
+"""A row was disturbed if its time is this multiple of an equal row's, or more; or the time of its
+micro-batch that of a larger one."""
 TWINS = 1.25
 """The same for layouts that differ in ZeRO 0 or 1, which changes only the end of a step."""
 SLOTS = 2.0
@@ -75,8 +77,14 @@ class Row(NamedTuple):
         return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
 
     def was_disturbed(self, other: "Row") -> bool:
-        """Whether a micro-batch took far longer, even if layers and samples take their share."""
+        """Whether a micro-batch took far longer, even if layers and samples take their share.
+
+        If only the micro-batch differs, the smaller one takes no longer at all.
+        """
         one, two = self.layout, other.layout
+        is_smaller = one.micro < two.micro and one.micro_batches >= two.micro_batches
+        if is_smaller and replace(one, micro=two.micro, batch=two.batch) == two:
+            return self.slot > EQUAL * other.slot
         larger = max(1, one.micro / two.micro) * max(1, two.stages / one.stages)
         # Without a pipeline, the end of a step counts: more data ranks do not make it shorter.
         is_like = min(one.stages, two.stages) > 1 or two.data >= one.data

@@ -342,6 +342,14 @@ def test_validation_finds_errors_crashes_and_contradictions(tmp_path: Path) -> N
     assert consistent["recall"] == 1 and consistent["alarms"] == 0
 
 
+def test_a_smaller_micro_batch_that_takes_longer_is_a_contradiction(tmp_path: Path) -> None:
+    _table(tmp_path)
+    one, two, *_ = validate.read(str(tmp_path), Machines())[0]
+    assert one.seconds and one.layout.micro_batches == 2 * two.layout.micro_batches
+    assert validate.contradicted([one, two._replace(seconds=one.seconds * 0.49)]) == set()
+    assert validate.contradicted([one, two._replace(seconds=one.seconds * 0.45)]) == {0}
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [("step_time_s", "nan"), ("step_time_s", "0"), ("ffn", "1e400"), ("tp", "3")],
