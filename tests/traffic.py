@@ -51,9 +51,9 @@ def record(roots: list[Path]) -> None:
         with _watched(step):
             gradient(update, batch, step, *rest)
 
-    def end(update: Update, batch: Any, step: int) -> None:
+    def end(update: Update, batch: Any, step: int, *rest: Any) -> None:
         with _watched(step):
-            apply(update, batch, step)
+            apply(update, batch, step, *rest)
         if step == STEP:
             file = state["root"] / f"traffic-{dist.get_rank()}.json"
             file.parent.mkdir(exist_ok=True)
