@@ -4,7 +4,8 @@ They come from the code and from the text below.
 
     ./env/run python docs/make.py
 
-A test fails when what lies in docs is not what this script makes.
+Run it with Python 3.11 or 3.12: argparse of 3.13 prints options differently. A test fails when what
+lies in docs is not what this script makes.
 """
 
 from __future__ import annotations

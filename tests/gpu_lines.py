@@ -26,6 +26,7 @@ PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- lines -->\n", "<!-- end of lines -->\n"
 NAMES = {"cuda", "is_cuda", "pin_memory", "record_stream", "nvtx", "can_device_access_peer"}
 WORDS = re.compile(r"\b(cuda|nccl|nvidia-smi)\b")
+STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None)}  # the latter since 3.12
 NOTES = "ROLLCALL_GPU_LINES"
 """The folder where the processes of a recording note what they reach."""
 NEVER = "never run"
@@ -75,11 +76,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Line]]:
         token.start[0]
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if (token.type == tokenize.NAME and token.string in NAMES)
-        or (
-            token.type == tokenize.STRING
-            and "\n" not in token.string
-            and WORDS.search(token.string)
-        )
+        or (token.type in STRINGS and "\n" not in token.string and WORDS.search(token.string))
     )
     for number in numbers:
         name = names.get(number, "")

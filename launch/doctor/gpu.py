@@ -142,8 +142,8 @@ def _below(gpu: Element, path: str, now_at: str, most_at: str, share: float = 1.
 
 
 def _uncorrectable(gpu: Element) -> str:
-    counts = gpu.find("ecc_errors/volatile")
-    bad = sum(_number(it.text) for it in counts or () if "uncorrectable" in it.tag)
+    counts = gpu.iterfind("ecc_errors/volatile/*")
+    bad = sum(_number(it.text) for it in counts if "uncorrectable" in it.tag)
     return f"{bad:.0f} uncorrectable" if bad else ""
 
 

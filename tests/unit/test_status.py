@@ -315,7 +315,8 @@ print(seen["run"], seen["process"], file=sys.stderr)
         assert answer.stdout.count("done") == answer.stdout.count("lost") == runs // 2
         found.append([int(word) for word in answer.stderr.split()])
     (files, processes), (files_of_all, processes_of_all) = found
-    assert (files_of_all - files) / 100 <= 9  # four to six records, and four folders
+    # Four to six records, and four folders; Python 3.13 also asks for one that is not there.
+    assert (files_of_all - files) / 100 <= 9.5
     assert 0 < processes_of_all < 2 * processes  # each process once, though others come and go
 
 

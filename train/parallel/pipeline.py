@@ -198,6 +198,11 @@ class _Accumulating(PipelineStage):
         if self.sends:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 also sends to its own rank if that has the next stage; gloo cannot.
+        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [op for op in ops if op.group_peer != self.group_rank]
+
 
 def _ignore_shape_inference(module: nn.Module) -> None:
     """Keep BatchNorm's statistics when torch 2.11 runs a stage on zeros to infer its shapes."""
