@@ -79,11 +79,12 @@ def test_every_second_of_a_run_with_two_kills_and_a_preemption_is_booked_once(
     assert found is not None
     shares = found.shares
     assert sum(shares.values()) == pytest.approx(found.wall, rel=1e-6)
-    # The start and the end of both `submit` themselves are outside; a loaded machine is slow there.
+    # The start and the end of both `submit` themselves are outside: they do about twice what a dry
+    # run does, and a loaded machine is slow there.
     said = f"{outside:.2f} s by a clock outside, {found.wall:.2f} s by the records: {shares}"
     with capsys.disabled():
         print(said)
-    allowed = 0.01 * outside + (2 * submission + 1 if STEP < 1 else 0)
+    allowed = 0.01 * outside + (4 * submission + 1 if STEP < 1 else 0)
     assert 0 <= outside - found.wall < allowed, (outside, found)
     logs = [run.log(number, 0, 0).read_text() for number in range(found.attempts)]
     done = Counter(int(step) for log in logs for step in re.findall(r"step (\d+)/60  loss", log))
