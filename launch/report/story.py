@@ -103,9 +103,7 @@ class Story:
     @cached_property
     def drawn(self) -> dict[str, Points]:
         """The curves with a finite value."""
-        return {
-            key: of for key, of in self.curves.items() if any(map(math.isfinite, dict(of).values()))
-        }
+        return {key: of for key, of in self.curves.items() if any(math.isfinite(y) for _, y in of)}
 
     @cached_property
     def goodput(self) -> Goodput | None:

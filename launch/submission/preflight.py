@@ -61,7 +61,9 @@ def check(job: Job, script: str) -> str:
         SlurmError: Slurm would refuse the job or never start it; the message names the option and
             the valid values.
     """
-    chosen, *_ = [_check_limits(group) for group in job.all_groups]
+    named = ",".join(group.partition for group in job.all_groups if group.partition)
+    known = cluster.partitions(named or None)
+    chosen, *_ = [_check_limits(group, known) for group in job.all_groups]
     _check_array(job.options.get("array"))
     accepted, message = cluster.test_only(script)
     if accepted:
@@ -70,9 +72,8 @@ def check(job: Job, script: str) -> str:
     raise SlurmError(_refusal(job, message, chosen))
 
 
-def _check_limits(job: Job) -> list[Partition]:
+def _check_limits(job: Job, known: dict[str, Partition]) -> list[Partition]:
     """Return the partitions in which a job may run; raise SlurmError if none allows so much."""
-    known = cluster.partitions(job.partition)
     chosen = _chosen(job.partition, known)
     nodes = f"{job.nodes} --spares {job.spares}" if job.spares else job.nodes
     of_gpus = "gpus-per-node" if job.gpus_per_node else "gres"

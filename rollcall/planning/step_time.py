@@ -144,14 +144,14 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     for stage, layers in enumerate(cuts(model, layout, machine)):
         ends = (layers, stage == 0, stage == stages - 1)
         if ends not in found:
-            most = max(most, held(model, layout, layers, stage))
+            weights = held(model, layout, layers, stage)
+            most = max(most, weights)
             slot = Terms({name: seconds * layers for name, seconds in layer.items()})
             for name, seconds in [*first.items()] * ends[1] + [*last.items()] * ends[2]:
                 slot.add(name, seconds)
             if layout.zero < 3 and count > 1:  # read the gradient, read and write the sum
                 # A product that adds up its gradient itself does not write it in its own format.
                 alone = -layout.width if software.adds else layout.width
-                weights = held(model, layout, layers, stage)
                 slot["adding gradients"] = weights * (2 * software.reduce + alone) / moving
             busy = slot.total()
             launched = layers + (ends[1] + ends[2]) / 2

@@ -277,8 +277,9 @@ class LoggedStep(Line):
             # A crash may have come between this and the cut below.
             before = {json.dumps(line) for line in read_lines(place)}
             with contextlib.suppress(OSError), open_lines(place) as file:
-                for line in (line for line in dropped if json.dumps(line) not in before):
-                    write_line(file, line)
+                for line in dropped:
+                    if json.dumps(line) not in before:
+                        write_line(file, line)
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in known if is_kept(line)))
 
 

@@ -160,7 +160,9 @@ def test_a_preempted_job_saves_comes_back_and_loses_no_step(lab: Lab, tmp_path: 
         queued = time.time()
     finally:
         lab.output("login", "scontrol", "update", "PartitionName=main", "GraceTime=0")
-    time.sleep(3)
+    wait_until(
+        lambda: lab.job(urgent, "RunTime") >= "00:00:03", 120, lambda: lab.job(urgent, "JobState")
+    )
     stopped = run.read_verdict()
     assert stopped is not None
     assert stopped.state == "requeue"

@@ -131,5 +131,9 @@ class Reader:
         where = getattr(self._dataset, "where", None)
         file = f" ({where(sample)})" if where else ""
         reason = " ".join(str(error).split()) or "no reason given"
-        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        return f"sample {sample} of {self._name}{file}: {kind}{reason}"
+        return f"sample {sample} of {self._name}{file}: {kind(error)}{reason}"
+
+
+def kind(error: Exception) -> str:
+    """Return what to put before the message of an error, unless it is a sentence for the user."""
+    return "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "

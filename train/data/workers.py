@@ -23,9 +23,8 @@ from multiprocessing.context import ForkProcess
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rollcall.config.schema import ConfigError
 from rollcall.process import die_with_parent
-from rollcall.train.data.reader import ReadResult
+from rollcall.train.data.reader import ReadResult, kind
 from rollcall.train.data.source import Batch
 
 Fetch = Callable[[int], ReadResult]
@@ -170,8 +169,7 @@ def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: i
         try:
             result = fetch(asked)
         except Exception as error:  # the rank raises it
-            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            _reply(pipe, f"{kind}{error}")
+            _reply(pipe, f"{kind(error)}{error}")
             continue
         tensors, spec = tree_flatten(result.batch)
         layout = _layout(tensors)

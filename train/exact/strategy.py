@@ -22,7 +22,7 @@ from rollcall.train.dist.clock import BACKWARD, OTHER, clock
 from rollcall.train.dist.world import World
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
-from rollcall.train.parallel.part import Fill
+from rollcall.train.parallel.part import Fill, flatten, unflatten
 from rollcall.train.parallel.strategy import Strategy
 
 OnStep = Callable[[nn.Module, Sequence[Batch], Sequence[torch.Tensor]], object]
@@ -108,10 +108,10 @@ class Exact(Strategy):
             losses.append(loss.detach())
             used = torch.tensor([float(weight.grad is not None) for weight in parameters])
             used = used.to(loss.device)
-            tree.add(_flatten([loss.detach(), used, *_take_gradients(parameters)]))
+            tree.add(flatten([loss.detach(), used, *_take_gradients(parameters)]))
         clock.enter(OTHER)
         like = losses[0], used, *(weight.data for weight in parameters)
-        total, used, *gradients = _unflatten(self._exchange(tree.sum()), like)
+        total, used, *gradients = unflatten(self._exchange(tree.sum()), like)
         for weight, gradient, uses in zip(parameters, gradients, used.tolist(), strict=True):
             weight.grad = gradient if uses else None  # no shard has used it
         self._on_step(self.model, shards, losses)
@@ -193,19 +193,3 @@ def _take_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor
         # A shard may not have used every parameter.
         yield torch.zeros_like(weight) if weight.grad is None else weight.grad
         weight.grad = None
-
-
-def _flatten(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-    return [torch.cat(group) for group in groups.values()]
-
-
-def _unflatten(
-    vectors: Iterable[torch.Tensor], like: Iterable[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    rest = {vector.dtype: vector for vector in vectors}
-    for tensor in like:
-        part, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
-        yield part.view(tensor.shape)

@@ -15,14 +15,8 @@ CONTRACT = (
     "with a method result(totals), counts (rows, n)"
 )
 
-TAKEN = (
-    "loss",
-    "perplexity",
-    "step",
-    "time",
-    "event",
-    "seconds",
-)  # names of other figures and fields
+TAKEN = "loss", "perplexity", "step", "time", "event", "seconds"
+"""Names of other figures and fields."""
 
 
 class Metric:

@@ -1,6 +1,6 @@
 """The interface of a parallel dimension: how it spreads a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -112,3 +112,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, is_training in modes:
             module.training = is_training
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the values of tensors as one vector for each device and type."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
+    return [torch.cat(group) for group in groups.values()]
+
+
+def unflatten(
+    vectors: Iterable[torch.Tensor], like: Iterable[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yield the values of the vectors in the shapes of the tensors that they came from."""
+    rest = {(vector.device, vector.dtype): vector for vector in vectors}
+    for tensor in like:
+        place = tensor.device, tensor.dtype
+        part, rest[place] = rest[place].tensor_split([tensor.numel()])
+        yield part.view(tensor.shape)

@@ -28,7 +28,9 @@ from rollcall.train.parallel.part import (
     MakeOptimizer,
     UnusedWeights,
     evaluating,
+    flatten,
     local_bytes,
+    unflatten,
 )
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import has_weights, local_optimizer
@@ -433,18 +435,16 @@ class Strategy:
 
     def share(self, buffers: Sequence[torch.Tensor]) -> None:
         """Give buffers that each replica has computed of its own samples the first one's values."""
-        mesh, alike = self._mesh, dict[Any, list[torch.Tensor]]()
-        for buffer in buffers:  # one message for all of a type
-            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        mesh = self._mesh
         names = {"replicate", "shard"} & {*((mesh and mesh.mesh_dim_names) or ())}
-        groups = [mesh.get_group(name) for name in sorted(names)] if mesh else []
-        for members in alike.values() if groups else ():
-            flat = torch.cat([buffer.reshape(-1) for buffer in members])
-            for group in groups:
-                dist.broadcast(flat, group=group, group_src=0)
-            pieces = torch.split(flat, [buffer.numel() for buffer in members])
-            for buffer, piece in zip(members, pieces, strict=True):
-                buffer.copy_(piece.view_as(buffer))
+        if not mesh or not names:
+            return
+        vectors = flatten(buffers)  # one message for all of a type
+        for name in sorted(names):
+            for vector in vectors:
+                dist.broadcast(vector, group=mesh.get_group(name), group_src=0)
+        for buffer, value in zip(buffers, unflatten(vectors, buffers), strict=True):
+            buffer.copy_(value)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
