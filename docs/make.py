@@ -1,8 +1,11 @@
-"""Make docs/reference.md, the table of docs/doctor.md and the pictures in docs/images.
+"""Make docs/reference.md, tables of four other pages, and pictures in docs/images.
 
 They come from the code and from the text below.
 
     ./env/run python docs/make.py
+
+It also writes the JSON schema of the configuration: this one command rebuilds all that is generated
+after a change of a key, a command or its help, a data set or a model.
 
 Run it with Python 3.11 or 3.12: argparse of 3.13 prints options differently. A test fails when what
 lies in docs is not what this script makes.
@@ -10,22 +13,47 @@ lies in docs is not what this script makes.
 
 from __future__ import annotations
 
+import ast
+import io
 import os
-import subprocess
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 DOCS = Path(__file__).resolve().parent
+PACKAGE = DOCS.parent / "rollcall"
 sys.path.insert(0, str(DOCS.parent))
 
-from rollcall.commands import COMMANDS  # noqa: E402
-from rollcall.config import describe  # noqa: E402
+from rollcall.cli.commands import COMMANDS  # noqa: E402
+from rollcall.cli.program import main  # noqa: E402
+from rollcall.config import describe, json_schema  # noqa: E402
 from rollcall.launch.doctor.checkup import checks  # noqa: E402
-from rollcall.text import markdown  # noqa: E402
+from rollcall.launch.runs import reasons  # noqa: E402
+from rollcall.launch.runs.decision import TABLE  # noqa: E402
+from rollcall.messages.text import markdown  # noqa: E402
+
+ROOMS = {
+    "Keys and recipes": ("config",),
+    "Submission": tuple(f"launch/{room}" for room in ("api", "program", "submission", "sweep")),
+    "Nodes and ranks": ("launch", "system", "train/ranks"),
+    "Data": ("train/data",),
+    "Model, weights and loss": ("train/models", "train/numerics", "train/weights"),
+    "Strategies": ("train/exact", "train/health", "train/parallel"),
+    "Checkpoints": ("train/checkpoint",),
+    "Prediction and generation": ("train/inference",),
+    "Training": ("train",),
+    "Tools": ("tools",),
+}
+"""Sections of troubleshooting.md, and the folders whose refusals they list; the first that fits."""
+NO_REMEDY = re.compile(r"(expected|set|the largest is|the reports name) …|(got|it|kept|or) ")
+"""Ends of refusals that give no advice without the values."""
 
 STYLE = """
     text { font: 14px system-ui, sans-serif; fill: #1f2328; }
@@ -128,7 +156,7 @@ def architecture() -> str:
             540,
             250,
             "Rank, one per GPU",
-            ("train/: the step, the strategies,", "checkpoints, health, recovery"),
+            ("train: the step, the strategies,", "checkpoints, health, recovery"),
             "strong",
         ),
         Box(
@@ -178,7 +206,7 @@ def architecture() -> str:
         )
     )
     parts.append(_text(530, 500, "The halves share only these files.", "small"))
-    parts.append(_text(530, 518, "rollcall/ defines each of them once.", "small"))
+    parts.append(_text(530, 518, "rollcall/records defines each of them once.", "small"))
     return _picture(800, 640, "The rooms of rollcall and the processes that run them", parts)
 
 
@@ -274,32 +302,155 @@ def doctor() -> str:
     rows = [("check", "what is checked", "why it matters", "what to do", "source")]
     for each in checks().values():
         name = f"`{each.name}`" + ("" if each.is_quick else " (slow)")
-        rows.append((name, each.what, each.why, each.cure, each.source))
+        rows.append((name, each.what, each.why, each.remedy, each.source))
     count = sum(each.is_quick for each in checks().values())
     how = (
         f"{len(checks())} checks, of which {count} are quick. `docs/make.py` makes this table from"
     )
     return "\n".join(
-        [text, "## All checks", "", how, "`launch/doctor/table.md`.", "", *markdown(rows), ""]
+        [
+            text,
+            "## All checks",
+            "",
+            how,
+            "`rollcall/launch/doctor/table.md`.",
+            "",
+            *markdown(rows),
+            "",
+        ]
     )
+
+
+def reliability() -> str:
+    """The page about failures, with the table by which rollcall decides what follows."""
+    before, title, after = (DOCS / "reliability.md").read_text().partition("### The table\n")
+    after = after[after.index("\n## ") :]
+    rows = [("state", "event", "if", "action", "time to end", "next state")]
+    for rule in TABLE:
+        facts = " and ".join(rule.facts).replace("_", " ")
+        grace = "" if rule.grace is None else f"{rule.grace:g} s"
+        rows.append((rule.state, rule.event, facts, rule.action, grace, rule.next))
+    return "\n".join([before + title, *markdown(rows), after])
+
+
+def troubleshooting() -> str:
+    """The page about messages: reasons of Slurm, signals, and the refusals in the code."""
+    lines = [(DOCS / "troubleshooting.md").read_text().partition("\n## Why a job waits\n")[0]]
+    lines += ["## Why a job waits", ""]
+    lines += markdown([("reason that Slurm shows", "meaning"), *_coded(reasons.PENDING)])
+    lines += ["", "## How Slurm ended a job", ""]
+    lines += markdown([("state", "cause, and what to do"), *_coded(reasons.ENDED)])
+    signals = {number.name: text for number, text in reasons.SIGNALS.items()}
+    lines += ["", "## Signals that end a rank", ""]
+    lines += markdown([("signal", "usual cause"), *_coded(signals)])
+    lines += ["", "## Refusals", ""]
+    lines += ["A value in a message is shown as `…`. Messages without a remedy are left out.", ""]
+    sources = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    kinds = _refusals(sources.values())
+    rows: dict[str, dict[str, str]] = {title: {} for title in ROOMS}
+    for path, tree in sources.items():
+        room = path.relative_to(PACKAGE).as_posix()
+        title = next((title for title, rooms in ROOMS.items() if room.startswith(rooms)), "Tools")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                message = _shape(node.exc.args[0])
+                problem, _, remedy = message.rpartition("; ")
+                is_named = _says(problem, 12) and _says(remedy, 8) and not NO_REMEDY.match(remedy)
+                if _name(node.exc.func) in kinds and is_named:
+                    rows[title][problem] = remedy
+    for title, found in rows.items():
+        table = markdown([("message", "what to do"), *_coded(found)])
+        lines += [f"### {title}", "", *table, ""]
+    return "\n".join(lines)
+
+
+def _coded(rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for left, right in rows.items():
+        yield f"`{left.replace('`', chr(39))}`", right
+
+
+def _refusals(trees: Iterable[ast.AST]) -> set[str]:
+    """Return the names of RefusedError and of its subclasses."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    kinds = {"RefusedError"}
+    while new := {it.name for it in classes if kinds & {*map(_name, it.bases)}} - kinds:
+        kinds |= new
+    return kinds
+
+
+def _name(node: ast.AST) -> str:
+    return str(getattr(node, "id", getattr(node, "attr", "")))
+
+
+def _shape(node: ast.AST) -> str:
+    """Return the text of an expression, with … for values; empty if it is not a text."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            _shape(part) if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
+    return ""
+
+
+def _says(text: str, letters: int) -> bool:
+    return len(re.findall(r"[a-z]", text)) >= letters
+
+
+def glossary() -> str:
+    """The page about words of other frameworks, with the words that errors translate."""
+    text = (DOCS / "glossary.md").read_text().partition("\n## All words that errors know\n")[0]
+    words = yaml.safe_load((PACKAGE / "config" / "synonyms.yaml").read_text())
+    keys, elsewhere = ([*words[part].items()] for part in ("keys", "elsewhere"))
+    rows = [("their word", "here")]
+    rows += [(_words(names), f"`{key}`") for names, key in keys]
+    rows += [(_words(names), advice) for names, advice in elsewhere]
+    of_values = [("their value", "of", "here")]
+    for key, values in words["values"].items():
+        of_values += [(_words(f"{names}"), f"`{key}`", text) for names, text in values.items()]
+    return "\n".join(
+        [
+            text,
+            "## All words that errors know",
+            "",
+            "`docs/make.py` makes these tables from `rollcall/config/synonyms.yaml`.",
+            "",
+            *markdown(rows),
+            "",
+            *markdown(of_values),
+            "",
+        ]
+    )
+
+
+def _words(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
 
 
 def _help(name: str) -> str:
-    command = [sys.executable, "-m", "rollcall", name, "--help"]
-    env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    answer = subprocess.run(
-        command, cwd=DOCS.parent, env=env, capture_output=True, text=True, check=True
-    )
-    return answer.stdout.strip()
+    """Return what `rollcall NAME --help` prints, in this process: each import takes its time."""
+    output, before = io.StringIO(), dict(os.environ)
+    os.environ.update(COLUMNS="100", NO_COLOR="1")
+    try:
+        with redirect_stdout(output), suppress(SystemExit):
+            main([name, "--help"])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return output.getvalue().strip()
 
 
 def pages() -> dict[Path, str]:
     """Return the files that this script makes, with their text."""
     return {
+        DOCS.parent / "rollcall" / "config" / "recipes" / "schema.json": json_schema(),
         DOCS / "images" / "architecture.svg": architecture(),
         DOCS / "images" / "run-life.svg": run_life(),
         DOCS / "reference.md": reference(),
         DOCS / "doctor.md": doctor(),
+        DOCS / "reliability.md": reliability(),
+        DOCS / "troubleshooting.md": troubleshooting(),
+        DOCS / "glossary.md": glossary(),
     }
 
 

@@ -1,9 +1,9 @@
 """Make the environment that env/run needs, then start env/run again.
 
-Only env/run starts this file, with the interpreter to build with; it uses only the standard
-library. An environment is a folder ``py<version>-<torch choice>-<hash>`` in ROLLCALL_ENVS (turn.py
-lists the files in it). It contains the packages that pyproject.toml lists, but not rollcall itself:
-the code always runs from the checkout.
+Only env/run starts this file, with the interpreter that builds; it uses only the standard library.
+An environment is a folder ``py<version>-<torch choice>-<hash>`` in ROLLCALL_ENVS (turn.py lists the
+files in it). It contains the packages that pyproject.toml lists, but not rollcall itself: the code
+always runs from the checkout.
 """
 
 import contextlib
@@ -24,10 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from choose import INDEX, CannotBuild, choose
+from choose import INDEX, CannotBuild, choose, is_reachable
 from turn import read, take_turn
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRESS_S = 15.0  # between two lines about the progress of an installation
 NEEDED_GB, NEEDED_GB_CPU = 9.0, 3.0  # the wheels and the unpacked files
 
 # A torchvision wheel loads only with the torch build it was made for; resolvers do not know that.
@@ -70,7 +71,7 @@ CAUSES = (
 
 @dataclass
 class Builder:
-    """Makes one environment in its folder, with uv if it is on PATH, else with venv and pip."""
+    """The builder of one environment in its folder: uses uv if it is on PATH, else venv and pip."""
 
     folder: Path
     python: str
@@ -83,7 +84,7 @@ class Builder:
         self.uv = shutil.which("uv")
 
     def build_in_turn(self) -> None:
-        """Build unless another process does or has; raise CannotBuild if a build failed."""
+        """Build unless another process does or has done so; raise CannotBuild if a build failed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if lock := take_turn(self.folder, say):
             try:
@@ -104,6 +105,7 @@ class Builder:
         version, _, build = self.torch.rpartition("+")
         needed = NEEDED_GB_CPU if build == "cpu" else NEEDED_GB
         check_space(self.folder, needed)
+        self.check_network(build)
         say(f"making {self.folder} (up to {needed:.0f} GB; log: {self.log.name} there)")
         self.log.unlink(missing_ok=True)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -132,6 +134,11 @@ class Builder:
         finally:
             if read(self.folder / "ready") != self.venv.name:
                 shutil.rmtree(self.venv, ignore_errors=True)
+
+    def check_network(self, build: str) -> None:
+        """Raise CannotBuild at once if an installer would wait in vain for the registry."""
+        if not is_reachable(build):
+            raise CannotBuild(self._cause("network is unreachable"))
 
     def _install(self, *requirements: str) -> None:
         python = str(self.venv / "bin" / "python")
@@ -171,19 +178,36 @@ class Builder:
         ):
             print("$", *command, file=log, flush=True)
             start = log.tell()
-            done = subprocess.run(
+            installer = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,  # not the user's directory, which may contain a configuration
                 env=clean | {"TMPDIR": scratch, "PYTHONNOUSERSITE": "1"},
-                check=False,
             )
+            code = self._wait(installer)
             log.seek(start)
             output = log.read()
-        if done.returncode != 0:
+        if code != 0:
             raise CannotBuild(f"{self._cause(output)}\nLog: {self.log}")
+
+    def _wait(self, installer: subprocess.Popen[bytes]) -> int:
+        """Wait for an installer, and say now and then how much there is; return the exit code."""
+        started = time.monotonic()
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return installer.wait(PROGRESS_S)
+                size = 0
+                for path in self.folder.rglob("*"):
+                    with contextlib.suppress(OSError):  # it is gone by now
+                        size += path.lstat().st_size
+                self.detail(f"{size / 1e6:,.0f} MB after {time.monotonic() - started:.0f} s")
+        except BaseException:  # env/run was asked to stop
+            installer.kill()
+            installer.wait()
+            raise
 
     def _cause(self, output: str) -> str:
         for pattern, cause in CAUSES:
@@ -247,16 +271,17 @@ def main() -> None:
     run_again(made, envs, arguments)
 
 
-def run_again(prepare: Callable[[], str], place: str, arguments: Sequence[str]) -> NoReturn:
+def run_again(prepare: Callable[[], str], folder: str, arguments: Sequence[str]) -> NoReturn:
     """Make an environment, and start env/run again with its original arguments.
 
     Args:
         prepare: makes the environment and returns the torch choice.
-        place: the folder for which a message asks if it cannot be written.
-        arguments: of env/run.
+        folder: the folder that a message names if a file cannot be written.
+        arguments: the arguments of env/run.
     """
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
+        say("interrupted; repeat the command to build again")
         sys.exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -269,7 +294,7 @@ def run_again(prepare: Callable[[], str], place: str, arguments: Sequence[str]) 
         sys.exit(f"env/run: {error}")
     except OSError as error:
         advice = "Set ROLLCALL_ENVS to a folder that you may write to, with enough space."
-        sys.exit(f"env/run: {error.strerror}: {error.filename or place}. {advice}")
+        sys.exit(f"env/run: {error.strerror}: {error.filename or folder}. {advice}")
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and exec would keep that
     run = [shutil.which("bash") or "/bin/bash", str(ROOT / "env" / "run"), *arguments]

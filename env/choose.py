@@ -7,11 +7,15 @@ A choice is written ``[VERSION+]BUILD``: ``default`` (the package registry's bui
 import os
 import re
 import subprocess
+import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 INDEX = "https://download.pytorch.org/whl/"  # PyTorch's own wheel index: one folder per build
+REGISTRY = "https://pypi.org/simple/"
 PROBE_S = 4.0
 
 # Oldest Linux driver for each build, newest build first (NVIDIA's CUDA release notes, table 2). The
@@ -24,19 +28,60 @@ REQUEST = re.compile(
 )
 
 
+# Variables and files of pip and uv that may name another registry, or a folder of wheels.
+SOURCES = (
+    *("PIP_CONFIG_FILE", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_NO_INDEX"),
+    *("UV_CONFIG_FILE", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_INDEX"),
+    *("UV_INDEX_URL", "UV_NO_INDEX", "UV_OFFLINE"),
+)
+FILES = [f"{sys.prefix}/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf"]
+FILES += ["/etc/pip.conf", "/etc/xdg/pip/pip.conf", "/etc/uv/uv.toml", "~/.config/uv/uv.toml"]
+
+
 class CannotBuild(Exception):
     """The environment cannot be made; the message gives the cause and the remedy."""
 
 
 def parse(request: str) -> tuple[str, str]:
-    """Split ROLLCALL_TORCH into version and build, either may be empty, or raise CannotBuild."""
+    """Split ROLLCALL_TORCH into version and build, each of which may be empty.
+
+    Raises:
+        CannotBuild: the request is malformed.
+    """
     match = REQUEST.fullmatch(request)
     if not match:
         raise CannotBuild(
             f"ROLLCALL_TORCH={request}: expected [VERSION][+BUILD], such as 2.11.0, cpu, cu128, "
             "2.11.0+cu128 or default."
         )
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    [oldest] = re.findall(r'"torch>=([\d.]+)"', project.read_text())
+    if match[1] and _numbers(match[1]) < _numbers(oldest):
+        raise CannotBuild(f"ROLLCALL_TORCH={request}: rollcall needs torch {oldest} or newer.")
     return match[1] or "", match[2] or ""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def is_reachable(build: str) -> bool:
+    """Return True if packages can be downloaded; raise CannotBuild if the build does not exist.
+
+    If the settings of pip or uv name another registry, assume that it answers.
+    """
+    root = os.environ.get("ROLLCALL_SYSROOT", "")
+    files = (Path((root if name[0] == "/" else "") + name).expanduser() for name in FILES)
+    if any(map(os.environ.get, SOURCES)) or any(file.exists() for file in files):
+        return True
+    url = REGISTRY if build == "default" else f"{INDEX}{build}/torch/"
+    status = _status(url)
+    if status in (403, 404) and build != "default":
+        raise CannotBuild(
+            f"ROLLCALL_TORCH asks for the build {build}, and {url} does not exist ({status}). "
+            f"Choose cpu, default, or one of {', '.join(name for _, name in BUILDS[1:])}."
+        )
+    return status is not None
 
 
 def build_for(driver: str) -> str:
@@ -78,7 +123,7 @@ def _fitting_build(
     for build in ("cpu", "default"):
         if prefix + build in ready:
             return build
-    if _answers(f"{INDEX}cpu/torch/"):
+    if _status(f"{INDEX}cpu/torch/") == 200:
         return "cpu"
     say(f"no NVIDIA driver, and {INDEX}cpu does not answer: using the registry's default build")
     return "default"
@@ -87,8 +132,8 @@ def _fitting_build(
 def _driver_of_nvidia_smi() -> str:
     # In WSL and some containers the kernel's files are missing, but nvidia-smi may work.
     output = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    found = re.search(r"^\d{3,}(\.\d+)+$", output, re.MULTILINE)
-    return found[0] if found else ""
+    version = re.search(r"^\d{3,}(\.\d+)+$", output, re.MULTILINE)
+    return version[0] if version else ""
 
 
 def _output(*command: str) -> str:
@@ -99,13 +144,16 @@ def _output(*command: str) -> str:
         return ""
 
 
-def _answers(url: str) -> bool:
-    answered = threading.Event()
+def _status(url: str) -> int | None:
+    """Return the status with which a server answers; None if it does not answer soon."""
+    statuses: list[int] = []
 
     def ask() -> None:
         try:
-            with urllib.request.urlopen(url, timeout=PROBE_S):
-                answered.set()
+            with urllib.request.urlopen(url, timeout=PROBE_S) as answer:
+                statuses.append(answer.status)
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
         except OSError:
             pass
 
@@ -113,4 +161,4 @@ def _answers(url: str) -> bool:
     probe = threading.Thread(target=ask, daemon=True)
     probe.start()
     probe.join(PROBE_S)
-    return answered.is_set()
+    return next(iter(statuses), None)

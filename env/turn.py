@@ -5,7 +5,7 @@ The folder of an environment contains ``ready`` (written last; names the environ
 created exclusively, which also works on Lustre and NFS, where flock may not. Its owner rewrites it
 every few seconds. If a lock no longer changes, its owner is dead, and the process that creates the
 next number builds; two processes can never take over at once. A lock only saves work: every builder
-fills a separate folder, so a builder that is believed dead by mistake does no harm.
+fills a separate folder, so a builder that is wrongly believed dead does no harm.
 """
 
 import contextlib

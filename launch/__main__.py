@@ -1,6 +1,6 @@
 """`python -m launch COMMAND`: the same commands as `rollcall COMMAND`."""
 
-from rollcall.cli import run
+from rollcall.cli.program import run
 
 if __name__ == "__main__":
     run()

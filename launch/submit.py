@@ -8,6 +8,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from rollcall.cli import run
+    from rollcall.cli.program import run
 
     run("submit")

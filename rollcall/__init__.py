@@ -1,6 +1,7 @@
 """Train PyTorch models on any number of ranks, from one process to many nodes.
 
-You can also use its parts in your own training loop: `from rollcall import Checkpointer, World`.
+`rollcall.submit` starts a run from Python. You can also use parts of rollcall in your own training
+loop: `from rollcall import Checkpointer, World`.
 Names are imported on first use, so that commands without torch start quickly.
 """
 
@@ -9,24 +10,37 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollcall.config import Config as Config
-    from rollcall.run_dir import RunDir as RunDir
+    from rollcall.launch.api.call import checkpoint_dir as checkpoint_dir
+    from rollcall.launch.api.job import Job, RunError, run, runs, submit
+    from rollcall.launch.api.job import map as map
+    from rollcall.messages.refusal import RefusedError as RefusedError
+    from rollcall.records.run_dir import RunDir as RunDir
     from rollcall.train.checkpoint.checkpointer import Checkpointer as Checkpointer
     from rollcall.train.data.loader import Loader as Loader
     from rollcall.train.data.order import Order as Order
-    from rollcall.train.dist.signals import StopSignals as StopSignals
-    from rollcall.train.dist.world import World as World
+    from rollcall.train.ranks.measures import measure as measure
+    from rollcall.train.ranks.signals import StopSignals as StopSignals
+    from rollcall.train.ranks.world import World as World
 
 _MODULES = {
     "Checkpointer": "rollcall.train.checkpoint.checkpointer",
     "Config": "rollcall.config",
     "Loader": "rollcall.train.data.loader",
     "Order": "rollcall.train.data.order",
-    "RunDir": "rollcall.run_dir",
-    "StopSignals": "rollcall.train.dist.signals",
-    "World": "rollcall.train.dist.world",
+    "RefusedError": "rollcall.messages.refusal",
+    "RunDir": "rollcall.records.run_dir",
+    "StopSignals": "rollcall.train.ranks.signals",
+    "World": "rollcall.train.ranks.world",
+    "checkpoint_dir": "rollcall.launch.api.call",
+    "measure": "rollcall.train.ranks.measures",
 }
+_MODULES |= dict.fromkeys(
+    ("Job", "RunError", "map", "run", "runs", "submit"), "rollcall.launch.api.job"
+)
 
-__all__ = ["Checkpointer", "Config", "Loader", "Order", "RunDir", "StopSignals", "World"]
+__all__ = ["Checkpointer", "Config", "Job", "Loader", "Order", "RefusedError", "RunDir", "RunError"]
+# Not `map`: `import *` must not replace Python's own.
+__all__ += ["StopSignals", "World", "checkpoint_dir", "measure", "run", "runs", "submit"]
 
 
 def __getattr__(name: str) -> object:
@@ -36,4 +50,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})

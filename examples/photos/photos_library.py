@@ -9,7 +9,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from rollcall import Loader, World
+from rollcall import Loader as DataLoader
+from rollcall import World
 
 
 class Net(nn.Module):
@@ -52,8 +53,8 @@ def main(args):
     device = (world := World.join()).device
     model = world.replicate(Net(args.width))
     train, val = folders(args.data)
-    train_loader = Loader(train, args.batch, world, shuffle=True)
-    val_loader = Loader(val, args.batch, world)
+    train_loader = DataLoader(train, args.batch, shuffle=True)
+    val_loader = DataLoader(val, args.batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     writer = SummaryWriter("curves" if world.is_main else "curves/others")

@@ -5,13 +5,14 @@ source <(rollcall completion zsh)             # in ~/.zshrc, after compinit
 rollcall completion fish | source             # in ~/.config/fish/config.fish
 """
 
+import itertools
+import pkgutil
 import shlex
 from collections.abc import Sequence
 
-from rollcall.commands import COMMANDS
+from rollcall.cli.commands import COMMANDS
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import describe, recipes
-from rollcall.parser import parser as command_parser
-from rollcall.planning.model import shapes
 
 WITH_KEYS = ("train", "submit", "plan", "explain", "verify", "matrix")
 """The commands that take a recipe and `key=value` words."""
@@ -56,15 +57,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("shell", choices=scripts)
     shell = parser.parse_args(argv).shell
     shown = {name: command.meaning for name, command in COMMANDS.items() if command.by_people}
-    explained = [
-        f"complete -c rollcall -n __fish_use_subcommand -a {name} -d {shlex.quote(meaning)}"
-        for name, meaning in shown.items()
-    ]
+    line = "complete -c rollcall -n __fish_use_subcommand -a {} -d {}"
+    explained = [line.format(name, shlex.quote(meaning)) for name, meaning in shown.items()]
+    names = [f"rollcall.{command.words}" for command in COMMANDS.values() if command.words]
+    further = [pkgutil.resolve_name(name)() for name in names]
     words = {
         "commands": " ".join(shown),
         "explained": "\n".join(explained),
         "with_keys": " ".join(WITH_KEYS),
-        "recipes": " ".join([*recipes(), *shapes()]),
+        "recipes": " ".join([*recipes(), *itertools.chain(*further)]),
         "keys": " ".join(f"{name}=" for name, *_ in describe()),
     }
     print(scripts[shell].format(**words), end="")

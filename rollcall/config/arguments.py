@@ -8,20 +8,20 @@ signature is read from the source without importing it, so that a login node can
 import ast
 import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial, update_wrapper
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollcall.config import catalog, plugin
-from rollcall.config.refusals import expected
+from rollcall.config import catalog, plugin, trust
+from rollcall.config.refusals import about_value, expected
 from rollcall.config.schema import ConfigError, is_number
-from rollcall.config.synonyms import about_value
-from rollcall.text import did_you_mean
+from rollcall.messages.text import did_you_mean
+from rollcall.system.files import is_there
 
 Find = Callable[[str], "Code | None"]
 DEEPEST = 8
@@ -33,12 +33,13 @@ class Slot(NamedTuple):
 
     known: Mapping[str, str]  # short names
     given: tuple[str, ...]  # the parameters that rollcall passes
-    by_place: int = 0  # this many of them also fill required parameters of other names, in order
-    is_called_later: bool = False  # a class is made of its arguments alone; its object is called
+    by_position: int = 0  # how many of them also fill required parameters of any name, in order
+    is_called_later: bool = False  # the code is made from its arguments alone, and called later
+    base: str = ""  # a class must derive from it; functions need not
 
 
 SLOTS = {
-    "model.name": Slot(catalog.MODELS, ("config", "source")),
+    "model.name": Slot(catalog.MODELS, ("config", "source"), base="torch.nn:Module"),
     "data.name": Slot(catalog.DATA_SETS, ("config", "world")),
     "data.collate": Slot({}, ("samples",), 1, True),
     "train.loss": Slot(catalog.LOSSES, ("outputs", "targets", "model", "batch"), 2, True),
@@ -49,6 +50,7 @@ SLOTS = {
         catalog.OPTIMIZERS,
         ("params", "lr", "weight_decay", "momentum", "fused", "foreach", "config"),
         1,
+        base="torch.optim:Optimizer",
     ),
     "optim.schedule": Slot(catalog.SCHEDULES, ("step", "steps", "config"), 2, True),
 }
@@ -63,14 +65,12 @@ class Code(NamedTuple):
     text: str
 
 
-class _Unknown:
-    """A default that only the code knows."""
-
-    def __repr__(self) -> str:
-        return "set in the code"
-
-
-UNKNOWN = _Unknown()
+UNKNOWN = object()
+"""A default that only the code knows."""
+PLAIN_TYPES: Mapping[str, Any] = {
+    kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple)
+}
+"""The types that are checked; a value of any other type is left to the code."""
 
 
 def read(name: str) -> Code | None:
@@ -87,20 +87,20 @@ def inspected(name: str) -> Code | None:
     return code_of(plugin.load_attribute(name, ""))
 
 
-def code_of(found: Any) -> Code | None:
-    """Return the signature of a function, class or object that can be called."""
-    is_class = inspect.isclass(found)
+def code_of(loaded: Any) -> Code | None:
+    """Return the signature of a function, a class or another callable object."""
+    is_class = inspect.isclass(loaded)
     # The call of a torch module hides the parameters of its forward method.
-    called = found if is_class else getattr(found, "forward", found)
+    called = loaded if is_class else getattr(loaded, "forward", loaded)
     try:
         signature = inspect.signature(called)
     except (ValueError, TypeError):
         return None
-    return Code(signature, is_class, inspect.getdoc(found) or "")
+    return Code(signature, is_class, inspect.getdoc(loaded) or "")
 
 
 def cannot_take(code: Code, count: int) -> str:
-    """Return why code cannot be called with this number of arguments; an empty text if it can."""
+    """Return the reason why code does not accept this number of arguments; empty if it does."""
     try:
         code.signature.bind(*range(count))
     except TypeError as error:
@@ -111,16 +111,18 @@ def cannot_take(code: Code, count: int) -> str:
 def checked(key: str, args_key: str, name: str, args: Mapping[str, Any], find: Find) -> Any:
     """Return the arguments with the defaults of the code; values are plain, as in YAML.
 
-    Raises:
-        ConfigError: the name is unknown, an argument does not exist, is missing or of a wrong type.
+    `key` is one of SLOTS, and `name` the code's short or full name; `find` returns the signature of
+    a full name if it is known. ConfigError: the name is unknown, or an argument does not exist, is
+    missing or of a wrong type.
     """
     slot = SLOTS[key]
     code_name = _full_name(key, name)
     code = find(code_name) if code_name else None
     if code is None:
         return dict(args)
-    parameters = {one.name: one for one in _own(slot, name, code)}
-    is_open = any(one.kind is one.VAR_KEYWORD for one in code.signature.parameters.values())
+    parameters = {parameter.name: parameter for parameter in _settable(slot, name, code)}
+    kinds = {parameter.kind for parameter in code.signature.parameters.values()}
+    is_open = inspect.Parameter.VAR_KEYWORD in kinds
     for arg in args:
         if arg not in parameters and not is_open:
             raise ConfigError(_no_argument(slot, args_key, name, arg, parameters))
@@ -140,31 +142,32 @@ def checked(key: str, args_key: str, name: str, args: Mapping[str, Any], find: F
 
 
 def call(key: str, args_key: str, name: str, args: Mapping[str, Any], **given: Any) -> Any:
-    """Import the code and call it; a class or function that is called later is only prepared.
-
-    Raises:
-        ConfigError: the code cannot be imported, or the arguments do not fit.
-    """
+    """Import and call the code, or prepare it for later calls; raise ConfigError if it fails."""
     slot = SLOTS[key]
-    found = plugin.load_attribute(_full_name(key, name), key)
-    code = code_of(found)
+    loaded = plugin.load_attribute(_full_name(key, name), key)
+    code = code_of(loaded)
+    if slot.base and inspect.isclass(loaded):  # before it is called: a class may do anything
+        base = plugin.load_attribute(slot.base, key)
+        if not issubclass(loaded, base):
+            wanted = f"a class derived from torch's {base.__name__}, or a function"
+            raise ConfigError(f"{key}={name}: expected {wanted}, got the class {loaded.__name__}")
     values = checked(key, args_key, name, args, lambda _: code)
     if code is None:
-        return found(*given.values(), **values)
+        return loaded(*given.values(), **values)
     parameters = code.signature.parameters
     for arg, value in values.items():
         if arg in parameters:
             values[arg] = _converted(f"{args_key}.{arg}", parameters[arg], value)
     if slot.is_called_later:
         if code.is_class:
-            return found(**values)
-        return update_wrapper(partial(found, **values), found) if values else found
+            return loaded(**values)
+        return update_wrapper(partial(loaded, **values), loaded) if values else loaded
     passed = {name: given[source] for name, source in _taken(slot, code).items() if source in given}
     try:
-        places = code.signature.bind_partial(**passed, **values)
+        bound = code.signature.bind_partial(**passed, **values)
     except TypeError:  # positional-only parameters
-        return found(*passed.values(), **values)
-    return found(*places.args, **places.kwargs)
+        return loaded(*passed.values(), **values)
+    return loaded(*bound.args, **bound.kwargs)
 
 
 def complete(config: Any, find: Find = read) -> Any:
@@ -176,9 +179,9 @@ def complete(config: Any, find: Find = read) -> Any:
         named, args = getattr(group, field), "args" if field == "name" else f"{field}_args"
         if isinstance(named, Mapping):  # several entries
             entries = {}
-            for name, one in named.items():
-                values = checked(key, f"{key}.{name}.args", one.name, one.args, find)
-                entries[name] = one.model_copy(update={"args": values})
+            for name, entry in named.items():
+                values = checked(key, f"{key}.{name}.args", entry.name, entry.args, find)
+                entries[name] = entry.model_copy(update={"args": values})
             sections[section] = group.model_copy(update={field: entries})
         elif hasattr(group, args):
             values = checked(key, f"{section}.{args}", named, getattr(group, args), find)
@@ -186,15 +189,64 @@ def complete(config: Any, find: Find = read) -> Any:
     return config.model_copy(update=sections)
 
 
-def check_modules(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a module that a configuration names is nowhere; import nothing."""
-    for key, value in plugin.named(values):
-        entry = key.removesuffix(".name").rpartition(".")[0]
-        if not {key, entry} & SLOTS.keys():  # a `:` in another value may mean something else
-            continue
-        top = value.partition(":")[0].partition(".")[0]
+def named_code(config: Any) -> list[tuple[str, str]]:
+    """Return the key and the text of every `package.module:attribute` that names code."""
+    names = [
+        (f"optim.groups.{pattern}.optimizer", options.get("optimizer"))
+        for pattern, options in config.optim.groups.items()
+    ]
+    for key in SLOTS:
+        section, _, field = key.partition(".")
+        value = getattr(getattr(config, section), field)
+        entries = value.items() if isinstance(value, Mapping) else ()
+        names += [(key, value), *((f"{key}.{entry}.name", code.name) for entry, code in entries)]
+    return [(key, name) for key, name in names if isinstance(name, str) and ":" in name]
+
+
+def check_modules(config: Any) -> None:
+    """Raise ConfigError if a module that a configuration names does not exist; import nothing."""
+    for key, name in named_code(config):
+        module, _, attribute = name.partition(":")
+        if module.endswith(".py") or "/" in module:
+            meant = module.removesuffix(".py").strip("./").replace("/", ".")
+            raise ConfigError(f"{key}={name}: expected a module, not a file: {meant}:{attribute}")
+        top = module.partition(".")[0]
         if not (importlib.util.find_spec(top) or PathFinder.find_spec(top, [""])):
-            raise ConfigError(plugin.missing(f"{key}={value}", top))
+            raise ConfigError(plugin.missing(f"{key}={name}", top))
+        names = _names(module)
+        if names and attribute.partition(".")[0] not in names:
+            hint = did_you_mean(attribute, names)
+            raise ConfigError(
+                f"{key}={name}: module '{module}' has no attribute '{attribute}'{hint}"
+            )
+
+
+OTHER_WAYS = {"*", "__getattr__", "globals", "locals", "vars", "setattr", "modules", "exec"}
+"""Words of a module that may have names which its source does not show."""
+
+
+def _names(module: str) -> set[str]:
+    """Return every name that the source of a module sets; none if it can set others."""
+    try:
+        path = _file(module)
+        nodes = list(ast.walk(_tree(path))) if path else []
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    fields = ("name", "asname", "id", "attr")  # of definitions, imports, variables, attributes
+    texts = {str(getattr(node, field, "")) for node in nodes for field in fields}
+    names = {name.partition(".")[0] for name in texts}
+    return set() if names & OTHER_WAYS else names
+
+
+def check_surroundings(config: Any) -> None:
+    """Raise ConfigError if the data or the package of a logger is missing on this machine."""
+    path = config.data.path
+    is_one = path and ":" not in config.data.name and not re.search(r"[*?\[,]", path)
+    if is_one and not is_there(Path(path)):
+        raise ConfigError(f"data.path: cannot read {path}: no such file or directory")
+    for key, entry in config.log.to.items():
+        if entry.name in SLOTS["log.to"].known and not importlib.util.find_spec(entry.name):
+            raise ConfigError(plugin.needs(f"log.to.{key}={entry.name}", entry.name))
 
 
 def describe(name: str) -> str:
@@ -204,33 +256,33 @@ def describe(name: str) -> str:
         return f"{name}: Python does not know its signature"
     passed = {given for slot in SLOTS.values() for given in slot.given}
     lines = [name, *(f"    {line}" for line in code.text.partition("\n\n")[0].splitlines())]
-    for one in code.signature.parameters.values():
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+    for name, parameter in code.signature.parameters.items():
+        hint, default = parameter.annotation, parameter.default
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        kind = "" if one.annotation is one.empty else inspect.formatannotation(one.annotation)
-        if one.name.lstrip("_") in passed and one.default is one.empty:
+        kind = "" if hint is parameter.empty else inspect.formatannotation(hint)
+        if name.lstrip("_") in passed and default is parameter.empty:
             about = "passed by rollcall"
-        elif one.default is one.empty:
+        elif default is parameter.empty:
             about = "required"
         else:
-            about = f"default: {one.default!r}"
-        lines.append(f"  {one.name}  ({'; '.join(filter(None, [kind.strip(chr(39)), about]))})")
+            about = f"default: {'set in the code' if default is UNKNOWN else repr(default)}"
+        lines.append(f"  {name}  ({'; '.join(filter(None, [kind.strip(chr(39)), about]))})")
     return "\n".join(lines)
 
 
 def _full_name(key: str, name: str) -> str:
-    """Return the code of a short name; an empty text for a model of torchvision.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Return the code of a short name, empty for a model of torchvision; refuse an unknown one."""
     known = SLOTS[key].known
     if ":" in name or name in known:
         return known.get(name, name)
+    if "." in name.strip("."):
+        meant = ":".join(name.rsplit(".", 1))
+        raise ConfigError(f"{key}: unknown '{name}'; write package.module:attribute, here {meant}")
     if key == "model.name":  # torchvision's are checked where torchvision is imported
         return ""
     if key == "optim.name":
-        classes = {one.lower(): one for one in _torch_optimizers()}
+        classes = {optimizer.lower(): optimizer for optimizer in _torch_optimizers()}
         if name.lower() in classes:
             return f"torch.optim:{classes[name.lower()]}"
         known = {**known, **dict.fromkeys(_torch_optimizers(), "")}
@@ -245,41 +297,40 @@ def _torch_optimizers() -> tuple[str, ...]:
     """Return the classes of torch.optim, without importing it."""
     path = _file("torch.optim")
     names = {alias.name for node in _tree(path).body for alias in _aliases(node)} if path else set()
-    return tuple(sorted(one for one in names if one[:1].isupper() and one != "Optimizer"))
+    return tuple(sorted(name for name in names if name[:1].isupper() and name != "Optimizer"))
 
 
-def _own(slot: Slot, name: str, code: Code) -> Iterator[inspect.Parameter]:
-    """Yield the parameters that are arguments; rollcall passes the others."""
+def _settable(slot: Slot, name: str, code: Code) -> Iterator[inspect.Parameter]:
+    """Yield the parameters that a configuration may set; rollcall passes the others."""
     taken = _taken(slot, code)
     if slot.given[0] == "params" and name != "sgd":  # optim.momentum is for sgd alone
         taken.pop("momentum", None)
-    for one in code.signature.parameters.values():
-        if one.name not in taken and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            yield one
+    for parameter in code.signature.parameters.values():
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.name not in taken and not is_open:
+            yield parameter
 
 
 def _taken(slot: Slot, code: Code) -> dict[str, str]:
-    """Return what each parameter receives that rollcall passes."""
+    """Return the argument of rollcall that each parameter receives."""
     if slot.is_called_later and code.is_class:
         return {}
     names = [*code.signature.parameters]
-    found = {name: name.lstrip("_") for name in names if name.lstrip("_") in slot.given}
-    for place, name in enumerate(names[: len(slot.given)]):
+    taken = {name: name.lstrip("_") for name in names if name.lstrip("_") in slot.given}
+    for index, name in enumerate(names[: len(slot.given)]):
         is_required = code.signature.parameters[name].default is inspect.Parameter.empty
-        is_placed = place < slot.by_place and is_required
-        if name not in found and (is_placed or not name.strip("_")):
-            found[name] = slot.given[place]
-    return found
+        is_filled = index < slot.by_position and is_required
+        if name not in taken and (is_filled or not name.strip("_")):
+            taken[name] = slot.given[index]
+    return taken
 
 
-def _no_argument(
-    slot: Slot, args_key: str, name: str, arg: str, parameters: Mapping[str, Any]
-) -> str:
+def _no_argument(slot: Slot, key: str, name: str, arg: str, known: Iterable[str]) -> str:
     if arg in slot.given:
-        return f"{args_key}.{arg}: rollcall passes '{arg}' to {name} itself; remove the key"
-    takes = f"; it takes {', '.join(parameters)}" if parameters else "; it takes none"
-    hint = did_you_mean(arg, parameters, prefix=f"{args_key}.")
-    return f"{args_key}.{arg}: {name} has no argument '{arg}'{hint or takes}"
+        return f"{key}.{arg}: rollcall passes '{arg}' to {name} itself; remove the key"
+    takes = f"; it takes {', '.join(known) or 'none'}"
+    hint = did_you_mean(arg, known, prefix=f"{key}.")
+    return f"{key}.{arg}: {name} has no argument '{arg}'{hint or takes}"
 
 
 def _converted(key: str, parameter: inspect.Parameter, value: Any) -> Any:
@@ -307,35 +358,41 @@ def _type(parameter: inspect.Parameter) -> Any:
         return kinds.get(type(default), Any)
     if isinstance(hint, str):
         try:
-            return eval(hint, {"__builtins__": {}}, _Names())
-        except Exception:  # a name that only the module knows
+            return _kind(ast.parse(hint, mode="eval").body)
+        except (SyntaxError, ValueError, TypeError):
             return Any
     return hint
 
 
-class _Names(dict[str, Any]):
-    """The types that an annotation may name; all others accept any value."""
-
-    KNOWN: Mapping[str, Any] = {
-        **{one.__name__: one for one in (int, float, str, bool, list, dict, tuple)},
-        "None": None,
-        "Literal": Literal,
-    }
-
-    def __missing__(self, name: str) -> Any:
-        return self.KNOWN.get(name, Any)
+def _kind(hint: ast.expr) -> Any:
+    """Return the type that an annotation means, without running it; Any if unsure."""
+    match hint:
+        case ast.Constant(value=value) if value in (None, ...):
+            return value
+        case ast.Constant(value=str(text)):
+            return _kind(ast.parse(text, mode="eval").body)
+        case ast.Name(id=name):
+            return PLAIN_TYPES.get(name, Any)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _kind(left) | _kind(right)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            return Literal.__getitem__(ast.literal_eval(choices))
+        case ast.Subscript(value=ast.Name(id="list" | "dict" | "tuple" as name), slice=inner):
+            parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            return PLAIN_TYPES[name][tuple(map(_kind, parts))]
+    return Any
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     return value is None or type(value) in (bool, int, float, str)
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _read(module: str, attribute: str, depth: int) -> Code | None:
@@ -356,9 +413,9 @@ def _read(module: str, attribute: str, depth: int) -> Code | None:
 
 def _read_class(module: str, node: ast.ClassDef, depth: int) -> Code | None:
     text = ast.get_docstring(node) or ""
-    for one in node.body:
-        if isinstance(one, ast.FunctionDef) and one.name == "__init__":
-            signature = _signature(one)
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef) and member.name == "__init__":
+            signature = _signature(member)
             parameters = list(signature.parameters.values())[1:]
             return Code(signature.replace(parameters=parameters), True, text)
     if node.decorator_list or node.keywords or len(node.bases) > 1:
@@ -366,27 +423,37 @@ def _read_class(module: str, node: ast.ClassDef, depth: int) -> Code | None:
     if not node.bases:
         return Code(inspect.Signature(), True, text)
     base = node.bases[0]
-    found = _read(module, base.id, depth - 1) if isinstance(base, ast.Name) else None
-    return found._replace(text=text) if found else None
+    code = _read(module, base.id, depth - 1) if isinstance(base, ast.Name) else None
+    return code._replace(text=text) if code else None
 
 
 def _signature(node: ast.FunctionDef) -> inspect.Signature:
     """Return the signature of a function, with the defaults that are literals."""
-    arguments = node.args
-    arguments.defaults = [_literal(one) for one in arguments.defaults]
-    arguments.kw_defaults = [one and _literal(one) for one in arguments.kw_defaults]
-    stub = f"from __future__ import annotations\ndef stub({ast.unparse(arguments)}): ..."
-    names: dict[str, Any] = {"UNKNOWN": UNKNOWN}
-    exec(stub, names)
-    return inspect.signature(names["stub"])
+    args, of = node.args, inspect.Parameter
+    positional = [*args.posonlyargs, *args.args]
+    given: dict[ast.arg, ast.expr | None] = {}
+    given |= zip(positional[::-1], args.defaults[::-1], strict=False)
+    given |= zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    groups = (
+        (of.POSITIONAL_ONLY, args.posonlyargs),
+        (of.POSITIONAL_OR_KEYWORD, args.args),
+        (of.VAR_POSITIONAL, [args.vararg]),
+        (of.KEYWORD_ONLY, args.kwonlyargs),
+        (of.VAR_KEYWORD, [args.kwarg]),
+    )
+    parameters = ((kind, arg) for kind, group in groups for arg in group if arg)
+    return inspect.Signature([_parameter(arg, kind, given.get(arg)) for kind, arg in parameters])
 
 
-def _literal(default: ast.expr) -> ast.expr:
-    try:
-        ast.literal_eval(default)
-    except (ValueError, TypeError):
-        return ast.Name("UNKNOWN", ast.Load())
-    return default
+def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+    value: Any = inspect.Parameter.empty
+    if default is not None:
+        try:
+            value = ast.literal_eval(default)
+        except (ValueError, TypeError):
+            value = UNKNOWN
+    hint = ast.unparse(arg.annotation) if arg.annotation else inspect.Parameter.empty
+    return inspect.Parameter(arg.arg, kind, default=value, annotation=hint)
 
 
 @cache
@@ -407,12 +474,5 @@ def _imported(module: str, path: Path, node: ast.ImportFrom) -> str:
 
 def _file(module: str) -> Path | None:
     """Return the source of a module, without importing a package above it."""
-    places: list[str] | None = None
-    spec: ModuleSpec | None = None
-    for part in module.split("."):
-        spec = PathFinder.find_spec(part, places if places is not None else ["", *sys.path])
-        if spec is None:
-            return None
-        places = [*(spec.submodule_search_locations or [])]
-    origin = spec.origin if spec else None
+    origin = trust.origin(module)
     return Path(origin) if origin and origin.endswith(".py") else None

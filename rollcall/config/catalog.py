@@ -11,6 +11,7 @@ DATA_SETS = {
     "cifar100": "rollcall.train.data.sets.vision:cifar100",
     "folder": "rollcall.train.data.sets.folder:folder",
     "text": "rollcall.train.data.sets.text:text",
+    "jsonl": "rollcall.train.data.sets.jsonl:jsonl",
     "tokens": "rollcall.train.data.sets.tokens:tokens",
     "synthetic_images": "rollcall.train.data.sets.synthetic:synthetic_images",
     "synthetic_tokens": "rollcall.train.data.sets.synthetic:synthetic_tokens",

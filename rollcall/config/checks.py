@@ -3,18 +3,12 @@
 The model, the data and the world size are checked where these are known.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 from rollcall.config.catalog import LOSSES
 from rollcall.config.keys import on_resume
 from rollcall.config.mesh import PRESETS, parse
-from rollcall.config.schema import ConfigError, OnResume
-
-if TYPE_CHECKING:
-    from rollcall.config.schema import Config, Parallel, Profile, Section
+from rollcall.config.schema import Config, ConfigError, OnResume, Parallel, Profile, Section
 
 DDP_KEYS = ("bucket_mb", "static_graph", "compression")
 V_SHAPED = ("zbv", "dualpipev")
@@ -24,11 +18,11 @@ SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
 LOOPED = ("interleaved", "breadth-first", *SPLIT_BACKWARD)
 """Schedules with several stages on each rank."""
 FIGURES = ("loss", "accuracy", "top5", "perplexity")
-"""Figures that an evaluation may have without code of the user's."""
+"""Figures that an evaluation may have without the user's code."""
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError with the keys and what to choose if a configuration cannot work."""
+    """Raise ConfigError for a configuration that cannot work, with the keys and what to choose."""
     _check_allowed_changes(config)
     _check_batch(config)
     _check_mesh(config.parallel)
@@ -207,15 +201,16 @@ def _check_train(config: Config) -> None:
     best, watched = config.checkpoint.keep_best, config.train.stop_metric
     for key, metric in (("checkpoint.keep_best", best), ("train.stop_metric", watched)):
         if metric and not re.fullmatch(r"[^:]+(:max|:min)?", metric):
-            raise ConfigError(
-                f"{key}={metric}: expected the name of a figure, alone or with :max or :min"
-            )
+            expected = "expected the name of a figure, alone or with :max or :min"
+            raise ConfigError(f"{key}={metric}: {expected}")
         name = (metric or "loss").partition(":")[0].rpartition("/")[2]  # of a validation set
-        # What the user's metrics and losses report is known when they are called.
-        has_own = config.train.metrics or config.train.loss not in LOSSES.keys() - {"model"}
-        if name not in FIGURES and not has_own:
-            known = f"choose {', '.join(FIGURES)} or add it to train.metrics"
-            raise ConfigError(f"{key}={metric}: an evaluation has no such figure; {known}")
+        # The figures of the user's metrics and losses are known only when they are called.
+        is_open = config.train.metrics or config.train.loss not in LOSSES.keys() - {"model"}
+        if name not in FIGURES and not is_open:
+            raise ConfigError(
+                f"{key}={metric}: an evaluation has no such figure; choose {', '.join(FIGURES)} or "
+                "add it to train.metrics"
+            )
     if config.train.stop_after and not config.train.evaluate_every:
         raise ConfigError(
             "train.stop_after counts evaluations: set train.evaluate_every, for example to 1"

@@ -16,36 +16,32 @@ Chips = dict[str, dict[str, float]]
 """The numbers of each chip, by name and key."""
 COUNTS = ("node", "host")
 OTHER = {"mig", "laptop", "ti", "super", "d", "nvl"}
-"""Words after a chip's name that make it another chip: a slice of it, or a slower or faster one."""
+"""Words after a chip's name that make it another chip: a slice, or a slower or faster version."""
 
 
-def known(own: str | None = None) -> Chips:
-    """Return the chips of chips.yaml, and those of a file for `log.chips`.
-
-    Raises:
-        ConfigError: the file cannot be read, or has another form.
-    """
+def known(file: str | None = None) -> Chips:
+    """Return the chips of chips.yaml, and those of a file for `log.chips`; refuse another form."""
     table = numbers(yaml_values.load(FILE.read_text()))
-    if own:
+    if file:
         try:
-            update(table, yaml_values.load(Path(own).read_text()))
+            update(table, yaml_values.load(Path(file).read_text()))
         except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(
-                f"log.chips={own}: expected a YAML file of chips such as 'H100: {{bf16: 989e12}}', "
-                f"with operations per second by precision: {error}"
+                f"log.chips={file}: expected a YAML file of chips with operations per second by "
+                f"precision, such as 'H100: {{bf16: 989e12}}': {error}"
             ) from None
     return table
 
 
-def numbers(found: Any) -> Chips:
-    """Return the numbers of each chip of a YAML file.
+def numbers(content: Any) -> Chips:
+    """Return the numbers of each chip in the content of a YAML file.
 
     Raises:
         AttributeError, TypeError, ValueError: the file has another form.
     """
     table = {
         str(name): {key: float(v) for key, v in chip.items() if key not in ("source", "fitted")}
-        for name, chip in found.items()
+        for name, chip in content.items()
     }
     for name, chip in table.items():
         for key, value in chip.items():
@@ -56,9 +52,9 @@ def numbers(found: Any) -> Chips:
     return table
 
 
-def update(table: Chips, found: Any) -> None:
-    """Add chips of a YAML file to a table, or replace some of their values."""
-    for name, chip in numbers(found).items():
+def update(table: Chips, content: Any) -> None:
+    """Add the chips of a YAML file to a table, or replace some of their values."""
+    for name, chip in numbers(content).items():
         table[name] = table.get(name, {}) | chip
 
 

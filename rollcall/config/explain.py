@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollcall.config import describe, origins, parse, yaml_values
-from rollcall.text import table
+from rollcall.messages.text import table
 
 
 def main(words: Sequence[str]) -> int:
@@ -20,9 +20,9 @@ def main(words: Sequence[str]) -> int:
     for key, *_ in describe():
         value: Any = reduce(getattr, key.split("."), config)
         is_map = isinstance(value, dict) and value
-        items = {f"{key}.{arg}": one for arg, one in value.items()} if is_map else {key: value}
-        for name, one in items.items():
-            plain = one.model_dump() if isinstance(one, BaseModel) else one
+        items = {f"{key}.{arg}": item for arg, item in value.items()} if is_map else {key: value}
+        for name, item in items.items():
+            plain = item.model_dump() if isinstance(item, BaseModel) else item
             text = yaml_values.dump(plain, default_flow_style=True, width=1000)
             text = text.removesuffix("\n...\n").strip()
             rows.append((f"{name}={text}", f"# {origin.get(name, 'default')}"))

@@ -2,23 +2,24 @@
 
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rollcall.config import arguments
 from rollcall.config.keys import Key, describe, sections
 from rollcall.config.read import RECIPES, recipes
 from rollcall.config.refusals import unknown_key
 from rollcall.config.schema import ConfigError
-from rollcall.text import did_you_mean, table
+from rollcall.messages.text import did_you_mean, table
 
 USAGE = """\
-Usage: rollcall train [recipe or file.yaml] [key=value ...]
+Usage: rollcall train [--ranks N] [recipe or file.yaml] [key=value ...]
        torchrun --nproc_per_node=4 -m rollcall.train [recipe or file.yaml] [key=value ...]
 
+  --ranks N       start N ranks on this machine, as torchrun does (default: one process)
   --help SECTION  the keys of one section, such as --help optim
   --help KEY      one key, such as --help optim.lr
   --help all      all keys
-  --help module:attribute  the arguments of code of yours
+  --help module:attribute  the arguments of your code
   --print-config  print the complete configuration as YAML
   --print-schema  print the JSON schema of the configuration, for editors
 
@@ -32,14 +33,14 @@ Keys without a section: {others}
 
 Examples:
   rollcall train digits train.epochs=2 optim.lr=1e-3
-  torchrun --nproc_per_node=4 -m rollcall.train gpt parallel.strategy=zero3
+  rollcall train --ranks 4 gpt parallel.strategy=zero3
   rollcall train gpt run.name=mine     (the same command again resumes the run)
 
 Other commands: rollcall --help"""
 
 
 def main(words: Sequence[str]) -> int:
-    """Print what the words around `--help` ask for; return the exit code."""
+    """Print the help for the topics beside `--help`; return the exit code."""
     others = recipes()
     topics = [word for word in words if word not in others and not word.startswith("-")]
     topics = [word for word in topics if "=" not in word and not word.endswith((".yaml", ".yml"))]
@@ -64,27 +65,22 @@ def _topic(topic: str) -> str:
     if ":" in topic:
         return arguments.describe(topic)
     if topic == "all":
-        return _entries(keys)
+        return "\n".join(map(_entry, keys))
     if topic in sections():
-        found = [key for key in keys if key.name.startswith(f"{topic}.")]
-        return f"{topic}: {sections()[topic]}\n\n{_entries(found)}"
-    if found := [key for key in keys if key.name == topic]:
-        return _entries(found)
+        entries = [_entry(key) for key in keys if key.name.startswith(f"{topic}.")]
+        return "\n".join([f"{topic}: {sections()[topic]}\n", *entries])
+    if key := next((key for key in keys if key.name == topic), None):
+        return _entry(key)
     hint = "" if "." in topic else did_you_mean(topic, sections())
     raise LookupError(f"unknown section '{topic}'{hint}" if hint else unknown_key(topic))
-
-
-def _entries(keys: Iterable[Key]) -> str:
-    return "\n".join(map(_entry, keys))
 
 
 def _entry(key: Key) -> str:
     words = {"None": "null", "True": "true", "False": "false"}
     default = words.get(str(key.default), key.default)
-    kind = textwrap.fill(
-        f"{key.name}  ({key.type}; default: {default})", 79, subsequent_indent="  "
-    )
-    return f"{kind}\n{textwrap.indent(textwrap.fill(key.meaning, 75), '    ')}"
+    title = f"{key.name}  ({key.type}; default: {default})"
+    lines = textwrap.fill(title, 79, subsequent_indent="  ")
+    return f"{lines}\n{textwrap.indent(textwrap.fill(key.meaning, 75), '    ')}"
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -23,7 +23,7 @@ class Key(NamedTuple):
     name: str
     type: str
     default: Any
-    on_resume: OnResume  # what happens if a run is resumed with another value
+    on_resume: OnResume  # effect of another value on a resumed run
     section: str  # its class in the schema
 
     @property
@@ -38,42 +38,39 @@ def describe(section: Any = Config, prefix: str = "") -> Iterator[Key]:
         if _is_section(field.annotation):
             yield from describe(field.annotation, f"{prefix}{name}.")
         else:
-            own = (rule for rule in field.metadata if isinstance(rule, OnResume))
-            rule = next(own, section.ON_RESUME)
+            rules = (rule for rule in field.metadata if isinstance(rule, OnResume))
+            rule = next(rules, section.ON_RESUME)
             kind = _type_name(field.annotation)
             yield Key(prefix + name, kind, field.default, rule, section.__name__)
 
 
 def on_resume() -> dict[str, OnResume]:
-    """Return what happens to each key, by dotted name, if a run is resumed with another value."""
+    """Return the effect of resuming a run with another value of each key, by its dotted name."""
     return {key.name: key.on_resume for key in describe()}
 
 
 def sections() -> dict[str, str]:
     """Return the sections of the schema, each with one line of text."""
-    fields = Config.model_fields.items()
-    found = {name: field.annotation for name, field in fields if _is_section(field.annotation)}
-    return {name: (section.__doc__ or "").strip() for name, section in found.items()}
+    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: (kind.__doc__ or "").strip() for name, kind in kinds.items() if _is_section(kind)}
 
 
 def json_schema() -> str:
-    """Return the JSON schema of a recipe file, by which editors complete and check YAML."""
-    found = Config.model_json_schema()
-    groups = {"Config": found, **found["$defs"]}
+    """Return the JSON schema of a recipe file, with which editors complete and check YAML."""
+    whole = Config.model_json_schema()
+    groups = {"Config": whole, **whole["$defs"]}
     for (section, name), meaning in _meanings().items():
         groups[section]["properties"][name]["description"] = meaning
-    return json.dumps(found, indent=2) + "\n"
+    return json.dumps(whole, indent=2) + "\n"
 
 
 @functools.cache
 def _meanings() -> dict[tuple[str, str], str]:
     """Return the text below each field of the schema, by its class and name."""
-    found = {}
+    meanings = {}
     names = {name: ", ".join(table) for name, table in vars(catalog).items() if name.isupper()}
-    classes = (
-        one for one in ast.parse(inspect.getsource(schema)).body if isinstance(one, ast.ClassDef)
-    )
-    for section in classes:
+    nodes = ast.parse(inspect.getsource(schema)).body
+    for section in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for pair in itertools.pairwise(section.body):
             match pair:
                 case (
@@ -81,8 +78,8 @@ def _meanings() -> dict[tuple[str, str], str]:
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     text = Template(" ".join(text.split())).safe_substitute(names)
-                    found[section.name, name] = text
-    return found
+                    meanings[section.name, name] = text
+    return meanings
 
 
 def _is_section(annotation: Any) -> bool:

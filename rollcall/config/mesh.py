@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rollcall.text import did_you_mean
+from rollcall.messages.text import did_you_mean
 
 # From the outermost to the innermost: neighboring ranks, which are mostly on one node, share the
 # dimension that communicates most.
@@ -19,12 +19,12 @@ class Preset(NamedTuple):
     """A strategy."""
 
     mesh: str  # its text
-    # Of ZeRO (https://arxiv.org/abs/1910.02054), what a shard dimension divides: 1 optimizer state,
-    # 2 also gradients, 3 also weights.
+    # ZeRO stage (https://arxiv.org/abs/1910.02054): a shard dimension divides the optimizer state
+    # (1), also gradients (2), also weights (3).
     stage: int = 3
     schedule: str = "1f1b"  # of pipeline stages, unless parallel.schedule is set
-    # `package.module:attribute` of a `Part`, made of (config, world, mesh), that replaces DDP or
-    # FSDP; the second for a world of one rank, over the GPUs of its process.
+    # `package.module:attribute` of a `Part` (config, world, mesh) that replaces DDP or FSDP; the
+    # second is for a world of one rank with several GPUs.
     part: str = ""
     single_process_part: str = ""
 
@@ -49,23 +49,17 @@ PRESETS = {
 
 
 def parse(text: str) -> dict[str, int | str]:
-    """Read `name=degree,…` into degrees by name, the outermost dimension first.
+    """Read `name=degree,…` into degrees by name, the outermost first, or raise ValueError.
 
-    Args:
-        text: a degree is a number, `node` (the ranks per node) or `rest` (what the other degrees
-            leave of the world size).
-
-    Raises:
-        ValueError: an unknown dimension or degree, or a dimension given twice.
+    A degree is a number, `node` (the ranks per node) or `rest` (the world size divided by the other
+    degrees).
     """
     degrees: dict[str, int | str] = {}
     for part in text.split(",") if text else []:
         name, _, degree = (word.strip() for word in part.partition("="))
         if name not in DIMENSIONS:
-            choices = f"; choose from {', '.join(DIMENSIONS)}"
-            raise ValueError(
-                f"unknown dimension '{name}'{did_you_mean(name, DIMENSIONS) or choices}"
-            )
+            hint = did_you_mean(name, DIMENSIONS) or f"; choose from {', '.join(DIMENSIONS)}"
+            raise ValueError(f"unknown dimension '{name}'{hint}")
         if name in degrees:
             raise ValueError(f"'{name}' is given twice")
         if degree not in (REST, NODE) and not (degree.isascii() and degree.isdigit()):
@@ -79,22 +73,18 @@ def parse(text: str) -> dict[str, int | str]:
 
 
 def fit(text: str, world_size: int, node_size: int) -> dict[str, int]:
-    """Return the degrees of a mesh for a number of ranks, the outermost dimension first.
-
-    Raises:
-        ValueError: the degrees do not multiply to the world size.
-    """
-    asked = parse(text)
-    known = {name: node_size if degree == NODE else degree for name, degree in asked.items()}
-    wanted = {name: degree for name, degree in known.items() if isinstance(degree, int)}
-    fixed = math.prod(wanted.values())
-    degrees = {name: wanted.get(name, world_size // fixed) for name in known}
+    """Return a mesh's degrees, the outermost first; raise ValueError if the ranks do not fit."""
+    named = {name: node_size if value == NODE else value for name, value in parse(text).items()}
+    known = {name: degree for name, degree in named.items() if isinstance(degree, int)}
+    fixed = math.prod(known.values())
+    degrees = {name: known.get(name, world_size // fixed) for name in named}
     if math.prod(degrees.values()) == world_size:
         return degrees
-    needs = "a multiple of " if REST in asked.values() else ""
+    count = "1 rank" if fixed == 1 else f"{fixed} ranks"
     raise ValueError(
-        f"needs {needs}{fixed} rank{'s' * (fixed != 1)}, but {world_size} were started; choose "
-        f"a mesh of {world_size}, or parallel.strategy=ddp, which works on any number of ranks"
+        f"needs {'a multiple of ' if REST in named.values() else ''}{count}, but {world_size} were "
+        f"started; choose a mesh of {world_size}, or parallel.strategy=ddp, which works on any "
+        "number of ranks"
     )
 
 

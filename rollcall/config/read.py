@@ -1,8 +1,9 @@
 """Read a recipe and `key=value` words into a checked Config. No torch.
 
-A wrong key or value raises ConfigError before any process group exists.
+An invalid key or value raises ConfigError before any process group exists.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rollcall.config import arguments, checks, refusals, yaml_values
+from rollcall.config import arguments, checks, refusals, trust, yaml_values
 from rollcall.config.keys import describe
+from rollcall.config.refusals import about_option
 from rollcall.config.schema import Config, ConfigError, entries
-from rollcall.records.files import is_there
-from rollcall.text import did_you_mean, dotted
+from rollcall.messages.text import did_you_mean, dotted
+from rollcall.system.files import is_there
 
 RECIPES = Path(__file__).parent / "recipes"
 ENTRIES = ("train.metrics", "train.callbacks", "log.to")
@@ -29,13 +31,9 @@ def recipes() -> list[str]:
 def parse(words: Sequence[str]) -> tuple[str, Config]:
     """Read `[recipe or file] [key=value …]`; return the recipe's name and the configuration.
 
-    Args:
-        words: of the command line. The one without `=` is a recipe or a YAML file (default:
-            digits); each of the others sets one key to a YAML value.
-
-    Raises:
-        ConfigError: unknown recipe, key or file, a value of the wrong type or out of range, or keys
-            that contradict each other.
+    The word without `=` is a recipe or a YAML file (default: digits); each of the others sets one
+    key to a YAML value. ConfigError: a recipe, key or file is unknown, a value has the wrong type
+    or is out of range, or keys contradict each other.
     """
     source = _source(words)
     values = _read(source)
@@ -46,46 +44,59 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
         given = [word.partition("=")[0] for word in words if "=" in word]
         raise ConfigError(refusals.explain(error.errors(), source, given)) from None
     checks.check(config)
+    trusted = trust.check(arguments.named_code(config), _path(source), words) or None
+    config = config.model_copy(update={"run": config.run.model_copy(update={"trust": trusted})})
+    if config.data.name == "jsonl" and (folder := tokenizer_folder(config)):
+        args = {**config.data.args, "tokenizer": folder}
+        config = config.model_copy(update={"data": config.data.model_copy(update={"args": args})})
     return Path(source).stem, arguments.complete(config)
 
 
+def tokenizer_folder(config: Config) -> str | None:
+    """Return data.args.tokenizer, or else model.init or model.args.base if it has a tokenizer."""
+    folders = (str(name or "") for name in (config.model.init, config.model.args.get("base")))
+    filled = (path for path in folders if path and any(Path(path).expanduser().glob("tokenizer*")))
+    return config.data.args.get("tokenizer") or next(filled, None)
+
+
 def origins(words: Sequence[str]) -> dict[str, str]:
-    """Return where the value of each key comes from, for words that `parse` accepts.
+    """Return the origin of the value of each key, for words that `parse` accepts.
 
     A key of arguments, such as model.args, also has one dotted name for each argument.
     """
     source = _source(words)
-    found = dict.fromkeys((name for name, *_ in describe()), "default")
-    found |= dict.fromkeys(_leaves(_read(source)), str(_path(source)))
+    origin = dict.fromkeys((name for name, *_ in describe()), "default")
+    origin |= dict.fromkeys(_leaves(_read(source)), str(_path(source)))
     given: dict[str, Any] = {}
     _assign_all(given, words)
-    return found | dict.fromkeys(_leaves(given), "command line")
+    return origin | dict.fromkeys(_leaves(given), "command line")
 
 
 def _leaves(values: dict[str, Any]) -> list[str]:
-    found = []
+    names = []
     for key, value in dotted(values).items():
-        found += [key, *(f"{key}.{arg}" for arg in (value if isinstance(value, dict) else ()))]
-    return found
+        names += [key, *(f"{key}.{arg}" for arg in (value if isinstance(value, dict) else ()))]
+    return names
 
 
 def _source(words: Sequence[str]) -> str:
-    for word in words:
+    for number, word in enumerate(words):
         if word.startswith("-"):
-            raise ConfigError(f"unknown option {word}; set keys as key=value, see --help")
+            advice = about_option(words[number:]) or "set keys as key=value, see --help"
+            raise ConfigError(f"unknown option {word}; {advice}")
         if word.startswith("="):
             raise ConfigError(f"'{word}': expected key=value without spaces around '='")
     sources = [word for word in words if "=" not in word]
     if len(sources) > 1:
-        first, second, *_ = sources
-        raise ConfigError(
-            f"expected one recipe or file and key=value pairs, got '{first}' and '{second}'"
-        )
+        got = f"got '{sources[0]}' and '{sources[1]}'"
+        keys = (re.sub("[: ]+", "=", word, count=1) for word in sources[1:] if "." in word)
+        hint = next((f", did you mean {key if '=' in key else f'{key}=...'}?" for key in keys), "")
+        raise ConfigError(f"expected one recipe or file and key=value pairs, {got}{hint}")
     return sources[0] if sources else "digits"
 
 
 def is_file(word: str) -> bool:
-    """Return whether a word names a YAML file, not a recipe or a key."""
+    """Return True for a word that names a YAML file, not a recipe or a key."""
     return "=" not in word and (word.endswith((".yaml", ".yml")) or "/" in word)
 
 
@@ -107,6 +118,8 @@ def _not_found(source: str) -> str:
         if not hint and path.stem in recipes():
             hint = f"; '{path.stem}' without directory and suffix is a recipe"
         return f"{source}: no such file{hint}"
+    if Path(f"{source}.yaml").is_file():
+        return f"unknown recipe '{source}', did you mean './{source}.yaml'?"
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
     return f"unknown recipe '{source}'{did_you_mean(source, recipes()) or choices}"
 

@@ -1,14 +1,18 @@
-"""What is wrong with a configuration, in one line per mistake. No torch."""
+"""The mistakes of a configuration, in one line each. No torch.
 
-import difflib
+Words of other frameworks are refused with a hint at rollcall's words.
+"""
+
 import re
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from rollcall.config import yaml_values
 from rollcall.config.keys import describe, sections
-from rollcall.config.synonyms import about_key, about_value
-from rollcall.text import did_you_mean
+from rollcall.messages.text import did_you_mean
 
 EXPECTED = {
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
@@ -27,39 +31,96 @@ EXPECTED = {
     "less_than": "a number below {lt:g}",
     "less_than_equal": "at most {le:g}",
 }
-"""What was expected, for each of pydantic's types of error."""
+"""The expected value, for each of pydantic's types of error."""
 UNKNOWN = ("extra_forbidden", "invalid_key")
-"""Types of error of a key that does not exist, and of one that is not even text."""
+"""Types of error of a key that does not exist, or is not text."""
 SHORT = reprlib.Repr()
 SHORT.maxlevel = 2  # a few lines of YAML aliases can expand to gigabytes
 
 
 def explain(errors: Iterable[Any], source: str, given: Collection[str]) -> str:
-    """Return one line for each refused key; it begins with the source unless the key was given."""
-    found: dict[str, list[Any]] = {}
+    """Return one line for each refused key; it names the source unless the key was `given`."""
+    by_key: dict[str, list[Any]] = {}
     for error in errors:
         for key in _keys(error):
-            found.setdefault(key, []).append(error)
-    return "\n".join(
-        ("" if _overlaps(key, given) else f"{source}: ") + _line(key, items)
-        for key, items in found.items()
-    )
+            by_key.setdefault(key, []).append(error)
+    prefixes = {key: "" if _overlaps(key, given) else f"{source}: " for key in by_key}
+    return "\n".join(prefixes[key] + _line(key, items) for key, items in by_key.items())
 
 
 def unknown_key(key: str) -> str:
-    """Refuse a key that does not exist, with another framework's key or the nearest one."""
-    if answer := about_key(key):
+    """Return the refusal of a key that does not exist, with the key that was probably meant."""
+    if answer := _about_key(key):
         return f"unknown key '{key}': {answer}"
+    import difflib  # here: only mistakes need it
+
     known = [item.name for item in describe()]
-    last_parts = {name.rpartition(".")[2]: name for name in known}
-    match = difflib.get_close_matches(key, known, 1, 0.6) or [
-        last_parts[part]
-        for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, 1, 0.7)
+    section, _, last = key.rpartition(".")
+    last_parts = {last_part(name): name for name in known}
+    parts = difflib.get_close_matches(last, last_parts, 1, 0.7)
+    alike = [
+        name for name in known if difflib.SequenceMatcher(a=last, b=last_part(name)).ratio() >= 0.5
     ]
-    hint = (
-        f", did you mean '{match[0]}'?" if match else "; `rollcall train --help all` lists all keys"
-    )
-    return f"unknown key '{key}'{hint}"
+    nearest = difflib.get_close_matches(key, alike, 1, 0.6) or [last_parts[part] for part in parts]
+    if nearest:
+        return f"unknown key '{key}', did you mean '{nearest[0]}'?"
+    where = section if section in sections() else "all"
+    return f"unknown key '{key}'; `rollcall train --help {where}` lists the keys"
+
+
+@cache
+def synonyms() -> dict[str, Any]:
+    """Return synonyms.yaml, which explains itself."""
+    return dict(yaml_values.load(Path(__file__).with_name("synonyms.yaml").read_text()))
+
+
+def _about_key(name: str) -> str:
+    """Return advice about another framework's key; an empty text if the key is unknown."""
+    word = _plain(name)
+    key = _find(synonyms()["keys"], word)
+    return f"use {key} ({_meaning(key)})" if key else _find(synonyms()["elsewhere"], word)
+
+
+def about_option(words: Sequence[str]) -> str:
+    """Return advice about an option such as `--batch-size 32`; an empty text if it is unknown."""
+    import difflib  # here: only mistakes need it
+
+    option, equals, value = words[0].lstrip("-").partition("=")
+    if not equals and len(words) > 1 and not re.match("-|.*=", words[1]):
+        value = words[1]
+    word = _plain(option)
+    names = [item.name for item in describe()]
+    parts = difflib.get_close_matches(word, [*map(last_part, names)], 1, 0.8)
+    alike = [name for name in names if option == name or last_part(name) in parts]
+    if key := _find(synonyms()["keys"], word) or (alike[0] if len(alike) == 1 else ""):
+        return f"write {key}={value or '...'} ({_meaning(key)})"
+    return _find(synonyms()["elsewhere"], word)
+
+
+def last_part(name: str) -> str:
+    """Return a key's name in its section."""
+    return name.rpartition(".")[2]
+
+
+def _plain(name: str) -> str:
+    return last_part(name).lower().replace("-", "_")
+
+
+def _meaning(key: str) -> str:
+    text = next(item.meaning for item in describe() if item.name == key)
+    first = text.partition(". ")[0].rstrip(".")
+    return first[0].lower() + first[1:]
+
+
+def about_value(key: str, value: Any) -> str:
+    """Return advice about another framework's value; an empty text if the value is unknown."""
+    if not isinstance(value, str | int | float):  # a few YAML aliases can make an endless text
+        return ""
+    return _find(synonyms()["values"].get(key, {}), re.sub(r":\d+$", ":n", str(value).lower()))
+
+
+def _find(table: dict[str, str], word: str) -> str:
+    return next((answer for words, answer in table.items() if word in words.split()), "")
 
 
 def _keys(error: Any) -> list[str]:
@@ -74,9 +135,8 @@ def _keys(error: Any) -> list[str]:
 
 
 def _overlaps(key: str, given: Collection[str]) -> bool:
-    return any(
-        f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in given
-    )
+    pairs = [(f"{key}.", f"{other}.") for other in given]
+    return any(first.startswith(second) or second.startswith(first) for first, second in pairs)
 
 
 def _line(key: str, errors: list[Any]) -> str:
@@ -97,7 +157,7 @@ def _line(key: str, errors: list[Any]) -> str:
 
 
 def expected(error: Any) -> str:
-    """Return what one of pydantic's errors says was expected."""
+    """Return the value that was expected, according to one of pydantic's errors."""
     if error["type"] not in EXPECTED:
         return f"another value ({error['msg']})"
     return EXPECTED[error["type"]].format(**error.get("ctx", {}))

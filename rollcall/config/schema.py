@@ -13,26 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 # Searching all installed packages for pydantic plugins takes a sixth of the start of a command.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from rollcall.config import yaml_values
 from rollcall.config.mesh import PRESETS, fit
-from rollcall.refusal import ConfigError as ConfigError
+from rollcall.messages.refusal import ConfigError as ConfigError
 
 if TYPE_CHECKING:
     Strategy = str
 else:
     Strategy = Literal[tuple(PRESETS)]
-
-
 Schedule = Literal[
     "1f1b", "gpipe", "interleaved", "breadth-first", "zero-bubble", "zbv", "dualpipev", "sequential"
 ]
@@ -61,7 +52,7 @@ class Section(BaseModel):
 
 
 def is_number(kind: Any) -> bool:
-    """Return whether a type has numbers but no true and false, which pydantic takes for 1 and 0."""
+    """Return True for a type with numbers but not booleans, which pydantic converts to 1 and 0."""
     parts = [kind, *get_args(kind)]
     parts += [part for union in parts[1:] for part in get_args(union)]
     return bool not in parts and (int in parts or float in parts)
@@ -93,12 +84,12 @@ def entries(value: Any) -> Any:
         value = dict(zip(names, value, strict=True))
     if not isinstance(value, dict):
         return value
-    found = {}
+    named = {}
     for key, entry in value.items():
         entry = {"name": entry} if isinstance(entry, str) else entry
         is_open = entry is None or isinstance(entry, dict)
-        found[key] = {"name": key, **(entry or {})} if is_open else entry
-    return found
+        named[key] = {"name": key, **(entry or {})} if is_open else entry
+    return named
 
 
 Plugins = Annotated[dict[str, Plugin], BeforeValidator(entries)]
@@ -120,6 +111,10 @@ class Run(Section):
     they change the order of the samples: seed, data.global_batch. The samples of the running epoch
     are still seen once."""
 
+    trust: str | None = _key(None, min_length=1)
+    """Comma-separated packages and directories whose code a recipe or run may name. It counts only
+    when typed. A line in ~/.config/rollcall/trusted trusts one for all runs (docs/security.md)."""
+
     @property
     def changes_allowed(self) -> list[str]:
         """The keys of `allow_changes`."""
@@ -138,7 +133,7 @@ class Data(Section):
     """Directory of downloaded data, shared by all ranks."""
     path: str | None = None
     """Location of your data. For folder: a directory with one directory per class; for tokens: a
-    directory with train.bin and val.bin; for text: comma-separated files, directories or
+    directory with train.bin and val.bin; for text and jsonl: comma-separated files, directories or
     patterns."""
     seq_len: int = _key(128, ge=1)
     """Sequence length: bytes or tokens per sample."""
@@ -153,9 +148,7 @@ class Data(Section):
     """Train on random crops and mirror images, for cifar10, cifar100 and folder."""
     global_batch: int = _key(64, ge=1, on_resume=OnResume.REFUSE)
     """Number of samples per step, over all ranks."""
-    micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(
-        None, on_resume=OnResume.IGNORE
-    )
+    micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = _key(None, OnResume.IGNORE)
     """Number of samples per forward and backward pass on one rank. Gradients accumulate over the
     micro-batches of a step. auto tries which ones fit into memory before the first step, and takes
     the fastest; the run keeps it. Default: the rank's whole share of the global batch."""
@@ -214,14 +207,15 @@ class Model(Section):
     or has them in another shape, such as head.*."""
     freeze: str | None = None
     """Comma-separated patterns of parameters that are not trained, such as encoder.*."""
-    activation_checkpointing: Literal["none", "blocks", "selective"] = _key(
-        "none", on_resume=OnResume.IGNORE
-    )
+    activation_checkpointing: Literal["none", "blocks", "selective"] = _key("none", OnResume.IGNORE)
     """Activations kept for the backward pass: none means all of them; blocks only the inputs of
     blocks; selective also the results of matrix multiplications, convolutions and attention. The
     rest is recomputed."""
     sync_batchnorm: bool = False
     """Compute the statistics of BatchNorm over all ranks."""
+    sync_buffers: dict[str, Literal["mean", "sum"]] = {}
+    """Buffers, by patterns of their names, that forward() changes by the samples that it sees, and
+    how their changes of a step add up over the ranks, such as {norm.mean: mean}."""
     channels_last: bool = _key(False, on_resume=OnResume.IGNORE)
     """Store images in channels-last memory format, which is faster for convolutions on GPUs."""
 
@@ -237,9 +231,7 @@ class Optim(Section):
     and `weight_decay` from this section."""
     lr: float = _key(1e-3, gt=0)
     """Peak learning rate."""
-    implementation: Literal["auto", "fused", "foreach", "single"] = _key(
-        "auto", on_resume=OnResume.IGNORE
-    )
+    implementation: Literal["auto", "fused", "foreach", "single"] = _key("auto", OnResume.IGNORE)
     """Kernels of the update: fused uses one for everything, foreach one per operation, single one
     per tensor; auto is fused on GPUs and for adam and adamw, else PyTorch's default."""
     weight_decay: float = _key(0.0, ge=0)
@@ -296,6 +288,9 @@ class Train(Section):
     """Validation metric of train.stop_after, as in checkpoint.keep_best."""
     loss_args: dict[str, Any] = {}
     """Arguments of your own loss; it receives `outputs` and `targets`, or `model` and `batch`."""
+    gather: bool = False
+    """Give the loss the outputs and targets of all ranks and micro-batches at once, for losses in
+    which samples depend on each other, such as contrastive ones."""
     metrics: Plugins = _key({}, on_resume=OnResume.IGNORE)
     """Metrics of your own, as package.module:attribute or by name: {name: …, args: …}. Each
     receives `outputs` and `targets` of a validation batch."""
@@ -315,8 +310,8 @@ class Faults(Section):
     """Number of consecutive steps that may be skipped because the loss or gradient is not
     finite."""
     on_repeated: Literal["rollback", "stop"] = "stop"
-    """What happens after that: rollback returns to the last checkpoint and skips the bad batches;
-    stop ends the run."""
+    """Action after that: rollback returns to the last checkpoint and skips the bad batches; stop
+    ends the run."""
     spike_factor: float | None = _key(None, gt=1, on_resume=OnResume.TELL)
     """Skip a step whose loss is more than this multiple of the recent mean; needs one more
     collective per step. Set it from step 0; it cannot be added on resume. Default: off."""
@@ -326,7 +321,7 @@ class Faults(Section):
     """Seconds without progress after which all ranks print their stacks and end; auto is ten times
     the longest step so far, at least 300; null turns it off."""
     divergence: Literal["warn", "stop", "off"] = "warn"
-    """What happens if ranks that should hold the same weights do not."""
+    """Action if ranks that should hold the same weights do not."""
 
 
 class Parallel(Section):
@@ -351,6 +346,9 @@ class Parallel(Section):
     balance: Literal["flops", "time"] = "flops"
     """Cost by which layers are divided into pipeline stages: counted operations or measured
     time."""
+    conditional: str | None = None
+    """Comma-separated patterns of weights that zero2, zero3 and hsdp keep whole on each rank, such
+    as experts.*, because some samples do not use them."""
     sequence_parallel: bool = False
     """With tensor parallelism, compute norms and other modules between the split layers on pieces
     of the sequences."""
@@ -362,9 +360,9 @@ class Parallel(Section):
     """Promise to ddp that every step uses the same weights."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = _key("none", on_resume=OnResume.TELL)
     """Compression of the gradients that ddp sends. It changes the result."""
-    check: Literal["auto", "off"] = "auto"
-    """Before the first step, compare the spread model with the plain one, and refuse the run if
-    they differ."""
+    check: Literal["auto", "warn", "off"] = "auto"
+    """Before the first step, check that the ranks together compute what one would: auto refuses the
+    run if not, warn prints a warning (docs/checks.md)."""
 
     @property
     def choice(self) -> str:
@@ -378,6 +376,11 @@ class Parallel(Section):
         return PRESETS[self.strategy].mesh if self.mesh is None else self.mesh
 
     @property
+    def conditional_patterns(self) -> list[str]:
+        """The patterns of weights that stay whole."""
+        return (self.conditional or "").replace(",", " ").split()
+
+    @property
     def schedule_name(self) -> str:
         """The schedule of pipeline stages: the configured one, or the strategy's default."""
         return self.schedule or PRESETS[self.strategy].schedule
@@ -388,11 +391,7 @@ class Parallel(Section):
         return PRESETS[self.strategy].stage
 
     def degrees(self, world_size: int, node_size: int) -> dict[str, int]:
-        """Return the degrees of the mesh for a number of ranks, and of ranks per node.
-
-        Raises:
-            ConfigError: the mesh does not fit.
-        """
+        """Return the degrees of the mesh; raise ConfigError if it does not fit these ranks."""
         try:
             return fit(self.mesh_text, world_size, node_size)
         except ValueError as error:

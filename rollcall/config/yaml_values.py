@@ -1,23 +1,23 @@
-"""Read and write YAML values so that what looks like text stays text. No torch.
+"""Read and write YAML values so that words and dates stay text. No torch.
 
 PyYAML reads YAML 1.1, in which `off`, `no`, `2026-11-22`, `2:00` and `010` are not text. Here, as
-in YAML 1.2, only true, false, null and numbers are not; pydantic reads `on` and `010` where a key
-is true or false, or a number.
+in YAML 1.2, all values but true, false, null and numbers are text; pydantic converts `on` and `010`
+if a key is true or false, or a number.
 """
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
-from rollcall.refusal import ConfigError
-from rollcall.text import did_you_mean
+from rollcall.messages.refusal import ConfigError
+from rollcall.messages.text import did_you_mean
+from rollcall.system.files import read_whole
 
 DEEPEST = 100
-"""Levels of nesting; PyYAML's C code needs stack for each and crashes without."""
+"""Most levels of nesting; PyYAML's C code needs stack for each and crashes if it runs out."""
 FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|[-+]?\.(inf|Inf|INF)|\.nan"
@@ -36,7 +36,7 @@ class _SafeLoader(yaml.CSafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text in quotes that this module or another reader of YAML would not read as text."""
+    """A dumper that quotes text which this module or another reader would not read as text."""
 
 
 for _name, _pattern, _first in RESOLVERS:
@@ -45,32 +45,25 @@ for _name, _pattern, _first in RESOLVERS:
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"({FLOAT.pattern})$"), None)
 
 
-def load(text: str) -> Any:
-    """Parse one YAML document.
+def load(text: str, as_text: bool = False) -> Any:
+    """Parse one YAML document; raise yaml.YAMLError if it is invalid, or nested too deeply.
 
-    Raises:
-        yaml.YAMLError: it is not valid, or nested too deeply.
+    With `as_text`, all values stay text, such as 2:00:00.
     """
-    with _explained(text):
-        return yaml.load(text, _SafeLoader)
+    try:
+        _check(text)
+        return yaml.load(text, yaml.CBaseLoader) if as_text else yaml.load(text, _SafeLoader)
+    # PyYAML's constructors raise these for values such as `!!int x`.
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise yaml.YAMLError(f"a value does not have the type of its tag ({error})") from None
 
 
-def load_texts(text: str) -> Any:
-    """Parse one YAML document whose values are all text, like `load`; 2:00:00 stays text."""
-    with _explained(text):
-        return yaml.load(text, yaml.CBaseLoader)
-
-
-def read(path: Path, parse: Callable[[str], Any] = load) -> dict[str, Any]:
-    """Read a file of `key: value` lines.
-
-    Raises:
-        ConfigError: it cannot be read, or has another form.
-    """
+def read(path: Path, as_text: bool = False) -> dict[str, Any]:
+    """Read a file of `key: value` lines; raise ConfigError if it cannot be read as such."""
     text = ""
     try:
-        text = path.read_text()
-        values = parse(text)
+        text = read_whole(path).decode()
+        values = load(text, as_text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -81,12 +74,8 @@ def read(path: Path, parse: Callable[[str], Any] = load) -> dict[str, Any]:
 
 
 def read_texts(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Read a file with a value, or a group of values, for some of these keys; all are text.
-
-    Raises:
-        ConfigError: it cannot be read, or has another form or key.
-    """
-    values = read(path, load_texts)
+    """Read a file with values, or groups of values, of these keys; keep all as text."""
+    values = read(path, as_text=True)
     for key in values:
         if key not in keys:
             hint = did_you_mean(key, keys) or f"; the keys are {', '.join(keys)}"
@@ -120,7 +109,7 @@ class _Open:
         self._is_key = False
 
     def add(self, event: yaml.NodeEvent) -> None:
-        """Refuse a key that the mapping has already; PyYAML would drop the first value."""
+        """Refuse a repeated key of a mapping; PyYAML would drop the first value."""
         self._is_key = self._is_mapping and not self._is_key
         if self._is_key and isinstance(event, yaml.ScalarEvent):
             if event.value in self._keys:
@@ -129,24 +118,17 @@ class _Open:
             self._keys.add(event.value)
 
 
-@contextlib.contextmanager
-def _explained(text: str) -> Iterator[None]:
-    try:
-        within: list[_Open] = []
-        for event in yaml.parse(text, yaml.CBaseLoader):
-            if within and isinstance(event, yaml.NodeEvent):
-                within[-1].add(event)
-            if isinstance(event, yaml.CollectionStartEvent):
-                within.append(_Open(event))
-            elif isinstance(event, yaml.CollectionEndEvent):
-                within.pop()
-            elif isinstance(event, yaml.AliasEvent) and event.anchor in (o.anchor for o in within):
-                raise yaml.YAMLError(f"*{event.anchor} stands inside of what it names")
-            if len(within) > DEEPEST:
-                raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")
-        yield
-    except yaml.YAMLError:
-        raise
-    # What PyYAML's constructors raise for values such as `!!int x`.
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise yaml.YAMLError(f"a value does not have the type of its tag ({error})") from None
+def _check(text: str) -> None:
+    """Refuse what PyYAML would accept, or crash on: repeated keys, endless aliases, deep nests."""
+    within: list[_Open] = []
+    for event in yaml.parse(text, yaml.CBaseLoader):
+        if within and isinstance(event, yaml.NodeEvent):
+            within[-1].add(event)
+        if isinstance(event, yaml.CollectionStartEvent):
+            within.append(_Open(event))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            within.pop()
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in (o.anchor for o in within):
+            raise yaml.YAMLError(f"the alias *{event.anchor} refers to itself")
+        if len(within) > DEEPEST:
+            raise yaml.YAMLError(f"it is nested more than {DEEPEST} levels deep")

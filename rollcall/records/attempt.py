@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
-from rollcall.records.files import changed, is_there, listed
 from rollcall.records.run import Line, Whole
+from rollcall.system.files import changed, is_there, listed
 
 AGENT, SUPERVISOR = "agent", "supervisor"
 """Writers of a `RankFailure` where the rank itself cannot."""
+OUT_OF_MEMORY = "because its control group ran out of memory"
+"""In the report of an agent whose rank the kernel killed for its memory."""
 LOST_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|"
     r"DistNetworkError|DistBackendError|DistStoreError|Socket Timeout|Timed out waiting|"
@@ -19,9 +21,11 @@ LOST_PEER = re.compile(
 )
 """Matches the message of a rank whose peer or node is gone."""
 COUNT_BYTES = 8
-"""Length of what a heartbeat file holds."""
+"""Length of the count in a heartbeat file."""
+ADDRESS_BYTES = 192
+"""Size limit of the address after the count."""
 PartState: TypeAlias = Literal["running", "finished", "stopped", "failed"]
-"""How one node's part of an attempt stands."""
+"""The state of one node's part of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,16 @@ class AttemptRecord:
     @classmethod
     def read(cls, directory: Path) -> list[Self]:
         """Read all attempts, in order."""
-        found: dict[int, Self] = {}
+        attempts: dict[int, Self] = {}
         for line in AttemptEvent.read(directory):
             number = line.attempt
             if line.event == "started" and line.hosts and line.ranks:
-                found[number] = cls(number, line.job, line.hosts, line.ranks, line.time)
-            elif line.event == "ended" and number in found:
-                found[number] = replace(
-                    found[number], state=line.state, exit_code=line.exit_code, ended=line.time
+                attempts[number] = cls(number, line.job, line.hosts, line.ranks, line.time)
+            elif line.event == "ended" and number in attempts:
+                attempts[number] = replace(
+                    attempts[number], state=line.state, exit_code=line.exit_code, ended=line.time
                 )
-        return [found[number] for number in sorted(found)]
+        return [attempts[number] for number in sorted(attempts)]
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,14 @@ class NodeState(Whole):
     exit_code: int | None = None
     is_victim: bool = False  # whether its supervisor ended the ranks because another node failed
     asked: str | None = None  # the signal by which its supervisor was asked to stop
-    nccl: dict[str, str] | None = None  # what its ranks get for the fabric (rollcall/fabrics.toml)
+    nccl: dict[str, str] | None = None  # what its ranks get for the fabric, see fabrics.toml
 
 
 def new_attempt(directory: Path, number: int) -> int:
     """Take the first free attempt number from this one, by making its directory of node states."""
     while True:
         with contextlib.suppress(FileExistsError):
-            NodeState.place(directory, attempt=number, node=0).parent.mkdir(parents=True)
+            NodeState.path_in(directory, attempt=number, node=0).parent.mkdir(parents=True)
             return number
         number += 1
 
@@ -123,7 +127,7 @@ class NoMoreRounds(Whole):
 
 @dataclass(frozen=True)
 class NodeFailure(Whole):
-    """Why a node left an attempt; of each round, only the first failure is kept."""
+    """The reason why a node left an attempt; of each round, only the first failure is kept."""
 
     FILE = "job/rendezvous/{key}.failed.json"
 
@@ -137,28 +141,24 @@ class NodeFailure(Whole):
         return f"node {self.node} ({self.host}) failed: {self.reason}"
 
 
-@dataclass(frozen=True)
-class GaveUp(Whole):
-    """Why a supervisor gave up by itself, apart from how its ranks ended."""
+class GaveUp(NodeFailure):
+    """The reason why a supervisor gave up by itself, apart from how its ranks ended."""
 
     FILE = "job/rendezvous/{key}.node-{node}.gave-up.json"
-
-    node: int
-    host: str
-    reason: str  # in words
 
 
 class Heartbeat:
     """A file with a count that goes up for as long as its writer lives.
 
-    It is written in place: on NFS, other hosts may see a renamed file late. Writers and readers
-    keep it open, because opening and closing files is what loads a shared file system.
+    After the count stands where the writer answers questions, see `node/pulse.py`. The file is
+    written in place: on NFS, other hosts may see a renamed file late. Writers and readers keep it
+    open, because opening and closing files is what loads a shared file system.
     """
 
     def __init__(self, path: Path) -> None:
+        self.address = ""  # the writer's, as last read
         self._path = path
         self._descriptor: int | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def of_node(cls, directory: Path, key: str, node: int) -> Self:
@@ -173,30 +173,28 @@ class Heartbeat:
     @staticmethod
     def newest(directory: Path) -> float:
         """Return when any heartbeat of a run was written last, in seconds since 1970; 0 if none."""
-        found = listed(directory, "job/heartbeats/*") + listed(directory, "job/heartbeats/*/*")
-        return max(map(changed, found), default=0.0)
+        paths = listed(directory, "job/heartbeats/*") + listed(directory, "job/heartbeats/*/*")
+        return max(map(changed, paths), default=0.0)
 
-    def write(self, count: bytes) -> None:
+    def write(self, count: bytes, address: str = "") -> None:
         """Write the count. Nothing is raised, because a full disk must not end a run."""
         try:
             descriptor = self._open(os.O_RDWR | os.O_CREAT)
-            os.pwrite(descriptor, count, 0)
+            os.pwrite(descriptor, count + address.encode(), 0)
             _pass_cache(descriptor)
         except OSError:
             self.close()
 
     def read(self, is_doubted: bool = False) -> bytes:
-        """Return the count; empty without a file.
-
-        Args:
-            is_doubted: open the file again, because what is read may be out of date.
-        """
-        if is_doubted:
+        """Return the count; empty without a file."""
+        if is_doubted:  # what an open file shows may be out of date
             self.close()
         try:
             descriptor = self._open(os.O_RDONLY)
             _pass_cache(descriptor)
-            return os.pread(descriptor, COUNT_BYTES, 0)
+            text = os.pread(descriptor, COUNT_BYTES + ADDRESS_BYTES, 0)
+            self.address = text[COUNT_BYTES:].decode(errors="replace") or self.address
+            return text[:COUNT_BYTES]
         except OSError:
             self.close()
             return b""
@@ -211,15 +209,18 @@ class Heartbeat:
 
     def _open(self, flags: int) -> int:
         if self._descriptor is None:
+            if flags & os.O_CREAT:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, flags, 0o600)
         return self._descriptor
 
     def exists(self) -> bool:
-        """Whether there is a writer, or was one."""
+        """Return True if there is a writer, or was one."""
         return is_there(self._path)
 
     def create(self) -> bool:
-        """Make the file; return whether this process was the one to do it."""
+        """Make the file; return True if this process was the first."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
@@ -234,7 +235,7 @@ def _pass_cache(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class RankFailure(Whole):
-    """How a rank failed, in its node's log directory; written by itself, or else by its parent.
+    """The failure of a rank, in its node's log directory; written by itself, or by its parent.
 
     The supervisor writes that it has killed a rank, or the parent, that somebody had stopped.
     """
@@ -252,19 +253,19 @@ class RankFailure(Whole):
     @classmethod
     def of_attempt(cls, logs: Path) -> list[Self]:
         """Read all failures of an attempt from the directory of its logs, by time."""
-        found = []
+        failures = []
         for folder in listed(logs, "node-*"):
             node = folder.name.removeprefix("node-")
             for path, failure in cls.read_all(folder).items():
                 if node.isdecimal():
                     who = path.name.removesuffix(cls.FILE.removeprefix("{who}"))
-                    found.append(replace(failure, who=who, node=int(node)))
-        return sorted(found, key=lambda failure: failure.time)
+                    failures.append(replace(failure, who=who, node=int(node)))
+        return sorted(failures, key=lambda failure: failure.time)
 
 
 @dataclass(frozen=True)
 class RankEnd(Line):
-    """How a rank ended, in order or not; in its node's log directory, in the order of the ends."""
+    """The end of a rank, in order or not; in its node's log directory, in the order of the ends."""
 
     FILE = "ends.jsonl"
 
@@ -292,7 +293,7 @@ class RanksAlone(Whole):
 
 @dataclass(frozen=True)
 class LogSizes(Line):
-    """How far the logs of a node's ranks had grown at some time; in the node's log directory."""
+    """The sizes of the logs of a node's ranks at some time; in the node's log directory."""
 
     FILE = "times.jsonl"
 

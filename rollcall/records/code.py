@@ -1,14 +1,14 @@
-"""The source of the copy of a run's code, and whether the copy is still whole. No torch."""
+"""The source of the copy of a run's code, and damage to the copy. No torch."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from rollcall.records.files import read_object, write_atomic
 from rollcall.records.run import Record
+from rollcall.system.files import open_regular, read_object, write_atomic
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class CodeRecord(Record):
     shared: list[str]  # suffixes of the files that runs share
     files: dict[str, str | None]  # SHA-256 of each file; None for links
     commit: str | None = None  # of the checkout; None outside git
-    modified: bool = False  # whether the checkout had uncommitted changes
+    modified: bool = False  # True if the checkout had uncommitted changes
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -31,23 +31,19 @@ class CodeRecord(Record):
         """Write the record atomically."""
         write_atomic(path, json.dumps(self.as_dict()) + "\n")
 
-    def damage(self, copy: Path) -> Iterator[tuple[str, bool]]:
-        """Yield the files that runs share and that differ from the record.
-
-        Yields:
-            The name of a file, and whether it is missing; if not, its content has changed.
-        """
+    def damage(self, copy: Path, more: Sequence[str] = ()) -> Iterator[tuple[str, bool]]:
+        """Yield the shared files, and those with `more` suffixes, that differ; True if missing."""
         for name, digest in self.files.items():
-            if digest is None or not name.endswith(tuple(self.shared)):
+            if digest is None or not name.endswith((*self.shared, *more)):
                 continue  # a script may change or remove its other files
             try:
                 # The time of a file of the store shows that it is unchanged.
-                found = (copy / name).stat()
-                if found.st_mtime_ns != time_of(digest) and digest_of(copy / name) != digest:
+                time = (copy / name).stat().st_mtime_ns
+                if time != time_of(digest) and digest_of(copy / name) != digest:
                     yield name, False
             except (FileNotFoundError, NotADirectoryError):
                 yield name, True
-            except OSError:  # the disk fails for a moment: the file may be there
+            except OSError:  # a passing error of the disk: the file may exist
                 continue
             except ValueError:  # the record is damaged
                 yield name, False
@@ -55,7 +51,7 @@ class CodeRecord(Record):
 
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -4,18 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from rollcall.records.files import listed, read_value
 from rollcall.records.run import Line, Record, Whole
+from rollcall.system.files import listed, read_value
 
-RestartCause: TypeAlias = Literal[
-    "preempted",
-    "time limit",
-    "asked to stop",
-    "crash",
-    "lost node",
-    "lost batch process",
-    "more hosts",
-]
+RestartCause: TypeAlias = (
+    Literal["preempted", "time limit", "asked to stop", "crash"]
+    | Literal["lost node", "lost batch process", "srun was killed", "more hosts"]
+)
 """Why a run came down and starts again."""
 
 
@@ -31,6 +26,7 @@ class JobRecord(Whole):
     spares: int = 0  # further nodes, which wait
     min_nodes: int | None = None  # the fewest nodes of an elastic run; None if it needs all
     more: dict[str, Any] = field(default_factory=dict)  # what else the script was made from
+    continues: bool = True  # whether a restarted program continues its work
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,14 @@ class Restart(Line):
     time: float
     job: str
     cause: RestartCause  # what brought the run down
-    step: int  # what the run had reached; see `restarts.allowed`
+    step: int  # what the run had reached; see `decision.is_in_vain`
     hosts: list[str] = field(default_factory=list)  # the hosts that did it, if known
     is_queued: bool = False  # whether the job waits in the queue before the run starts again
+    reason: str = ""  # the first cause in a sentence, if it is known
+
+    def __str__(self) -> str:
+        hosts = f" ({', '.join(self.hosts)})" if self.hosts else ""
+        return self.reason or f"{self.cause}{hosts}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class BatchRecord(Whole):
 
     @classmethod
     def was_lost(cls, directory: Path, job_id: str) -> bool:
-        """Whether the batch process of this job, which is over, did not end in order."""
+        """Return True if the batch process of this job, which is over, did not end in order."""
         known = cls.read(directory)
         if known is None or known.process is None or known.has_ended:
             return False
@@ -115,12 +116,12 @@ class Cell(Record):
     def all_of(cls, path: Path) -> list[Self]:
         """Read all cells of a list; unreadable ones are left out."""
         cells = read_value(path)
-        found = map(cls.parse, cells if isinstance(cells, list) else [])
-        return [cell for cell in found if cell is not None]
+        parsed = map(cls.parse, cells if isinstance(cells, list) else [])
+        return [cell for cell in parsed if cell is not None]
 
     @staticmethod
     def are_in(directory: Path) -> bool:
-        """Whether this is the directory of a sweep."""
+        """Return True for the directory of a sweep."""
         return bool(listed(directory / "job", "cells-*.json"))
 
 

@@ -1,12 +1,12 @@
-"""Where the time of training steps went, on each rank. No torch."""
+"""The time of training steps by phase, on each rank. No torch."""
 
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rollcall.records.files import as_object
 from rollcall.records.run import Line
+from rollcall.system.files import as_object
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,6 @@ class Phases(Line):
         """Cut off the lines of steps that are done again."""
         with contextlib.suppress(OSError), (directory / cls.FILE).open("rb+") as file:
             lines = file.readlines()
-            while lines and ((one := cls.parse(as_object(lines[-1]))) is None or one.step > step):
+            while lines and ((last := cls.parse(as_object(lines[-1]))) is None or last.step > step):
                 lines.pop()
             file.truncate(sum(map(len, lines)))

@@ -18,7 +18,7 @@ class ProfileRequest(Whole):
 
 
 @dataclass(frozen=True)
-class Profile(Whole):
+class RankProfile(Whole):
     """The profile of a rank in the steps from `first` to `last`; its trace lies beside the file."""
 
     FILE = "profile/steps-{first}-{last}/rank-{rank}.json"
@@ -32,30 +32,46 @@ class Profile(Whole):
     phases: dict[str, float]  # mean seconds of a step
     exposed: float  # seconds of a step in which nothing hid the communication
     exposed_by: str  # how that was measured
-    operators: list[dict[str, Any]]  # name, calls, seconds of all steps; the longest first
+    # Name, calls, own seconds in all steps, with those called (total), share of all own seconds.
+    operators: list[dict[str, Any]]
     collectives: list[dict[str, Any]]  # name, calls, bytes of a call, seconds of all calls
     files: list[str] = field(default_factory=list)  # beside this file
 
     def lines(self, directory: Path) -> list[str]:
-        """Return tables to print, for the run in this directory."""
-        place = self.place(directory, **vars(self)).parent
-        own = ", ".join(f"{name} {1000 * each:.2f}" for name, each in self.phases.items())
-        steps = f"steps {self.first} to {self.last}"
+        """Return the lines to print, for the run in this directory."""
+        folder = self.path_in(directory, **vars(self)).parent
+        phases = ", ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in self.phases.items())
+        steps = self.last - self.first + 1
+        per_step = 1000 / steps  # of seconds, ms of a step
         rows = [
-            f"rank {self.rank}, {steps}: {1000 * self.seconds:.2f} ms per step",
-            f"  ms by phase: {own}",
+            f"rank {self.rank}, steps {self.first} to {self.last}, means of a step: "
+            f"{1000 * self.seconds:.2f} ms",
+            f"  ms by phase: {phases}",
             f"  communication that nothing hid: {1000 * self.exposed:.2f} ms per step, "
             f"{self.exposed_by}",
-            f"  {'operator':44} {'calls':>7} {'ms':>10}",
+            f"  {'operator':36} {'calls':>7} {'self ms':>9} {'self %':>7} {'total ms':>9}",
         ]
-        for one in self.operators[: self.TOP]:
-            rows.append(f"  {one['name'][:44]:44} {one['calls']:7} {1000 * one['seconds']:10.2f}")
-        if self.collectives:
-            rows.append(f"  {'collective':24} {'bytes':>12} {'calls':>6} {'ms':>10} {'GB/s':>8}")
-        for one in self.collectives[: self.TOP]:
-            rate = one["bytes"] * one["calls"] / max(one["seconds"], 1e-9) / 1e9
+        for row in self.operators[: self.TOP]:
+            name, total = row["name"], per_step * row.get("total", row["seconds"])
+            name = name if len(name) <= 36 else f"{name[:20]}…{name[-15:]}"
             rows.append(
-                f"  {one['name'][:24]:24} {one['bytes']:12,} {one['calls']:6} "
-                f"{1000 * one['seconds']:10.2f} {rate:8.3f}"
+                f"  {name:36} {row['calls'] / steps:7.4g} {per_step * row['seconds']:9.2f} "
+                f"{row.get('share', 0):7.1%} {total:9.2f}"
             )
-        return [*rows, f"  files in {place}: {', '.join(self.files)}"]
+        if self.collectives:  # they wait for the last rank too, and several may run at once
+            head = f"{'bytes':>12} {'calls':>6} {'ms':>9} {'GB/s':>8}"
+            rows.append(f"  {'collective, with waiting':24} {head}")
+        for row in self.collectives[: self.TOP]:
+            rate = row["bytes"] * row["calls"] / max(row["seconds"], 1e-9) / 1e9
+            rows.append(
+                f"  {row['name'][:24]:24} {row['bytes']:12,} {row['calls'] / steps:6.4g} "
+                f"{per_step * row['seconds']:9.2f} {rate:8.3g}"
+            )
+        kinds = {
+            "trace": "trace, for https://ui.perfetto.dev: ",
+            "python": "flame graph: npx speedscope ",
+            "memory": "allocator, for https://pytorch.org/memory_viz: ",
+        }
+        return rows + [
+            f"  {kinds.get(file.partition('-')[0], '')}{folder / file}" for file in self.files
+        ]

@@ -13,45 +13,22 @@ import functools
 import json
 import math
 import types
+import typing
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import (
-    Any,
-    BinaryIO,
-    ClassVar,
-    Literal,
-    Self,
-    TypeAlias,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, BinaryIO, ClassVar, Literal, Self, TypeAlias, get_args
 
-from rollcall.records.files import (
-    append_line,
-    as_object,
-    listed,
-    open_lines,
-    parse_lines,
-    read_every_line,
-    read_lines,
-    read_object,
-    set_aside,
-    tail,
-    write_atomic,
-    write_line,
-    write_once,
-)
+from rollcall.system import files
+from rollcall.system.files import as_object, open_lines, read_lines, read_object, set_aside
 
 Check: TypeAlias = Callable[[object], bool]
 State: TypeAlias = Literal["done", "requeue", "failed", "stopped"]
 CLAIM = "claim"
-"""Holds a random word of the attempt that may write; see `RunDir.claim`."""
-MOST = 2**63
-"""Integers from here on are damage."""
+"""The file with a random word of the attempt that may write; see `RunDir.claim`."""
+INTEGER_LIMIT = 2**63
+"""Integers from this one on count as damage."""
 EVENTS = "events.jsonl"
 """Events: an object per line with `time`, `event` and fields that depend on the event."""
 
@@ -66,29 +43,28 @@ class Record:
     FILE: ClassVar[str]
 
     @classmethod
-    def parse(cls, found: object) -> Self | None:
+    def parse(cls, value: object) -> Self | None:
         """Make a record of a JSON value; None if a field is missing or has the wrong type."""
-        if not isinstance(found, dict):
+        if not isinstance(value, dict):
             return None
         known: dict[str, Any] = {}
-        own = _fields(cls)  # type: ignore[arg-type] # mypy does not see that it is hashable
-        for name, (fits, is_needed) in own.items():
-            if name in found:
-                if not fits(found[name]):
+        checks = _checks(cls)  # type: ignore[arg-type] # mypy does not see that it is hashable
+        for name, (fits, is_needed) in checks.items():
+            if name in value:
+                if not fits(value[name]):
                     return None
-                known[name] = found[name]
+                known[name] = value[name]
             elif is_needed:
                 return None
         if "more" in cls.__dataclass_fields__:
-            known["more"] = {key: value for key, value in found.items() if key not in own}
+            known["more"] = {key: value[key] for key in value if key not in checks}
         return cls(**known)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as a JSON object."""
-        values = vars(self)
-        own = {name: value for name, value in values.items() if name != "more"}
-        both = {**values.get("more", {}), **own}
-        return {name: value for name, value in both.items() if value is not None}
+        values = {**vars(self)}
+        values = {**values.pop("more", {}), **values}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -97,7 +73,7 @@ class Line(Record):
 
     def append(self, directory: Path) -> None:
         """Append the record to its file."""
-        append_line(directory / self.FILE, self.as_dict())
+        files.append_line(directory / self.FILE, self.as_dict())
 
     @classmethod
     def open(cls, directory: Path) -> BinaryIO:
@@ -106,33 +82,34 @@ class Line(Record):
 
     def write_to(self, file: BinaryIO) -> None:
         """Append the record to the open file."""
-        write_line(file, self.as_dict())
+        files.write_line(file, self.as_dict())
 
     @classmethod
     def read(cls, directory: Path) -> list[Self]:
         """Read all records that can be read; none if the file is missing."""
-        found = (cls.parse(line) for line in read_lines(directory / cls.FILE))
-        return [record for record in found if record is not None]
+        records = (cls.parse(line) for line in read_lines(directory / cls.FILE))
+        return [record for record in records if record is not None]
+
+    @classmethod
+    def last(cls, directory: Path) -> list[Self]:
+        """Return the records of the last lines, in order, without reading the whole file."""
+        records = (cls.parse(as_object(line)) for line in files.tail(directory / cls.FILE))
+        return [record for record in records if record is not None]
 
     @classmethod
     def newest(cls, directory: Path) -> Self | None:
-        """Return the last record, without reading the whole file; None if there is none."""
-        return cls._first_of(reversed(tail(directory / cls.FILE)))
-
-    @classmethod
-    def _first_of(cls, lines: Iterable[str]) -> Self | None:
-        found = (cls.parse(as_object(line)) for line in lines)
-        return next((record for record in found if record is not None), None)
+        """Return the last record, without reading the whole file; None without records."""
+        return next(iter(cls.last(directory)[-1:]), None)
 
     @classmethod
     def is_known(cls, line: object) -> bool:
-        """Whether a line is one that the file may have."""
+        """Return True for a line that the file may have."""
         return cls.parse(line) is not None
 
     @classmethod
     def unreadable(cls, directory: Path) -> Iterator[str]:
         """Yield a sentence about lines that readers leave out, if there are any."""
-        lines = enumerate(read_every_line(directory / cls.FILE), 1)
+        lines = enumerate(files.read_every_line(directory / cls.FILE), 1)
         bad = [number for number, line in lines if not cls.is_known(line)]
         if bad:
             count = "1 line" if len(bad) == 1 else f"{len(bad)} lines"
@@ -144,30 +121,30 @@ class Whole(Record):
     """A record that fills a file; `{name}` in the file's name is replaced by a field or a key."""
 
     @classmethod
-    def place(cls, directory: Path, **keys: object) -> Path:
-        """Return where the file lies."""
+    def path_in(cls, directory: Path, **keys: object) -> Path:
+        """Return the path of the file; `keys` fill in its name."""
         return directory / cls.FILE.format_map(keys)
 
     def write(self, directory: Path, **keys: object) -> None:
         """Write the file atomically; `keys` are parts of its name that no field has."""
-        path = self.place(directory, **{**vars(self), **keys})
-        write_atomic(path, json.dumps(self.as_dict()) + "\n")
+        path = self.path_in(directory, **{**vars(self), **keys})
+        files.write_atomic(path, json.dumps(self.as_dict()) + "\n")
 
     def write_once(self, directory: Path, **keys: object) -> None:
         """Write the file unless it exists already: the first writer wins."""
-        path = self.place(directory, **{**vars(self), **keys})
-        write_once(path, json.dumps(self.as_dict()) + "\n")
+        path = self.path_in(directory, **{**vars(self), **keys})
+        files.write_once(path, json.dumps(self.as_dict()) + "\n")
 
     @classmethod
     def read(cls, directory: Path, **keys: object) -> Self | None:
         """Read the file; None if it is missing or cannot be read."""
-        return cls.parse(read_object(cls.place(directory, **keys)))
+        return cls.parse(read_object(cls.path_in(directory, **keys)))
 
     @classmethod
     def read_all(cls, directory: Path, **keys: object) -> dict[Path, Self]:
         """Read every file of this kind whose name has these keys, in the order of their names."""
-        found = {path: cls.parse(read_object(path)) for path in cls._paths(directory, **keys)}
-        return {path: record for path, record in found.items() if record is not None}
+        records = {path: cls.parse(read_object(path)) for path in cls._paths(directory, **keys)}
+        return {path: record for path, record in records.items() if record is not None}
 
     @classmethod
     def unreadable(cls, directory: Path) -> Iterator[str]:
@@ -179,12 +156,12 @@ class Whole(Record):
     @classmethod
     def _paths(cls, directory: Path, **keys: object) -> list[Path]:
         pattern = cls.FILE.format_map(defaultdict(lambda: "*", keys))
-        return listed(directory, pattern)
+        return files.listed(directory, pattern)
 
 
 @dataclass(frozen=True)
 class Verdict(Whole):
-    """How an attempt ended: what a launcher or a person must do next follows from `state`.
+    """How an attempt ended; `state` tells a launcher or a person what to do next.
 
     `done`: nothing is left to do. `requeue`: the scheduler asked the run to stop; start it again.
     `stopped`: a person asked it to stop. `failed`: see `reason`.
@@ -199,7 +176,7 @@ class Verdict(Whole):
 
 @dataclass(frozen=True)
 class JobEnd(Whole):
-    """When the job ends, in seconds since 1970; without the file, nobody knows."""
+    """The end of the job, in seconds since 1970; the file is missing if the end is unknown."""
 
     FILE = "job/deadline.json"
 
@@ -221,7 +198,7 @@ class LoggedStep(Line):
 
     @classmethod
     def is_known(cls, line: object) -> bool:
-        """Whether a line is of a step or of a validation, which are in the same file."""
+        """Return True for a step and for a validation, which are in the same file."""
         return cls.parse(line) is not None or Validation.parse(line) is not None
 
     @classmethod
@@ -230,28 +207,16 @@ class LoggedStep(Line):
 
         The first one is the newest if all are older; None without steps.
         """
-        lines = tail(directory / cls.FILE)
-        last = cls._first_of(reversed(lines))
-        if last is None:
-            return None
-        known = (cls.parse(as_object(line)) for line in lines)
-        recent = (line for line in known if line is not None and line.time >= since)
-        return next(recent, last), last
-
-    @classmethod
-    def last(cls, directory: Path) -> list[Self]:
-        """Return the steps of the last lines, without reading the whole file."""
-        found = (cls.parse(as_object(line)) for line in tail(directory / cls.FILE))
-        return [line for line in found if line is not None]
+        steps = cls.last(directory)
+        recent = [step for step in steps if step.time >= since] or steps[-1:]
+        return (recent[0], steps[-1]) if steps else None
 
     @classmethod
     def forget_after(cls, directory: Path, step: int) -> None:
         """Move the lines of steps that a resumed run repeats, validations included.
 
-        They go to the file of `ForgottenStep`, if it can be written.
-
-        Raises:
-            OSError: the file could not be read or written; it is unchanged.
+        They go to the file of `ForgottenStep`, if it can be written. After an OSError, this file is
+        unchanged.
         """
         cls._keep(directory, lambda line: line["step"] <= step)
 
@@ -268,19 +233,20 @@ class LoggedStep(Line):
             set_aside(path)
         if not path.exists():
             return
-        lines = [*parse_lines(path.read_bytes().splitlines(True))]
+        lines = [*files.parse_lines(files.read_whole(path, files.MOST).splitlines(True))]
         known = [line for line in lines if line is not None and cls.is_known(line)]
         if len(known) < len(lines):
             set_aside(path)
         if dropped := [line for line in known if not is_kept(line)]:
-            place = directory / ForgottenStep.FILE
-            # A crash may have come between this and the cut below.
-            before = {json.dumps(line) for line in read_lines(place)}
-            with contextlib.suppress(OSError), open_lines(place) as file:
+            forgotten = directory / ForgottenStep.FILE
+            # An earlier attempt may have crashed between this and the cut below.
+            before = {json.dumps(line) for line in read_lines(forgotten)}
+            with contextlib.suppress(OSError), open_lines(forgotten) as file:
                 for line in dropped:
                     if json.dumps(line) not in before:
-                        write_line(file, line)
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in known if is_kept(line)))
+                        files.write_line(file, line)
+        text = "".join(json.dumps(line) + "\n" for line in known if is_kept(line))
+        files.write_atomic(path, text)
 
 
 @dataclass(frozen=True)
@@ -313,26 +279,24 @@ def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def noticed(directory: Path) -> list[str]:
-    """Return what the newest attempt noticed about its ranks, in words, in order."""
-    found: list[str] = []
+    """Return the newest attempt's remarks about its ranks, in order."""
+    texts: list[str] = []
     having = (b'"started"', b'"straggler"', b'"memory_grows"')
     for line in read_lines(directory / EVENTS, having=having):
         if is_event(line) and line["event"] == "started":
-            found.clear()
+            texts.clear()
         elif is_event(line) and isinstance(line.get("text"), str):
-            found.append(line["text"])
-    return found
+            texts.append(line["text"])
+    return texts
 
 
 def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float]]:
-    """Return what `status` shows of the events.
+    """Read the start of the newest attempt, in seconds since 1970 (0 if there is none).
 
-    Returns:
-        When the newest attempt started (0 if none has), how many steps it must do, and the figures
-        of the newest evaluation, by name.
+    Return also the number of steps it must do, and the figures of the newest evaluation by name.
     """
     started, steps, evaluated = 0.0, None, dict[str, Any]()
-    # Most events are neither, and need not be parsed.
+    # Other events, which are most of them, need not be parsed.
     having = (b'"started"', b'"first_step"', b'"evaluated"')
     for line in read_lines(directory / EVENTS, having=having):
         if is_event(line):
@@ -340,32 +304,26 @@ def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float
             is_known = line["event"] == "first_step" and _check(int)(line.get("steps"))
             steps = line["steps"] if is_known else steps
             evaluated = line if line["event"] == "evaluated" else evaluated
-    found = [(name, value) for name, value in evaluated.items() if isinstance(value, float)]
-    figures = {name: value for name, value in found if name not in ("time", "seconds")}
+    figures = {name: value for name, value in evaluated.items() if isinstance(value, float)}
+    figures = {name: figures[name] for name in figures if name not in ("time", "seconds")}
     return started, steps, figures
 
 
 def is_event(line: dict[str, Any]) -> bool:
-    """Whether an object has what every event has."""
+    """Return True for an object with the fields of every event."""
     return isinstance(line.get("event"), str) and _is_time(line.get("time"))
 
 
 @functools.cache
-def _fields(kind: type[Record]) -> dict[str, tuple[Check, bool]]:
-    """Return the check of each field, and whether it must be there; without `more`."""
-    hints = get_type_hints(kind)
-    needed = {
-        each.name: each.default is MISSING and each.default_factory is MISSING
-        for each in fields(kind)
-        if each.name != "more"
-    }
-    checks = {name: _is_time if name == "time" else _check(hints[name]) for name in needed}
-    return {name: (checks[name], is_needed) for name, is_needed in needed.items()}
-
-
-def _is_small(value: Any) -> bool:
-    # Python's integers have no limit; an integer too large for a float would stop every reader.
-    return isinstance(value, float) or abs(value) < MOST
+def _checks(kind: type[Record]) -> dict[str, tuple[Check, bool]]:
+    """Return the check of each field but `more`, and True if the field must be present."""
+    hints = typing.get_type_hints(kind)
+    checks = {}
+    for entry in fields(kind):
+        name, is_needed = entry.name, entry.default is MISSING and entry.default_factory is MISSING
+        if name != "more":
+            checks[name] = (_is_time if name == "time" else _check(hints[name]), is_needed)
+    return checks
 
 
 def _is_time(value: Any) -> bool:
@@ -374,9 +332,9 @@ def _is_time(value: Any) -> bool:
 
 @functools.cache
 def _check(hint: Any) -> Check:
-    """Return a function that says whether a JSON value has a type."""
-    kind, parts = get_origin(hint), get_args(hint)
-    if kind in (Union, types.UnionType):
+    """Return a function that checks the type of a JSON value."""
+    kind, parts = typing.get_origin(hint), get_args(hint)
+    if kind in (typing.Union, types.UnionType):
         checks = [_check(part) for part in parts]
         return lambda value: any(check(value) for check in checks)
     if hint is Any:
@@ -389,7 +347,9 @@ def _check(hint: Any) -> Check:
     if kind is dict:
         of_value = _check(parts[1])
         return lambda value: isinstance(value, dict) and all(map(of_value, value.values()))
-    if hint in (int, float):
-        numbers = (int,) if hint is int else (int, float)
-        return lambda value: type(value) in numbers and _is_small(value)
+    if hint is int:
+        # Python's integers have no limit; an integer too large for a float would stop every reader.
+        return lambda value: type(value) is int and abs(value) < INTEGER_LIMIT
+    if hint is float:
+        return lambda value: type(value) is float or _check(int)(value)
     return lambda value: isinstance(value, hint)

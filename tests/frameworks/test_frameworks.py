@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from lab import Lab, running_lab, wait_until
 
 from rollcall.records.job import Submission
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 # Counts the steps, and makes each of them take a while.
 COUNT = """
@@ -76,7 +76,7 @@ def script(name: str) -> str:
 
 def submit(lab: Lab, place: Path, name: str, *words: str) -> RunDir:
     command = [sys.executable, str(ROOT / "launch" / "submit.py"), "--nodes=2", f"--name={name}"]
-    done = lab.exec("login", *command, *words, cwd=place, timeout=280)
+    done = lab.exec("login", *command, *words, cwd=place, timeout=500)
     run = RunDir(place / "runs", name)
     logs = [path.read_text()[-3000:] for path in run.path.glob("logs/*/*/rank-*.log")]
     assert done.returncode == 0, "\n".join([done.stdout[-3000:], done.stderr, *logs])
@@ -116,9 +116,9 @@ def test_a_preempted_script_ends_as_an_undisturbed_one(
     )
     urgent = ["--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
     job = lab.output("login", "sbatch", *urgent, "--wrap", "sleep 300")
-    wait_until(lambda: "Restarts=1" in queue(lab, run), 120, lambda: "it is not preempted")
+    wait_until(lambda: "Restarts=1" in queue(lab, run), 500, lambda: "it is not preempted")
     lab.output("login", "scancel", job)
-    wait_until(lambda: is_done(run), 240, lambda: f"it is {run.read_verdict()}")
+    wait_until(lambda: is_done(run), 500, lambda: f"it is {run.read_verdict()}")
     assert last_line(run, 1) == last_line(plain, 0)
     assert 0 < run.log(1, 0, 0).read_text().count("step ") < STEPS
 

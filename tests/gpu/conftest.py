@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollcall.accept.page import Page, Row
-from rollcall.bench import turns
+from rollcall.tools.accept.page import Page, Row
+from rollcall.tools.bench import turns
 
 HERE = Path(__file__).parent
 REPORT = HERE.parents[1] / "runs" / "gpu-report"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import logged_steps, train
 
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
 
 
 def losses(root: Path, name: str, *words: str) -> list[float]:

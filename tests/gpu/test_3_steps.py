@@ -10,8 +10,8 @@ import torch
 import user_code
 from ranks import logged_steps, train
 
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
 WORDS = ["device=cuda", "log.every=1", "optim.schedule=constant", "optim.warmup_steps=0"]
 GPT = [

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from ranks import train
 
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
 
 @pytest.mark.parametrize("recipe", ["digits", "gpt"])

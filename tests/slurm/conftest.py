@@ -1,4 +1,4 @@
-"""One Slurm cluster for all the tests here: real daemons, four nodes with four fake GPUs each."""
+"""A Slurm cluster for the tests here: real daemons, four nodes with four fake GPUs each."""
 
 import os
 import sys
@@ -18,8 +18,14 @@ def lab_options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def lab(lab_options: list[str]) -> Iterator[Lab]:
-    """The cluster. ROLLCALL_LAB_PROCTRACK says how its Slurm tracks processes (default: cgroup)."""
-    proctrack = os.environ.get("ROLLCALL_LAB_PROCTRACK", "cgroup")
-    with running_lab(f"test-{os.getpid()}", "--proctrack", proctrack, *lab_options) as lab:
+def proctrack(request: pytest.FixtureRequest) -> str:
+    """How Slurm tracks the processes of a job."""
+    return str(getattr(request, "param", "cgroup"))
+
+
+@pytest.fixture(scope="session")
+def lab(lab_options: list[str], proctrack: str) -> Iterator[Lab]:
+    """The cluster; each process that runs tests has its own."""
+    name = f"test-{os.getpid()}-{proctrack}"
+    with running_lab(name, "--proctrack", proctrack, *lab_options) as lab:
         yield lab

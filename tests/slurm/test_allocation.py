@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lab import Lab
+from checkout import ROOT
+from lab import Lab, wait_until
 
-from rollcall.run_dir import RunDir
+from rollcall.records.job import Submission
+from rollcall.records.run_dir import RunDir
 
-ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 SCRIPT = """
 import os, pathlib, sys, time, helper
@@ -63,3 +64,41 @@ def test_a_job_and_an_allocation_use_the_environment(lab: Lab, tmp_path: Path) -
     assert "RUNNING" in told.stdout  # the allocation is still the user's
     assert re.search(r"^ended +stopped ", told.stdout, re.MULTILINE), told.stdout + told.stderr
     check("held", 2)
+
+
+SAVES = """
+import pathlib, signal, sys, time
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda *_: asked.append(1))
+pathlib.Path(sys.argv[1]).touch()
+while not asked:
+    time.sleep(0.05)
+sys.exit(75)
+"""
+
+
+def test_a_cancelled_run_and_a_part_of_a_chain_have_not_failed(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(SAVES)
+    began = tmp_path / "began"
+
+    def start(name: str, *options: str) -> subprocess.Popen[bytes]:
+        words = [*SUBMIT, "--wait", "--nproc-per-node=1", f"--name={name}", *options]
+        command = lab.argv("login", *words, "--", "saves.py", str(began))
+        return subprocess.Popen(command, cwd=tmp_path)
+
+    def stop(name: str, number: int, *options: str) -> str:
+        wait_until(began.exists, 500, lambda: f"run {name} has not started")
+        began.unlink()
+        job = Submission.read(tmp_path / "runs" / name)[number].job
+        lab.output("login", "scancel", *options, job)
+        return job
+
+    with start("ended") as waiting:
+        stop("ended", 0)
+        assert waiting.wait(500) == 130
+    with start("chain", "--chain=2", "--no-requeue") as waiting:
+        first = stop("chain", 0, "--batch", "--signal=USR2")
+        second = stop("chain", 1, "--batch", "--signal=USR2")
+        assert waiting.wait(500) == 75
+    assert [lab.job(job, "JobState") for job in (first, second)] == ["COMPLETED", "FAILED"]

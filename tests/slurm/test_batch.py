@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -11,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lab import Lab, wait_until
+from checkout import ROOT
+from lab import BOTH_TRACKERS, Lab, wait_until
 
 from rollcall.launch.runs import find
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
-ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 SLEEPS = "import pathlib, sys, time\nprint('begun', flush=True)\nend = pathlib.Path(sys.argv[1])\n"
 SLEEPS += "while not end.exists():\n    time.sleep(0.1)\n"
@@ -71,14 +70,15 @@ def run(lab: Lab, tmp_path: Path) -> Iterator[RunDir]:
         lab.wait_job(job.id)
 
 
+@BOTH_TRACKERS
 def test_a_job_whose_batch_process_is_killed_comes_back(lab: Lab, run: RunDir) -> None:
     steps = ["train.steps=1000000", "checkpoint.every=null"]
     job = submit(lab, run, *WORDS, *steps)
-    wait_until(lambda: count(run, "first_step") == 1, 120, lambda: "there is no step")
+    wait_until(lambda: count(run, "first_step") == 1, 500, lambda: "there is no step")
     batch = batch_of(run)
     stop_guard_of_srun(batch)
     batch.kill()
-    wait_until(lambda: count(run, "first_step") == 2, 120, lambda: says(lab, run, "why"))
+    wait_until(lambda: count(run, "first_step") == 2, 500, lambda: says(lab, run, "why"))
     (resumed,) = run.read_events("resumed")
     assert resumed["step"] > 0, "it saved when it was asked to stop"
     restarts = [line["cause"] for line in read_lines(run.job / "restarts.jsonl")]
@@ -88,7 +88,7 @@ def test_a_job_whose_batch_process_is_killed_comes_back(lab: Lab, run: RunDir) -
 def test_a_job_that_cannot_be_requeued_tells_what_was_killed(lab: Lab, run: RunDir) -> None:
     steps = ["--no-requeue", "train.steps=1000000", "checkpoint.every=null"]
     job = submit(lab, run, *WORDS, *steps)
-    wait_until(lambda: count(run, "first_step") == 1, 120, lambda: "there is no step")
+    wait_until(lambda: count(run, "first_step") == 1, 500, lambda: "there is no step")
     batch_of(run).kill()
     assert lab.wait_job(job) == "FAILED"
     shown = says(lab, run, "why")
@@ -102,23 +102,77 @@ def test_a_batch_process_that_was_stopped_keeps_no_nodes(
 ) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     job = submit(lab, run, "--", "sleeps.py", str(tmp_path / "end"), cwd=tmp_path)
-    wait_until(lambda: run.log(0, 1, 1).exists(), 120, lambda: "it does not begin")
+    wait_until(lambda: run.log(0, 1, 1).exists(), 500, lambda: "it does not begin")
     batch_of(run).send_signal(signal.SIGSTOP)
     (tmp_path / "end").touch()
-    assert lab.wait_job(job, 60) == "COMPLETED"
+    assert lab.wait_job(job) == "COMPLETED"
     assert says(lab, run, "why").startswith("run it has not failed: done")
 
 
-def test_a_suspended_job_continues_as_if_nothing_had_been(
+def test_a_step_that_lost_its_srun_ends_before_the_next_one_starts(lab: Lab, run: RunDir) -> None:
+    """Its ranks save, because Slurm asks them to stop: no step is repeated."""
+    job = submit(lab, run, *WORDS, "train.steps=1000000", "checkpoint.every=null")
+    wait_until(lambda: count(run, "first_step") == 1, 500, lambda: "there is no step")
+    batch = batch_of(run)
+    stop_guard_of_srun(batch)
+    for srun in batch.children():
+        srun.kill()
+    wait_until(lambda: count(run, "first_step") == 2, 500, lambda: says(lab, run, "why"))
+    events = [(line["attempt"], line["event"]) for line in read_lines(run.job / "attempts.jsonl")]
+    assert events == [(0, "started"), (0, "ended"), (1, "started")]
+    causes = [line["cause"] for line in read_lines(run.job / "restarts.jsonl")]
+    assert (lab.job(job, "Restarts"), causes) == ("0", ["srun was killed"])
+    (resumed,) = run.read_events("resumed")
+    assert resumed["step"] > 0, "it saved when it was asked to stop"
+
+
+def test_a_stopped_supervisor_is_woken_by_that_of_another_host(
     lab: Lab, run: RunDir, tmp_path: Path
 ) -> None:
-    steps = ["train.steps=150", "checkpoint.every=null", "model.name=tests.user_code:gated"]
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    job = submit(lab, run, "--", "sleeps.py", str(tmp_path / "end"), cwd=tmp_path)
+    wait_until(lambda: run.log(0, 1, 1).exists(), 500, lambda: "it does not begin")
+    words = {"supervise", f"--run-dir={run.path}"}
+    processes = psutil.process_iter(["cmdline"])
+    mine = [other for other in processes if words <= {*(other.info["cmdline"] or [])}]
+    (head,) = [other for other in mine if other.environ().get("SLURM_NODEID") == "0"]
+    head.suspend()
+    wait_until(lambda: head.status() == psutil.STATUS_STOPPED, 500, lambda: "it is not stopped")
+    wait_until(lambda: head.status() != psutil.STATUS_STOPPED, 500, lambda: "nobody wakes it")
+    (tmp_path / "end").touch()
+    assert lab.wait_job(job) == "COMPLETED"
+    assert not list(run.job.glob("rendezvous/*.failed.json")), "nobody was blamed"
+
+
+def test_a_job_ends_with_its_run_though_slurmstepd_was_killed(
+    lab: Lab, run: RunDir, tmp_path: Path
+) -> None:
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    job = submit(lab, run, "--", "sleeps.py", str(tmp_path / "end"), cwd=tmp_path)
+    wait_until(lambda: run.log(0, 1, 1).exists(), 500, lambda: "it does not begin")
+    title = f"slurmstepd: [{job}.0]"
+    processes = psutil.process_iter(["cmdline"])
+    named = [other for other in processes if title in " ".join(other.info["cmdline"] or [])]
+    steps = [other for other in named if lab.has(other.pid)]
+    assert len(steps) == 2, "one on each host"
+    for step in steps:
+        step.kill()
+    (tmp_path / "end").touch()
+    assert lab.wait_job(job) == "COMPLETED"
+    assert says(lab, run, "why").startswith("run it has not failed: done")
+
+
+@BOTH_TRACKERS
+def test_a_suspended_job_continues_as_if_nothing_had_been(
+    lab: Lab, proctrack: str, run: RunDir, tmp_path: Path
+) -> None:
+    steps = ["train.steps=150", "checkpoint.every=null", "model.name=tests.helpers.user_code:gated"]
     # A step takes 0.2 s until both suspensions are over.
     job = submit(lab, run, *WORDS, *steps, gate=f"1:0.2:{tmp_path / 'quick'}")
-    wait_until(lambda: count(run, "first_step") == 1, 120, lambda: "there is no step")
+    wait_until(lambda: count(run, "first_step") == 1, 500, lambda: "there is no step")
     for seconds in (1, 9):  # longer than a process may be stopped, and a supervisor be silent
         lab.output("login", "scontrol", "suspend", job)
-        wait_until(lambda: lab.job(job, "JobState") == "SUSPENDED", 30, lambda: "it runs on")
+        wait_until(lambda: lab.job(job, "JobState") == "SUSPENDED", 500, lambda: "it runs on")
         time.sleep(seconds)
         lab.output("login", "scontrol", "resume", job)
         time.sleep(2)
@@ -129,7 +183,7 @@ def test_a_suspended_job_continues_as_if_nothing_had_been(
     assert not list(run.job.glob("rendezvous/*.failed.json")), "nobody was blamed"
     assert [line.step for line in run.read_metrics()] == list(range(1, 151))
     assert not (run.job / "restarts.jsonl").exists()
-    if os.environ.get("ROLLCALL_LAB_PROCTRACK") is None:
+    if proctrack == "cgroup":
         alone = RunDir(run.path.parent, "alone")  # not suspended: its losses are the same
         other = submit(lab, alone, *WORDS, *steps)
         assert lab.wait_job(other, 180) == "COMPLETED"

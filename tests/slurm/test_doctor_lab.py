@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+from checkout import ROOT
 from lab import Lab, running_lab
 
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
-ROOT = Path(__file__).parents[2]
 ROLLCALL = [sys.executable, str(ROOT / "env" / "bin" / "rollcall")]
 BAD = "n3"
 LATE = "import time\n_time = time.time\ntime.time = lambda: _time() + 7\n"
@@ -43,10 +43,8 @@ def own_lab(lab_options: list[str]) -> Iterator[Lab]:
 
 def daemon_of(lab: Lab, host: str) -> int:
     """Return the process id of a host's Slurm daemon."""
-    mark = f"rollcall-lab:{lab.name}:{host} "
     for process in psutil.process_iter(["name"]):
-        mounts = Path(f"/proc/{process.pid}/mountinfo")
-        if process.info["name"] == "slurmd" and mark in mounts.read_text():
+        if process.info["name"] == "slurmd" and lab.has(process.pid, host):
             return process.pid
     raise AssertionError(f"{host} has no daemon")
 
@@ -65,6 +63,8 @@ def plant(lab: Lab, place: Path) -> subprocess.Popen[bytes]:
         f"mount -B {MINE}/metadata {metadata}",
         f"echo different >{MINE}/code.py && mount -B {MINE}/code.py {place}/code.py",
         "ip link set dev eth0 mtu 1400",
+        f"sed 's/ n1$/ x/; s/ n2$/ n1/; s/ x$/ n2/' /etc/hosts >{MINE}/swapped",
+        f"mount -B {MINE}/swapped /etc/hosts",
         f"prlimit --pid {daemon_of(lab, BAD)} --nofile=300:300",
     ]
     lab.output(BAD, "bash", "-ec", "\n".join(lines))
@@ -87,7 +87,7 @@ def diagnose(lab: Lab, place: Path) -> tuple[int, dict[str, Any]]:
 
 PLANTED = (
     *("shared-memory", "own-name", "free-space", "writing", "open-files", "clock"),
-    *("packages", "code", "foreign-processes", "mtu"),
+    *("packages", "code", "foreign-processes", "mtu", "connections"),
 )
 
 
@@ -99,12 +99,16 @@ def test_the_doctor_marks_the_odd_host_in_each_planted_defect(own_lab: Lab, tmp_
     finally:
         loop.kill()
         loop.wait()
+        own_lab.output(BAD, "umount", "/etc/hosts")
     assert code == 1 and sorted(found["nodes"]) == ["n1", "n2", "n3", "n4"]
     for name in PLANTED:
         states = {host: results[name]["state"] for host, results in found["nodes"].items()}
         odd = {each["node"] for each in found["odd"].get(name, [])}
-        bad = {host for host, state in states.items() if state in ("bad", "warning")}
+        # A busy machine answers late: another host then warns of a connection.
+        kinds = ("bad",) if name == "connections" else ("bad", "warning")
+        bad = {host for host, state in states.items() if state in kinds}
         assert BAD in odd | bad and odd | bad == {BAD}, (name, states, found["odd"].get(name))
+    assert "the name n1 leads to n2" in found["nodes"][BAD]["connections"]["text"]
     assert "psutil 1.2.3" in found["odd"]["packages"][0]["has"]
     assert found["odd"]["mtu"] == [{"node": BAD, "has": "1400", "usual": "1500"}]
 
@@ -121,8 +125,7 @@ def test_a_spare_takes_the_place_of_a_bad_host(own_lab: Lab, tmp_path: Path) -> 
     assert BAD not in hosts and len(hosts) == 2, hosts
     output = "\n".join(path.read_text() for path in run.job.glob("*.out"))
     assert f"leaves out {BAD}: " in output, output
-    seconds = [line for line in output.splitlines() if "the preflight took" in line]
-    assert float(seconds[0].split()[-2]) < 5, seconds
+    assert "the preflight took" in output, output
     told = own_lab.exec("login", *ROLLCALL, "nodes", env=state).stdout
     assert BAD in told and "shared-memory" in told, told
     # The next job of this user avoids the host, until the user forgets what is known of it.
@@ -134,7 +137,7 @@ def test_a_spare_takes_the_place_of_a_bad_host(own_lab: Lab, tmp_path: Path) -> 
 
 
 def test_network_names_the_host_with_a_slow_link(own_lab: Lab, tmp_path: Path) -> None:
-    limit = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "100mbit")
+    limit = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "20mbit")
     own_lab.output("n2", *limit, "burst", "32k", "latency", "50ms")
     words = ["--nodes=4", "--nproc-per-node=1", f"--root={tmp_path}/runs", "--name=it"]
     measure = [*ROLLCALL, "network", *words, "--", "--sizes=64K", "--json"]
@@ -144,9 +147,10 @@ def test_network_names_the_host_with_a_slow_link(own_lab: Lab, tmp_path: Path) -
     found = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])
     assert found["hosts"] == ["n1", "n2", "n3", "n4"] and found["interface"] == "eth0"
     # The limit delays what n2 sends, and by that the acknowledgements of what it receives.
-    # On a busy machine the others are slow too, and only some of its links may stand out.
-    first = ("slow host: n2 ", "slow link: n2 to ")
-    assert found["slow"] and all(text.startswith(first) for text in found["slow"]), found
+    # On a busy machine others may be named too, but none is as slow as what n2 sends.
+    assert any(text.startswith(("slow host: n2 ", "slow link: n2 to ")) for text in found["slow"])
+    sent, others = found["links"].pop(1), [row[:1] + row[2:] for row in found["links"]]
+    assert max(sent) < min(rate for row in others for rate in row if rate), found
     assert {row["kind"] for row in found["collectives"]} >= {"all-reduce", "all-to-all"}
     assert all(row["bus"] > 0 for row in found["collectives"])
 
@@ -167,6 +171,8 @@ def test_accept_passes_on_two_hosts_and_names_what_is_wrong_on_others(
     code, rows, said = accept("fine", "n1,n4")
     assert code == 0 and len(rows) == 18, said
     assert "of the wire's" in rows["bandwidth"]["text"], said
+    assert "rank 1 got SIGKILL" in rows["kill and resume"]["text"], said
+    assert rows["kill and resume"]["text"].endswith("equal to the last bit"), said
     # A host without shared memory, and a link that is too slow.
     own_lab.output(BAD, "mount", "-o", "remount,size=100M", "/dev/shm")
     limit = ("tbf", "rate", "10mbit", "burst", "32k", "latency", "50ms")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import lab_power
 import pytest
+from checkout import ROOT
 from lab import Lab, running_lab, wait_until
 from ranks import logged_steps
 
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
-ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 WORDS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=50"]
 
@@ -41,7 +41,7 @@ def wait_for_checkpoint(run: RunDir) -> None:
         return newest is not None and "checkpointed" in names[newest:]
 
     outputs = run.job.glob("slurm-*.out")
-    wait_until(is_there, 120, lambda: "".join(path.read_text() for path in outputs))
+    wait_until(is_there, 500, lambda: "".join(path.read_text() for path in outputs))
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +52,22 @@ def drilled(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunD
     yield run
     lab.output("login", sys.executable, "-m", "launch", "cancel", str(run.path))
     assert lab.wait_job(job) == "CANCELLED"
-    wait_until(lambda: run.read_verdict() is not None, 60, lambda: "there is no verdict")
+    wait_until(lambda: run.read_verdict() is not None, 500, lambda: "there is no verdict")
     assert steps(run) == list(range(1, len(steps(run)) + 1))
 
 
 @pytest.mark.parametrize(
-    ("what", "again", "lost"),
+    ("what", "again", "lost", "proctrack"),
     [
-        ("kill-rank", 30, 100),
-        ("hang", 40, 100),
-        ("kill-node", 60, 100),
-        ("preempt", 90, 0),
-        ("time-limit", 150, 0),
+        ("kill-rank", 30, 100, "cgroup"),
+        ("hang", 40, 100, "cgroup"),
+        ("kill-node", 60, 100, "cgroup"),
+        ("preempt", 90, 0, "cgroup"),
+        ("time-limit", 150, 0, "cgroup"),
+        ("kill-node", 60, 100, "linuxproc"),
     ],
+    indirect=["proctrack"],
+    scope="session",
 )
 def test_a_run_goes_on(lab: Lab, drilled: RunDir, what: str, again: float, lost: int) -> None:
     """The bounds on time are far above what an idle machine needs: drill prints the true ones."""
@@ -72,7 +75,7 @@ def test_a_run_goes_on(lab: Lab, drilled: RunDir, what: str, again: float, lost:
     drill = [sys.executable, "-m", "launch", "drill", str(drilled.path), what]
     refused = lab.exec("login", *drill)
     assert (refused.returncode, "add --yes" in refused.stderr) == (2, True), refused.stderr
-    told = lab.output("login", *drill, "--yes", timeout=200)
+    told = lab.output("login", *drill, "--yes", timeout=500)
     assert float(re.findall(r"training again after +([\d.]+) s", told)[0]) < again
     assert int(re.findall(r"steps done again +(\d+)", told)[0]) <= lost
 
@@ -80,7 +83,7 @@ def test_a_run_goes_on(lab: Lab, drilled: RunDir, what: str, again: float, lost:
 def test_a_refused_request_is_not_tried_again(lab: Lab, tmp_path: Path) -> None:
     run = RunDir(tmp_path, "refused")
     options = ["--gpus-per-node=1", "--wait", "--name", run.name, "--root", str(tmp_path)]
-    done = lab.exec("login", *SUBMIT, *options, "device=cuda", timeout=120)
+    done = lab.exec("login", *SUBMIT, *options, "device=cuda", timeout=500)
     assert done.returncode == 2, done.stdout + done.stderr
     starts = [line for line in read_lines(run.job / "attempts.jsonl") if line["event"] == "started"]
     assert len(starts) == 1
@@ -101,7 +104,7 @@ def test_a_spare_takes_the_place_of_a_dead_host(
             return len(starts) > 1
 
         output = run.job / f"slurm-{job}.out"
-        wait_until(has_moved, 120, output.read_text)
+        wait_until(has_moved, 500, output.read_text)
         attempts = [line for line in read_lines(run.job / "attempts.jsonl") if "hosts" in line]
         assert attempts[0]["hosts"] == ["n1", "n2"]
         assert attempts[-1]["hosts"] == ["n1", "n3"]

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import lab_power
 import pytest
+from checkout import ROOT
 from lab import Lab, running_lab, wait_until
 
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
-ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 WORDS = ["digits", "device=cpu", "exact=true", "checkpoint.every=50", "train.steps=400"]
-WORDS += ["model.name=tests.user_code:gated"]
+WORDS += ["model.name=tests.helpers.user_code:gated"]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,14 @@ def wait_for_hosts(run: RunDir, expected: list[list[str]]) -> None:
         texts = [path.read_text() for path in run.job.glob("slurm-*.out")]
         return f"trained on {hosts(run)}: {''.join(texts)}"
 
-    wait_until(lambda: hosts(run) == expected, 120, output)
+    wait_until(lambda: hosts(run) == expected, 500, output)
 
 
 def wait_for_checkpoint(run: RunDir) -> None:
     outputs = run.job.glob("slurm-*.out")
     wait_until(
         lambda: any(run.checkpoints.glob("step-*")),
-        120,
+        500,
         lambda: "".join(path.read_text() for path in outputs),
     )
 
@@ -70,7 +70,7 @@ def result(run: RunDir) -> str:
         return [line["weights"] for line in read_lines(run.events) if line.get("state") == "done"]
 
     outputs = run.job.glob("slurm-*.out")
-    wait_until(lambda: bool(found()), 300, lambda: "".join(path.read_text() for path in outputs))
+    wait_until(lambda: bool(found()), 500, lambda: "".join(path.read_text() for path in outputs))
     return found()[0]
 
 

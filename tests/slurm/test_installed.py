@@ -7,7 +7,7 @@ import pytest
 from lab import Lab
 from wheels import build_wheel, install
 
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
 
 MODEL = """
 from torch import nn

@@ -79,7 +79,7 @@ def test_exec_passes_input_exit_code_directory_and_environment(lab: Lab, tmp_pat
         text=True,
         cwd=tmp_path,
         env=os.environ | {"WORD": "kept"},
-        timeout=60,
+        timeout=500,
         check=False,
     )
     assert result.stdout.splitlines() == ["from outside", str(tmp_path), "kept"]
@@ -89,7 +89,7 @@ def test_exec_passes_input_exit_code_directory_and_environment(lab: Lab, tmp_pat
             lambda: "sleep" in read(Path(f"/proc/{sleeper.pid}/comm")), 60, lambda: "no sleep"
         )
         sleeper.terminate()
-        assert sleeper.wait(60) == -signal.SIGTERM, "exec becomes the command: signals reach it"
+        assert sleeper.wait(500) == -signal.SIGTERM, "exec becomes the command: signals reach it"
 
 
 def test_a_step_over_two_hosts_gets_fake_gpus_and_is_accounted_for(lab: Lab) -> None:
@@ -106,7 +106,7 @@ def test_a_step_over_two_hosts_gets_fake_gpus_and_is_accounted_for(lab: Lab) -> 
     def accounted() -> str:
         return lab.output("login", *sacct, f"--jobs={job_id}")
 
-    wait_until(lambda: accounted() == "COMPLETED|root", 60, accounted)
+    wait_until(lambda: accounted() == "COMPLETED|root", 500, accounted)
 
 
 def test_the_urgent_partition_requeues_a_job_of_the_main_one(lab: Lab, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_urgent_partition_requeues_a_job_of_the_main_one(lab: Lab, tmp_path:
     def state() -> str:
         return lab.job(job_id, "JobState")
 
-    wait_until(lambda: state() == "RUNNING", 60, state)
+    wait_until(lambda: state() == "RUNNING", 500, state)
     lab.output("login", "srun", "--partition=urgent", "--nodes=4", "--exclusive", "true")
     assert lab.job(job_id, "Restarts") == "1"
     assert lab.wait_job(job_id) == "COMPLETED"
@@ -146,11 +146,11 @@ def test_a_lab_beside_another_leaves_no_trace(
         script = f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; exec sleep 602"
         sbatch = ("sbatch", "--parsable", "--output=/dev/null", f"--wrap={script}")
         job_id = second.output("login", *sbatch)
-        wait_until(pid_file.exists, 60, lambda: "the job does not run")
+        wait_until(pid_file.exists, 500, lambda: "the job does not run")
         second.output("login", "scontrol", "suspend", job_id)
         stat = Path("/proc", pid_file.read_text().strip(), "stat")
         suspended = ") D " if kind == "cgroup" else ") T "
-        wait_until(lambda: suspended in read(stat), 60, lambda: read(stat))
+        wait_until(lambda: suspended in read(stat), 500, lambda: read(stat))
         networks = namespaces(second.name)
         assert len(networks) == 3
         assert len(lab.output("login", "sinfo", "--noheader", "--Node", "-pmain").split("\n")) == 4
@@ -169,7 +169,7 @@ def test_a_failing_up_shows_the_log_and_cleans_up(
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert up.returncode == 1
@@ -182,7 +182,7 @@ def test_down_clears_away_what_a_killed_up_leaves(lab: Lab) -> None:
     name = f"{lab.name}-d"
     with subprocess.Popen([str(COMMANDS / "up"), "--name", name], stderr=subprocess.DEVNULL) as up:
         log = Path(f"/var/lib/rollcall-lab/{name}/log/slurmdbd-ctl.log")
-        wait_until(log.exists, 120, lambda: f"there is no {log}")
+        wait_until(log.exists, 500, lambda: f"there is no {log}")
         up.kill()
     networks = namespaces(name)
     again = run_command("up", "--name", name)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from lab import Lab, wait_until
 from ranks import logged_steps
 
 from rollcall.launch.runs import find
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
-ROOT = Path(__file__).parents[2]
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 # In the style of PyTorch's tutorials; it and its helper are named as rollcall's packages are.
 SCRIPT = """
@@ -86,12 +86,14 @@ def chain(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     with subprocess.Popen(
         lab.argv("login", *SUBMIT, "--wait", *words), cwd=place, stdout=subprocess.PIPE, text=True
     ) as submit:
-        wait_until(lambda: len(jobs()) == 3, 120, lambda: f"{len(jobs())} jobs are queued")
-        (place / "train.py").write_text("raise SystemExit('this edit came too late')")
+        wait_until(lambda: len(jobs()) == 3, 500, lambda: f"{len(jobs())} jobs are queued")
         again = lab.exec("login", *SUBMIT, *words, cwd=place)
         assert again.returncode == 0, again.stderr
+        (place / "train.py").write_text("raise SystemExit('this edit came too late')")
+        edited = lab.exec("login", *SUBMIT, *words, cwd=place)
+        assert edited.returncode == 2 and "train.py changed since then" in edited.stderr
         (place / "go").touch()  # not before: it is to be found live
-        submitted = submit.communicate(timeout=120)[0]
+        submitted = submit.communicate(timeout=500)[0]
     return Chain(run, submitted, submit.returncode, again.stderr, jobs())
 
 
@@ -121,7 +123,7 @@ def test_the_next_job_continues_and_the_one_after_falls_away(lab: Lab, chain: Ch
 
     job = chain.jobs[2]  # it starts nothing
     expected = f"{job}|COMPLETED\n{job}.batch|COMPLETED"
-    wait_until(lambda: accounted() == expected, 60, accounted)
+    wait_until(lambda: accounted() == expected, 500, accounted)
     assert len(list(chain.run.path.glob("logs/attempt-*"))) == 2
 
 
@@ -174,7 +176,7 @@ def test_an_array_gives_each_task_a_run_of_its_own(lab: Lab, tmp_path: Path) -> 
     assert submitted.returncode == 0, submitted.stderr
     assert "rollcall watch many\n" in submitted.stdout
     tasks = [RunDir(tmp_path / "runs" / "many", f"task-{index}") for index in (0, 1)]
-    wait_until(lambda: all(map(RunDir.read_verdict, tasks)), 120, lambda: "there is no verdict")
+    wait_until(lambda: all(map(RunDir.read_verdict, tasks)), 500, lambda: "there is no verdict")
     for index, task in enumerate(tasks):
         assert task.log(0, 0, 0).read_text() == f"told {index} None None None 1\n"
 

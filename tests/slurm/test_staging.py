@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from checkout import ROOT
 from lab import Lab
 
-ROOT = Path(__file__).parents[2]
 PROFILE = """
 options: {{python: {place}, time: "5"}}
 setup: [{stage} job {packed} {place} || exit]

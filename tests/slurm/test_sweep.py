@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from checkout import ROOT
 from lab import Lab, wait_until
 
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
-ROOT = Path(__file__).parents[2]
 # In place of Slurm's 1001: two arrays are needed, each after the one before.
 SCONTROL = (
     "#!/bin/sh\n[ \"$2\" = config ] && echo 'MaxArraySize = 4' && exit\nexec /usr/bin/scontrol $@\n"
@@ -90,7 +90,7 @@ def test_submitting_again_runs_the_failed_cells_only(lab: Lab, tmp_path: Path) -
     assert "2 of 6 cells: lr-3_depth-1, lr-3_depth-2\n" in again.stdout, again.stderr
     wait_until(
         lambda: {ending(cell) for cell in failed.values()} == {"done"},
-        120,
+        500,
         lambda: lab.output("login", "squeue"),
     )
     for name, cell in cells.items():
@@ -116,7 +116,7 @@ def test_the_table_shows_what_training_has_reached(lab: Lab, tmp_path: Path) -> 
     cells = [RunDir(tmp_path / "runs" / "lr", f"lr-{rate}") for rate in ("1e-2", "1e-6")]
     wait_until(
         lambda: {ending(cell) for cell in cells} == {"done"},
-        120,
+        500,
         lambda: lab.output("login", "squeue"),
     )
     shown = sweep(lab, tmp_path, "status", "lr.yaml", "--csv", "table.csv")
@@ -125,12 +125,16 @@ def test_the_table_shows_what_training_has_reached(lab: Lab, tmp_path: Path) -> 
         next(line for line in read_lines(cell.events) if line["event"] == "evaluated")
         for cell in cells
     ]
-    assert rows == [
-        [cell.name, cell.name[3:], "done", "4"]
-        + [f"{value:.6g}" for value in (step.loss, line["loss"], line["accuracy"])]
+    written = [
+        [cell.name, f"{line['accuracy']:.6g}", cell.name[3:], "done", "4"]
+        + [f"{value:.6g}" for value in (step.loss, line["loss"])]
         for cell, line in zip(cells, evaluated, strict=True)
         for step in cell.read_metrics()[-1:]
     ]
+    assert rows == [
+        [f"{float(word):.4g}" if column in (1, 5, 6) else word for column, word in enumerate(row)]
+        for row in written
+    ]
     assert evaluated[0]["accuracy"] > evaluated[1]["accuracy"]
     with (tmp_path / "table.csv").open() as file:
-        assert [list(row.values()) for row in csv.DictReader(file)] == rows
+        assert [list(row.values()) for row in csv.DictReader(file)] == written

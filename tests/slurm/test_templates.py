@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from lab import Lab, wait_until
 from ranks import logged_steps
 
 from rollcall.launch.runs import states
 from rollcall.launch.runs.goodput import goodput
-from rollcall.records.files import read_lines
-from rollcall.run_dir import RunDir
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
 
-ROOT = Path(__file__).parents[2]
 WORDS = ["device=cpu", "train.steps=20", "log.every=1"]
 ENDLESS = "{device: cpu, train: {steps: 1000000}, log: {every: 1}, checkpoint: {every: null}}"
 FAKE_APPTAINER = """#!/bin/bash
@@ -126,6 +126,25 @@ def test_a_task_per_rank_and_an_elastic_job_use_all_their_nodes(jobs: Jobs) -> N
     assert (started["world_size"], started["launcher"]) == (2, "torchrun")
 
 
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(total := torch.ones(1))
+print("sum", total.item(), *sys.argv[1:], flush=True)
+"""
+
+
+def test_a_script_of_ones_own_runs_by_the_templates(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    words, run = ["--", str(tmp_path / "mine.py"), "a", "b"], RunDir(tmp_path, "run")
+    supervised = submit(lab, tmp_path, "preemptible", words=words, env={"RUN": str(run.path)})
+    assert lab.wait_job(supervised) == "COMPLETED", output(tmp_path, supervised)
+    assert [run.log(0, rank // 2, rank).read_text() for rank in range(4)] == ["sum 4.0 a b\n"] * 4
+    tasks = submit(lab, tmp_path, "tasks", words=words, env={})
+    assert lab.wait_job(tasks) == "COMPLETED", output(tmp_path, tasks)
+    assert output(tmp_path, tasks).count("sum 4.0 a b\n") == 4
+
+
 def test_each_task_of_an_array_trains_with_its_value(lab: Lab, jobs: Jobs) -> None:
     other = losses(jobs.run("array", "sweep-optim.lr-1e-3"))
     assert other[20] != losses(jobs.run("array", "sweep-optim.lr-3e-3"))[20]
@@ -152,11 +171,11 @@ def test_a_preempted_job_saves_comes_back_and_loses_no_step(lab: Lab, tmp_path: 
     try:
         options, env = ["--nodes=1", "--nodelist=n1"], {"RUN": str(run.path)}
         job = submit(lab, tmp_path, "preemptible", *options, words=[str(recipe)], env=env)
-        wait_until(lambda: len(losses(run)) > 3, 120, lambda: output(tmp_path, job))
+        wait_until(lambda: len(losses(run)) > 3, 500, lambda: output(tmp_path, job))
         # It keeps the node until the recipe is another one.
         words = ["--partition=urgent", "--nodelist=n1", "--exclusive", "--wrap=sleep 600"]
         urgent = lab.output("login", "sbatch", "--parsable", "--output=/dev/null", *words)
-        wait_until(lambda: lab.job(job, "Restarts") == "1", 120, lambda: output(tmp_path, job))
+        wait_until(lambda: lab.job(job, "Restarts") == "1", 500, lambda: output(tmp_path, job))
         queued = time.time()
     finally:
         lab.output("login", "scontrol", "update", "PartitionName=main", "GraceTime=0")
@@ -186,8 +205,8 @@ def test_a_cancelled_job_stays_away(lab: Lab, tmp_path: Path) -> None:
     recipe.write_text(ENDLESS)
     env = {"RUN": str(run.path)}
     job = submit(lab, tmp_path, "preemptible", "--nodes=1", words=[str(recipe)], env=env)
-    wait_until(lambda: len(losses(run)) > 3, 120, lambda: output(tmp_path, job))
+    wait_until(lambda: len(losses(run)) > 3, 500, lambda: output(tmp_path, job))
     lab.output("login", "scancel", job)
     assert lab.wait_job(job) == "CANCELLED"
-    wait_until(lambda: run.read_verdict() is not None, 60, lambda: output(tmp_path, job))
+    wait_until(lambda: run.read_verdict() is not None, 500, lambda: output(tmp_path, job))
     assert lab.job(job, "Restarts") == "0"

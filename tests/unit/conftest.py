@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from rollcall.train.dist.world import World
+    from rollcall.train.ranks.world import World
 
 # Imported below where they are needed: most tests here need no torch.
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process alone."""
-    from rollcall.train.dist.world import World
+    from rollcall.train.ranks.world import World
 
     world = World.join("cpu")
     yield world
@@ -32,10 +32,10 @@ def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from rollcall.train.checkpoint import write_plan
     from rollcall.train.checkpoint.engine import Engine
-    from rollcall.train.checkpoint.store import Store
+    from rollcall.train.checkpoint.store import CheckpointStore
 
     directory = tmp_path_factory.mktemp("saved")
-    checkpoints = Engine(Store(directory, world))
+    checkpoints = Engine(CheckpointStore(directory, world))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_plan, "CHUNK_BYTES", 2**17)  # so that a tensor has several
         for step in (1, 2):

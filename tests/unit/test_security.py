@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from rollcall.config import ConfigError, parse
-from rollcall.run_dir import RunDir
+from rollcall.records.run import Verdict
+from rollcall.records.run_dir import RunDir
 
-ROOT = Path(__file__).parents[2]
 SUBMIT = str(ROOT / "launch" / "submit.py")
 NAMES = ["a b", "it's", 'a"b', "a\nb", "a\n", "$(touch pwned)", "`touch pwned`", "-rf", "--wrap=x"]
 NAMES += ["..", "../x", "/tmp/x", ".hidden", "a/b", "a;b", "a%j", "x" * 101]
 NOBODY = 65534
-PICKLES = {ROOT / "train/data/workers.py", ROOT / "train/weights/stored.py"}
-"""One pickles between a rank and the processes that it has forked itself. The other reads torch's
-distributed checkpoints with an unpickler that makes nothing but their records."""
+PICKLES = {ROOT / "rollcall/train/data/workers.py", ROOT / "rollcall/train/weights/stored.py"}
+PICKLES |= {ROOT / "rollcall/launch/api/call.py"}
+"""One pickles between a rank and the processes that it has forked itself. One reads torch's
+distributed checkpoints with an unpickler that makes nothing but their records. One has the function
+that a program submits, and its result: only the ranks, and that program, import it."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,9 +91,82 @@ def test_a_run_directory_that_another_user_has_planted_is_refused(tmp_path: Path
     assert list(mine.iterdir()) == []
 
 
+ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31mdone\rnothing failed\u202e"
+"""Sets the title of a terminal, clears it, and writes over the line."""
+
+
+def test_a_record_controls_no_terminal(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs", "theirs")
+    run.create()
+    run.config.write_text(f"model: {{name: {json.dumps(ATTACK)}}}\n")
+    run.record("started", world_size=1, launcher="alone", chip="cpu")
+    run.conclude(Verdict("failed", 1, ATTACK))
+    log = run.log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text(f"{ATTACK}\n\x1b[31mred\x1b[0m\n")
+    (tmp_path / "runs" / f"evil{ATTACK}" / "job").mkdir(parents=True)
+    for words in (["why", "theirs"], ["status"], ["logs", "theirs"], ["compare", "theirs", "x"]):
+        output = _on_a_terminal([sys.executable, "-m", "rollcall", *words], tmp_path)
+        assert output, words
+        controls = set(re.findall(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f-\x9f\u202e]", output))
+        assert controls <= {"\r", "\n", "\x1b[31m", "\x1b[0m"}, words
+        assert "\r" not in output.replace("\r\n", "")
+
+
+def _on_a_terminal(command: list[str], directory: Path) -> str:
+    """Return what a command writes to its terminal, which ends lines with \\r\\n."""
+    terminal, other = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    process = subprocess.Popen(
+        command, cwd=directory, stdin=other, stdout=other, stderr=other, env=environment
+    )
+    os.close(other)
+    output = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while block := os.read(terminal, 1 << 16):
+            output += block
+    os.close(terminal)
+    process.wait(500)
+    return output.decode()
+
+
+def test_an_option_of_srun_adds_no_line_to_the_script(tmp_path: Path) -> None:
+    words = ["--dry-run", "--srun-arg=--x\n#SBATCH --uid=0", "digits"]
+    refused = subprocess.run(
+        [sys.executable, SUBMIT, *words], cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    assert refused.returncode == 2
+    assert "contains a control character" in refused.stderr
+
+
+def test_a_refused_pickle_comes_without_advice_to_run_it(tmp_path: Path) -> None:
+    import torch
+
+    from rollcall.train.weights.stored import open_
+
+    torch.save({"weight": Path}, tmp_path / "theirs.pt")
+    with pytest.raises(
+        ConfigError, match=r"pickle of more than tensors, with pathlib\.Path"
+    ) as error:
+        open_(str(tmp_path / "theirs.pt"), "cnn")
+    assert "weights_only" not in str(error.value)
+
+
+def test_compiled_code_lies_in_the_users_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollcall.train.main import on_all_ranks
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is put back
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert on_all_ranks("abacus", lambda *_: 0) == 2
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/torchinductor"
+
+
 def test_our_code_never_unpickles() -> None:
     """Neither files nor what peers send: a pickle runs what its writer wants."""
-    for package in ("train", "launch", "rollcall", "env"):
+    for package in ("rollcall", "env"):
         for file in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 place = f"{file}:{getattr(node, 'lineno', 0)}"
@@ -100,3 +180,11 @@ def test_our_code_never_unpickles() -> None:
                     assert called != "yaml.load" or words.endswith(
                         ("SafeLoader)", "BaseLoader)")
                     ), place
+
+
+def test_no_command_imports_what_unpickles_functions() -> None:
+    for file in (ROOT / "rollcall").rglob("*.py"):
+        if file.parent.name != "api" and file != ROOT / "rollcall/__init__.py":
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    assert "launch.api" not in ast.unparse(node), file

@@ -1,1 +1,0 @@
-"""The commands about runs: a module with a `main(argv)` for each."""

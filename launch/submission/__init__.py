@@ -1,1 +1,0 @@
-"""Turn a command line into a submitted job, on the login node."""

@@ -1,0 +1,131 @@
+"""`rollcall COMMAND …`: one table of commands for training and launching."""
+
+import gc
+import importlib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import rollcall.messages.requirements as requirements  # first: it checks the packages
+from rollcall.cli.commands import COMMANDS, LAUNCH
+from rollcall.cli.installation import ROOT, version
+from rollcall.messages.refusal import REFUSED, RefusedError, sentences
+from rollcall.messages.text import did_you_mean, table
+from rollcall.system.process import Printable, leave, output_is_closed
+
+PLAIN = {*LAUNCH, "explain", "checkpoint", "completion"} - {"batch", "supervise"}
+"""Commands that run no code of the user's: an OSError becomes one sentence."""
+
+
+OTHER_WORDS = {
+    "resume": "; a run resumes if you repeat its command with run.name=RUN, or submit --name RUN",
+    **dict.fromkeys(("run", "launch", "start"), "; use train here, or submit for a cluster"),
+    **dict.fromkeys(("ls", "list", "ps", "queue", "runs"), "; use status"),
+    **dict.fromkeys(("kill", "stop", "scancel"), "; use cancel"),
+    **dict.fromkeys(("eval", "evaluate", "test", "infer"), "; use predict"),
+    **dict.fromkeys(("tail", "log", "cat"), "; use logs"),
+    **dict.fromkeys(("export", "convert"), "; use checkpoint export"),
+}
+"""Advice for commands of other tools."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command that the first word names; return its exit code."""
+    words = list(argv)
+    if words and words[0] in LAUNCH and any(map(re.compile("--host(=|$)").match, _given(words))):
+        words.insert(0, "remote")
+    if words and words[0] in COMMANDS:
+        if wrong := _without_value(words):
+            print(f"{words[0]}: error: {wrong}: expected a value, not '--'", file=sys.stderr)
+            return 2
+        if words[0] not in LAUNCH and not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # for `my_module:Net`, as `python -m` does
+        try:
+            return int(_imported(f"rollcall.{COMMANDS[words[0]].module}").main(words[1:]))
+        except RefusedError as error:
+            print(sentences(error), file=sys.stderr)
+            return REFUSED
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except BrokenPipeError:  # `| head` has read enough
+            if not output_is_closed():
+                raise
+            return 128 + signal.SIGPIPE
+        except OSError as error:
+            if words[0] not in PLAIN:  # the code of a user's model or data may raise it
+                raise
+            what = f"{error.filename}: {error.strerror}" if error.filename else error
+            print(f"{words[0]}: error: {what}", file=sys.stderr)
+            return 2
+    if words and words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words and words[0] in ("-V", "--version", "version"):
+        print(f"rollcall {version()}, in {ROOT}")
+        return 0
+    if words:
+        known = [name for name, command in COMMANDS.items() if command.by_people]
+        hint = OTHER_WORDS.get(words[0]) or did_you_mean(words[0], known)
+        hint = hint or "; `rollcall --help` lists the commands"
+        print(f"rollcall: error: unknown command '{words[0]}'{hint}", file=sys.stderr)
+    else:
+        print(usage(), file=sys.stderr)
+    return 2
+
+
+def _imported(module: str) -> ModuleType:
+    gc.disable()  # while modules are imported, it finds nothing
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.enable()
+
+
+def _without_value(words: Sequence[str]) -> str | None:
+    """Return an option such as `--root=--`, for which argparse of Python 3.11 raises ValueError."""
+    if words[0] in ("attach", "array", "batch", "remote", "supervise"):
+        return None  # the last words are another program's
+    return next((word for word in _given(words) if re.fullmatch(r"--[a-z-]+=--", word)), None)
+
+
+def _given(words: Sequence[str]) -> Sequence[str]:
+    """Return the words before the user's program."""
+    return words[: words.index("--")] if "--" in words else words
+
+
+def usage() -> str:
+    """Return the help text: one line for each command that people type."""
+    rows = [(name, command.meaning) for name, command in COMMANDS.items() if command.by_people]
+    lines = [f"  {line}" for line in table(rows)]
+    more = "`rollcall COMMAND --help` shows the options of a command."
+    return "\n".join(["Usage: rollcall COMMAND [--help] ...", "", *lines, "", more])
+
+
+def run(*words: str) -> NoReturn:
+    """Run as the program `rollcall`, with these words before the command line."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as by `>&-`: the next file opened would take its place
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: PTH123, SIM115
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files are not always text
+            if PLAIN & {*[*words, *sys.argv[1:]][:1]}:
+                how = stream.line_buffering, stream.write_through
+                clean = Printable(stream.detach(), stream.encoding, "backslashreplace", None, *how)
+                setattr(sys, name, clean)
+    with requirements.explain_missing_packages():
+        try:
+            code = main([*words, *sys.argv[1:]])
+        except SystemExit as end:  # of argparse; the interpreter's own end would need the output
+            if end.code is not None and not isinstance(end.code, int):
+                print(end.code, file=sys.stderr)
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        leave(code)

@@ -1,0 +1,1 @@
+"""The code around the training: login node, job, supervisors, the parent of the ranks."""

@@ -1,0 +1,1 @@
+"""The launching from Python: the functions and classes that `import rollcall` offers."""

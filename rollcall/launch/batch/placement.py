@@ -1,0 +1,118 @@
+"""Choose the hosts of a job on which its step runs, when some of them are lost or bad."""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from rollcall.launch.doctor import nodes
+from rollcall.launch.doctor.checkup import bad_nodes
+from rollcall.launch.scheduler import slurm
+from rollcall.records.nodes import NodeReport
+from rollcall.records.run_dir import RunDir
+from rollcall.system import hosts
+
+ANSWER = 5.0
+"""Seconds in which a live host starts a process."""
+
+
+class NoSpareError(Exception):
+    """Too few hosts are left: those in `dead` do not answer."""
+
+    def __init__(self, dead: Sequence[str], why: str = "it has too few nodes left") -> None:
+        super().__init__(f"cannot reach {', '.join(dead)}: {why}")
+        self.dead = tuple(dead)
+
+
+class Hosts:
+    """A job's hosts: `nodes` of them, or from `span[0]` to `span[1]` if the job is elastic."""
+
+    def __init__(
+        self, env: Mapping[str, str], nodes: int | None, span: tuple[int, int] | None
+    ) -> None:
+        self.all = hosts.of_job(env)
+        self.dead: set[str] = set()  # they do not answer
+        self.most = len(self.all) if nodes is None else nodes
+        least, self.wanted = span or (self.most, self.most)
+        self.fewest = span[0] if span else None  # of all hosts; a step may use self.least
+        self.least = min(least, self.most)
+        self.job, self._has_groups = env["SLURM_JOB_ID"], "SLURM_HET_SIZE" in env
+
+    @property
+    def may_change(self) -> bool:
+        """True if the step can run without one of them."""
+        return self.least < len(self.all)
+
+    @property
+    def lacking(self) -> int:
+        """The number of further hosts that the job may have."""
+        return max(0, self.wanted - len(self.all) + len(self.dead))
+
+    def choose(self, suspects: Sequence[str] = (), bad: Sequence[str] = ()) -> list[str]:
+        """Choose the hosts for the next step, keeping the previous ones that are alive.
+
+        Suspects are asked whether they are alive. Bad hosts are used only as a last resort. Without
+        enough hosts, NoSpareError is raised.
+        """
+        if self._has_groups:
+            raise NoSpareError(suspects, "groups of nodes start again together")
+        self.dead |= _silent(self.job, [host for host in suspects if host not in self.dead])
+        alive = [host for host in self.all if host not in self.dead]
+        if len(alive) < self.least:
+            raise NoSpareError(sorted(self.dead))
+        good = [host for host in alive if host not in bad]
+        most = min(self.most, max(self.least, len(good)))
+        chosen = sorted(alive, key=lambda host: host in bad)[:most]
+        return sorted(chosen, key=self.all.index)
+
+
+def on(step: Sequence[str], command: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """Return the step, in which srun starts a command, for these hosts."""
+    # An earlier step may still hold them: without --overlap the new one would wait for its end.
+    # --mem=0 asks for all the memory that the job has.
+    place = [f"--nodelist={','.join(chosen)}", "--overlap", "--mem=0"]
+    counts = {"--nodes": f"--nodes={len(chosen)}", "--ntasks": f"--ntasks={len(chosen)}"}
+    given = (counts.get(word.partition("=")[0], word) for word in step[1 : -len(command)])
+    return [step[0], *place, *given, *command]
+
+
+def probe(job: str, host: str) -> subprocess.Popen[bytes]:
+    """Start a process on a host of the job; it exits with 0 only if the host is alive."""
+    null = subprocess.DEVNULL
+    return subprocess.Popen([*slurm.step(job, [host]), "true"], stdout=null, stderr=null)
+
+
+def _silent(job: str, suspects: Sequence[str]) -> set[str]:
+    asked = {host: probe(job, host) for host in suspects}
+    end = time.monotonic() + ANSWER
+    found = set()
+    for host, process in asked.items():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+        if process.poll() != 0:
+            found.add(host)
+            process.kill()
+            process.wait()
+    return found
+
+
+def bad_hosts(job: str, hosts: Sequence[str], run: RunDir) -> dict[str, str]:
+    """Return the hosts that fail the quick checks; raise OSError or SlurmError without answers."""
+    root = run.path.parent
+    with nodes.result_directory(run.job) as into:
+        words = nodes.doctor(root, "--quick", f"--into={into}")
+        command = [*slurm.step(job, hosts), "--kill-on-bad-exit=0", "--wait=0", *words]
+        answers = nodes.ask([command], into, hosts, nodes.PREFLIGHT)
+    silent = [host for host in hosts if [*answers[host]] == ["python"]]
+    if len(silent) == len(hosts):
+        raise OSError("no host answers")
+    return bad_nodes(answers)
+
+
+def remember(run: RunDir, host: str, reason: str) -> None:
+    """Keep a report about a host for the user's later jobs."""
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    # The home may be read-only, full or unknown.
+    with contextlib.suppress(OSError, RuntimeError):
+        NodeReport(time.time(), cluster, host, reason, str(run.path)).keep()

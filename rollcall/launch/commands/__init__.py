@@ -1,0 +1,1 @@
+"""The commands about runs: one module with a `main(argv)` per command."""

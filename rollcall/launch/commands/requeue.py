@@ -1,0 +1,66 @@
+"""`rollcall requeue RUN`: requeue a run's job, and start it without delay.
+
+A running job is asked to save, ended, and queued again. Slurm would then let it wait for two
+minutes; this command skips that wait, also for a job that has requeued itself.
+"""
+
+import shlex
+import time
+from collections.abc import Sequence
+
+from rollcall.launch.runs import find, states
+from rollcall.launch.runs.find import NoRunError
+from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.records.job import Cell, Submission
+from rollcall.records.run_dir import RunDir
+
+PATIENCE = 180.0
+"""Seconds that the old attempt has to end: it may save, and Slurm kills it after KillWait."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Requeue the job; return the exit code."""
+    options = find.parser("requeue", __doc__).parse_args(argv)
+    run = find.find(options.run, options.root)
+    (condition,), _ = states.look([run])
+    job = condition.job
+    again = f"submit it again: {_submission(run)}"
+    if job is None or job.is_local:
+        raise NoRunError(f"run {run.name} has no Slurm job; {again}")
+    if condition.state == "done":
+        raise NoRunError(f"run {run.name} is done; {again}")
+    if job.id in find.cancelled(run):
+        raise NoRunError(f"run {run.name} was cancelled; {again}")
+    info = slurm.queue([job.id]).get(job.id)
+    if info is None:
+        raise NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")
+    if info.state != "PENDING":
+        slurm.tell("scontrol", "requeue", job.id)
+    _start_now(job.id)
+    print(f"job {job.id} of run {run.name} is requeued and may start at once")
+    return 0
+
+
+def _submission(run: RunDir) -> str:
+    """Return the command that submits a run again; for a cell, the one that submits its sweep."""
+    parent = RunDir(run.path.parent.parent, run.path.parent.name)
+    submitted = parent if find.is_sweep(parent) else run
+    newest = Submission.newest(submitted.path)
+    words = (newest and newest.argv) or []
+    if Cell.are_in(submitted.path):
+        return shlex.join(["rollcall", "sweep", *(words or ["submit", "FILE"])])
+    has_name = submitted.name in (word.rpartition("=")[2] for word in words)
+    name = [] if has_name else ["--name", submitted.name]
+    return shlex.join(["rollcall", "submit", *name, *words])
+
+
+def _start_now(job_id: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while (info := slurm.queue([job_id]).get(job_id)) is None or info.state != "PENDING":
+        if info is not None and info.state == "RUNNING":
+            return  # it is running already
+        if time.monotonic() > end:
+            raise SlurmError(f"job {job_id} has not ended within {PATIENCE:.0f} s")
+        time.sleep(0.5)
+    slurm.tell("scontrol", "update", f"JobId={job_id}", "StartTime=now")

@@ -1,0 +1,81 @@
+"""`rollcall why RUN`: explain why a run failed, with the log of the rank that caused it.
+
+The earliest failure of the newest attempt counts; earlier restarts are listed with their causes. A
+rank that only lost its peers is not the cause, even if it noticed first; its exception shows that.
+If no rank failed, the cause is what a node's supervisor or Slurm reports. Times are by the nodes'
+clocks.
+
+Exit code: 0 if there is a cause or nothing to explain, 1 if the cause is unknown, 2 if there is no
+such run.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rollcall.launch.runs import find, restarts, root_cause, states
+from rollcall.launch.runs.root_cause import RootCause
+from rollcall.records.attempt import AttemptEvent, NodeFailure, NodeState, RankFailure
+from rollcall.records.job import Cancellation, JobRecord, Restart, Submission
+from rollcall.records.phases import Phases
+from rollcall.records.run import EVENTS, LoggedStep, Verdict, is_event, noticed
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import listed, read_every_line, tail
+
+LINES = 20
+"""Number of lines shown from the end of a log."""
+CHECKED = (
+    *(Submission, AttemptEvent, Restart, Cancellation, LoggedStep, Phases),
+    *(Verdict, JobRecord, NodeState, NodeFailure),
+)
+"""Records whose damage is reported, because the explanation may be incomplete without them."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Explain the newest attempt; return the exit code."""
+    options = find.parser("why", __doc__).parse_args(argv)
+    run = find.find_one(options.run, options.root)
+    (condition,), complaint = states.look([run])
+    if condition.state in ("pending", "running", "done", "stopped", "requeue"):
+        print(f"run {run.name} has not failed: {condition.state}" + _in_brackets(condition.note))
+        _show_restarts(run)
+        return 0
+    newest = find.newest_attempt(run)
+    if newest is not None and condition.job and newest.job != condition.job.id:
+        newest = None  # the newest job has not made an attempt
+    cause = root_cause.find_cause(run, condition, newest)
+    if cause is None:
+        print(f"run {run.name}, {condition.state}: cause unknown" + _in_brackets(complaint))
+    else:
+        print(_block(run, f", attempt {newest.number}" if newest else "", cause))
+    _show_restarts(run)
+    for text in [*noticed(run.path), *damage(run)]:
+        print(f"  note: {text}")
+    return 1 if cause is None else 0
+
+
+def _show_restarts(run: RunDir) -> None:
+    if lines := restarts.history(run):
+        times = "once" if len(lines) == 1 else f"{len(lines)} times"
+        print(f"  it restarted {times}:", *lines, sep="\n    ")
+
+
+def _block(run: RunDir, attempt: str, cause: RootCause) -> str:
+    rows = [f"run {run.name}{attempt}: {cause.what}"]
+    rows += [f"  {text}" for text in (cause.hint, cause.consequences) if text]
+    lines = tail(cause.log)[-LINES:] if cause.log else []
+    if cause.log and lines:
+        rows += [f"  the last lines of {cause.log}:", *(f"  | {line}" for line in lines)]
+    return "\n".join(rows)
+
+
+def damage(run: RunDir) -> Iterator[str]:
+    """Yield a sentence about each record of the run that could not be read."""
+    for kind in CHECKED:
+        yield from kind.unreadable(run.path)
+    if any(line is None or not is_event(line) for line in read_every_line(run.events)):
+        yield f"{EVENTS}: some lines could not be read; left out"
+    for folder in listed(run.path, "logs/attempt-*/node-*"):
+        yield from RankFailure.unreadable(folder)
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""

@@ -1,0 +1,120 @@
+"""CPUs and the processes that use them."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import psutil
+
+from rollcall.launch.doctor.check import LocalNode, Result, Skip, State, judge, warn
+from rollcall.messages.text import listed
+
+SAMPLE = 0.7
+"""Seconds for which the use of CPUs is measured."""
+MUCH, MANY = 0.4, 100
+"""CPUs that other processes may use together; processes that may wait to be collected."""
+
+
+def cpus(node: LocalNode) -> Result:
+    usable = len(os.sched_getaffinity(0))
+    asked = node.env.get("SLURM_CPUS_PER_TASK") or node.env.get("SLURM_CPUS_ON_NODE") or "0"
+    few = asked.isdecimal() and usable < min(int(asked), os.cpu_count() or 1)
+    text = f"{usable} of {os.cpu_count()}"
+    return judge(few and f"{text}, though Slurm gave {asked}", text, text)
+
+
+def threads(node: LocalNode) -> Result:
+    usable, given = len(os.sched_getaffinity(0)), node.env.get("OMP_NUM_THREADS", "0")
+    many = given.isdecimal() and int(given) > usable
+    return warn(many and f"OMP_NUM_THREADS={given} on {usable} CPUs", "no more than CPUs", given)
+
+
+def numa(node: LocalNode) -> Result:
+    folders = node.paths("/sys/devices/system/node/node[0-9]*")
+    usable = os.sched_getaffinity(0)
+    used = [folder for folder in folders if _cpus(node, f"{folder}/cpulist") & usable]
+    devices = node.paths("/sys/bus/pci/drivers/nvidia/*:*")
+    near = {device: _cpus(node, f"{device}/local_cpulist") for device in devices}
+    far = [device[-12:] for device, cpus in near.items() if cpus and not cpus & usable]
+    text = f"CPUs of {len(used)} of {len(folders)} NUMA nodes"
+    return warn(far and f"{text}; none is near GPU {listed(far, 2)}", text, f"{len(folders)}")
+
+
+def memory_errors(node: LocalNode) -> Result:
+    counts = [node.read(path) for path in node.paths("/sys/devices/system/edac/mc/mc*/ue_count")]
+    if not (known := [int(count) for count in counts if count.isdecimal()]):
+        raise Skip("the kernel does not count them (EDAC)")
+    return judge(any(known) and f"{sum(known)} uncorrected", "none")
+
+
+def foreign_processes(node: LocalNode) -> Result:
+    before, begin = _use(node), time.monotonic()
+    time.sleep(SAMPLE)
+    after, seconds = _use(node), time.monotonic() - begin
+    shares = {
+        pid: (used - before.get(pid, (used, ""))[0]) / seconds for pid, (used, _) in after.items()
+    }
+    total = sum(shares.values())  # many small ones count, too
+    most = sorted(shares, key=shares.__getitem__, reverse=True)[:3]
+    named = ", ".join(f"{after[pid][1]} ({pid}) {shares[pid]:.1f}" for pid in most)
+    busy = total > MUCH and f"other processes use {total:.1f} CPUs: {named}"
+    # If the job has only a part of the node, other jobs may use the rest.
+    present = os.cpu_count() or 1
+    # The job's CPUs, such as 64(x2),32: the step that runs this may have a single CPU.
+    counts = re.findall(r"(?:^|,)(\d+)", node.env.get("SLURM_JOB_CPUS_PER_NODE", "0"))
+    is_whole = min(map(int, counts), default=0) >= present
+    state: State = "bad" if is_whole and total > present / 10 else "warning"
+    return judge(busy, "none uses the CPUs", "busy" if busy else "idle", state)
+
+
+def zombies(_node: LocalNode) -> Result:
+    states = (process.info["status"] for process in psutil.process_iter(["status"]))
+    count = sum(state == psutil.STATUS_ZOMBIE for state in states)
+    return warn(count > MANY and f"{count} processes have ended and are not collected", count)
+
+
+def earlier_jobs(node: LocalNode) -> Result:
+    job = node.env.get("SLURM_JOB_ID")
+    if job is None:
+        raise Skip("Slurm did not start this")
+    left = []
+    for process in psutil.process_iter(["name", "uids", "environ"]):
+        name, uids, other = process.info["name"], process.info["uids"], _job_of(process)
+        is_mine = uids is not None and uids.real == os.getuid() and _is_here(process.pid)
+        if is_mine and other not in (None, job):
+            left.append(f"{name} ({process.pid}) of job {other}")
+    return warn(listed(left, 3), "no process of another job of yours")
+
+
+def _use(node: LocalNode) -> dict[int, tuple[float, str]]:
+    """Return the CPU seconds and the name of each process that is not part of this job."""
+    this, job = psutil.Process(), node.env.get("SLURM_JOB_ID")
+    family = {relative.pid for relative in (this, *this.parents(), *this.children(recursive=True))}
+    use = {}
+    for process in psutil.process_iter(["name", "cpu_times", "environ"]):
+        pid, times = process.pid, process.info["cpu_times"]
+        is_of_job = pid in family or (job is not None and _job_of(process) == job)
+        if times is not None and not is_of_job and _is_here(pid):
+            use[pid] = (times.user + times.system, process.info["name"])
+    return use
+
+
+def _is_here(pid: int) -> bool:
+    """Return True for a process of this host; the hosts of a lab share a table of processes."""
+    try:
+        return Path(f"/proc/{pid}/ns/uts").samefile("/proc/self/ns/uts")
+    except OSError:
+        return True  # another user's
+
+
+def _job_of(process: psutil.Process) -> str | None:
+    return (process.info["environ"] or {}).get("SLURM_JOB_ID")  # None for another user's
+
+
+def _cpus(node: LocalNode, path: str) -> set[int]:
+    numbers: set[int] = set()
+    for part in filter(None, node.read(path).split(",")):
+        first, _, last = part.partition("-")
+        numbers |= {*range(int(first), int(last or first) + 1)}
+    return numbers

@@ -1,0 +1,106 @@
+"""Host names, network interfaces and clocks."""
+
+import ctypes
+import ipaddress
+import os
+import socket
+import time
+from typing import Any
+
+import psutil
+
+from rollcall.launch.doctor.check import LocalNode, Result, Skip, judge, warn
+from rollcall.messages.text import listed
+from rollcall.system import hosts
+
+
+def own_name(node: LocalNode) -> Result:
+    name, begin = socket.gethostname(), time.monotonic()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except socket.gaierror as error:
+        return Result("warning", f"{name} does not resolve: {error.strerror}", "unknown")
+    took = time.monotonic() - begin
+    loops = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    text = f"its name resolves to {address}" + (f", which takes {took:.1f} s" if took > 2 else "")
+    problem = (loops and len(node.hosts) > 1) or took > 2
+    return warn(problem and text, text, "loopback" if loops else "routable")
+
+
+def names_of_peers(node: LocalNode) -> Result:
+    peers, wrong = _peers(node), []
+    for peer in peers:
+        try:
+            hosts.route(peer)
+        except hosts.HostError as error:
+            wrong.append(str(error))
+    return judge("; ".join(wrong[:2]), f"{len(peers)} other hosts resolve")
+
+
+def interface(node: LocalNode) -> Result:
+    name, given = _to_others(node), node.env.get("GLOO_SOCKET_IFNAME", "")
+    existing = [*psutil.net_if_addrs()]
+    absent = given and not {*given.split(",")} & {*existing}
+    problem = absent and f"GLOO_SOCKET_IFNAME={given} does not exist; it has {listed(existing)}"
+    return judge(problem, name, name)
+
+
+def _to_others(node: LocalNode) -> str:
+    """Return the interface to the other hosts, or to the outside; Skip without one."""
+    try:
+        name = hosts.route(_peers(node)[0]).interface
+    except (Skip, hosts.HostError):
+        routes = (line.split() for line in node.read("/proc/net/route").splitlines())
+        name = next((words[0] for words in routes if words[1:2] == ["00000000"]), "")
+    if not name:
+        raise Skip("no other host, and no default route")
+    return name
+
+
+def mtu(node: LocalNode) -> Result:
+    name, link = _link(node)
+    return Result("ok", f"{link.mtu} bytes on {name}", str(link.mtu))
+
+
+def link_speed(node: LocalNode) -> Result:
+    name, link = _link(node)
+    if not link.speed:
+        raise Skip(f"{name} does not report its speed")
+    is_half = link.duplex == psutil.NIC_DUPLEX_HALF
+    text = f"{name}: {link.speed} Mbit/s{', half duplex' if is_half else ''}"
+    return warn((link.speed < 1000 or is_half) and text, text, str(link.speed))
+
+
+def link_errors(node: LocalNode) -> Result:
+    counts = psutil.net_io_counters(pernic=True)[_link(node)[0]]
+    # Not dropin: it also counts packets of protocols that are not in use.
+    wrong = counts.errin + counts.errout + counts.dropout
+    text = f"{wrong:,} errors and lost packets of {counts.packets_recv:,}"
+    return warn(wrong > max(100, counts.packets_recv / 1e4) and text, text)
+
+
+def clock_kept(_node: LocalNode) -> Result:
+    state = ctypes.CDLL(None, use_errno=True).adjtimex((ctypes.c_long * 64)())
+    if state < 0:
+        raise Skip(os.strerror(ctypes.get_errno()))
+    # 5 is TIME_ERROR of adjtimex(2).
+    return warn(state == 5 and "no time service corrects the clock", "corrected")
+
+
+def clock(_node: LocalNode) -> Result:
+    # `nodes.ask` measures it for several nodes.
+    raise Skip("only the nodes of one job can be compared")
+
+
+def _peers(node: LocalNode) -> list[str]:
+    this = socket.gethostname().partition(".")[0]
+    names = [name for name in node.hosts if name.partition(".")[0] != this]
+    if not names:
+        raise Skip("the job has no other host")
+    return names
+
+
+def _link(node: LocalNode) -> tuple[str, Any]:
+    # psutil asks the kernel: /sys may show the interfaces of another network namespace.
+    name = str(interface(node).value)
+    return name, psutil.net_if_stats()[name]

@@ -1,0 +1,150 @@
+"""Run the doctor on every node of a job, and collect the results."""
+
+import contextlib
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from rollcall.cli.installation import IS_CHECKOUT, ROOT, command
+from rollcall.launch.doctor import report
+from rollcall.launch.doctor.check import QUICK, THOROUGH, Result
+from rollcall.launch.doctor.checkup import Results
+from rollcall.launch.doctor.command import MARK
+from rollcall.launch.scheduler.job import Job, options
+from rollcall.system.files import read_object
+from rollcall.system.process import die_with_parent
+
+NOT_OF_SRUN = {
+    *("array", "output", "open-mode", "requeue", "no-requeue", "no-kill", "signal", "mail-type")
+}
+"""Options of a job script that a waiting srun does not accept or need."""
+WAITING = 24 * 3600.0
+"""Seconds for which the nodes may be in use by others."""
+PREFLIGHT = QUICK + 7
+"""Seconds after which a node that has not answered the quick checks counts as bad."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCHLD)
+
+
+def doctor(root: Path, *words: str) -> list[str]:
+    """Return the command line of the doctor, valid in every directory."""
+    program = [sys.executable, f"{ROOT}/env/bin/rollcall"] if IS_CHECKOUT else list(command())
+    return [*program, "doctor", f"--root={root}", *words]
+
+
+@contextlib.contextmanager
+def result_directory(root: Path) -> Iterator[Path]:
+    """Yield a directory that all nodes see, for their results; it is removed."""
+    is_new = not root.exists()
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory("", ".doctor-", root, ignore_cleanup_errors=True) as name:
+            yield Path(name)
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):
+                root.rmdir()
+
+
+def ask(
+    commands: Sequence[Sequence[str]], into: Path, nodes: Sequence[str] | int, limit: float
+) -> dict[str, Results]:
+    """Run command lines that start the doctor on nodes; return the results by node.
+
+    Args:
+        into: the directory into which the doctor writes its results.
+        nodes: the names of the nodes, or how many there are.
+        limit: seconds after which nodes that have not answered are given up.
+    """
+    clocks: dict[str, float] = {}
+    processes = [*map(_start, commands)]
+    listeners = [threading.Thread(target=_listen, args=[p, clocks], daemon=True) for p in processes]
+    end = time.monotonic() + limit
+    try:
+        for listener in listeners:
+            listener.start()
+        for listener in listeners:
+            listener.join(max(0.0, end - time.monotonic()))
+    finally:
+        for process in processes:
+            _end(process)
+    results: dict[str, Results] = {}
+    for path in sorted(into.glob("*.json")):
+        fields = read_object(path) or {}
+        results[path.stem] = {name: Result(*values) for name, values in fields.items()}
+    for node in results.keys() & clocks.keys() if len(clocks) > 1 else ():
+        offset = clocks[node] - median(clocks.values())
+        # A second may differ: starting a process on a node and hearing of it takes less.
+        results[node]["clock"] = Result("ok", f"{offset:+.1f} s", offset, within=1.0)
+    if isinstance(nodes, int):
+        nodes = [f"unknown-{number}" for number in range(nodes - len(results))]
+    silent = {"python": Result("bad", "the doctor does not answer")}
+    return results | {node: silent for node in nodes if node not in results}
+
+
+def _start(words: Sequence[str]) -> subprocess.Popen[str]:
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
+
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(
+        words, stdin=null, stdout=pipe, text=True, start_new_session=True, preexec_fn=begin
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(2)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _listen(process: subprocess.Popen[str], clocks: dict[str, float]) -> None:
+    """Record how far each node's clock is ahead; the least delayed line counts."""
+    for line in process.stdout or ():
+        words = line.split()
+        if words[:1] == [MARK] and len(words) == 3:
+            ahead = float(words[2]) - time.time()
+            clocks[words[1]] = max(ahead, clocks.get(words[1], -math.inf))
+        else:
+            print(line, end="", file=sys.stderr)
+
+
+def report_on(job: Job, root: Path, local: bool, as_json: bool) -> int:
+    """Check the nodes that a job would get, and print a table; return 1 if something is wrong."""
+    count = job.nodes + job.spares
+    with result_directory(root) as into:
+        words = [f"--into={into}", *([f"--python={job.python[0]}"] if job.python else [])]
+        if local:
+            commands = [doctor(root, *words, f"--as-node=node-{n}") for n in range(count)]
+            results = ask(commands, into, count, THOROUGH + 15)
+        else:
+            if not job.allocation:
+                print(f"waiting until {count} nodes are free for the doctor", file=sys.stderr)
+            results = ask([_srun(job, count, doctor(root, *words))], into, count, WAITING)
+    print(report.as_json(results) if as_json else "\n".join(report.lines(results, shows_all=False)))
+    return int(report.is_bad(results))
+
+
+def _srun(job: Job, count: int, words: list[str]) -> list[str]:
+    """Return the command that starts the doctor once on each node, as the job would start."""
+    layout = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--wait=0"]
+    if job.allocation:
+        request = [f"--jobid={job.allocation}", "--overlap", "--cpus-per-task=1"]
+    else:
+        given = [text for text in options(job) if text.partition("=")[0] not in NOT_OF_SRUN]
+        request = [word for option in given for word in shlex.split(f"--{option}")]
+    if job.setup:  # of a profile
+        words = ["bash", "-c", "\n".join([*job.setup, f"exec {shlex.join(words)}"])]
+    return ["srun", *request, *layout, *job.srun, *words]

@@ -1,0 +1,68 @@
+"""A framework as rollcall sees it, and the context in which it starts a rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Protocol, Self
+
+
+class KeyValueStore(Protocol):
+    """A key-value store that all ranks can read and write, such as torch's."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a value and return it."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, and return the sum."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return True if all these keys have values."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The position of a rank among all ranks, and the means to reach the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: int
+    nodes: int
+    # Consecutive nodes with the same number of ranks: first node, number of nodes, ranks per node.
+    blocks: Sequence[tuple[int, int, int]]
+    store: Callable[[], KeyValueStore]  # connects to a store that all ranks share
+    # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at that
+    # moment; all ranks must call it.
+    addresses: Callable[[], Sequence[str]]
+
+    @classmethod
+    def of(
+        cls,
+        env: Mapping[str, str],
+        store: Callable[[], KeyValueStore],
+        addresses: Callable[[], Sequence[str]],
+        ranks: Sequence[int] = (),
+    ) -> Self:
+        """Read torchrun's variables; `ranks` has the number per node, empty if all are equal."""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        rank, local, size, local_size, node = (int(env[name]) for name in names)
+        nodes = int(env["GROUP_WORLD_SIZE"])
+        counts = enumerate(ranks or [local_size] * nodes)
+        groups = ([*group] for _, group in groupby(counts, key=itemgetter(1)))
+        blocks = [(group[0][0], len(group), group[0][1]) for group in groups]
+        return cls(rank, local, size, local_size, node, nodes, blocks, store, addresses)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework whose scripts rollcall starts."""
+
+    imports: frozenset[str]  # top-level packages whose import shows that a script uses it
+    variables: Callable[[RankContext], Mapping[str, object]]  # of a rank, in addition to torchrun's
+    # Ranks meet at MASTER_ADDR and MASTER_PORT, so rollcall can tell whether they did.
+    meets_at_master: bool = False

@@ -1,0 +1,231 @@
+"""The job's batch process: its heartbeat, who watches it, and how another host takes over.
+
+The head's supervisor requeues the job if its batch process has died. If the step can do without the
+first host, which has died with it, a supervisor that lost another node watches the heartbeat. The
+first one to create the file of the next batch process starts that process.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rollcall.cli.installation import command
+from rollcall.launch.node import heartbeat
+from rollcall.launch.node.identity import start_of
+from rollcall.launch.node.pulse import Pulse
+from rollcall.launch.runs import find, restarts
+from rollcall.launch.runs.decision import RestartFacts, decide
+from rollcall.launch.scheduler import slurm
+from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.records.attempt import Heartbeat
+from rollcall.records.job import BatchRecord, RestartCause
+from rollcall.records.run_dir import RunDir
+from rollcall.system.process import redirect_output, stat
+from rollcall.system.timer import Every, RunningClock
+
+BATCH_BEAT = 1.0
+"""Seconds between two counts of the heartbeat."""
+BATCH_POLL = 1.0
+"""Seconds between two looks at the heartbeat."""
+TRIES = 5
+"""The number of times that the head asks Slurm to requeue the job, BATCH_POLL seconds apart."""
+ANSWER = 10.0
+"""Seconds that a stopped batch process has to continue before its finished job is cancelled."""
+SILENCE_POLL = 0.25
+"""Seconds between two looks at the heartbeat of a batch process that may have to be replaced."""
+OF_THE_JOB = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_CONF", "SLURM_RESTART_COUNT")
+"""Prefixes of Slurm's variables that a step's process has in common with the job's script."""
+
+
+class BatchHeartbeat:
+    """The heartbeat of a job's batch process, and what another one needs to take its place."""
+
+    def __init__(
+        self, run: RunDir, start: str, number: int, words: Sequence[str], can_move: bool
+    ) -> None:
+        # `number` batch processes of this start of the job have died.
+        self._pulse = Pulse(Heartbeat.of_batch(run.path, start, number), BATCH_BEAT)
+        self._successor = Heartbeat.of_batch(run.path, start, number + 1)
+        output = str(Path("/proc/self/fd/1").readlink())
+        process = _identify(os.getpid())
+        self._directory = run.path
+        self._record = BatchRecord(start, number, list(words), output, can_move, process)
+        self._record.write(run.path)
+
+    def is_replaced(self) -> bool:
+        """Return True if another host runs the job's batch process by now."""
+        return self._successor.exists()
+
+    def end(self) -> None:
+        """Write down that this process has done all that it had to."""
+        with contextlib.suppress(OSError):
+            replace(self._record, has_ended=True).write(self._directory)
+
+
+class BatchWatcher:
+    """The head's view of its job's batch process, which may die or be stopped."""
+
+    def __init__(self, run: RunDir, job: str, record: BatchRecord) -> None:
+        self._run, self._job, self._process = run, job, record.process or ""
+        self._heartbeat = Heartbeat.of_batch(run.path, record.start, record.number)
+        self._timer, self._clock = Every(BATCH_POLL), RunningClock()
+        self._seen = (b"", 0.0)
+        self._was_woken = False
+        self._tries, self._next_try = TRIES, Every(BATCH_POLL)
+
+    def look(self) -> None:
+        """Wake the batch process if it seems to be stopped; never wait."""
+        if not self._timer.is_due():
+            return
+        now, count = self._clock.read(), self._count()
+        if count != self._seen[0]:
+            self._seen, self._was_woken = (count, now), False
+        elif self._silence > heartbeat.SUSPICION and not self._was_woken:
+            self._wake()
+
+    def requeue_if_gone(self, comes_back: bool) -> None:
+        """Requeue a job that is to come back, in place of a batch process that has died, once."""
+        if not self._next_try.is_due():
+            return
+        facts = RestartFacts(gone=self._is_gone, comes_back=comes_back)
+        if decide("attempt runs", "batch silent", facts).action == "requeue":
+            self._requeue()
+
+    def finish(self, comes_back: bool) -> None:
+        """At the end of this node's part: see to it that the job ends, or comes back."""
+        first, began, passed = self._count(), self._clock.read(), 0.0
+        self._was_woken = False
+        limit = ANSWER if self._is_here else max(ANSWER, heartbeat.patience())
+        while not (is_gone := self._is_gone) and passed < limit:
+            if self._answers(first):
+                return
+            if not self._was_woken and (self._is_here or passed > ANSWER / 4):
+                self._wake()
+            time.sleep(BATCH_POLL / 10)
+            passed = self._clock.read() - began
+        rule = decide("run over", "batch silent", RestartFacts(comes_back=comes_back, gone=is_gone))
+        while rule.action == "requeue" and self._tries:
+            self._requeue()
+            time.sleep(BATCH_POLL if self._tries else 0)
+        if rule.action == "cancel the job":  # it is stopped, and the job would keep its nodes
+            with contextlib.suppress(SlurmError):
+                slurm.tell("scancel", self._job)
+
+    def _count(self) -> bytes:
+        return self._heartbeat.read(is_doubted=self._silence > heartbeat.SUSPICION)
+
+    def _wake(self) -> None:
+        self._was_woken = True
+        with contextlib.suppress(SlurmError):
+            slurm.in_background(["scancel", "--batch", "--signal=CONT", self._job])
+
+    def _answers(self, first: bytes) -> bool:
+        """Return True if it is not stopped, or if its heartbeat continues on another host."""
+        if self._is_here:
+            return stat(self._process.split()[1])[:1] not in (["T"], ["t"], [])
+        return self._count() != first
+
+    def _requeue(self) -> None:
+        """Try to requeue the job, unless that was done, was refused too often or is not allowed."""
+        cause: RestartCause = "lost batch process"
+        if not self._tries:
+            return
+        if self._tries == TRIES:
+            facts = RestartFacts(
+                cancelled=self._job in find.cancelled(self._run),
+                in_vain=restarts.in_vain(self._run, self._job, cause),
+            )
+            if decide("restart wanted", "facts known", facts).action != "start again":
+                self._tries = 0
+                return
+            restarts.note(self._run, self._job, cause)  # before: Slurm ends us at once
+        try:
+            slurm.requeue_own_job(self._job)
+            self._tries, text = 0, "is requeued"
+        except SlurmError as error:  # the controller may be busy with the end of the job
+            self._tries, text = self._tries - 1, f"could not be requeued: {error}"
+        said = f"supervise: the batch process of job {self._job} was lost; the job {text}"
+        print(said, file=sys.stderr, flush=True)
+
+    @property
+    def _silence(self) -> float:
+        return self._clock.read() - self._seen[1]
+
+    @property
+    def _is_here(self) -> bool:
+        """True if it runs on this host, where its process can be looked for."""
+        return self._process.startswith(f"{_pid_namespace()} ")
+
+    @property
+    def _is_gone(self) -> bool:
+        """True if it has died, or is silent on another host."""
+        if not self._is_here:
+            return self._silence > heartbeat.patience()
+        return _identify(int(self._process.split()[1])) != self._process
+
+
+def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
+    """Start another batch process here if the job's own is silent and no other host does.
+
+    Return when there is nothing to do, or when the other batch process has ended. `lost` is the
+    host of the lost node, if it is known.
+    """
+    known, start = BatchRecord.read(run.path), start_of(job, os.environ)
+    if known is None or known.start != start or not known.can_move:
+        return  # the job ends with its first host
+    # Nothing was heard of this host for long already if the batch process was there.
+    was_there = lost is not None and (known.process or "").startswith(f"{lost}:")
+    silence = heartbeat.SUSPICION if was_there else heartbeat.patience()
+    is_silent = _is_silent(Heartbeat.of_batch(run.path, start, known.number), silence)
+    is_first = is_silent and Heartbeat.of_batch(run.path, start, known.number + 1).create()
+    if decide("node left", "batch silent", RestartFacts(first=is_first)).action != "take over":
+        return
+    # In a separate step: the dead host's step ends when Slurm notices, or when it comes back.
+    step = [*slurm.step(os.environ["SLURM_JOB_ID"], [host]), "--mem=0", "--output=none"]
+    words = [*command("batch"), f"--number={known.number + 1}", f"--output={known.output}"]
+    environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
+    # Wait for it: this process is the last of its step, and Slurm would end both together.
+    subprocess.run(
+        [*step, *words, *known.words], env=environment, start_new_session=True, check=False
+    )
+
+
+def _is_silent(batch: Heartbeat, silence: float) -> bool:
+    count, clock = batch.read(), RunningClock()  # if the job is suspended, so is its batch process
+    while clock.read() < silence:
+        time.sleep(SILENCE_POLL)
+        if batch.read(is_doubted=True) not in (b"", count):
+            return False
+    return True
+
+
+def leave_step(output: str) -> str:
+    """Act as the job's script, which writes to `output`; return the id of the step that is left."""
+    with contextlib.suppress(OSError):  # it was not a file; the srun of the step ends early
+        redirect_output(os.open(output, os.O_WRONLY | os.O_APPEND))
+    # Otherwise the next srun would take what describes this step for its own options.
+    step = os.environ["SLURM_STEP_ID"]
+    for name in [name for name in os.environ if not _is_of_the_job(name)]:
+        del os.environ[name]
+    return step
+
+
+def _is_of_the_job(name: str) -> bool:
+    """Return True for a variable that the job's script has too."""
+    return not name.startswith(("SLURM_", "SRUN_")) or name.startswith(OF_THE_JOB)
+
+
+def _pid_namespace() -> str:
+    return f"{socket.gethostname()}:{Path('/proc/self/ns/pid').readlink()}"
+
+
+def _identify(pid: int) -> str:
+    """Identify a process of this host for as long as the host runs; its pid may be used again."""
+    fields = stat(pid)
+    return f"{_pid_namespace()} {pid} {fields[19]}" if fields and fields[0] not in "ZX" else ""

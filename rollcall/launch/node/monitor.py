@@ -1,0 +1,183 @@
+"""Look after the ranks of a node, the other nodes and the job, until the ranks end."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rollcall.launch.node import processes
+from rollcall.launch.node.controller import JobWatcher
+from rollcall.launch.node.heartbeat import Heartbeats, interval
+from rollcall.launch.node.identity import Node
+from rollcall.launch.node.processes import ForkClient, SignalDelivery, StoppedProcesses
+from rollcall.launch.node.rendezvous import Meeting
+from rollcall.launch.runs.decision import RestartEvent, decide
+from rollcall.launch.runs.output import LogWatcher, Output, rank_of
+from rollcall.records.attempt import SUPERVISOR, NodeFailure, RankFailure
+from rollcall.records.run import JobEnd
+from rollcall.records.run_dir import RunDir
+from rollcall.system.process import redirect_output, wait_for_signal
+from rollcall.system.timer import Every, RunningClock
+
+TICK = 0.25
+"""Seconds between two looks at the log and the agent."""
+HOLD = 3.0
+"""Seconds for which a traceback of the head's first rank is held back, until it is clear that it is
+not a victim's: the agent gives the other ranks two seconds."""
+PEER_CHECK = 2.0
+"""Seconds between two looks at whether another node has failed, if no heartbeat says so."""
+REFUTATION = 5.0
+"""Intervals of the heartbeats that a node has to refute the report that it is lost."""
+
+
+class NodeMonitor:
+    """The ranks, signals and other nodes that a supervisor watches, over all attempts."""
+
+    def __init__(self, run: RunDir, node: Node, meeting: Meeting) -> None:
+        self.requests: list[SignalDelivery] = []  # that asked to stop
+        self.failure: NodeFailure | None = None  # of a node in this round
+        self.is_victim = False  # whether this round's ranks were ended because of another node
+        self.clock = RunningClock()
+        self.job: JobWatcher | None = None
+        if node.is_head:
+            JobEnd.path_in(run.path).unlink(missing_ok=True)  # an earlier job's
+            self.job = JobWatcher(run, node) if "SLURM_JOB_ID" in os.environ else None
+        self._node, self._meeting = node, meeting
+        self._heartbeats = Heartbeats(run, node)
+        self._kill_at: float | None = None  # when to kill the ranks, by the clock
+        self._output: Output | None = None  # of the head's first rank
+        self._peer_check = Every(PEER_CHECK)
+        self._reported: float | None = None  # since when a node is reported as lost, by the clock
+
+    @property
+    def has_lost(self) -> bool:
+        """True if another node was lost in this round."""
+        return self.failure is not None and self.failure.is_lost
+
+    def listen(self, timeout: float) -> bool:
+        """Wait for a signal and look at the other nodes; return True if it asks to stop."""
+        number = wait_for_signal([*processes.REQUESTS, signal.SIGCHLD], timeout)
+        self.clock.read()
+        if self._node.count > 1:
+            self._look_at_peers()
+        asks = number is not None and number != signal.SIGCHLD
+        if self.job is not None:  # after a signal or a stop, Slurm may have moved the job's end
+            self.job.update(is_end_doubted=asks or self.clock.was_stopped)
+        if number is None or not asks:
+            return False
+        # Slurm repeats signals; only a person's second Ctrl-C means more than the first.
+        known = {request.number for request in self.requests}
+        if number == signal.SIGINT or number not in known:
+            self.requests.append(SignalDelivery(number))
+        self._saw("asked to stop")
+        return True
+
+    def next_round(self) -> None:
+        """Forget the round that has failed."""
+        self._meeting.round += 1
+        self.failure = self._kill_at = self._reported = None
+        self.is_victim = False
+
+    def end(self) -> None:
+        """Tell the other nodes that this one takes no further part."""
+        self.show_rest(is_wanted=True)
+        self._heartbeats.end(has_failed=self.failure is not None)
+
+    def _look_at_peers(self) -> None:
+        has_failed = self.failure is not None or self._reported is not None
+        silent, is_told = self._heartbeats.look(has_failed)
+        is_quiet = silent is None and not is_told and self._reported is None
+        if self.failure or (is_quiet and not self._peer_check.is_due()):
+            return
+        if silent is not None:
+            self._meeting.report_lost(silent)
+        failure = self._meeting.failure()
+        if failure is not None and failure.is_lost:
+            if failure.node == self._node.number:
+                self._meeting.refute()
+                name = f"node {failure.node} ({failure.host})"
+                print(f"{name}: was reported as lost, but it runs", file=sys.stderr, flush=True)
+                return
+            if self._reported is None:
+                self._reported = self.clock.read()
+            if self.clock.read() - self._reported < REFUTATION * interval(self._node.count):
+                return
+        self.failure, self._reported = failure, None
+        if self.failure:
+            self._saw("node lost" if self.failure.is_lost else "node failed")
+
+    def _saw(self, event: RestartEvent) -> None:
+        grace = decide("attempt runs", event).grace
+        if grace is not None:
+            end = self.clock.read() + grace
+            self._kill_at = end if self._kill_at is None else min(self._kill_at, end)
+
+    def follow(self, server: ForkClient, log: Path, comes_back: bool) -> int:
+        """Look after the ranks until the agent ends; return its exit code, 128 + n for signal n.
+
+        `log` is the one of the node's first rank; a run that is asked to stop `comes_back`, or not.
+        """
+        log_sizes, stopped = LogWatcher(log.parent), StoppedProcesses()
+        self._output = output = Output([log] if self._node.is_head else [], True, HOLD)
+        started: dict[int, float] = {}  # when ranks opened their logs, by the clock
+        while (code := server.poll()) is None:
+            self.listen(TICK)
+            ranks = processes.children(server.agent) if server.agent else []
+            if ranks:
+                _show(output)
+            log_sizes.look(ranks)
+            now = self.clock.read()
+            new = [pid for pid in ranks if pid not in started and _rank_of(pid) is not None]
+            started |= dict.fromkeys(new, now)
+            ages = {pid: now - started.get(pid, now) for pid in ranks}
+            for request in self.requests:
+                request.deliver(ages)
+            if self.requests and self.job is not None and self.job.batch is not None:
+                self.job.batch.requeue_if_gone(comes_back)
+            for pid in stopped.find([*ranks, *server.pids]):
+                self._end_stopped(pid, server, log.parent)
+            is_late = self._kill_at is not None and now > self._kill_at
+            if is_late and decide("attempt runs", "time is up").action == "kill the ranks":
+                self.is_victim |= self.failure is not None
+                server.kill_agent()
+        processes.end_orphans(keep=server.pids)
+        _show(output)
+        log_sizes.end()
+        return code
+
+    def show_rest(self, is_wanted: bool) -> None:
+        """Print the traceback that was held back; of a victim, only where it is."""
+        if self._output is not None:
+            _show(self._output, is_wanted)
+            self._output = None
+
+    def _end_stopped(self, pid: int, server: ForkClient, logs: Path) -> None:
+        """Kill a process that somebody stopped, after writing down that this is the cause."""
+        rank = None if pid in server.pids else _rank_of(pid)
+        who = "the parent of the ranks" if rank is None else f"rank {rank}"
+        after = f"{processes.STOPPED:.0f} s"
+        error = f"{who} was stopped, as by SIGSTOP, so it was killed after {after}"
+        host, code = self._node.host, processes.KILLED
+        failure = RankFailure(time.time(), host, code, error, rank, SUPERVISOR)
+        with contextlib.suppress(OSError):
+            failure.write(logs)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _rank_of(pid: int) -> int | None:
+    """Return the rank that a process is, by the log that it writes."""
+    with contextlib.suppress(OSError, ValueError):
+        return rank_of(Path(f"/proc/{pid}/fd/1").readlink())
+    return None
+
+
+def _show(output: Output, is_wanted: bool | None = None) -> None:
+    try:
+        output.show() if is_wanted is None else output.show_rest(is_wanted)
+    except OSError as error:  # nobody reads it, or the disk is full: the run continues
+        if error.errno in (errno.EIO, errno.EPIPE):  # the terminal or the reader is gone
+            redirect_output(os.open(os.devnull, os.O_WRONLY))

@@ -1,0 +1,84 @@
+"""Find the user's code: the program that the ranks run, or the modules that a recipe names."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from rollcall.cli.installation import USER_PROGRAM
+from rollcall.config import Config
+from rollcall.config.arguments import named_code
+from rollcall.launch.program.python import ProgramError
+
+STARTERS = ("python", "python3", "torchrun", "srun", "accelerate")
+"""Programs that people write before a script; rollcall starts the ranks itself."""
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """A directory of the user, of which the ranks get a copy, and the program in it."""
+
+    checkout: Path  # the directory that is copied
+    directory: Path  # inside it: where the ranks work
+    words: tuple[str, ...] = ()  # the program, found from `directory`, and its arguments
+    without: tuple[Path, ...] = ()  # directories in it that are not copied
+
+    @property
+    def name(self) -> str:
+        """The default name of the program's runs."""
+        first = self.words[0]
+        return self.words[1].rpartition(".")[2] if first == "-m" else Path(first).stem
+
+    @property
+    def script(self) -> Path | None:
+        """The program's file; None for a module, and for the modules of a recipe."""
+        return self.directory / self.words[0] if self.words and self.words[0] != "-m" else None
+
+    def in_copy(self, code: Path) -> Path:
+        """Return the directory in which the ranks work, once `checkout` is copied to `code`."""
+        return code / self.directory.relative_to(self.checkout)
+
+    def command(self, code: Path, program: Sequence[str]) -> tuple[str, ...]:
+        """Return what a rank runs so that a program starts in the copy."""
+        return (*USER_PROGRAM, str(self.in_copy(code)), *program)
+
+
+def checkout_of(directory: Path) -> Path:
+    """Return the git checkout around a directory, or the directory itself outside git."""
+    around = (place for place in (directory, *directory.parents) if (place / ".git").exists())
+    return next(around, directory)
+
+
+def find(words: Sequence[str]) -> UserCode:
+    """Find the program that a command line names; raise ProgramError if no copy could have it."""
+    directory = Path.cwd()
+    checkout = checkout_of(directory)
+    if words[0] == "-m":
+        if len(words) == 1:
+            raise ProgramError("-m: expected the name of a module after it")
+        return UserCode(checkout, directory, tuple(words))
+    script = Path(words[0])
+    if script.name in STARTERS and not script.is_file():
+        advice = "write only the script or -m module and its arguments after `--`"
+        raise ProgramError(f"{script.name}: rollcall starts the ranks itself; {advice}")
+    if not script.is_file():
+        raise ProgramError(f"{script}: no such file; expected a script or -m module after `--`")
+    path = script.resolve()
+    if not path.is_relative_to(checkout.resolve()):
+        advice = f"submit it from its own directory: cd {path.parent}"
+        raise ProgramError(f"{script} is outside {checkout}, which is copied for the run; {advice}")
+    inside = os.path.relpath(script) if script.is_absolute() else words[0]
+    return UserCode(checkout, directory, (inside, *words[1:]))
+
+
+def modules_beside(config: Config) -> UserCode | None:
+    """Find the modules in the current directory that a configuration names; None without any.
+
+    The directory of downloaded data is not code.
+    """
+    directory = Path.cwd()
+    tops = [name.partition(":")[0].partition(".")[0] for _, name in named_code(config)]
+    if not any(PathFinder.find_spec(top, [str(directory)]) for top in tops):
+        return None
+    return UserCode(checkout_of(directory), directory, without=(Path(config.data.root).absolute(),))

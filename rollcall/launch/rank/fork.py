@@ -1,0 +1,257 @@
+"""Start ranks as forks of a process that has imported torch.
+
+The ranks wait at a socket until this process has the store that torch's `env://` uses, at which the
+parents of all nodes meet. So before the fork there are only imports: no thread and no connection.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcall.cli.installation import training_words
+from rollcall.launch.frameworks import TABLE
+from rollcall.launch.frameworks.framework import KeyValueStore
+from rollcall.launch.rank import surroundings
+from rollcall.launch.rank.process import (
+    MAX_BYTES,
+    RankError,
+    exit_rank,
+    program_of,
+    receive,
+    record_end,
+    record_failure,
+    run_rank,
+)
+from rollcall.launch.runs.decision import RestartFacts, decide, first_to_fail, has_failed
+from rollcall.records.attempt import OUT_OF_MEMORY, NodeState, RanksAlone
+from rollcall.system import process
+from rollcall.system.timer import Every, RunningClock
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+"""True if this Python has torch. Without it, ranks get no store; their program needs none."""
+if HAS_TORCH:
+    import torch
+    from torch.distributed import DistError, PrefixStore, TCPStore
+
+    from rollcall.train.torch_private import COMPILER
+
+    importlib.import_module(COMPILER)  # once here instead of once per rank
+
+BACKLOG = 4096
+"""Connections that may wait until the store accepts them; the kernel may allow fewer."""
+LEAVE_LOOK = 10.0
+"""Seconds between two looks at the records of nodes whose ranks have not said that they end."""
+
+
+def preload(options: argparse.Namespace) -> None:
+    """Import what every rank of rollcall's training imports; another program may not expect it."""
+    words = training_words(program_of(options))
+    if words is not None:
+        _import_training(words)
+        for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+            # What torch's modules undo at exit, no rank needs: it takes 60 ms.
+            info.atexit &= not (info.func.__module__ or "").startswith("torch")
+
+
+def _import_training(words: Sequence[str]) -> None:
+    from rollcall.config import ConfigError, arguments, parse
+    from rollcall.train import main, models, training  # noqa: F401
+    from rollcall.train.data import sets
+    from rollcall.train.health import crosscheck
+
+    crosscheck.code()
+    with contextlib.suppress(ConfigError, ImportError):  # the ranks explain it
+        _, config = parse(words)
+        arguments.complete(config)
+        for name in (*sets.slow_imports(config.data.name), *models.slow_imports(config.model.name)):
+            importlib.import_module(name)
+
+
+def start(options: argparse.Namespace) -> None:
+    """Fork the ranks and wait for them; raise RankError if they do not start or one fails."""
+    sys.stdout.flush()  # otherwise every rank would print what waits here
+    gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pids = [_fork(options, number, gate, opener) for number in range(options.nproc_per_node)]
+    gate.close()
+    receive(options)
+    Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+    store = _meet(options) if HAS_TORCH else None
+    keys = 0 if store is None else store.num_keys()
+    if store is None and options.port_fd is not None:
+        os.close(options.port_fd)  # the program may want the port
+    order = json.dumps(vars(options)).encode()
+    with opener, contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
+        for _ in pids:
+            opener.send(order)
+    _wait(pids, options)
+    if store is not None:
+        _record_if_alone(store, keys, options)
+    _leave(store, options)
+
+
+def _meet(options: argparse.Namespace) -> "PrefixStore":
+    """Host the store on node 0, connect to it on the others, and wait until all nodes have met.
+
+    The supervisors have compared their numbers of ranks. RankError is raised if the nodes do not
+    meet, or if an import has started CUDA.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RankError(
+            f"importing {options.program} has started CUDA, which a forked rank cannot use: move "
+            "that below `if __name__ == '__main__'`, or use --start-method torchrun",
+            2,
+        )
+    address = f"{options.master_addr}:{options.master_port}"
+    is_host = options.node_rank == 0
+    problem = f"cannot {'listen at' if is_host else 'reach node 0 at'} {address}"
+    try:
+        if is_host and options.port_fd is not None:
+            with socket.socket(fileno=os.dup(options.port_fd)) as holder:
+                holder.listen(BACKLOG)
+        server = TCPStore(
+            options.master_addr,
+            options.master_port,
+            is_master=is_host,
+            timeout=surroundings.JOIN_TIMEOUT,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=options.port_fd if is_host else None,
+        )
+        problem = f"not all of the {options.nnodes} nodes met at {address}"
+        store = PrefixStore(f"rollcall/{options.run_id}", server)
+        if store.add("nodes", 1) == options.nnodes:  # this is the last one
+            store.set("all have met", "")
+        store.get("all have met")
+    except (DistError, OSError) as error:
+        raise RankError(f"{problem}: {str(error).splitlines()[0]}", 1) from None
+    return store
+
+
+def _record_if_alone(store: "PrefixStore", keys: int, options: argparse.Namespace) -> None:
+    """Record that no rank has used the store, which a process group does, since it had `keys`."""
+    ranks = sum(options.ranks)
+    may_know = options.node_rank == 0 and TABLE[options.framework].meets_at_master
+    with contextlib.suppress(OSError):  # a full disk
+        if may_know and ranks > 1 and store.num_keys() - store.check(["left"]) <= keys:
+            RanksAlone(ranks).write(Path(options.log_dir))
+
+
+def _leave(store: KeyValueStore | None, options: argparse.Namespace) -> None:
+    """Keep node 0 until the other nodes have ended: it hosts the store, and says how all ended."""
+    folder, look = Path(options.log_dir).parent, Every(LEAVE_LOOK, at_once=False)
+    others = list(range(1, options.nnodes))
+    with contextlib.suppress(RuntimeError, OSError):  # node 0 has ended already; a full disk
+        if store is None:
+            store = surroundings.Files(folder / "exchange", f"node-{options.node_rank}")
+        left = store.add("left", 1)
+        while options.node_rank == 0 and left < options.nnodes:
+            if look.is_due() and _have_ended(others, folder):
+                return  # they were asked to stop, and do not come here
+            time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
+            left = store.add("left", 0)
+
+
+def _have_ended(nodes: list[int], folder: Path) -> bool:
+    """Return True if these nodes have written that their parts ended in order; forget those.
+
+    If one has failed or is lost, the supervisor of node 0 notices that and ends this process.
+    """
+    number = int(folder.name.rpartition("-")[2])
+    while nodes:  # a record that is not visible yet says nothing
+        part = NodeState.read(folder.parents[1], attempt=number, node=nodes[-1])
+        if part is None or part.state not in ("finished", "stopped"):
+            return False
+        nodes.pop()
+    return True
+
+
+def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank."""
+    rank, world_size = options.first_rank + local_rank, sum(options.ranks)
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": options.nproc_per_node,
+        "GROUP_RANK": options.node_rank,
+        "GROUP_WORLD_SIZE": options.nnodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": options.master_addr,
+        "MASTER_PORT": options.master_port,
+        "TORCHELASTIC_RUN_ID": options.run_id,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _fork(
+    options: argparse.Namespace, local_rank: int, gate: socket.socket, opener: socket.socket
+) -> int:
+    pid = os.fork()
+    if pid == 0:
+        process.die_with_parent()
+        process.is_fork = True
+        os.setsid()  # as under torchrun: a program may signal its whole group
+        opener.close()
+        if options.serve is not None:
+            os.close(options.serve)
+        order = gate.recv(MAX_BYTES)
+        if not order:
+            os._exit(1)  # the nodes have not met
+        gate.close()
+        vars(options).update(json.loads(order))
+        os.environ.update(options.env)
+        os.environ.update(environment(options, local_rank))
+        if "numpy" in sys.modules:  # torch has imported it
+            sys.modules["numpy"].random.seed()  # otherwise all ranks would draw the same numbers
+        exit_rank(run_rank(options))
+    return pid
+
+
+def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
+    """Wait for the ranks; after a failure only for a moment, then kill the others."""
+    codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
+    end, clock = math.inf, RunningClock()  # once a rank has failed, when the others are killed
+    killed_before = process.memory_kills()
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, 0 if end == math.inf else os.WNOHANG)
+        if pid:
+            codes[pid] = code = os.waitstatus_to_exitcode(status)
+            rank = options.first_rank + pids.index(pid)
+            record_end(options, rank, code)
+            facts = RestartFacts(failed=has_failed(code))
+            rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
+            if rule.action == "fork the next ranks":
+                end = clock.read() + (rule.grace or 0)
+                if options.serve is not None:
+                    os.write(options.serve, b"!")
+            if code > 0 and has_failed(code):  # it may have left by os._exit
+                record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
+        elif clock.read() > end:
+            if decide("ranks end", "time is up").action == "kill the ranks":
+                for late in set(pids) - set(codes):
+                    os.kill(late, signal.SIGKILL)
+            break
+        else:
+            time.sleep(0.002)
+    if any(codes.values()):
+        first = first_to_fail(codes)
+        lacks_memory = codes[first] == -signal.SIGKILL and process.memory_kills() > killed_before
+        rank, why = options.first_rank + pids.index(first), OUT_OF_MEMORY if lacks_memory else ""
+        raise RankError.of_rank(rank, codes[first], options, why)

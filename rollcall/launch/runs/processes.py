@@ -1,0 +1,73 @@
+"""The processes on this machine that started a run's local jobs, from one look at /proc."""
+
+import contextlib
+import math
+import os
+import socket
+from functools import cached_property
+from pathlib import Path
+
+from rollcall.launch.runs import find
+from rollcall.records.attempt import NodeState
+from rollcall.records.run_dir import RunDir
+
+CLOCK = 60.0
+"""Seconds by which the clock may have been set since."""
+
+
+class Processes:
+    """The processes of this machine, read once, when they are needed."""
+
+    def of(self, run: RunDir) -> list[int]:
+        """Return the processes that started a run's nodes; none once it has ended.
+
+        If they were killed, these are its supervisors, or the processes of an array's tasks.
+        """
+        controllers, job = self._controllers, run.job.resolve()
+        return controllers.get(job) or controllers.get(job.parent) or self._supervisors(run)
+
+    def _supervisors(self, run: RunDir) -> list[int]:
+        """Return the supervisors of the newest attempt that still run, as their records say."""
+        if (newest := find.newest_attempt(run)) is None:
+            return []
+        parts = NodeState.read_all(run.path, attempt=newest.number).values()
+        host = socket.gethostname()
+        here = {part.supervisor: part.started for part in parts if part.host == host}
+        ours = [pid for pid in here if "supervise" in self._words.get(str(pid), ())]
+        return sorted(pid for pid in ours if _began(pid) < here[pid] + CLOCK)
+
+    @cached_property
+    def _words(self) -> dict[str, list[str]]:
+        """The command line of each process by its id."""
+        names = os.listdir("/proc")  # noqa: PTH208 (names, not paths)
+        return {name: _words_of(name) for name in names if name.isdecimal()}
+
+    @cached_property
+    def _controllers(self) -> dict[Path, list[int]]:
+        """The controllers of submitit, by their job/, which is their last word, and all above."""
+        table: dict[Path, list[int]] = {}
+        for pid, words in self._words.items():
+            if "submitit.local._local" in words:
+                job = Path(words[-1]).resolve()
+                for path in (job, *job.parents):
+                    table.setdefault(path, []).append(int(pid))
+        return table
+
+
+def _began(pid: int) -> float:
+    """Return when a process began: later than what a record says if its id was given again."""
+    import psutil  # here: few commands need it
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).create_time()
+    return math.inf
+
+
+def _words_of(pid: str) -> list[str]:
+    """Return a process's command line; none if it has ended, or for a kernel thread."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123 (a third of the time)
+            text = os.fsdecode(file.read()).removesuffix("\0")
+            return text.split("\0") if text else []
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""Turn a command line into a submitted job, on the login node; RefusedError says why not."""

@@ -1,0 +1,377 @@
+"""The command line of `rollcall submit`: own options, and sbatch options that it passes on."""
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import islice, pairwise, takewhile
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+from rollcall.config.refusals import about_option
+from rollcall.launch.frameworks import TABLE
+from rollcall.launch.program.find import STARTERS
+from rollcall.launch.scheduler import cluster, gpus, slurm
+from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
+from rollcall.messages.refusal import RefusedError
+
+EXAMPLES = """\
+Other sbatch options are passed on unchanged: --account --qos --constraint --reservation --exclude
+--nodelist --dependency --mail-user --exclusive --gres ... Short options work too: -N 2 -c 8
+-t 2:00:00 -p gpu -A account -J name ...
+
+examples:
+  rollcall submit                                the default recipe, on one node
+  rollcall submit --nodes 2 --gpus-per-node 4 --time 2:00:00 mnist optim.lr=3e-4
+  rollcall submit --nodes 2 -- script.py --flag  your own torchrun script, unmodified
+  rollcall submit --nodes 2 -- -m package.module --flag
+  rollcall submit --local --nodes 2 --wait       two simulated nodes on this machine
+  rollcall submit --nodes 2-8 mnist              2 to 8 nodes, whichever are free or survive
+  rollcall submit --nodes 2 --name mine          submit it again to continue where it stopped
+  rollcall submit --gpus-per-node 4 : --nodes 2 --gpus-per-node 8 -- script.py
+                                                 groups of nodes: one with 4 GPUs, two with 8
+"""
+ALTERNATIVES = {
+    "ntasks ntasks-per-node tasks-per-node": (
+        "one task per node starts that node's ranks; use --nodes and --nproc-per-node"
+    ),
+    "output error open-mode": "a run keeps its output in its directory; use --root",
+    "chdir": "a run works in the copy of its code; remove this option",
+    "wrap": "use `-- script.py` or `-- -m module`",
+    "test-only": "use --dry-run",
+    "parsable quiet verbose version usage": "remove this option",
+    "gpus-per-socket ntasks-per-gpu": "use --gpus-per-node",
+}
+ALTERNATIVES = {name: text for names, text in ALTERNATIVES.items() for name in names.split()}
+"""sbatch options that conflict with how rollcall runs jobs, and what to use instead."""
+OF_GROUP = ("nodes", "nproc_per_node", "gpus_per_node", "cpus_per_task", "mem", "partition")
+"""Own options that each group of nodes may have; sbatch's are passed on for each."""
+OF_KIND = ("nodelist", "nodefile", "constraint", "gres")
+"""Options of sbatch that say which nodes a group gets: as in Slurm, the next group has its own."""
+DISTRIBUTIONS = r"block|cyclic|plane|arbitrary|\*"
+"""How a value of sbatch's -m begins; Python's -m has the name of a module."""
+
+
+def span(text: str) -> tuple[int, int]:
+    """Parse a number of nodes or a range such as `2-8`, else raise ArgumentTypeError."""
+    least, dash, most = text.partition("-")
+    found = _positive(least), _positive(most if dash else least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"expected MIN-MAX, the smaller one first, not '{text}'")
+    return found
+
+
+def _whole(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        expected = f"expected a whole number of at least {least}"
+        raise argparse.ArgumentTypeError(f"{expected}, not '{text}'")
+    return int(text)
+
+
+_positive = partial(_whole, least=1)
+
+
+def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a type for argparse: a text that a function accepts; its ValueError says why not."""
+
+    def same(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return same
+
+
+def _placed(text: str) -> str:
+    """Return the absolute path of what exists here: what uses it may work in another directory."""
+    exists = os.path.exists(text)  # noqa: PTH110 - Path raises if it may not look
+    return os.path.abspath(text) if exists else text  # noqa: PTH100 - keeps links
+
+
+def _mount(text: str) -> str:
+    place, colon, inside = text.partition(":")
+    return _placed(place) + colon + inside
+
+
+def _plugin(text: str) -> str:
+    if not re.fullmatch(r"--\w[\w-]*(=.*)?", text, re.DOTALL):
+        raise argparse.ArgumentTypeError(f"expected --OPTION or --OPTION=VALUE, not '{text}'")
+    return text
+
+
+LISTS = ("srun-arg", "sbatch-arg", "mount", "link", "teardown")
+"""Options of which all values count."""
+OPTIONS = {
+    "--nodes N": "number of nodes (default: 1); MIN-MAX uses all free nodes up to MAX",
+    "--spares N": "further nodes of the job, which replace nodes that are lost",
+    "--max-restarts N": (
+        "how often failed ranks restart "
+        "(default: training until it makes no progress, your own script never)"
+    ),
+    "--nproc-per-node K": (
+        "ranks on each node (default: one per GPU, or 2 without GPUs); 4,8,8 for different nodes"
+    ),
+    "--gpus-per-node G": "GPUs on each node, also as TYPE:G (default: none)",
+    "--cpus-per-task C": (
+        "CPUs on each node, for all its ranks "
+        "(default: the share of a node that goes with its GPUs; one per rank without GPUs)"
+    ),
+    "--mem MEM": "memory on each node, such as 64G",
+    "--time TIME": "time limit: M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S",
+    "--partition P": "Slurm partition (default: the cluster's)",
+    "--srun-arg =--OPTION": "an option of srun; may be repeated",
+    "--sbatch-arg =--OPTION": "an option of sbatch that only this cluster knows; may be repeated",
+    "--teardown LINE": (
+        "a shell line to run when the ranks have ended, on the first node; may be repeated"
+    ),
+    "--cluster NAME": (
+        "take defaults from clusters/NAME.yaml and ~/.config/rollcall/clusters/NAME.yaml"
+    ),
+    "--discover": (
+        "write a profile of this cluster to ~/.config/rollcall/clusters/ and exit; "
+        "--dry-run prints it"
+    ),
+    "--name --job-name RUN": (
+        "name of the run (default: recipe or script, date and time); auto: recipe or script and a "
+        "hash of the arguments or keys, so that the same request is the same run"
+    ),
+    "--root DIR": "directory of the runs (default: runs)",
+    "--python PATH": (
+        "interpreter of the ranks, or its virtual or conda environment (default: this one)"
+    ),
+    "--container IMAGE": "run the ranks in a container: pyxis if srun has it, else Apptainer",
+    "--mount PATH[:INSIDE]": "a further directory that the container sees; may be repeated",
+    "--link PATH": (
+        "link this file or directory into the copy of the code instead of copying it; repeatable"
+    ),
+    "--start-method": (
+        "fork: one import for all ranks (default); torchrun: an interpreter for each rank"
+    ),
+    "--framework": "variables for the ranks of your script (default: by its imports)",
+    "--chain N": (
+        "queue N jobs of the run, each after the one before; they end at once if it is done"
+    ),
+    "--resume": "continue a run that has failed, or a finished one with more train.steps",
+    "--new-code": "resume with the current code; keep the previous copy as code-0, code-1, ...",
+    "--local": "run on this machine, even if it has Slurm",
+    "--host HOST": "submit on another machine, by ssh; status, logs and the others take it too",
+    "--host-command COMMAND": (
+        "how rollcall is called there (default: $ROLLCALL_HOST_COMMAND, or rollcall)"
+    ),
+    "--in-allocation": "run in the allocation of this salloc shell, and show the output",
+    "--dry-run": "print the script and the code; write nothing",
+    "--doctor": "check the nodes that the job would get, print a table and start nothing",
+    "--json": "with --doctor: print JSON",
+    "--preflight": "check the nodes before each start: use spares for bad ones, avoid them later",
+    "--wait": "show the output until the run ends; exit with its exit code",
+}
+"""Each option of rollcall's own, with the name of its value, and its help."""
+TYPES: Mapping[str, Callable[[str], object]] = {
+    **{"nodes": span, "spares": _whole, "max-restarts": _whole, "cpus-per-task": _positive},
+    **{"gpus-per-node": _checked(gpus.of_option), "time": _checked(slurm.seconds)},
+    **{"python": _placed, "container": _placed, "mount": _mount, "sbatch-arg": _plugin},
+    "chain": _positive,
+}
+CHOICES = {"start-method": ("fork", "torchrun"), "framework": tuple(TABLE)}
+DEFAULTS = {"nodes": (1, 1), "spares": 0, "chain": 1} | {name: [] for name in LISTS}
+NAMES = {name for names in OPTIONS for name in names.split() if name[:2] == "--"} | {"--help"}
+SWITCHES = {usage for usage in OPTIONS if " " not in usage and usage[2:] not in CHOICES}
+SWITCHES.add("--help")
+"""The names of all these options, and of those without a value."""
+PASSED = {f"--{name}" for name in FLAGS | WITH_VALUE}
+SPELLINGS = {"nnodes": "nodes", "num-nodes": "nodes", "nproc": "nproc-per-node"}
+SPELLINGS["ranks-per-node"] = "nproc-per-node"
+"""Other names of these options, such as torchrun's; any may have `_` for `-`."""
+
+
+class CommandLine(NamedTuple):
+    """A parsed command line."""
+
+    own: argparse.Namespace  # the options that rollcall reads
+    passed: dict[str, str | None]  # sbatch options by name; None for an option without a value
+    program: tuple[str, ...]  # the words after `--`; empty for the built-in training
+    origins: Mapping[str, str] = MappingProxyType({})  # of each option, without dashes
+    groups: "tuple[CommandLine, ...]" = ()  # what each group of nodes asks for, the first one first
+
+
+def asked(argv: Sequence[str]) -> dict[str, str]:
+    """Return the options that the words before `--` name, and their values; nothing is checked."""
+    found: dict[str, str] = {}
+    words = map(_long_form, argv[: argv.index("--")] if "--" in argv else argv)
+    for word in takewhile(lambda word: word != ":", words):
+        name, has_value, value = word.removeprefix("--sbatch-arg=").partition("=")
+        if name.startswith("--"):
+            found[name[2:]] = value if has_value or not _takes_value(name) else next(words, "")
+    return found
+
+
+def read(argv: Sequence[str]) -> CommandLine:
+    """Parse a command line; raise RefusedError at a wrong option, SystemExit after --help."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    if ":" in argv[:end]:
+        return _read_groups(argv[:end], argv[end:])
+    parser = _parser()
+    _refuse_forgotten_dashes(argv[:end])
+    rest, passed = _pass_on(argv[:end])
+    own = parser.parse_intermixed_args(rest)
+    program = tuple(argv[end + 1 :])
+    if "--" in argv and not program:
+        parser.error("expected a script or -m module after `--`")
+    if program and own.words:
+        parser.error(f"got both '{own.words[0]}' and a program after `--`; a run has only one")
+    _check_combinations(own, passed)
+    return CommandLine(own, passed, program)
+
+
+def _read_groups(argv: Sequence[str], program: Sequence[str]) -> CommandLine:
+    """Parse the options of groups of nodes, which `:` separates as in sbatch's own command line."""
+    ends = [place for place, word in enumerate(argv) if word == ":"]
+    base, parts = argv[: ends[0]], pairwise([*ends, len(argv)])
+    first, *_ = groups = [read([*base, *program])]
+    for start, end in parts:
+        own = argv[start + 1 : end]
+        line, asked = read([*base, *own, *program]), read(own).passed
+        passed = {it: text for it, text in line.passed.items() if it not in OF_KIND or it in asked}
+        groups.append(line._replace(passed=passed))
+    for line in groups:
+        for name, value in vars(line.own).items():
+            if name not in OF_GROUP and value != getattr(first.own, name):
+                what = "recipe, key=value" if name == "words" else f"--{name.replace('_', '-')}"
+                raise RefusedError(f"{what}: for all nodes alike; write it before the first `:`")
+        if line.own.nodes[0] < line.own.nodes[1]:
+            raise RefusedError("--nodes MIN-MAX: groups of nodes have fixed numbers of nodes")
+    of_one = ("in-allocation", "spares", "preflight", "doctor")
+    given = [it for it in of_one if getattr(first.own, it.replace("-", "_"))]
+    if given or "array" in first.passed:
+        raise RefusedError(f"--{(given or ['array'])[0]}: takes one group of nodes, not several")
+    return first._replace(groups=tuple(groups))
+
+
+def _refuse_forgotten_dashes(argv: Sequence[str]) -> None:
+    """Raise RefusedError with the right command line if a script stands where a recipe belongs."""
+    for place, (before, word) in enumerate(pairwise(("", *argv))):
+        after = "".join(argv[place + 1 : place + 2])
+        is_module = word == "-m" and not re.match(DISTRIBUTIONS, after)
+        is_script = word.endswith(".py") and not word.startswith("-") and "=" not in word
+        if (is_module or is_script) and not _takes_value(_long_form(before)):
+            what = "-m starts a module" if is_module else f"{word} is a script, not a recipe"
+            first = next((at for at in range(place) if argv[at] in STARTERS), place)
+            command = shlex.join(["rollcall", "submit", *argv[:first], "--", *argv[place:]])
+            raise RefusedError(f"{what}; put `--` before it: {command}")
+
+
+def _takes_value(option: str) -> bool:
+    """Whether the word after this one is its value."""
+    return option in NAMES - SWITCHES if option in NAMES else option[2:] in WITH_VALUE
+
+
+def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None]) -> None:
+    if "array" in passed and (own.wait or own.chain > 1):
+        raise RefusedError("--array: --wait and --chain work with a single run only")
+    if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
+        raise RefusedError("--in-allocation: remove --local, --spares, --chain or --array")
+    if own.local and own.chain > 1:
+        raise RefusedError("--chain: needs Slurm; a run on this machine (--local) is a single job")
+    if own.local and own.spares:
+        raise RefusedError("--spares: a run on this machine (--local) has no spare nodes")
+    if own.json and not own.doctor:
+        raise RefusedError("--json: only --doctor prints JSON here")
+    least, most = own.nodes
+    if least < most and (own.local or own.spares):
+        other = "a run on this machine (--local)" if own.local else "a run with --spares"
+        raise RefusedError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
+
+
+def _pass_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
+    rest: list[str] = []
+    passed: dict[str, str | None] = {}
+    words = iter(argv)
+    for word in map(_long_form, words):
+        name, has_value, value = word.partition("=")
+        if value == "--":  # argparse of Python 3.11 would raise ValueError
+            raise RefusedError(f"{name}: expected a value, not '--'")
+        if name == "--sbatch-arg" and value.partition("=")[0] in NAMES | PASSED:
+            word = value  # as if it were given directly
+            name, has_value, value = word.partition("=")
+        if not word.startswith("--") or name in NAMES:
+            rest.append(word)
+            continue
+        given = value if has_value else None
+        if _needs_value(name, word, words) and not has_value:
+            given = next(words, None)
+            if given is None:
+                raise RefusedError(f"{name}: expected a value")
+        passed[name[2:]] = given
+    return rest, passed
+
+
+def _needs_value(name: str, word: str, later: Iterator[str]) -> bool:
+    """Whether an option of sbatch needs a value; RefusedError if it cannot be passed on."""
+    option = name[2:]
+    if option in ALTERNATIVES:
+        raise RefusedError(f"{name}: {ALTERNATIVES[option]}")
+    if name in PASSED:
+        return option in WITH_VALUE
+    of_site = cluster.options_of_site() if slurm.is_available() else {}
+    if option in of_site:
+        return of_site[option]
+    if advice := about_option([word, *islice(later, 1)]):
+        raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch; {advice}")
+    own = [known[2:] for known in sorted(NAMES)]
+    hint = did_you_mean(option, own) or f"; pass an option of a plugin on with --sbatch-arg={name}"
+    for other, text in ALTERNATIVES.items():  # which would be refused, too
+        hint = f"; instead of --{other}: {text}" if f"'--{other}'" in hint else hint
+    raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch{hint}")
+
+
+def _long_form(word: str) -> str:
+    """Return a short option in its long form, `--nodes=2` for `-N2`, and others as spelled here."""
+    if word.startswith("--"):
+        name, equals, value = word[2:].partition("=")
+        name = SPELLINGS.get(name.replace("_", "-"), name.replace("_", "-"))
+        return f"--{name}{equals}{value}" if f"--{name}" in NAMES | PASSED else word
+    if not word.startswith("-") or word == "-h":
+        return word
+    long = SHORT.get(word[1:2])
+    if long is None:
+        return word
+    return f"--{long}={word[2:]}" if word[2:] else f"--{long}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises errors instead of exiting, so that a profile's file can be added to the message."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RefusedError(f"{message.removeprefix('argument ')} (--help lists the options)")
+
+
+@cache
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="rollcall submit",
+        description="Start a run on Slurm, or on this machine if it has no Slurm.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="rollcall submit [options] [recipe] [key=value ...]\n"
+        "       rollcall submit [options] -- script.py|-m module [arguments ...]",
+        allow_abbrev=False,
+    )
+    for usage, meaning in OPTIONS.items():
+        *names, metavar = usage.split() if " " in usage else (usage, None)
+        name = names[0][2:]
+        how: dict[str, Any] = {"metavar": metavar, "type": TYPES.get(name)}
+        how["default"] = DEFAULTS.get(name)
+        if usage in SWITCHES:
+            how = {"action": "store_true"}
+        elif name in CHOICES:
+            how = {"choices": CHOICES[name]}
+        elif name in LISTS:
+            how["action"] = "append"
+        parser.add_argument(*names, help=meaning, **how)
+    words = "[recipe] [key=value ...]"
+    parser.add_argument("words", nargs="*", metavar=words, help="as for rollcall train")
+    return parser

@@ -1,0 +1,265 @@
+"""Turn a command line into a submission. Checks everything that it can; writes nothing."""
+
+import hashlib
+import json
+import os
+import re
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rollcall.cli import installation
+from rollcall.cli.installation import PACKAGED, ROOT, is_training, training_words
+from rollcall.config import Config, ConfigError, arguments, parse
+from rollcall.config.read import is_file
+from rollcall.launch.program import data, find
+from rollcall.launch.program.find import UserCode
+from rollcall.launch.scheduler import cluster, slurm
+from rollcall.launch.scheduler.job import Job, array_tasks, one_line
+from rollcall.launch.submission import preflight, resources, snapshot, surroundings
+from rollcall.launch.submission.options import CommandLine
+from rollcall.launch.submission.snapshot import Snapshot
+from rollcall.launch.submission.submission import SubmissionPlan, batch_command, note
+from rollcall.launch.submission.surroundings import Surroundings
+from rollcall.messages.refusal import RefusedError
+from rollcall.messages.text import listed, word
+from rollcall.records.job import Submission, slurm_output
+from rollcall.records.nodes import NodeReport
+from rollcall.records.run_dir import RunDir, plain
+
+
+def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> SubmissionPlan:
+    """Return what a command line asks for, without writing anything; or raise RefusedError."""
+    if line.own.in_allocation:
+        line = resources.in_allocation(line, os.environ)
+    line = resources.spread(line)
+    own = line.own
+    if "array" in line.passed:
+        array_tasks(line.passed["array"] or "")  # refuses what is not an array
+    words = _training_words(line)
+    code = find.find(line.program) if words is None else None
+    recipe, config = _configuration(own, words or ())
+    run = RunDir(config.run.root, config.run.name or "")
+    stem = plain(code.name if code else recipe)
+    if config.run.name is None:
+        run = RunDir.unused(config.run.root, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    elif own.name == "auto":
+        request = json.dumps(code.words) if code else config.model_dump_json(exclude={"run"})
+        digest = hashlib.sha256(request.encode()).hexdigest()[:8]
+        run = RunDir(config.run.root, f"{stem}-{digest}")
+    takes_code = own.new_code or not run.code.exists()
+    program = code.words if code else _training(words or (), run, config)
+    code = code or _code_of_modules(config, run, takes_code)
+    user = surroundings.of(line, code, config)
+    if words is not None:
+        if own.nodes[0] < own.nodes[1]:
+            _check_every_size(config, line)
+        if not setup:  # its lines may set PYTHONPATH
+            arguments.check_modules(config)
+    if code and not takes_code:
+        _check_copy(code, run, user.links)
+    copy = _snapshot(code, run, user) if takes_code else None
+    if copy is not None:
+        user.warn(copy)
+    if own.time and re.fullmatch(r"\d+:\d+", own.time):
+        minutes, seconds = map(int, own.time.split(":"))
+        note(f"--time {own.time} is {minutes} minutes and {seconds} seconds")
+    cpus, cpus_from = resources.cpus_per_node(line)
+    job = user.placed(_job(line, run, code, program, setup, cpus), run)
+    if line.groups:
+        groups = tuple(_group(group, job) for group in line.groups)
+        job = replace(job, nodes=sum(group.nodes for group in groups), groups=groups)
+    return SubmissionPlan(
+        argv=tuple(argv),
+        run=run,
+        recipes=tuple(Path(source) for source in words or () if is_file(source)),
+        code=copy,
+        launcher=snapshot.plan(ROOT, [run.path.parent], PACKAGED) if takes_code and code else None,
+        job=job,
+        modules=user.modules if takes_code else (),
+        remarks=user.remarks if own.dry_run else (),
+        is_new=config.run.name is None or not run.path.exists(),
+        before=len(Submission.read(run.path)),
+        later=(job,) * (own.chain - 1),
+        resume=own.resume,
+        wait=own.wait,
+        origins={**line.origins, "cpus-per-task": cpus_from},
+    )
+
+
+def _training_words(line: CommandLine) -> tuple[str, ...] | None:
+    if not line.program:
+        return tuple(line.own.words)
+    if line.program[:2] == ("-m", "train") and not _is_in_checkout():
+        return None  # a module of the user
+    return training_words(line.program)
+
+
+def _is_in_checkout() -> bool:
+    return installation.IS_CHECKOUT and Path.cwd() == ROOT
+
+
+def _configuration(own: Namespace, words: Sequence[str]) -> tuple[str, Config]:
+    for text in words:
+        if "=" not in text and text.endswith((".sbatch", ".slurm", ".sh")):
+            raise RefusedError(f"{text} is a job script, not a recipe; submit it: sbatch {text}")
+    given = {"run.name": own.name, "run.root": own.root}
+    named = [word(key, value) for key, value in given.items() if value]
+    recipe, config = parse([*words, *named])
+    if (problem := preflight.problem(Path(config.run.root).absolute())) is not None:
+        raise RefusedError(f"run.root: {problem}")
+    return recipe, config
+
+
+def _code_of_modules(config: Config, run: RunDir, takes_code: bool) -> UserCode | None:
+    """Return the user's code that a training needs; None if rollcall's own code is enough."""
+    if not takes_code and not run.launcher.exists():
+        return None  # the run has only rollcall's code, whatever lies in this directory
+    if _is_in_checkout():
+        return None  # the user's modules are part of the copy of rollcall
+    code = find.modules_beside(config)
+    if code is None and not takes_code:
+        here = Path.cwd()
+        return UserCode(find.checkout_of(here), here)
+    return code
+
+
+def _check_copy(code: UserCode, run: RunDir, links: Sequence[str]) -> None:
+    if not code.in_copy(run.code).is_dir():
+        raise RefusedError(
+            f"the code of run {run.name} was copied from another directory, without "
+            f"{code.directory}; submit from that directory, or add --new-code"
+        )
+    for name in links:
+        if not (run.code / name).is_symlink():
+            has = f"run {run.name} keeps its code, which has no such link"
+            raise RefusedError(f"--link {name}: {has}; add --new-code")
+
+
+def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, ...]:
+    """Return what a rank runs to train, with paths that work in a job."""
+    copied = [str(run.job / Path(source).name) if is_file(source) else source for source in words]
+    root = Path(config.data.root)
+    if not root.is_absolute():  # relative to this directory, and the job works in another one
+        copied.append(word("data.root", str(root.absolute())))
+    copied += [word("run.trust", config.run.trust)] if config.run.trust else []
+    parts = (config.data.path or "").split(",")
+    found = [str(Path(part).absolute()) if _is_here(part) else part for part in parts]
+    if found != parts:
+        copied.append(word("data.path", ",".join(found)))
+    return (*installation.TRAIN, *copied)
+
+
+def _is_here(pattern: str) -> bool:
+    """Whether a text is the relative path of something; data of the user's may have other names."""
+    if not pattern or Path(pattern).is_absolute():
+        return False
+    return next(Path.cwd().glob(pattern), None) is not None
+
+
+def _check_every_size(config: Config, line: CommandLine) -> None:
+    least, most = line.own.nodes
+    ranks = max(resources.ranks_of_nodes(line))
+    for nodes in range(least, most + 1):
+        try:
+            config.parallel.degrees(nodes * ranks, ranks)
+        except ConfigError as error:
+            raise RefusedError(f"--nodes {least}-{most}: with {nodes} of them, {error}") from None
+
+
+def _job(
+    line: CommandLine,
+    run: RunDir,
+    code: UserCode | None,
+    program: Sequence[str],
+    setup: tuple[str, ...],
+    cpus: int,
+) -> Job:
+    own = line.own
+    least, most = own.nodes
+    job_id = "%A_%a" if "array" in line.passed else "%j"
+    program = code.command(run.code, program) if code else program
+    options = {name: text for name, text in line.passed.items() if name != "cpus-per-gpu"}
+    if own.preflight and not own.local and slurm.is_available():
+        _leave_out_bad_nodes(line, options)
+    return Job(
+        name=run.name,
+        nodes=most,
+        min_nodes=least if least < most else None,
+        spares=own.spares,
+        command=(*_supervisor(line, run), "--", *program),
+        directory=str(run.launcher if code else run.code),
+        output=str(slurm_output(Path(str(run.job).replace("%", "%%")), job_id)),
+        cpus_per_task=cpus,
+        gpus_per_node=own.gpus_per_node,
+        mem=own.mem,
+        time=own.time,
+        partition=own.partition,
+        options=options,
+        plugins=tuple(own.sbatch_arg),
+        srun=tuple(map(one_line, own.srun_arg)),
+        setup=setup,
+        batch=(
+            *batch_command(run),
+            *(["--preflight"] if own.preflight else []),
+            *(f"--teardown={line}" for line in own.teardown),
+        ),
+        is_training=is_training(program),
+        continues=is_training(program) or bool(own.max_restarts),
+        allocation=os.environ["SLURM_JOB_ID"] if own.in_allocation else None,
+    )
+
+
+def _group(line: CommandLine, job: Job) -> Job:
+    """Return what a group of nodes asks for."""
+    own, of_first = line.own, ("cpus-per-gpu", "dependency")  # not repeated for each group
+    cpus, _ = resources.cpus_per_node(line)
+    return replace(
+        job,
+        nodes=own.nodes[1],
+        command=(),
+        cpus_per_task=cpus,
+        gpus_per_node=own.gpus_per_node,
+        mem=own.mem,
+        partition=own.partition,
+        options={name: text for name, text in line.passed.items() if name not in of_first},
+    )
+
+
+def _leave_out_bad_nodes(line: CommandLine, given: dict[str, str | None]) -> None:
+    """Let the options for sbatch exclude nodes that failed before."""
+    there = cluster.names("nodes", line.own.partition)
+    failed = {it.host for it in NodeReport.current(cluster.configuration("ClusterName") or "")}
+    bad = sorted(failed.intersection(there))
+    if bad and len(there) - len(bad) < line.own.nodes[0] + line.own.spares:
+        note(f"too few other nodes to avoid {listed(bad)}, which failed before: rollcall nodes")
+    elif bad and "nodelist" not in given:
+        note(f"avoids {listed(bad)}, which failed before: rollcall nodes")
+        given["exclude"] = ",".join([*filter(None, [given.get("exclude")]), *bad])
+
+
+def _supervisor(line: CommandLine, run: RunDir) -> list[str]:
+    own = line.own
+    words = [*installation.command("supervise"), "--run-dir", str(run.path)]
+    ranks = resources.ranks_of_nodes(line)
+    if line.groups:
+        own = Namespace(**vars(own) | {"nproc_per_node": ",".join(map(str, ranks))})
+    for option in ("nproc-per-node", "start-method", "framework", "max-restarts"):
+        if (value := getattr(own, option.replace("-", "_"))) is not None:
+            words += [f"--{option}", str(value)]
+    return words
+
+
+def _snapshot(code: UserCode | None, run: RunDir, user: Surroundings) -> Snapshot:
+    modules = tuple(user.facts.own.values())
+    if code is None:
+        return snapshot.plan(ROOT, [run.path.parent], PACKAGED, modules=modules)
+    leave_out = [run.path.parent, *code.without]
+    inputs = data.named(code.words[1:], code) if code.words else None
+    copy = snapshot.plan(code.checkout, leave_out, (), user.links, modules, inputs)
+    if code.script and os.path.relpath(code.script, code.checkout) not in copy.files:
+        why = "git ignores it, so the run's copy would not have it"
+        raise RefusedError(f"{code.script.name}: {why}; remove it from .gitignore")
+    return copy

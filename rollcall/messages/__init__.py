@@ -1,0 +1,1 @@
+"""Refusals, and words and tables in messages. No torch."""

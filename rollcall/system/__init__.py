@@ -1,0 +1,1 @@
+"""The operating system: files, processes, clocks, addresses, the fabric. No torch."""

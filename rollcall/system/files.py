@@ -1,0 +1,267 @@
+"""Write files that are whole or absent, and line files that only grow. No torch."""
+
+import contextlib
+import errno
+import fnmatch
+import itertools
+import json
+import os
+import pwd
+import stat
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST, MOST_LINE = 2**34, 2**24
+"""Bytes of the largest line file that is read, and of a line; a longer line ends the file."""
+TAIL = 16384
+"""Bytes read from the end of a file by `tail`."""
+
+
+def write_atomic(path: Path, text: str | bytes) -> None:
+    """Write a small file so that it is whole or as before, even after a power cut or an OSError."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor, has_name = _open_beside(path, beside)
+        with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor)
+            # surrogateescape: names of files are bytes, not always text.
+            file.write(text if isinstance(text, bytes) else text.encode(errors="surrogateescape"))
+            file.flush()
+            os.fsync(descriptor)
+            if not has_name:
+                beside.unlink(missing_ok=True)
+                # src_dir_fd is not needed for this path, but it makes Python follow the link.
+                os.link(f"/proc/self/fd/{descriptor}", beside, src_dir_fd=0)
+        if path.is_dir():
+            set_aside(path)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_once(path: Path, text: str) -> None:
+    """Write a file atomically unless it exists already: the first writer wins."""
+    beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    write_atomic(beside, text)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(beside, path)  # unlike a rename, a link never replaces a file
+    finally:
+        beside.unlink()
+
+
+def _open_beside(path: Path, beside: Path) -> tuple[int, bool]:
+    """Open a new file, if possible without a name; return True if it has the name `beside`."""
+    try:  # without a name, a process killed mid-write leaves no stray file
+        return os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), False
+    except OSError:  # NFS does not support O_TMPFILE
+        return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), True
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a directory, to disk: only then is a rename durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Journal:
+    """A line file that survives a full disk: lines that cannot be written go out with the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # While the disk is full, lines stay in memory; of more than these, the oldest are lost.
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=10_000)
+
+    def append(self, fields: dict[str, Any]) -> None:
+        """Append one object as a line, or keep it for later."""
+        self._waiting.append(fields)
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                append_line(self._path, self._waiting[0])
+                self._waiting.popleft()
+
+
+def set_aside(path: Path) -> None:
+    """Rename what lies in the place of a file that must be written: `NAME.damaged`."""
+    number = len(list(path.parent.glob(f"{path.name}.damaged*")))
+    path.rename(f"{path}.damaged{number or ''}")
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it exists; a directory in its place is set aside."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        set_aside(path)
+
+
+def append_line(path: Path, fields: dict[str, Any]) -> None:
+    """Append one JSON object as a new line; see `open_lines`."""
+    with open_lines(path) as file:
+        write_line(file, fields)
+
+
+def write_line(file: BinaryIO, fields: dict[str, Any]) -> None:
+    """Write one JSON object as the next line of a file of `open_lines`.
+
+    Raises:
+        OSError: the line is not in the file, or not whole; the file must be opened again.
+    """
+    line = json.dumps(fields).encode() + b"\n"
+    while len(line) > 1:  # whoever opens the file next ends the line
+        line = line[file.write(line) :]
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a line file to append to it, even if a crash cut off its last line.
+
+    What lies there and cannot be written, such as a directory, is set aside. The file has no
+    buffer: closing it would write a line once more that a full disk has refused.
+    """
+    try:
+        file = path.open("ab+", buffering=0)
+    except OSError as error:
+        # Other errors may go away while it lies there.
+        if error.errno not in (errno.EISDIR, errno.EACCES, errno.ELOOP) and not path.is_symlink():
+            raise
+        set_aside(path)
+        file = path.open("ab+", buffering=0)
+    if file.tell() > 0:
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.write(b"\n")
+    return file
+
+
+def open_regular(path: Path, flags: int = 0) -> BufferedReader:
+    """Open a file to read it, with further flags of os.open, such as O_NOFOLLOW.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device, which could block for ever.
+    """
+    is_typed = path.is_relative_to("/dev/fd") or path == Path("/dev/stdin")  # such as <(program)
+    descriptor = os.open(path, os.O_RDONLY | flags | (0 if is_typed else os.O_NONBLOCK))
+    if not is_typed and not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb")  # noqa: PTH123 (a descriptor)
+
+
+def read_whole(path: Path, most: int = 2**26, flags: int = 0) -> bytes:
+    """Return the content of a file; OSError if it is larger, or `open_regular` refuses it."""
+    with open_regular(path, flags) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most >> 20} MB", str(path))
+    return content
+
+
+def read_lines(path: Path, having: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a line file's readable lines, or of those with a text of `having`."""
+    return (fields for fields in read_every_line(path, having) if fields is not None)
+
+
+def read_every_line(path: Path, having: Sequence[bytes] = ()) -> Iterator[dict[str, Any] | None]:
+    """Yield the object of each complete line, None for one that cannot be read.
+
+    A last line without its end was cut off by a crash, or is being written: if it cannot be read,
+    nothing is yielded for it. A file that is missing or cannot be read has no lines.
+    """
+    with contextlib.suppress(OSError):
+        lines = text_lines(path)
+        yield from parse_lines(
+            line for line in lines if not having or any(text in line for text in having)
+        )
+
+
+def text_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, up to one that is too long for a record; OSError for no file."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= MOST:
+            lines = iter(lambda: file.readline(MOST_LINE), b"")
+            yield from itertools.takewhile(lambda line: len(line) < MOST_LINE, lines)
+
+
+def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
+    """Yield what `read_every_line` does, for lines in memory."""
+    for line in lines:
+        fields = as_object(line)
+        if fields is not None or line.endswith(b"\n"):
+            yield fields
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Read a file that holds one JSON object; None if it does not, or cannot be read."""
+    value = read_value(path)
+    return value if isinstance(value, dict) else None
+
+
+def read_value(path: Path) -> Any:
+    """Read a file that holds one JSON value; None if it does not, or cannot be read."""
+    try:
+        return json.loads(read_whole(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def listed(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths in a folder that match, by name; none in a folder that cannot be read."""
+    try:
+        if "/" in pattern:
+            return sorted(folder.glob(pattern))
+        # Path.glob costs ten times as much.
+        names = os.listdir(folder)  # noqa: PTH208 (a path for each name costs more than all else)
+        return [folder / name for name in sorted(fnmatch.filter(names, pattern))]
+    except OSError:
+        return []
+
+
+def stranger(path: Path) -> str:
+    """Return a file's owner; empty if that is this user, root or who installed rollcall."""
+    try:
+        uid = path.stat().st_uid
+        is_ours = uid in (0, os.geteuid(), Path(__file__).stat().st_uid)
+        return "" if is_ours else pwd.getpwuid(uid).pw_name
+    except (OSError, KeyError) as error:
+        return f"user {uid}" if isinstance(error, KeyError) else ""
+
+
+def is_there(path: Path) -> bool:
+    """Return True if a path exists and this user can see it; unlike Path.exists, never raise."""
+    return os.access(path, os.F_OK)
+
+
+def changed(path: Path) -> float:
+    """Return when a file was last changed, in seconds since 1970; 0 if it cannot be looked at."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def as_object(text: bytes | str) -> dict[str, Any] | None:
+    """Parse a JSON object; None for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def tail(path: Path) -> list[str]:
+    """Return the last whole lines of a file; none if it is missing or cannot be read."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            start = file.tell()
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return lines[1:] if start else lines

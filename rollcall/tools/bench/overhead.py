@@ -1,0 +1,61 @@
+"""`rollcall bench overhead`: what a step costs, beside a bare loop and other frameworks.
+
+All loops train the same models on the same digits, with fused AdamW and batches that are taken by
+index from memory, in turns, so that other load affects all of them. Frameworks that are not
+installed are left out. A rank has one thread.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+
+from rollcall.tools.bench import loops, turns
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print the tables; return the exit code."""
+    words = turns.parser("overhead", __doc__)
+    words.add_argument("--nproc-per-node", type=turns.count, default=1, metavar="K", help="ranks")
+    words.add_argument(
+        "--model", choices=loops.MODELS, nargs="*", default=[*loops.MODELS], help="default: all"
+    )
+    words.add_argument("--steps", type=turns.count, default=400, help="steps that are timed")
+    words.add_argument(
+        "--pieces", action="store_true", help="show what rollcall's step consists of"
+    )
+    words.add_argument(
+        "--data-loader",
+        action="store_true",
+        help="compare loops with a DataLoader instead, beside the bare loop without one",
+    )
+    words.add_argument(
+        "--strategy",
+        choices=("ddp", "zero3"),
+        default="ddp",
+        help="zero3: beside a loop with FSDP2 written by hand (default: ddp)",
+    )
+    options = words.parse_args(argv)
+    ranks, is_sharded = options.nproc_per_node, options.strategy == "zero3"
+    if is_sharded and ranks < 2:
+        raise turns.BenchError("--strategy zero3 needs --nproc-per-node 2 or more")
+    needed = {name: package for name, (_, package) in loops.LOOPS.items() if package}
+    names = [name for name, package in needed.items() if importlib.util.find_spec(package)]
+    loading = [name for name in names if name.endswith(", DataLoader")]
+    names = ["bare", *loading] if options.data_loader else [n for n in names if n not in loading]
+    for model in options.model:
+        settings = loops.Settings(model, options.steps, options.pieces, strategy=options.strategy)
+        chosen = ["rollcall"] if options.pieces else names
+        if is_sharded and not options.pieces:
+            chosen = ["FSDP2", "rollcall"]
+        ways = {name: partial(loops.measure, name, settings, ranks) for name in chosen}
+        found = turns.take_turns(ways, options.repeats)
+        title = f"one step, {model}, ranks: {ranks}, medians of {options.repeats} runs, in turns"
+        if options.pieces:
+            medians = turns.medians(found)["rollcall"]
+            own = sorted(medians, key=lambda piece: -medians[piece])
+            taken = [turns.cell(turns.column(found["rollcall"], one), turns.seconds) for one in own]
+            turns.show(title, [("piece", "per step"), *zip(own, taken, strict=True)])
+        else:
+            turns.compare(title, found, chosen[0])
+        print()
+    return 0

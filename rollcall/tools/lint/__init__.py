@@ -1,0 +1,48 @@
+"""`rollcall lint FILE…`: find common mistakes in sbatch scripts.
+
+Exit code: 0 without findings, 1 with findings, 2 if a file cannot be read.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcall.cli.parser import parser as command_parser
+from rollcall.system.files import read_whole
+from rollcall.tools.lint import directives, launches
+from rollcall.tools.lint.script import Rule, Script
+
+RULES = (*directives.RULES, *launches.RULES)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the findings of the scripts; return the exit code."""
+    parser = command_parser("lint", "Find mistakes in sbatch scripts.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    code = 0
+    for path in parser.parse_args(argv).files:
+        try:
+            script = Script(path, read_whole(path).decode())
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            print(f"rollcall: error: {path} cannot be read: {reason}", file=sys.stderr)
+            code = 2
+            continue
+        for line in check(script):
+            print(line)
+            code = max(code, 1)
+    return code
+
+
+def check(script: Script) -> list[str]:
+    """Return a script's findings, sorted by line: `file:line: reason`, fix and rule."""
+    findings = sorted((finding, name(rule)) for rule in RULES for finding in rule(script))
+    return [
+        f"{script.path}:{finding.line}: {finding.reason}\n    fix: {finding.fix} [{rule}]"
+        for finding, rule in findings
+    ]
+
+
+def name(rule: Rule) -> str:
+    """Return the rule's name as findings show it."""
+    return rule.__name__.replace("_", "-")

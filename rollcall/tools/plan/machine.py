@@ -1,0 +1,163 @@
+"""Chips, their links, and software, as chips.yaml, machines.yaml and the user's file say."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from rollcall.config import chips, yaml_values
+from rollcall.messages.refusal import RefusedError
+from rollcall.messages.text import did_you_mean
+
+FILE = Path(__file__).with_name("machines.yaml")
+FIXED = ("name", "flops")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One GPU and its links, in bytes, seconds and FLOP per second."""
+
+    name: str
+    flops: Mapping[str, float]  # by number format
+    memory: float
+    bandwidth: float
+    inside: float  # of the links to the GPUs of its node, in one direction
+    between: float  # of its share of the links between nodes
+    product: float  # the fraction of `flops` that large matrix products reach
+    attention: float  # the same for fused attention
+    tuned: float  # the same for kernels written for this chip
+    node: int  # GPUs that the links inside join
+    host: int  # GPUs of one host, if the links join several
+
+
+class Software(SimpleNamespace):
+    """The numbers of a program, by the names that machines.yaml explains; times are in seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A chip, the software that runs there, and the GPUs that the links inside join."""
+
+    chip: Chip
+    software: Software
+    node: int
+    factor: float = 1.0  # measured over predicted time of a step
+
+    @property
+    def host(self) -> int:
+        """GPUs of one host."""
+        return self.chip.host or self.node
+
+
+class Machines:
+    """All chips, fabrics, software and factors that the planner knows."""
+
+    def __init__(self, path: str | None = None) -> None:
+        """Read the shipped files and one of the user's; RefusedError if it cannot be used."""
+        self._known: dict[str, dict[str, Any]] = yaml_values.load(FILE.read_text())
+        self._known |= {"chips": chips.known(), "factors": {}}
+        if not path:
+            return
+        try:
+            for kind, entries in (yaml_values.load(Path(path).read_text()) or {}).items():
+                if kind not in self._known:
+                    expected = ", ".join(self._known)
+                    raise RefusedError(f"{path}: unknown section '{kind}'; expected {expected}")
+                known = self._known[kind]
+                if kind == "factors":
+                    known |= chips.numbers({kind: entries})[kind]
+                    continue
+                _check(kind, entries, [{"source": "", "fitted": ""}, *known.values()])
+                if kind == "chips":
+                    chips.update(known, entries)
+                else:
+                    known |= {name: known.get(name, {}) | entries[name] for name in entries}
+            for key in self._known["factors"]:
+                chip, precision, software = key.rsplit(" ", 2)
+                is_known = software in self._known["software"]
+                if precision not in self._known["chips"].get(chip, ()) or not is_known:
+                    raise ValueError(f"factors: '{key}' is not of the form 'H100 bf16 rollcall'")
+        except OSError as error:
+            raise RefusedError(f"--machines {path}: {error.strerror}") from None
+        except (AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
+            raise RefusedError(
+                f"--machines {path}: expected a YAML file with sections such as `chips:`, in the "
+                f"form of docs/plan.md: {' '.join(str(error).split())}"
+            ) from None
+
+    def is_named(self, chip: Chip, name: str) -> bool:
+        """Return True if torch reports this chip by the name."""
+        return chips.find(name, self._known["chips"]) == chip.name
+
+    def chip(self, word: str) -> Chip:
+        """Return the chip of a name, such as h100 or the one that torch reports."""
+        table = self._known["chips"]
+        name = chips.find(word, table)
+        if not name:
+            whole = [entry for entry, values in table.items() if "memory" in values]
+            more = did_you_mean(word.upper(), whole) or f"; choose from {', '.join(whole)}"
+            raise RefusedError(f"unknown chip '{word}'{more}")
+        numbers = {"node": 8, "host": 0, "tuned": table[name].get("attention", 0), **table[name]}
+        fields = [field.name for field in dataclasses.fields(Chip) if field.name not in FIXED]
+        if missing := [key for key in fields if key not in numbers]:
+            raise RefusedError(
+                f"{name} cannot be planned without its {', '.join(missing)}; give them in a file "
+                "for --machines (docs/plan.md)"
+            )
+        values: dict[str, Any] = {key: numbers.pop(key) for key in fields}
+        counts = {key: int(values[key]) for key in ("node", "host")}
+        return Chip(name, numbers, **{**values, **counts})
+
+    def software(self, word: str, chip: str = "", fabric: str | None = None) -> Software:
+        """Return the numbers of the program whose entry's words are most in name and chip."""
+        known = self._known["software"]
+        text = f"{word} {chip}".lower()
+        fitting = [name for name in known if all(part in text for part in name.lower().split())]
+        values = {**known["default"], **known[max(fitting, key=len, default="default")]}
+        network = fabric or values["fabric"]
+        fabrics = {name.lower(): entry for name, entry in self._known["fabrics"].items()}
+        if "hop" not in fabrics.get(network.lower(), ()):
+            choices = ", ".join(name for name, entry in fabrics.items() if "hop" in entry)
+            raise RefusedError(f"unknown fabric '{network}'; choose from {choices}")
+        values["hop"] = fabrics[network.lower()]["hop"] * 1e-6
+        values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
+        return Software(**{**values, "name": word})
+
+    def machine(
+        self,
+        chip: str,
+        software: str = "rollcall",
+        precision: str = "bf16",
+        node: int | None = None,
+        fabric: str | None = None,
+    ) -> Machine:
+        """Return a chip with its software, and the factor that the user's file has for them."""
+        known = self.chip(chip)
+        if precision not in known.flops:
+            raise RefusedError(
+                f"{known.name} has no {precision}; choose precision from {', '.join(known.flops)}"
+            )
+        factor = self._known["factors"].get(f"{known.name} {precision} {software}", 1.0)
+        size = known.node if known.host else node or known.node  # a rack's hosts share the links
+        return Machine(known, self.software(software, known.name, fabric), size, factor)
+
+
+def _check(kind: str, entries: Any, known: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a key that no known entry has, and for a value of another type."""
+    sample = {key: value for entry in known for key, value in entry.items()}
+    for name, entry in entries.items():
+        for key, value in entry.items():
+            if key not in sample:
+                raise ValueError(f"{kind}: unknown key '{key}'{did_you_mean(str(key), sample)}")
+            expected = type(sample[key])
+            if expected not in (bool, str):
+                is_right = type(value) in (int, float) and 0 <= value < math.inf
+            else:
+                is_right = type(value) is expected
+            if not is_right:
+                words = {bool: "true or false", str: "text"}.get(expected, "a number from 0 on")
+                raise ValueError(f"{name}: {key}: expected {words}, got {value!r}")

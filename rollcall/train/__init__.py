@@ -1,0 +1,1 @@
+"""The computation of every rank. Knows nothing of the launcher."""

@@ -1,0 +1,285 @@
+"""The engine that saves a state beside the training, and loads only what is intact."""
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rollcall.config import ConfigError
+from rollcall.messages.text import listed
+from rollcall.train.checkpoint import background, layout, manifest, read, write
+from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
+from rollcall.train.checkpoint.contents import Damaged, Manifest
+from rollcall.train.checkpoint.pending_save import PendingSave, SaveResult
+from rollcall.train.checkpoint.store import CheckpointStore
+from rollcall.train.checkpoint.write_plan import WritePlan
+
+MakeState = Callable[[], dict[str, Any]]
+StartJob = Callable[[Callable[[], object]], WriteJob]
+WritePart = Callable[[Path], object]
+OBJECTS = "objects"
+"""The part of a run's state with what objects of the user's return as `state_dict`."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions that an engine calls."""
+
+    # On publishing ranks, right before a checkpoint gets its name; an OSError stops that. It may
+    # check that this attempt still owns the run.
+    before_publishing: Callable[[], object] = lambda: None
+    # On every rank, with the step of a damaged checkpoint and the damage.
+    on_refusal: Callable[[int, str], object] = lambda *_: None
+    is_late: Callable[[], bool] = lambda: False  # on rank 0; True ends the wait for a save
+
+
+class Engine:
+    """Saves to a store and loads from it; all ranks make each call together."""
+
+    def __init__(
+        self, store: CheckpointStore, hooks: Hooks | None = None, buffer: PinnedBuffer | None = None
+    ) -> None:
+        """Use a store, and perhaps the buffer of an engine that never saves at the same time."""
+        self.store = store
+        self._world = world = store.world
+        self.plan = WritePlan(world, store.nodes)
+        self.buffer = buffer
+        if buffer is None and world.device.type == "cuda":
+            self.buffer = PinnedBuffer()
+        self._hooks = hooks or Hooks()
+        self._pending: PendingSave | None = None
+        self.facts: dict[str, Any] = {}  # of the checkpoint that was loaded last
+        self._owner = ""
+        self._count = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is in flight; after each `settle`, all ranks agree."""
+        return self._pending is not None
+
+    def begin(self, step: int, state: dict[str, Any], **facts: Any) -> None:
+        """Start a save of the state after `step` updates; later changes are not in the checkpoint.
+
+        To finish it, call `settle` with the sums of `signals` after every step, or call `drain`.
+        The state is nested dictionaries of tensors and plain values under global names; the facts
+        are further plain values for the manifest.
+
+        Raises:
+            ConfigError: the state holds something that a checkpoint cannot hold.
+            RuntimeError: a save is in flight.
+        """
+        if self._pending:
+            raise RuntimeError(
+                f"the save of step {self._pending.step} is still in flight: wait for it with "
+                "drain(), or begin the next one when `busy` is false"
+            )
+        began = time.monotonic()
+        tensors, values = self.plan.share(state)
+        chunks, parts = [chunk for chunk, _ in tensors], [tensor for _, tensor in tensors]
+        start: StartJob = ThreadJob if self.buffer else background.ProcessJob
+        views = self.buffer.copy(parts) if self.buffer else background.host_views(parts)
+        # `toreadonly` copies nothing: it returns a view of the same memory.
+        sources = [(chunk, view.toreadonly) for chunk, view in zip(chunks, views, strict=True)]
+        part = partial(write.write_part, rank=self._world.rank, chunks=sources, values=values)
+        versions = {"torch": torch.__version__, "world_size": self._world.world_size}
+        self._start(
+            step, start, part, {"step": step, "time": time.time()} | versions | facts, began
+        )
+
+    def amend(self, step: int, **facts: Any) -> None:
+        """Add facts to the save of a step in flight; all ranks call it, before any settles it."""
+        if self._pending and self._pending.step == step:
+            self._pending.facts.update(facts)
+
+    def begin_copy(self, step: int, write_part: WritePart, facts: dict[str, Any]) -> None:
+        """Start a save in which a thread writes this rank's part from another disk."""
+        self._start(step, ThreadJob, write_part, facts, time.monotonic())
+
+    def signals(self) -> list[float]:
+        """Return 0 or 1 for the save in flight: this rank's part written, published, failed."""
+        # As numbers: a sum of booleans over the ranks never exceeds one.
+        return [*map(float, self._pending.signals())] if self._pending else [0.0, 0.0, 0.0]
+
+    def settle(self, sums: Sequence[float]) -> SaveResult | None:
+        """Continue the save with the sums of all ranks' `signals`; return the result at its end."""
+        result = self._pending.settle(sums) if self._pending else None
+        if result:
+            self._pending = None
+        return result
+
+    def wait(self, seconds: float = math.inf) -> SaveResult | None:
+        """Wait for the save in flight, until rank 0's clock or `is_late` ends the wait."""
+        deadline = time.monotonic() + seconds
+        result, late, pause = None, False, 0.001
+        while self._pending and not late:
+            waited = self._world.is_main and (time.monotonic() > deadline or self._hooks.is_late())
+            sums = torch.tensor([*self.signals(), waited], dtype=torch.float32)
+            dist.all_reduce(sums)
+            result, late = self.settle(sums[:-1].tolist()), bool(sums[-1])
+            if not result:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        return result
+
+    def drain(self, seconds: float = math.inf) -> SaveResult | None:
+        """Wait for the save in flight; abandon it after this many seconds."""
+        began = time.monotonic()
+        result = self.wait(seconds)
+        if self._pending:
+            self._pending.late = f"it was not on disk after {time.monotonic() - began:.0f} s"
+            if self._hooks.is_late():
+                self._pending.late += ", and the job was about to end"
+            result = self.settle([0, 0, 1])
+        return result
+
+    def load(self, step: int, state: dict[str, Any]) -> None:
+        """Fill `state` in place; ConfigError if the checkpoint is damaged or does not fit."""
+        problem = self.try_load(step, state)
+        if problem:
+            raise ConfigError(f"{self.store.path_of(step)} is damaged: {problem}")
+
+    def try_load(
+        self, step: int, state: dict[str, Any], fill: bool = True, complete: bool = False
+    ) -> str:
+        """Fill `state` in place and return the damage that any rank met; empty if all is intact.
+
+        Everything that the checkpoint holds must be in the state of some rank.
+
+        Args:
+            fill: fill the state, not only check what it needs.
+            complete: refuse a state that leaves out whole parts of the checkpoint, such as `ema`.
+
+        Raises:
+            ConfigError: the checkpoint belongs to another model or version, or holds more.
+        """
+        problem = self.store.mismatch(step)
+        if problem:
+            return problem
+        path, whole = self.store.path_of(step), self.store.whole
+        damage = ""
+        names: set[str] = set()
+        stored: Manifest | None = None
+        with layout.reading(path):
+            with self._world.together():
+                try:
+                    stored = manifest.read(path, whole)
+                    if stored.step != step:
+                        raise Damaged(f"{manifest.NAME} belongs to step {stored.step}")
+                    names = read.load(path, stored, state, whole, fill)
+                except Damaged as error:
+                    damage = f"{self.store.host_note}{error}"
+            problem = self._world.first_problem(damage)
+        if stored and not problem:
+            self.facts = stored.facts
+            if whole:
+                parts = None if complete else {*map(str, state)}
+                self._check_all_loaded(path, stored, names, parts)
+        return problem
+
+    def objects(self, step: int) -> dict[str, Any]:
+        """Return the states of objects in a checkpoint, by name; ConfigError if it is damaged."""
+        path = self.store.path_of(step)
+        with layout.reading(path), self._world.together():
+            try:
+                state = read.nested(path, manifest.read(path, self.store.whole), OBJECTS)
+            except Damaged as error:
+                raise ConfigError(f"{path} is damaged: {self.store.host_note}{error}") from None
+        objects: dict[str, Any] = state.get(OBJECTS, {})
+        return objects
+
+    def _check_all_loaded(
+        self, path: Path, stored: Manifest, names: set[str], parts: set[str] | None
+    ) -> None:
+        """Raise ConfigError if the checkpoint holds names of these parts that no rank loaded."""
+        keys = {name: tensor.key for name, tensor in stored.tensors.items()}
+        keys |= {name: key for name, (key, _) in stored.values.items()}
+        expected = [name for name, key in keys.items() if parts is None or str(key[0]) in parts]
+        is_loaded = torch.tensor([name in names for name in expected], dtype=torch.uint8)
+        dist.all_reduce(is_loaded, dist.ReduceOp.MAX)
+        lost = [name for name, flag in zip(expected, is_loaded.tolist(), strict=True) if not flag]
+        if lost:
+            raise ConfigError(
+                f"{path} holds {listed(lost)}, but the state to fill does not, and would lose "
+                "them. Give the same model, optimizer and other objects as when it was saved"
+            )
+
+    def refuse(self, step: int, problem: str) -> None:
+        """Exclude a damaged checkpoint from further loads, and report it."""
+        self._hooks.on_refusal(step, problem + self.store.refuse(step))
+
+    def clean(self) -> None:
+        """Remove what killed attempts left in the middle of a save."""
+        if self.store.publishes:
+            layout.clean(self.store.directory)
+        self._world.barrier()
+
+    def _start(
+        self, step: int, start: StartJob, write_part: WritePart, facts: dict[str, Any], began: float
+    ) -> None:
+        if not self._owner:
+            self._owner = self._world.broadcast_text(layout.owner())
+        self._count += 1
+        save_id = f"{zlib.crc32(f'{self._owner}{self._count}'.encode()):08x}"
+        writer = f"{self.store.writer(self._owner)}-{save_id}"
+        written = layout.unpublished(self.store.directory, step, writer)
+        job = start(partial(write_part, written))
+        publish = partial(self._publish, written, step, facts, save_id)
+        self._pending = PendingSave(self.store, step, facts, written, job, publish, began)
+
+    def _publish(self, written: Path, step: int, facts: dict[str, Any], save_id: str) -> None:
+        store, check = self.store, self._hooks.before_publishing
+        facts = facts | store.facts(save_id)
+        write.publish(written, store.path_of(step), store.ranks, facts, check, store.whole)
+        store.accept(step)
+
+
+class Restored(NamedTuple):
+    """A state that was loaded, its step, and the engine that loaded it."""
+
+    step: int
+    state: dict[str, Any]
+    engine: Engine
+
+
+def restore(
+    tiers: Sequence[Engine], make_state: MakeState, complete: bool = False
+) -> Restored | None:
+    """Fill a state from the newest intact checkpoint of several tiers, and refuse damaged ones.
+
+    Args:
+        tiers: engines; if two of them have the same step, the first is read.
+        make_state: called only if there is something to load.
+        complete: see `Engine.try_load`.
+
+    Returns:
+        None if nothing was ever saved.
+
+    Raises:
+        ConfigError: a checkpoint belongs to another model or version, or none is intact.
+    """
+    state: dict[str, Any] | None = None
+    while True:
+        steps = [tier.store.newest() for tier in tiers]
+        newest = max((step for step in steps if step is not None), default=None)
+        if newest is None:
+            break
+        tier = tiers[steps.index(newest)]
+        state = state or make_state()
+        problem = ""
+        if not tier.store.whole and steps.count(None) == len(steps) - 1:
+            # If this last checkpoint is damaged, the run starts at step 0 with an unchanged state.
+            problem = tier.try_load(newest, state, fill=False)
+        problem = problem or tier.try_load(newest, state, complete=complete)
+        if not problem:
+            return Restored(newest, state, tier)
+        tier.refuse(newest, problem)
+    for tier in tiers:
+        tier.store.check_fresh_start()
+    return None

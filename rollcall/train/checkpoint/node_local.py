@@ -1,0 +1,242 @@
+"""Checkpoints on the nodes' own disks, in the same format.
+
+A node's checkpoint holds only what its ranks hold, and each node publishes its own. Then each rank
+copies a share of it to shared storage; together the shares are the whole state once.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollcall.config import ConfigError
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import write_atomic
+from rollcall.train.checkpoint import layout, manifest, read, write
+from rollcall.train.checkpoint.contents import Chunk, Damaged
+from rollcall.train.checkpoint.engine import Engine
+from rollcall.train.checkpoint.pending_save import SaveResult
+from rollcall.train.checkpoint.store import CheckpointStore
+from rollcall.train.checkpoint.write_plan import identify
+from rollcall.train.ranks.world import World
+
+KEEP = 2
+"""Checkpoints kept: while the nodes publish a new one, the previous one is complete on all."""
+
+
+class NodeLocalStore(CheckpointStore):
+    """A directory on each node's own disk; the first rank of each node publishes."""
+
+    whole = False
+
+    def __init__(
+        self, directory: Path, world: World, run_id: str, nodes: Sequence[int], writer_pid: int
+    ) -> None:
+        """Take a number for each rank's node, and the process id of this node's first rank."""
+        super().__init__(directory, world, KEEP, nodes=nodes)
+        self.host_note = f"on {world.host}: "
+        self._run_id = run_id  # distinguishes this run from an earlier one of the same name
+        self._writer_pid = writer_pid
+
+    def newest(self) -> int | None:
+        """Return the newest step that any node has and that was not refused."""
+        newest = torch.tensor([max(self._published().keys() - self._refused, default=-1)])
+        dist.all_reduce(newest, dist.ReduceOp.MAX)
+        return int(newest) if newest >= 0 else None
+
+    def refuse(self, step: int) -> str:
+        """Refuse a damaged checkpoint for this attempt; `forget_after` removes it."""
+        self._refused.add(step)
+        return ""
+
+    def writer(self, owner: str) -> str:  # noqa: ARG002
+        """Return the host and the process that write here: this node's first rank."""
+        return f"{self.world.host}-{self._writer_pid}"
+
+    def facts(self, save_id: str) -> dict[str, Any]:
+        """Return the ids of the run and the save, so that parts of two saves are never mixed."""
+        return {"run": self._run_id, "save": save_id}
+
+    def mismatch(self, step: int) -> str:
+        """Return the problem if the nodes' parts do not belong together; empty if they do.
+
+        An attempt that lost the run to another may have saved the same step slightly differently.
+        """
+        save, problem = "", ""
+        try:
+            save = str(manifest.load(self.path_of(step), whole=False).facts.get("save"))
+        except (Damaged, ConfigError) as error:
+            problem = f"{self.host_note}{error}"
+        if save != self.world.broadcast_text(save) and not problem:
+            problem = f"{self.host_note}it belongs to another save than rank 0's"
+        return self.world.first_problem(problem)
+
+    def check_fresh_start(self) -> None:
+        """Do nothing: local disks may be lost, so shared storage decides."""
+
+    def forget_after(self, step: int) -> None:
+        """Remove checkpoints newer than the state that the run resumes from."""
+        self._refused.clear()
+        if self.publishes:
+            for newer, path in self._published().items():
+                if newer > step:
+                    layout.retire(path)
+
+    def remove(self) -> None:
+        """Remove everything the run has on this node's disk."""
+        if self.publishes:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A node-local checkpoint to copy to shared storage."""
+
+    step: int
+    facts: dict[str, Any]
+    share: frozenset[int]  # ids of the chunks and values that this rank copies
+    required: bool  # copied even if a newer one is waiting
+
+
+class LocalTier:
+    """Node-local checkpoints and their copies on shared storage; all ranks call it together."""
+
+    def __init__(self, engine: Engine, store: NodeLocalStore, shared: Engine) -> None:
+        self.engine, self.store, self._shared = engine, store, shared
+        self._waiting: list[Copy] = []
+        self._copying: list[Copy] = []
+        store.held = lambda: {copy.step for copy in (*self._waiting, *self._copying)}
+
+    def queue(self, result: SaveResult, required: bool) -> None:
+        """Queue the save that has just ended; it replaces waiting ones that are not required."""
+        copy = Copy(result.step, result.facts, self.engine.plan.copied, required)
+        self._waiting = [*(older for older in self._waiting if older.required), copy]
+        self.copy_next()
+
+    def copy_next(self) -> None:
+        """Start the next copy, unless a save to shared storage is in flight."""
+        if self._shared.busy:
+            return
+        self._copying, self._waiting = self._waiting[:1], self._waiting[1:]
+        for copy in self._copying:
+            source, note = self.store.path_of(copy.step), self.store.host_note
+            part = partial(_copy, source, note, self.store.world.rank, copy.share)
+            self._shared.begin_copy(copy.step, part, copy.facts)
+
+    def stop_copying(self) -> None:
+        """Start no further copy."""
+        self._waiting = []
+
+
+def _copy(source: Path, host_note: str, rank: int, share: frozenset[int], written: Path) -> None:
+    try:
+        stored = manifest.load(source, whole=False)
+        with read.DataFiles(source) as files:
+            chunks: list[write.ChunkSource] = []
+            for tensor in stored.tensors.values():
+                form = tensor.key, tensor.dtype, tensor.shape
+                for piece in tensor.pieces:
+                    if identify(tensor.key, piece.offset) in share:
+                        chunk = Chunk(*form, piece.offset, piece.shape)
+                        chunks.append((chunk, partial(files.view, tensor, piece)))
+            values = [(key, v) for key, v in stored.values.values() if identify(key) in share]
+            write.write_part(written, rank, chunks, values)
+    except Damaged as error:
+        raise Damaged(f"{source} {host_note}{error}") from None
+
+
+def directory_of(text: str, run_dir: RunDir) -> Path:
+    """Return the directory of a run's checkpoints on this node; ConfigError if it is unusable."""
+    root = os.path.expandvars(text)
+    if "$" in root or not root.startswith("/"):
+        raise ConfigError(
+            f"checkpoint.local={text} is {root} here: expected an absolute path on a disk of the "
+            "node, with every variable set"
+        )
+    digest = hashlib.blake2b(os.fsencode(run_dir.path), digest_size=4).hexdigest()
+    return Path(root) / f"{run_dir.name}-{digest}"
+
+
+def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
+    """Make the directories of `checkpoint.local` on all nodes; all ranks call it together.
+
+    Args:
+        text: the value of `checkpoint.local`, which may name environment variables.
+
+    Raises:
+        ConfigError: a directory is not usable as configured, or not safe.
+        OSError: a local disk is not writable.
+    """
+    unfit = failure = run_id = ""
+    word = world.broadcast_text(os.urandom(4).hex())  # a killed attempt may have left other probes
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = directory_of(text, run_dir)
+            _make(directory)
+            # The probe shows whether the disk is writable, and which ranks share it.
+            probe = directory / f".probe-{word}-{world.rank}"
+            stack.callback(probe.unlink, missing_ok=True)
+            probe.touch()
+            run_id = _run_id(run_dir) if world.is_main else ""
+        except ConfigError as error:
+            unfit = f"{error} (rank {world.rank} on {world.host})"
+        except OSError as error:
+            failure = f"{error.filename or directory} on {world.host}: {error.strerror}"
+        world.raise_together(unfit)
+        failure = world.first_problem(failure)
+        if failure:
+            raise OSError(failure)
+        status = directory.stat()  # equal only for ranks that share the directory
+        node = identify((world.host, status.st_dev, status.st_ino))
+        nodes, pids = world.gather(torch.tensor([node, os.getpid()])).T.tolist()
+        if nodes[world.rank] != nodes[0] and (directory / f".probe-{word}-0").exists():
+            unfit = (
+                f"checkpoint.local={text} is one directory for several hosts: expected a directory "
+                "on each node's own disk"
+            )
+        world.raise_together(unfit)
+    run_id = world.broadcast_text(run_id)
+    store = NodeLocalStore(directory, world, run_id, nodes, pids[nodes.index(nodes[world.rank])])
+    if store.publishes:
+        _remove_other_runs(directory, run_id)
+        for stray in directory.glob(".probe-*"):
+            stray.unlink(missing_ok=True)
+    return store
+
+
+def _make(directory: Path) -> None:
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others:
+        raise ConfigError(
+            f"{directory} is a link, belongs to another user, or is writable by others: expected "
+            "your own directory; remove it, or choose another checkpoint.local"
+        )
+
+
+def _run_id(run_dir: RunDir) -> str:
+    """Return the word by which nodes recognize this run's files; it is drawn at the first use."""
+    path = run_dir.path / "local"
+    if not path.exists():
+        write_atomic(path, os.urandom(8).hex() + "\n")
+    return path.read_text().strip()
+
+
+def _remove_other_runs(directory: Path, run_id: str) -> None:
+    """Remove the checkpoints of an earlier run of this name whose run directory was deleted."""
+    for path in layout.published(directory).values():
+        with contextlib.suppress(Damaged, ConfigError):
+            if manifest.load(path, whole=False).facts.get("run") != run_id:
+                layout.retire(path)

@@ -1,0 +1,160 @@
+"""Deliver batches to a rank: workers read ahead, and copies overlap with the GPU's computation."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from rollcall.config.schema import ConfigError, Data
+from rollcall.train.data.form import Form
+from rollcall.train.data.reader import Reader, ReadResult, Selection
+from rollcall.train.data.source import Batch
+from rollcall.train.data.stream import Stream, StreamPosition
+from rollcall.train.data.workers import WorkerError, in_order
+from rollcall.train.ranks.activity import doing
+from rollcall.train.ranks.clock import DATA, OTHER, clock
+from rollcall.train.ranks.device import copy_ahead, hand_over
+from rollcall.train.ranks.world import World
+
+READING = doing("reading data")
+KEPT_POSITIONS = 8
+"""Newest batches of a stream whose positions are kept; a batch or two are read ahead."""
+
+
+class Loading:
+    """Reads the batches of one rank: by default in this process and for the CPU."""
+
+    def __init__(
+        self,
+        config: Data | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self._config = config or Data()
+        self._seed = seed
+        self._rank = rank
+        self._device = device or torch.device("cpu")
+        self._waited = 0.0
+        # Samples that this rank could not read in the current epoch, up to the batch that was
+        # yielded; infinite after an error that ends reading. The caller sums it over all ranks and
+        # calls `refuse`.
+        self.unreadable: float = 0
+        self._unreadable_ahead: float = 0  # the same, up to the batch that was read
+        self.positions: dict[int, StreamPosition] = {}  # in a stream, before each batch
+        self._problem = ""
+        self._epoch = 0
+
+    def batches(
+        self,
+        dataset: Dataset[Any],
+        name: str,
+        select: Callable[[int], Selection],
+        numbers: range,
+        form: Form | None = None,
+    ) -> Iterator[Batch]:
+        """Yield the batches with these numbers, in order, on the device.
+
+        Args:
+            name: the data set in messages, such as "the training data".
+            select: returns the samples of a batch; called in the workers.
+            form: rules to make batches of samples.
+
+        Raises:
+            ConfigError, WorkerError: the first batch cannot be read.
+        """
+        reader = Reader(dataset, name, self._seed, form or Form(), self._config.name)
+
+        def fetch(number: int) -> ReadResult:
+            return reader.read(select(number))
+
+        config = self._config
+        self.positions.clear()
+        if config.num_workers:
+            # Each worker of a stream would read all of it.
+            workers = 1 if isinstance(dataset, Stream) else config.num_workers
+            read = in_order(fetch, numbers, workers, config.prefetch_factor, self._rank)
+        else:
+            read = map(fetch, numbers)
+        return self._timed(self._ahead(self._checked(read, numbers)))
+
+    def take_waited(self) -> float:
+        """Return the seconds that the caller has waited for batches since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def refuse(self, world: World, unreadable: float) -> None:
+        """Stop all ranks if too many samples could not be read; all ranks call it together.
+
+        Args:
+            unreadable: the sum of `self.unreadable` over all ranks.
+
+        Raises:
+            ConfigError: on every rank, with the rank, the file and the sample.
+        """
+        if unreadable > self._config.skip_unreadable + 0.5:  # a rank's share may be a fraction
+            world.raise_together(self._problem)
+
+    def _checked(self, read: Iterator[ReadResult], numbers: range) -> Iterator[Batch]:
+        batch: Batch | None = None
+        count = len(numbers)
+        try:
+            for batch, problems, position in read:
+                for epoch, problem in problems:
+                    self._note(epoch, problem)
+                if position is not None:
+                    number = numbers[-count]
+                    self.positions[number + 1] = position
+                    self.positions.pop(number - KEPT_POSITIONS, None)
+                count -= 1
+                yield batch
+        except (ConfigError, WorkerError) as error:
+            if batch is None:
+                raise
+            self._unreadable_ahead, self._problem = math.inf, f"rank {self._rank}: {error}"
+            # The other ranks wait for this rank in collectives: it continues with weights of zero.
+            for _ in range(count):
+                yield batch._replace(weights=torch.zeros_like(batch.weights))
+
+    def _note(self, epoch: int, problem: str) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._unreadable_ahead = epoch, 0
+        self._unreadable_ahead += 1
+        limit = self._config.skip_unreadable
+        self._problem = (
+            f"rank {self._rank} cannot read {problem}. Fix the file and resume, or skip up to N "
+            f"such samples per epoch with data.skip_unreadable=N (now {limit})"
+        )
+        if limit:
+            print(f"rollcall: rank {self._rank} skips {problem}", file=sys.stderr, flush=True)
+
+    def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Keep one batch ready; copy it to the GPU on a separate stream, beside the computation."""
+        is_gpu = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if is_gpu else None  # type: ignore[no-untyped-call]
+        ready: tuple[Batch, torch.cuda.Event | None] | None = None
+        unreadable = 0.0
+        for batch in batches:
+            before, ready = ready, copy_ahead(batch, stream) if stream else (batch, None)
+            self.unreadable, unreadable = unreadable, self._unreadable_ahead
+            if before:
+                yield hand_over(*before)
+        self.unreadable = unreadable
+        if ready:
+            yield hand_over(*ready)
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            started = time.perf_counter()
+            clock.enter(DATA)
+            with READING:
+                batch = next(batches, None)
+            clock.enter(OTHER)
+            self._waited += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch

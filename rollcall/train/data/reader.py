@@ -1,0 +1,130 @@
+"""Read samples: seed the random numbers of each, and replace the unreadable ones."""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from rollcall.config.schema import ConfigError
+from rollcall.train.data.form import Form, SampleError
+from rollcall.train.data.source import Batch, BatchDataset
+from rollcall.train.data.stream import Stream, StreamPosition
+from rollcall.train.numerics.randomness import set_cpu_seed
+
+NEIGHBOURS = 1000
+"""Following samples that are tried in place of an unreadable one."""
+
+
+class Selection(NamedTuple):
+    """The samples of a batch."""
+
+    samples: list[int]  # indices in the data set
+    epochs: list[int]  # of each; a sample gets new random numbers in every epoch
+    weights: torch.Tensor  # (rows,) as in a Batch
+
+
+class ReadResult(NamedTuple):
+    """A batch, and the epoch and error of each unreadable sample, whose weight is zero."""
+
+    batch: Batch
+    problems: list[tuple[int, str]]
+    position: StreamPosition | None = None  # after the batch, in a stream
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads samples of a data set, each independently of the batch and process that reads it."""
+
+    _dataset: Dataset[Any]
+    _name: str  # for messages, such as "the training data"
+    _seed: int
+    _form: Form = field(default_factory=Form)
+    _source: str = ""  # the value of data.name, for messages
+
+    def read(self, selection: Selection) -> ReadResult:
+        """Read a batch, with the next sample for an unreadable one; ConfigError without any."""
+        if isinstance(self._dataset, BatchDataset):
+            with suppress(Exception):  # `_one_by_one` looks for the unreadable sample
+                batch = self._dataset.__getitems__(selection.samples)
+                if isinstance(batch, Batch):
+                    return ReadResult(self._whole(batch, selection.weights), [])
+        return self._one_by_one(selection)
+
+    def _whole(self, batch: Batch, weights: torch.Tensor) -> Batch:
+        if self._form.is_whole:
+            return Batch((batch.inputs, batch.targets), (), weights)
+        return Batch(batch.inputs, batch.targets, weights)
+
+    def _one_by_one(self, selection: Selection) -> ReadResult:
+        weights = selection.weights.clone()
+        parts: list[Any] = []
+        problems: list[tuple[int, str]] = []
+        for row, (sample, epoch) in enumerate(zip(*selection[:2], strict=True)):
+            try:
+                parts.append(self._sample(sample, epoch))
+            except Exception as error:  # a data set may raise anything
+                if weights[row]:
+                    problems.append((epoch, self._explain(sample, error)))
+                weights[row] = 0
+                parts.append(self._neighbour(sample, error))
+        if isinstance(self._dataset, BatchDataset):
+            return ReadResult(self._whole(Batch.joined(parts), weights), problems)
+        batch = Batch(*self._put_together(parts, selection), weights)
+        position = self._dataset.position() if isinstance(self._dataset, Stream) else None
+        return ReadResult(batch, problems, position)
+
+    def _put_together(self, parts: list[Any], selection: Selection) -> tuple[Any, Any]:
+        try:
+            return self._form.inputs_and_targets(parts)
+        except SampleError as error:
+            row, reason = self._culprit(parts, error)
+            source = f" (data.name={self._source})" if self._source else ""
+            raise ConfigError(
+                f"sample {selection.samples[row]} of {self._name}{source}: {reason}"
+            ) from None
+
+    def _culprit(self, parts: list[Any], error: SampleError) -> tuple[int, SampleError]:
+        """Return the first row that cannot be put together with row 0, and the reason."""
+        for row, part in enumerate(parts):
+            try:
+                self._form.inputs_and_targets([parts[0], part][: row + 1])
+            except SampleError as reason:
+                return row, reason
+        return 0, error
+
+    def _sample(self, sample: int, epoch: int) -> Any:
+        if isinstance(self._dataset, Stream):
+            return self._dataset[sample]
+        if isinstance(self._dataset, BatchDataset):
+            batch = self._dataset[sample]
+            if not isinstance(batch, Batch):
+                name = type(self._dataset).__name__
+                raise TypeError(f"{name} returned a {type(batch).__name__}; expected a Batch")
+            return batch
+        set_cpu_seed(self._seed, "sample", epoch, sample)
+        return self._dataset[sample]
+
+    def _neighbour(self, sample: int, error: Exception) -> Any:
+        """Return the next readable sample; zeros would distort the statistics of BatchNorm."""
+        if isinstance(self._dataset, Stream):
+            raise ConfigError(f"cannot read {self._explain(sample, error)}") from error
+        size = len(self._dataset)  # type: ignore[arg-type]  # samples are read by index
+        for distance in range(1, min(size, NEIGHBOURS)):
+            with suppress(Exception):
+                return self._sample((sample + distance) % size, 0)
+        raise ConfigError(
+            f"cannot read {self._explain(sample, error)}, nor any sample after it"
+        ) from error
+
+    def _explain(self, sample: int, error: Exception) -> str:
+        where = getattr(self._dataset, "where", None)
+        file = f" ({where(sample)})" if where else ""
+        reason = " ".join(str(error).split()) or "no reason given"
+        return f"sample {sample} of {self._name}{file}: {error_prefix(error)}{reason}"
+
+
+def error_prefix(error: Exception) -> str:
+    """Return the type to put before an error's message; empty for messages to the user."""
+    return "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "

@@ -1,0 +1,28 @@
+"""Find and read the files that a user names."""
+
+import glob
+from pathlib import Path
+
+from rollcall.config.schema import ConfigError
+
+
+def find(patterns: str, key: str = "data.path") -> list[Path]:
+    """Return the files of comma-separated patterns and directories; ConfigError for one without."""
+    all_files: list[Path] = []
+    for pattern in patterns.split(","):
+        names = sorted(glob.glob(pattern.strip(), recursive=True))  # noqa: PTH207 (may be absolute)
+        matches = [Path(name) for name in names]
+        nested = [sorted(match.rglob("*")) if match.is_dir() else [match] for match in matches]
+        files = [path for paths in nested for path in paths if path.is_file()]
+        if not files:
+            raise ConfigError(f"{key}: no file matches '{pattern.strip()}'")
+        all_files += files
+    return all_files
+
+
+def read(path: Path) -> bytes:
+    """Return the content of a file; ConfigError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read: {error.strerror}") from None

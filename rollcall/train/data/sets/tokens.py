@@ -1,0 +1,61 @@
+"""Token files: consecutive unsigned 16-bit integers, as nanoGPT and others write them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcall.config.schema import ConfigError, Data
+from rollcall.train.data.sets.windows import consecutive_windows
+from rollcall.train.data.source import ReadFiles, Source, data_set
+from rollcall.train.ranks.world import World
+
+CHUNK_TOKENS = 2**24
+"""Tokens that are read at once to find the largest."""
+
+
+def _reader(config: Data, classes: int) -> ReadFiles:
+    return lambda paths: consecutive_windows(
+        np.concatenate([*map(mapped, paths)]), config.seq_len, classes, "the input"
+    )
+
+
+@data_set(reader=_reader)
+def tokens(config: Data, world: World) -> Source:
+    """Load samples of `data.seq_len` tokens from train.bin and val.bin, which are memory-mapped."""
+    if config.path is None:
+        raise ConfigError(
+            "data.name=tokens needs data.path: a directory with train.bin and val.bin, files of "
+            "unsigned 16-bit tokens"
+        )
+    paths = [Path(config.path) / name for name in ("train.bin", "val.bin")]
+    seq_len, splits = config.seq_len, [mapped(path) for path in paths]
+    classes = config.num_classes or _count(splits, world)
+    train, validation = (
+        consecutive_windows(split, seq_len, classes, str(path))
+        for split, path in zip(splits, paths, strict=True)
+    )
+    return Source(train, validation, shape=(seq_len,), classes=classes, is_shifted=True)
+
+
+def mapped(path: Path) -> NDArray[np.uint16]:
+    """Map the tokens of a file into memory; ConfigError if it is not a token file."""
+    try:
+        return np.memmap(path, np.dtype("<u2"), "r")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
+    except ValueError as error:  # it is empty, or has an odd number of bytes
+        raise ConfigError(f"{path}: expected 16-bit tokens: {error}") from None
+
+
+def _count(splits: Sequence[NDArray[np.uint16]], world: World) -> int:
+    """Return the largest token plus one; rank 0 reads the files for all ranks."""
+    largest = 0
+    if world.is_main:
+        largest = max(
+            int(split[start : start + CHUNK_TOKENS].max())
+            for split in splits
+            for start in range(0, len(split), CHUNK_TOKENS)
+        )
+    return int(world.broadcast_text(str(largest))) + 1

@@ -1,0 +1,42 @@
+"""Tokenizers of transformers, read from a folder."""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from rollcall.config.schema import ConfigError
+
+
+@cache
+def load(folder: str, key: str) -> Any:
+    """Return the tokenizer in a folder; ConfigError, which names the key, if there is none."""
+    library = package("transformers", key)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    path = os.path.expanduser(folder)  # noqa: PTH111 (a Path would drop `./`)
+    with refused(f"{key}={folder}: no tokenizer"):
+        return library.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+
+
+def package(name: str, key: str) -> Any:
+    """Import a package that a key needs; ConfigError if that fails."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} needs the package {name}, which cannot be imported ({error}): install it with "
+            f"`pip install {name}`"
+        ) from error
+
+
+@contextmanager
+def refused(subject: str) -> Iterator[None]:
+    """Raise ConfigError for an error of these libraries, with the first line of its message."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{subject}: {str(error).strip().splitlines()[0]}") from error

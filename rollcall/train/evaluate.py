@@ -1,0 +1,195 @@
+"""Evaluate the model on the validation set; every target that counts does so once."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from rollcall.config import Config, ConfigError
+from rollcall.messages.text import fixed
+from rollcall.train.data.loading import Loading
+from rollcall.train.data.order import validation_batches
+from rollcall.train.data.source import Batch, Source
+from rollcall.train.numerics.losses import NOTHING, Loss, are_scores, valid_share
+from rollcall.train.numerics.metrics import Metric
+from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks.activity import doing
+from rollcall.train.ranks.world import World
+
+ROWS = 256
+"""Samples on a rank after which all ranks agree to continue."""
+MANY_CLASSES = 20
+"""From this number of classes on, top-5 accuracy is reported too."""
+Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""For each figure its sums and weights: (rows,), or (rows, n) for a metric of several counts."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures over the whole validation data; figures of further sets are named set/figure."""
+
+    values: dict[str, float]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the first validation set."""
+        return self.values["loss"]
+
+    def __str__(self) -> str:
+        return "  ".join(f"{name} {shown(name, value)}" for name, value in self.values.items())
+
+
+def shown(name: str, value: float) -> str:
+    """Return a figure for people: shares as per cent."""
+    kind = name.rpartition("/")[2]
+    if kind in ("accuracy", "top5"):
+        return f"{value:.2%}"
+    return f"{value:.2f}" if kind == "perplexity" else fixed(value)
+
+
+@doing("evaluating", may_take_long=True)
+def evaluate(
+    strategy: Strategy,
+    source: Source,
+    world: World,
+    config: Config,
+    loss: Loss,
+    is_asked_to_stop: Callable[[], bool] = bool,  # asked after every batch
+    metrics: Mapping[str, Metric] | None = None,
+    micro_batch: int | None = None,
+) -> Evaluation | None:
+    """Evaluate on all ranks together, with one result; None if a rank was asked to stop.
+
+    A forward pass takes at most `micro_batch` samples, or this rank's rows of a batch: a training
+    step, which needs more memory, does the same.
+
+    Raise ConfigError if no target counts, or more than `data.skip_unreadable` could not be read.
+    """
+    rows = len(strategy.rows(config.data.global_batch)) // len(strategy.shares[0])
+    size = min(micro_batch or rows, rows)
+    found: dict[str, float] = {}
+    for name in source.validations:
+        one = _Set(strategy, source, world, config, loss, metrics or {}, name, size)
+        totals = one.totals(is_asked_to_stop)
+        if totals is None:
+            return None
+        found |= {f"{name}/{key}" if name else key: value for key, value in one.of(totals).items()}
+    return Evaluation(found)
+
+
+@dataclass
+class _Set:
+    """The evaluation of one validation set."""
+
+    _strategy: Strategy
+    _source: Source
+    _world: World
+    _config: Config
+    _loss: Loss
+    _metrics: Mapping[str, Metric]
+    _name: str
+    _size: int  # samples of a pass
+    _sizes: dict[str, tuple[int, int]] = field(default_factory=dict)  # of each: sums and weights
+    _is_sequence: bool = False
+
+    def totals(self, is_asked_to_stop: Callable[[], bool]) -> list[float] | None:
+        """Return the sums of all figures over all ranks; None if a rank was asked to stop."""
+        strategy, world, config = self._strategy, self._world, self._config
+        own, shares = strategy.shares
+        loading = Loading(config.data, config.seed, world.rank, world.device)
+        terms = []
+        for share in own:
+            total: torch.Tensor | None = None
+            before = loading.unreadable
+            batches = validation_batches(
+                self._source, self._size, share, shares, loading, self._name
+            )
+            for number, batch in enumerate(batches):
+                is_due = number % math.ceil(ROWS / self._size) == 0
+                if is_due and world.has_any(is_asked_to_stop()):
+                    return None
+                batch = batch.to(world.device)
+                sums = self._sums(self._terms(batch), batch.weights)
+                total = sums if total is None else total + sums
+            assert total is not None, "a validation set has samples"
+            unreadable = loading.unreadable - before
+            terms.append(torch.cat([total, torch.tensor([unreadable], dtype=torch.float64)]))
+        *totals, unreadable = strategy.add(terms).tolist()
+        loading.refuse(world, unreadable)
+        return totals
+
+    def of(self, totals: list[float]) -> dict[str, float]:
+        """Return the figures of these sums."""
+        found: dict[str, float] = {}
+        rest = iter(totals)
+        for name, columns in self._sizes.items():
+            sums = list(islice(rest, columns[0]))
+            weight, *_ = islice(rest, columns[1])
+            if name in self._metrics:
+                more = self._metrics[name].figures(name, sums, weight)
+                if twice := more.keys() & found:
+                    raise ConfigError(
+                        f"train.metrics.{name}: another figure is called {min(twice)} too; give "
+                        "the metric another name"
+                    )
+                found.update(more)
+            elif not weight:
+                raise ConfigError(
+                    f"data.name={self._config.data.name}: no target of the validation data counts"
+                    f"{self._name and f' ({self._name})'}: {NOTHING}"
+                )
+            else:
+                found[name] = sums[0] / weight
+        if self._is_sequence:
+            found["perplexity"] = math.exp(min(found["loss"], 700))
+        return found
+
+    @torch.no_grad()  # a loss may have weights
+    def _terms(self, batch: Batch) -> Terms:
+        if self._loss.takes_model:
+            sums = self._strategy.sums(batch)
+            rows = torch.zeros_like(batch.weights)
+            rows[batch.weights.argmax()] = 1  # a row that counts, if there is one
+            return {
+                name: (one * rows, weight * rows)
+                for name, (one, weight) in {
+                    "loss": (sums.losses * sums.counts, sums.weights * sums.counts),
+                    **sums.figures,
+                }.items()
+            }
+        outputs = self._strategy.forward(batch)
+        terms = {"loss": self._loss(outputs, batch.targets)}
+        outputs, targets = self._loss.aligned(outputs, batch.targets)
+        terms |= self._shares(outputs, targets)
+        for name, metric in self._metrics.items():
+            terms[name] = metric.terms(outputs, targets, len(batch.weights))
+        return terms
+
+    def _shares(self, outputs: Any, targets: Any) -> Terms:
+        """Return the share of right answers, if the targets are classes."""
+        if not are_scores(outputs, targets):
+            return {}
+        self._is_sequence = targets.ndim > 1
+        counted = valid_share(targets) * targets[:1].numel()
+        found = {"accuracy": (_hits(outputs, targets, 1), counted)}
+        if outputs.shape[-1] >= MANY_CLASSES and not self._is_sequence:
+            found["top5"] = _hits(outputs, targets, 5), counted
+        return found
+
+    def _sums(self, terms: Terms, weights: torch.Tensor) -> torch.Tensor:
+        """Sum the terms over the rows that count, all after each other."""
+        parts = []
+        for name, pair in terms.items():
+            columns = [one.view(len(weights), -1).double() for one in pair]
+            self._sizes[name] = columns[0].shape[1], columns[1].shape[1]
+            parts += [(weights.double() @ column).cpu() for column in columns]
+        return torch.cat(parts)
+
+
+def _hits(outputs: torch.Tensor, targets: torch.Tensor, best: int) -> torch.Tensor:
+    """Return how many of each sample's targets are among its `best` best answers: (rows,)."""
+    found = (outputs.topk(best).indices == targets.unsqueeze(-1)).any(-1)
+    return found.float().view(len(found), -1).sum(1)

@@ -1,0 +1,108 @@
+"""Find the first step and tensor in which two exact runs differ, from their fingerprints.
+
+Imports no torch. `recorder.py` writes the fingerprints.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollcall.config import yaml_values
+from rollcall.messages.text import dotted
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines, read_whole
+
+FINGERPRINTS = "fingerprints.jsonl"
+LIKELY_CAUSES = {
+    "weights": "all gradients so far are equal, so look at what changes the weights: clipping, the "
+    "optimizer, the learning rate, or code that writes to them",
+    "samples": "the weights are equal, so look at the data: its files, order and transforms",
+    "losses": "the weights and samples are equal, so look at the forward pass: the model's code, "
+    "its random numbers, the device's kernels",
+    "gradients": "the weights, samples and losses are equal, so look at the backward pass and at "
+    "how gradients are summed",
+}
+"""By kind, in the order in which a step computes them: all kinds before it are equal."""
+PLACES = {
+    "weights": "the weights {} before step {}",
+    "samples": "the samples of virtual shard {} in step {}",
+    "losses": "the loss of virtual shard {} in step {}",
+    "gradients": "the gradient of {} in step {}",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value in which two runs differ."""
+
+    step: int  # that computed it, or would have started with these weights; from 1
+    kind: str  # a key of LIKELY_CAUSES
+    name: str  # of the tensor, or the number of the virtual shard
+    counts: tuple[int, int]  # how many of this kind differ in this step, and how many there are
+
+    def __str__(self) -> str:
+        differing, total = self.counts
+        where = PLACES[self.kind].format(self.name, self.step)
+        return f"first difference: {where} ({differing} of {total} differ)"
+
+    @property
+    def likely_cause(self) -> str:
+        """The part of the code in which to look for the cause."""
+        if self.kind == "weights" and self.step == 1:
+            return "no step was trained yet, so look at how the model is built and initialized"
+        return LIKELY_CAUSES[self.kind]
+
+
+def first(a: RunDir, b: RunDir) -> Difference | None:
+    """Find the first difference between the steps that both runs have recorded."""
+    steps, others = _steps(a), _steps(b)
+    for step in sorted(steps.keys() & others.keys()):
+        for kind in LIKELY_CAUSES:
+            names = _differing(steps[step].get(kind, {}), others[step].get(kind, {}))
+            if names:
+                # The backward pass computes the gradients of the last layers first.
+                name = names[-1 if kind == "gradients" else 0]
+                return Difference(step, kind, name, (len(names), len(steps[step][kind])))
+    return None
+
+
+def circumstances(a: RunDir, b: RunDir) -> Iterator[str]:
+    """Describe other differences between two runs: configuration, versions, hardware, code."""
+    settings, others = _settings(a), _settings(b)
+    for key in _differing(settings, others):
+        yield f"{key}: {settings.get(key)} vs {others.get(key)}"
+    mine, theirs = _facts(a), _facts(b)
+    code, other_code = mine.pop("code", {}), theirs.pop("code", {})
+    for key in _differing(mine, theirs):
+        yield f"{key}: {_listed(mine.get(key))} vs {_listed(theirs.get(key))}"
+    changed = [name for name in code if other_code.get(name, code[name]) != code[name]]
+    if changed:
+        yield f"source code: {', '.join(changed)}"
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**a, **b} if a.get(name) != b.get(name)]
+
+
+def _steps(run_dir: RunDir) -> dict[int, dict[str, Any]]:
+    lines = read_lines(run_dir.path / FINGERPRINTS)
+    return {line["step"]: line for line in lines if "step" in line}
+
+
+def _facts(run_dir: RunDir) -> dict[str, Any]:
+    facts: dict[str, list[Any]] = {}
+    for line in read_lines(run_dir.path / FINGERPRINTS):
+        for name, value in line.get("facts", {}).items():
+            if name != "host" and value not in facts.setdefault(name, []):
+                facts[name].append(value)
+    code = {name: text for values in facts.pop("code", []) for name, text in values.items()}
+    return {**facts, "code": code}
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(str(value) for value in values or ["nothing"])
+
+
+def _settings(run_dir: RunDir) -> dict[str, Any]:
+    values = yaml_values.load(read_whole(run_dir.config).decode())
+    return dotted({section: group for section, group in values.items() if section != "run"})

@@ -1,0 +1,1 @@
+"""The health of the ranks: hangs, different replicas, code or spread models."""

@@ -1,0 +1,100 @@
+"""Passes of the check before the first step, and sketches of what they compute."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rollcall.train.ranks.device import local_of, whole_of
+from rollcall.train.torch_private import tree_leaves
+
+SLACK = 16
+"""The largest difference, in multiples of the expected rounding error of a sum."""
+CALLS = 4
+"""Calls of a module that are compared; later ones are repetitions, as for micro-batches."""
+
+
+class Sketch(NamedTuple):
+    """A tensor, multiplied by fixed numbers and summed over its last dimension."""
+
+    shape: torch.Size
+    sums: torch.Tensor
+    norm: float
+    turn: int = 0  # the number of an output's call in the pass
+
+
+class Pass(NamedTuple):
+    """The results of a pass, by the names of modules, weights and buffers."""
+
+    outputs: dict[str, list[Sketch]]
+    changed: dict[str, torch.Tensor]  # the weights and buffers that forward() has written to
+    gradients: dict[str, Sketch]  # none of a forward pass without a backward pass
+    loss: float = 0.0
+    weight: float = 1.0  # the sum of the weights of the losses
+    doubled: float = 0.0  # half the loss if the loss function gets each sample twice
+    has_drawn: bool = False  # random numbers that differ in a piece of the samples
+
+
+@contextmanager
+def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
+    """Collect sketches of the outputs of all modules while the context is open."""
+    outputs_of: dict[str, list[Sketch]] = {}  # by module
+    turns, has_gradient = itertools.count(), torch.is_grad_enabled()
+
+    def collect(name: str, _module: nn.Module, _inputs: object, outputs: Any) -> None:
+        if torch.is_grad_enabled() != has_gradient:  # a pipeline passes zeros to learn the shapes
+            return
+        sketches = outputs_of.setdefault(name, [])
+        for tensor in tree_leaves(outputs):
+            if len(sketches) < CALLS and isinstance(tensor, torch.Tensor):
+                local = local_of(tensor)
+                if local.is_floating_point():
+                    sketches.append(sketch(local)._replace(turn=next(turns)))
+
+    modules = model.named_modules()
+    hooks = [module.register_forward_hook(partial(collect, name)) for name, module in modules]
+    try:
+        yield outputs_of
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def sketch(tensor: torch.Tensor) -> Sketch:
+    """Return the sketch of a tensor."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    rows = tensor.detach().float()
+    rows = rows.view(1) if rows.ndim == 0 else rows
+    numbers = torch.arange(rows.shape[-1], device=rows.device).cos()
+    return Sketch(rows.shape, rows @ numbers, float(rows.norm()))
+
+
+@torch.no_grad()
+def gradients(model: nn.Module, device: torch.device) -> dict[str, Sketch]:
+    """Return sketches of whole gradients, gathered one at a time."""
+    sketches = {}
+    for name, weight in model.named_parameters():
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        sketches[name] = sketch(whole_of(gradient).to(device))  # offloaded ones are on the CPU
+    return sketches
+
+
+def tolerance(model: nn.Module, rounds: bool = False) -> float:
+    """Return the relative error that rounding may cause.
+
+    In fp32, a sum of n terms in another order differs by about sqrt(n) * 2^-24 of its size, and the
+    errors of successive layers add up likewise. Sums of other numbers are made in fp32.
+    """
+    weights = list(model.parameters())
+    layers = sum(1 for _ in model.modules())
+    dtypes = {weight.dtype for weight in weights if weight.requires_grad} | {torch.float32}
+    if rounds:
+        dtypes.add(torch.bfloat16)
+    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+    terms = max(max(weight.shape, default=1) for weight in weights) if epsilon < 1e-6 else 1
+    return SLACK * epsilon * math.sqrt(terms * layers)

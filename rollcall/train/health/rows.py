@@ -1,0 +1,133 @@
+"""Find what depends on the other samples of a batch, of which a rank sees only its own.
+
+Two samples pass through the model together, and each of them alone.
+"""
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from rollcall.messages.text import listed
+from rollcall.train.health.passes import Pass, Sketch
+
+CONSEQUENCE = (
+    "with other samples it is something else (by {error:.1e} of its size), so the result "
+    "would depend on the number of ranks and on data.micro_batch"
+)
+
+
+def dependence(
+    whole: Pass, alone: Sequence[Pass], tolerance: float, of_outputs: bool
+) -> tuple[str, float] | None:
+    """Return the first module whose output differs, empty for the loss itself, and by how much.
+
+    None if neither the loss nor the output of the model differs; `of_outputs` leaves out the loss.
+    """
+    total = sum(part.loss for part in alone)
+    size = sum(abs(part.loss) for part in alone) or 1.0
+    of_weight = abs(whole.weight - sum(part.weight for part in alone)) / (whole.weight or 1)
+    of_loss = [abs(whole.loss - other) / size for other in (total, whole.doubled)]
+    error_of_loss = _largest([*of_loss, of_weight])
+    if not math.isfinite(whole.loss):
+        return None
+    different = {
+        sketch.turn: (name, error)
+        for name, calls in whole.outputs.items()
+        for number, sketch in enumerate(calls)
+        if not (error := _error(sketch, [_call(part, name, number) for part in alone])) <= tolerance
+    }
+    names = {name for name, _ in different.values()}
+    if (of_outputs or error_of_loss <= tolerance) and "" not in names:
+        return None
+    return different[min(different)] if different else ("", error_of_loss)
+
+
+def _call(part: Pass, name: str, number: int) -> Sketch | None:
+    calls = part.outputs.get(name, [])
+    return calls[number] if number < len(calls) else None
+
+
+def _error(whole: Sketch, alone: Sequence[Sketch | None]) -> float:
+    """Return the relative difference of an output from the outputs of single samples.
+
+    It is 0 if the output has no dimension for samples.
+    """
+    errors = [0.0]
+    for number, part in enumerate(alone):
+        if part is None or len(part.shape) != len(whole.shape):
+            continue
+        sizes = enumerate(zip(part.shape[:-1], whole.shape[:-1], strict=True))
+        cut = [axis for axis, (own_size, size) in sizes if own_size != size]
+        if len(cut) == 1 and part.shape[cut[0]] * len(alone) == whole.shape[cut[0]]:
+            piece = whole.sums.chunk(len(alone), cut[0])[number]
+            errors.append(float((piece - part.sums).norm()) / (part.norm or 1))
+    return _largest(errors)
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """Return the largest error, NaN if there is one."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+def conditional(model: nn.Module, alone: Sequence[Pass], known: Sequence[str]) -> list[str]:
+    """Return the weights of modules that some of the samples call, unless they fit a pattern."""
+    calls = [{*part.outputs} for part in alone]
+    some = sorted(calls[0].union(*calls) - calls[0].intersection(*calls))
+    outermost = [name for name in some if not any(name.startswith(f"{n}.") for n in some)]
+    patterns = {}
+    for module in outermost:
+        weights = [name for name, _ in model.get_submodule(module).named_parameters(prefix=module)]
+        parent = module.rpartition(".")[0]
+        is_list = isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict)
+        if any(not any(fnmatch.fnmatch(name, pattern) for pattern in known) for name in weights):
+            patterns[f"{parent if parent and is_list else module}.*"] = True
+    return list(patterns)
+
+
+def combinations(
+    model: nn.Module, whole: Pass, alone: Sequence[Pass], tolerance: float
+) -> dict[str, str]:
+    """Return the tensors that forward() changes by what it sees, and how they add up over ranks.
+
+    That is `mean` or `sum` of the changes, or empty if neither gives what all samples give.
+    """
+    start = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    ways_of = {}
+    for name in dict.fromkeys(name for part in (whole, *alone) for name in part.changed):
+        before = start[name].detach().double()
+        expected, *others = (part.changed.get(name, before).to(before) for part in (whole, *alone))
+        if any(other.shape != expected.shape for other in others):
+            ways_of[name] = ""
+            continue
+        scale = tolerance * float(before.norm() + expected.norm())
+        ways: Mapping[str, torch.Tensor] = {
+            "mean": sum(others, torch.zeros_like(expected)) / len(others),
+            "sum": before + sum((other - before for other in others), torch.zeros_like(expected)),
+        }
+        if all(float((other - expected).norm()) <= scale for other in others):
+            continue
+        ways_of[name] = next(
+            (way for way, value in ways.items() if float((value - expected).norm()) <= scale), ""
+        )
+    return ways_of
+
+
+def sentence_of_tensors(ways: Mapping[str, str], buffers: set[str]) -> str:
+    """Return a problem if ranks would change these tensors in different ways."""
+    if not ways:
+        return ""
+    what = "weights" if {*ways} - buffers else "buffers"
+    text = (
+        f"forward() changes the {what} {listed([*ways])} by the samples that it sees, so each rank "
+        "would have its own"
+    )
+    if all(ways.values()) and what == "buffers":
+        names = ", ".join(f"{name}: {way}" for name, way in ways.items())
+        return f"{text}: set model.sync_buffers={{{names}}}"
+    return (
+        f"{text}: let forward() add up what it changes them by, with torch.distributed, as in "
+        "dist.all_reduce(counts)"
+    )

@@ -1,0 +1,388 @@
+"""Check before the first step of a run that the ranks together compute what one would.
+
+Two samples pass through the plain model on every rank and then through the spread one, in training
+mode, where random operations give expected values: outputs, loss, gradients and the weights that
+forward() changes must agree. Then they pass with random numbers, and the ranks of a tensor group
+must agree wherever they compute the same. Under every strategy the samples also pass one by one:
+see `rows.py`. Nothing remains of these passes.
+"""
+
+import fnmatch
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from rollcall.config import ConfigError
+from rollcall.config.mesh import parse
+from rollcall.messages.text import listed, size
+from rollcall.train.data.source import Batch
+from rollcall.train.health import crosscheck, rows
+from rollcall.train.health.passes import Pass, Sketch, gradients, outputs, sketch, tolerance
+from rollcall.train.numerics.examination import examined
+from rollcall.train.numerics.randomness import kept, set_seed
+from rollcall.train.parallel.part import evaluating
+from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks.device import whole_of
+from rollcall.train.ranks.run import Run
+from rollcall.train.recovery import memory
+from rollcall.train.torch_private import BatchNorm
+
+EVENT = "spread_checked"
+Whole = Callable[[nn.Module, torch.device], AbstractContextManager[None]]
+Result = TypeVar("Result")
+
+
+class Spread:
+    """The check for one run on one rank; every rank makes each call together."""
+
+    def __init__(self, run: Run, strategy: Strategy, example: Batch, others: Batch) -> None:
+        """Check with the two samples of an example, and see which modules others use."""
+        self._run, self._world, self._strategy = run, run.world, strategy
+        self._others = others
+        self.example, self._samples = example, example.map(torch.clone)
+        axes = {*parse(run.config.parallel.mesh_text)}
+        self._is_pipeline = "pipeline" in axes
+        self._cuts_samples = bool(axes & {"context", "tensor", "pipeline"})
+        self._compares = strategy.changes_passes and run.world.world_size > 1
+        self._plain: Pass | None = None
+        self._is_due, self._is_cut = False, run.config.data.micro_batch is not None
+        self._tolerance = 0.0
+        self._key = ""
+
+    def compute_plain(self, model: nn.Module, whole: Whole) -> None:
+        """Pass the samples through the model before it is spread, if it has to be compared.
+
+        The context `whole` gives the model all its values. Raise ConfigError on every rank if their
+        models differ, or samples depend on each other.
+        """
+        config, world = self._run.config, self._world
+        if config.parallel.check == "off" or not (world.world_size > 1 or self._is_cut):
+            return
+        self._key = _digest(self._run)
+        events = self._run.run_dir.read_events(EVENT) if world.is_main else []
+        if world.broadcast(bool(events) and events[-1].get("key") == self._key):
+            return
+        self._tolerance = tolerance(model, self._strategy.rounds)
+        self._is_due = not self._left_out(self._obstacle(model))
+        if not (self._is_due and self._compares):
+            return
+
+        def examine() -> tuple[str, Pass]:
+            with whole(model, world.device):
+                problem = self._find_dependence(model)
+                compute = partial(self._strategy.plain_pass, model)
+                return problem, self._pass(model, compute, self._samples)
+
+        result = self._try(examine)
+        model.zero_grad()
+        if result is None:
+            return
+        dependence, self._plain = result
+        self._refuse(dependence)
+        problem = "" if math.isfinite(self._plain.loss) else "its loss is not finite"
+        if self._plain.has_drawn and self._cuts_samples:
+            problem = "the model draws random numbers whose expected value is not known"
+        if self._left_out(problem):
+            self._plain = None
+        else:
+            world.raise_together(self._different_weights())
+
+    def compare(self) -> None:
+        """Pass the samples through the spread model; raise ConfigError on all if it differs."""
+        if not self._is_due:
+            return
+        strategy, samples = self._strategy, self._samples
+        model, compute = strategy.model, strategy.example_pass
+        if not self._compares:
+            problem = self._try(lambda: self._find_dependence(model))
+            self._is_due = problem is not None
+            self._refuse(problem or "")
+        elif (plain := self._plain) is not None:
+            spread = self._try(lambda: self._pass(model, compute, samples))
+            if spread is not None:
+                self._refuse_difference(plain, spread)
+                model.zero_grad()
+            if spread is not None and strategy.copies > 1:
+                spread = self._try(lambda: self._pass(model, compute, samples, draws=True))
+                self._refuse(self._disagreement(plain, spread) if spread else "")
+            self._is_due = spread is not None
+        model.zero_grad()
+        self._plain = None
+
+    def record(self) -> None:
+        """Record the check in the run directory, so that a restart need not repeat it."""
+        if self._is_due:
+            self._run.record(EVENT, key=self._key)
+
+    def _left_out(self, reason: str) -> bool:
+        """Return True if a rank has a reason to leave the check out, which rank 0 prints."""
+        if reason := self._world.first_problem(reason):
+            self._run.say(f"rollcall: parallel.check was left out: {reason}")
+        return bool(reason)
+
+    def _try(self, work: Callable[[], Result]) -> Result | None:
+        """Return the result of some work; None on all ranks if one has too little memory."""
+        result, problem = None, ""
+        try:
+            result = work()
+        except (MemoryError, RuntimeError) as error:
+            if not memory.is_exhausted(error):
+                raise
+            problem = f"rank {self._world.rank} has too little memory for it"
+        return None if self._left_out(problem) else result
+
+    def _refuse(self, problem: str) -> None:
+        """Raise ConfigError on every rank if one has a problem, or print it as a warning."""
+        problem = self._world.first_problem(problem)
+        if problem and self._run.config.parallel.check != "warn":
+            raise ConfigError(f"{problem}; or set parallel.check=warn to train anyway")
+        self._run.warn(problem)
+
+    def _obstacle(self, model: nn.Module) -> str:
+        """Return the reason if the models cannot be compared; empty if they can."""
+        config, world = self._run.config, self._world
+        if config.precision == "fp8":
+            return "precision=fp8 scales each piece of a tensor by its own largest number"
+        if not self._compares:
+            return ""
+        if config.parallel.compression != "none":
+            return f"parallel.compression={config.parallel.compression} changes the gradients"
+        needed = 2 * sum(weight.nbytes for weight in model.parameters())
+        free = memory.free(world)
+        if 2 * needed > free:
+            return (
+                f"the weights and gradients of the plain model take {size(needed)}, more than half "
+                f"of the {size(free)} that rank {world.rank} has free"
+            )
+        return ""
+
+    def _pass(
+        self, model: nn.Module, compute: Callable[[Batch], Any], batch: Batch, draws: bool = False
+    ) -> Pass:
+        """Pass some samples forward, or both ways if `compute` does that, and note what happens.
+
+        BatchNorm trains only where numbers are drawn.
+        """
+        device = self._world.device
+        modes = nullcontext() if draws else evaluating(model, BatchNorm)
+        set_seed(self._run.config.seed, "check")
+        with examined(model, self._strategy.loss.function, device, draws) as seen, modes:
+            undrawn = _next_numbers()
+            with outputs(model) as of_modules:
+                sums = compute(batch.to(device).map(torch.clone))
+            has_drawn = seen.has_drawn or undrawn != _next_numbers()
+            of_pass = Pass(of_modules, seen.changed(), {}, has_drawn=has_drawn)
+            if isinstance(sums, tuple):  # of a pass forward
+                return of_pass._replace(loss=sums[0], weight=sums[1], doubled=sums[2])
+            return of_pass._replace(loss=float(sums), gradients=gradients(model, device))
+
+    def _find_dependence(self, model: nn.Module) -> str:
+        """Return a problem if a sample's results depend on the other samples of its batch."""
+        strategy, used = self._strategy, list[Pass]()
+        compute = partial(strategy.plain_sums, model)
+        try:  # with gradients, as in training: a loss may ask for that
+            whole = self._pass(model, compute, self._samples)
+            alone = [self._pass(model, compute, batch) for batch in self._samples.split(1)]
+            if strategy.gathers:  # a layer that some samples use may be rare
+                used = [self._pass(model, compute, batch) for batch in self._others.split(1)]
+        except Exception as error:  # the user's code may raise anything
+            if isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error):
+                raise
+            self._run.say(f"rollcall: parallel.check did not compute samples one by one: {error}")
+            return ""
+        parallel, config = self._run.config.parallel, self._run.config.train
+        some = rows.conditional(model, [*alone, *used], parallel.conditional_patterns)
+        if some and strategy.gathers:
+            return (
+                f"{parallel.choice} gathers weights on all ranks together, but only some samples "
+                f"use {listed(some)}: set parallel.conditional={','.join(some)} to keep them whole "
+                "on each rank, or choose parallel.strategy=ddp or zero1"
+            )
+        if whole.has_drawn:  # in another order
+            return ""
+        if different := rows.dependence(whole, alone, self._tolerance, config.gather):
+            module, size_of_error = different
+            what = f"the output of {module}" if module else f"train.loss={config.loss}"
+            remedy = ": set train.gather=true to give it the samples of all ranks"
+            if strategy.loss.takes_model:
+                remedy = ": let its sums grow with the number of samples, also what it adds to them"
+            remedy = "" if module else remedy
+            return (
+                f"{what} depends on the other samples of a batch: "
+                f"{rows.CONSEQUENCE.format(error=size_of_error)}{remedy}"
+            )
+        if self._is_cut and whole.changed:
+            self._run.warn(
+                f"forward() changes {listed([*whole.changed])} once in each micro-batch, so the "
+                "result depends on data.micro_batch"
+            )
+        if self._world.world_size == self._strategy.copies:  # all ranks see all samples
+            return ""
+        known = self._run.config.model.sync_buffers
+        combinations = rows.combinations(model, whole, alone, self._tolerance)
+        ways = {
+            name: way
+            for name, way in combinations.items()
+            if not any(way == known[key] for key in known if fnmatch.fnmatch(name, key))
+        }
+        ways = self._own_to_ranks(model, compute, ways)
+        ranks, batch = strategy.data_ranks, self._run.config.data.global_batch
+        if combinations and not ways and len(strategy.rows(batch)) * ranks != batch:
+            self._run.warn(
+                f"the {ranks} ranks repeat samples to divide data.global_batch={batch} evenly, and "
+                f"forward() changes {listed([*combinations])} by these too, so the result depends "
+                f"on the number of ranks; choose a multiple of {ranks}"
+            )
+        return rows.sentence_of_tensors(ways, {name for name, _ in model.named_buffers()})
+
+    def _own_to_ranks(
+        self, model: nn.Module, compute: Callable[[Batch], Any], ways: dict[str, str]
+    ) -> dict[str, str]:
+        """Leave out what forward() itself adds up over the ranks, as synchronized codebooks do.
+
+        That is equal on all ranks, whichever of them sees one sample more.
+        """
+        if self._strategy.copies > 1 or self._is_pipeline or not self._world.has_any(bool(ways)):
+            return ways
+        tensors = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+        both, passes = self._samples, list[list[list[float]]]()
+        for rank in range(2):
+            samples = both if rank == self._world.rank else both.split(1)[0]
+            changed = self._pass(model, compute, samples).changed
+            sketches = {name: sketch(tensor.flatten()) for name, tensor in changed.items()}
+            values = {n: [part.norm, float(part.sums.sum())] for n, part in sketches.items()}
+            passes.append([values.get(name, [0.0, 0.0]) for name in tensors])
+        all_values = self._world.gather(torch.tensor(passes))
+        spans = (all_values.amax((0, 1)) - all_values.amin((0, 1))).amax(1)
+        limits = self._tolerance * all_values.amax((0, 1))[:, 0]
+        equal = {n for n, is_equal in zip(tensors, spans <= limits, strict=True) if is_equal}
+        return {name: way for name, way in ways.items() if name not in equal}
+
+    def _different_weights(self) -> str:
+        """Return a problem if the plain models of the ranks differ."""
+        assert self._plain is not None
+        losses = self._world.gather(torch.tensor([self._plain.loss]))
+        if float(losses.max() - losses.min()) <= self._tolerance * float(losses.abs().max()):
+            return ""
+        return (
+            f"the ranks built different models, whose losses are {float(losses.min()):.6g} to "
+            f"{float(losses.max()):.6g}: draw initial weights only from the generators of torch, "
+            "NumPy and Python, without seeding them"
+        )
+
+    def _refuse_difference(self, plain: Pass, spread: Pass) -> None:
+        """Refuse the run on every rank if the spread model computes something else."""
+        difference = self._difference(plain, spread)
+        module = self._first_different(plain, spread)
+        if module == "":  # the output of the model itself, although no inner module differs
+            difference = difference or "its output differs"
+        first = "" if module is None else f", first in the output of {module or 'the model'}"
+        problem = difference and (
+            f"{self._run.config.parallel.choice} computes something else than one rank would: "
+            f"{difference}{first} on rank {self._world.rank}; look for "
+            f"{' or '.join(self._strategy.suspicions)}"
+        )
+        # A rank that can name a module reports first, then the ranks that only see the sums.
+        named = self._world.first_problem(problem if module else "")
+        self._refuse(named or problem)
+
+    def _difference(self, plain: Pass, spread: Pass) -> str:
+        """Return the first difference of loss, norm, a gradient or a weight; empty if none."""
+        total = math.sqrt(sum(sketch.norm**2 for sketch in plain.gradients.values()))
+        norm, scale = float(self._strategy.clip(None)), total or 1
+        errors = {
+            "its loss": abs(spread.loss - plain.loss) / (abs(plain.loss) or 1),
+            "the norm of its gradient": abs(norm - total) / scale,
+        }
+        for name, mine in spread.gradients.items():
+            difference = float((mine.sums - plain.gradients[name].sums).norm())
+            errors[f"the gradient of {name}"] = difference / scale
+        weights = dict(self._strategy.model.named_parameters())
+        for name in plain.changed.keys() & weights.keys():
+            mine = sketch(whole_of(spread.changed.get(name, weights[name])))
+            theirs = sketch(plain.changed[name])
+            difference = float((mine.sums - theirs.sums).norm())
+            errors[f"the weight {name}, which forward() changes,"] = difference / theirs.norm
+        for quantity, error in errors.items():
+            if not error <= self._tolerance:
+                return f"{quantity} differs by {error:.1e} of its size"
+        return ""
+
+    def _first_different(self, plain: Pass, spread: Pass) -> str | None:
+        """Return the module whose call was the first with another output; None if all agree."""
+        turns = {
+            whole.turn: name
+            for name, calls in plain.outputs.items()
+            for whole, mine in zip(calls, spread.outputs.get(name, []), strict=False)
+            if self._differs(mine, whole)
+        }
+        return turns[min(turns)] if turns else None
+
+    def _differs(self, mine: Sketch, whole: Sketch) -> bool:
+        errors = [float((mine.sums - piece).norm()) for piece in self._pieces(mine, whole)]
+        return bool(errors) and not min(errors) <= self._tolerance * whole.norm
+
+    def _pieces(self, mine: Sketch, whole: Sketch) -> Iterator[torch.Tensor]:
+        """Yield the pieces of a whole output that this rank may hold; none if that is unknown."""
+        if mine.shape == whole.shape:
+            yield whole.sums
+        elif len(mine.shape) == len(whole.shape) and mine.shape[-1] == whole.shape[-1]:
+            sizes = enumerate(zip(mine.shape, whole.shape, strict=True))
+            cut = [axis for axis, (part, full) in sizes if part != full]
+            for count, index in self._strategy.pieces if len(cut) == 1 else ():
+                if mine.shape[cut[0]] * count == whole.shape[cut[0]]:
+                    yield whole.sums.chunk(count, cut[0])[index]
+
+    def _disagreement(self, plain: Pass, spread: Pass) -> str:
+        """Return a problem if ranks of a tensor group differ in a number that all compute."""
+        strategy = self._strategy
+        # A pipeline calls its stages with other inputs too, to learn shapes.
+        shared = {
+            f"the output of {name or 'the model'}": mine
+            for name, calls in (() if self._is_pipeline else spread.outputs.items())
+            for mine, whole in zip(calls, plain.outputs.get(name, []), strict=False)
+            if mine.shape == whole.shape
+        }
+        weights = dict(strategy.model.named_parameters())
+        for name, mine in spread.gradients.items():
+            if "tensor" in strategy.alike(weights[name], is_buffer=False):
+                shared[f"the gradient of {name}"] = mine
+        if not shared:
+            return ""
+        values = torch.stack([sketch(mine.sums.flatten()).sums for mine in shared.values()])
+        others = strategy.among_copies(values)
+        spans = others.amax(0) - others.amin(0)
+        for quantity, span, mine in zip(shared, spans.tolist(), shared.values(), strict=True):
+            if not span <= self._tolerance * mine.norm * math.sqrt(mine.sums.numel()):
+                return (
+                    f"{self._run.config.parallel.choice}: {quantity} differs between the ranks of "
+                    "a tensor group, which all compute it: do not seed generators in the model, "
+                    "and keep dropout either between a columns and a rows layer or outside such "
+                    "pairs"
+                )
+        return ""
+
+
+def _next_numbers() -> list[float]:
+    """Return the next random number of Python and of NumPy, without drawing it."""
+    with kept(torch.device("cpu")):
+        return [random.random(), np.random.random()]
+
+
+def _digest(run: Run) -> str:
+    """Return a digest of everything that the comparison depends on."""
+    config = run.config
+    facts: list[object]
+    facts = [config.model.model_dump(), config.parallel.model_dump(), config.train.loss]
+    facts += [config.train.loss_args, config.data.name, config.data.micro_batch is None]
+    facts += [run.world.world_size, run.world.place.local_world_size, crosscheck.code()]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]

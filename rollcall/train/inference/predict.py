@@ -1,0 +1,216 @@
+"""`rollcall predict RUN`: write the outputs of a trained model for files or a data set, in order.
+
+The samples are divided into parts of a fixed size. Each rank computes some of the parts and writes
+each atomically, so a killed command continues with the missing parts, on any number of ranks. At
+the end rank 0 concatenates them.
+"""
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcall.config import Config, ConfigError
+from rollcall.messages.refusal import refuse
+from rollcall.records.run_dir import RunDir
+from rollcall.train.inference import trained
+from rollcall.train.inference.parts import Parts
+from rollcall.train.main import on_all_ranks
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from rollcall.train.inference.outputs import Format
+    from rollcall.train.inference.trained import Trained
+    from rollcall.train.ranks.signals import StopSignals
+    from rollcall.train.ranks.world import World
+
+USAGE = """\
+rollcall predict RUN [--input FILES | --split NAME] [--output FILE] [key=value ...]
+       torchrun --nproc_per_node=4 -m rollcall.train predict RUN parallel.strategy=zero3
+
+The ranks share the samples, with any strategy. key=value overrides the run's configuration. After a
+stop or a kill, the same command continues.
+"""
+OUTPUT_SUFFIXES = (".jsonl", ".npy")
+MAX_PART = 1024
+"""The largest number of samples of a part."""
+PARTS_OF_A_RANK = 4
+"""The smallest number of parts per rank; fewer would leave ranks idle, or lose more to a kill."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the predictions to a file; return the exit code."""
+    parser = argparse.ArgumentParser(prog="rollcall predict", usage=USAGE)
+    add, samples = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("run", metavar="RUN", help="name or directory of a run")
+    files = "images or texts: comma-separated files, directories or quoted patterns"
+    samples.add_argument("--input", metavar="FILES", help=files)
+    split, splits = "part of the run's data set (default: %(default)s)", ("train", "validation")
+    samples.add_argument("--split", choices=splits, default="validation", help=split)
+    output = (
+        ".jsonl for one line per sample, .npy for an array of the outputs (default: "
+        "predictions.jsonl in the run directory)"
+    )
+    add("--output", type=Path, metavar="FILE", help=output)
+    batch = "samples per forward pass on one rank (default: data.micro_batch of the run, or 64)"
+    add("--batch", type=int, help=batch)
+    add("--best", action="store_true", help=trained.BEST)
+    options, overrides = parser.parse_known_args(words)
+    try:
+        run_dir, config = trained.find(options.run, overrides)
+        options.output = (options.output or run_dir.path / "predictions.jsonl").absolute()
+        if options.output.suffix not in OUTPUT_SUFFIXES:
+            raise ConfigError(
+                f"--output: expected a file that ends in {' or '.join(OUTPUT_SUFFIXES)}, got "
+                f"{options.output}"
+            )
+        if options.batch is None:
+            size = config.data.micro_batch
+            options.batch = size if isinstance(size, int) else 64
+        if options.batch < 1:
+            raise ConfigError(f"--batch: expected at least 1, got {options.batch}")
+    except ConfigError as error:
+        return refuse(error)
+    return on_all_ranks(config.device, partial(_predict, run_dir, config, options))
+
+
+def _predict(
+    run_dir: RunDir,
+    config: Config,
+    options: argparse.Namespace,
+    world: "World",
+    stop: "StopSignals",
+) -> int:
+    from rollcall.train.inference.outputs import OUTPUT_FORMATS
+
+    with trained.load(run_dir, config, world, options.input is None, options.best) as model:
+        dataset, facts = _samples(model, options)
+        parts = Parts(options.output, world)
+        samples = len(dataset)
+        if not samples:
+            raise ConfigError(f"{options.input or options.split}: no samples to predict")
+        options.batch = min(options.batch, samples)
+        facts = {**facts, "run": str(run_dir.path), "step": model.step}
+        parts.begin(facts, samples, _size(samples, model.strategy.data_ranks, options.batch))
+        output = OUTPUT_FORMATS[options.output.suffix](model, dataset, options.input is None)
+        missing = parts.missing()
+        started = time.perf_counter()
+        _compute(model, dataset, parts, output, options.batch, stop)
+        seconds = time.perf_counter() - started
+        left = parts.missing()
+    if world.is_main:
+        if not left:
+            try:
+                parts.join(output.join)
+            except OSError as error:
+                raise ConfigError(f"{options.output}: cannot write: {error.strerror}") from None
+        count = sum(len(parts.indices(part)) for part in missing if part not in left)
+        end = "stopped; the same command continues" if left else str(options.output)
+        print(
+            f"rollcall: predicted {count:,} of {samples:,} samples in {seconds:.1f} s, "
+            f"{count / seconds:,.0f} samples/s; {end}",
+            flush=True,
+        )
+    return os.EX_TEMPFAIL if left else 0
+
+
+def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Return the samples, and facts that identify them for a continued prediction."""
+    from rollcall.train.data.packing import Packed
+    from rollcall.train.data.sets import files
+    from rollcall.train.data.stream import Stream
+
+    source = model.source
+    if options.input is None:
+        dataset: Any = source.train if options.split == "train" else source.validation
+        rows = dataset.rows if isinstance(dataset, Packed) else dataset
+        if isinstance(rows, Stream):
+            raise ConfigError(
+                f"--split {options.split}: the samples are a stream without numbers; use --input"
+            )
+        return rows, {"input": options.split}
+    if source.read is None:
+        raise ConfigError(
+            f"--input: data.name={model.config.data.name} cannot read files; use --split, or set "
+            "the `read` function of its Source"
+        )
+    paths = files.find(options.input, "--input")
+    return source.read(paths), {"input": [str(path.absolute()) for path in paths]}
+
+
+def _size(samples: int, ranks: int, batch: int) -> int:
+    """Return the samples of a part: whole batches, and several parts for each rank."""
+    even = math.ceil(samples / (PARTS_OF_A_RANK * ranks))
+    return math.ceil(min(even, MAX_PART) / batch) * batch
+
+
+def _compute(
+    model: "Trained",
+    dataset: "Dataset[Any]",
+    parts: Parts,
+    output: "Format",
+    batch: int,
+    stop: "StopSignals",
+) -> None:
+    """Compute the missing parts, until all are done or a signal asks to stop."""
+    import torch
+
+    from rollcall.train.data.form import HIDDEN
+    from rollcall.train.data.loading import Loading
+    from rollcall.train.data.reader import Selection
+
+    strategy, config = model.strategy, model.config
+    missing, world = parts.missing(), parts.world
+    # All ranks take the same number of turns, because strategies communicate.
+    turns = math.ceil(len(missing) / strategy.data_ranks)
+    passes = math.ceil(parts.size / batch)
+
+    def part(turn: int) -> int | None:
+        number = turn * strategy.data_ranks + strategy.data_rank
+        return missing[number] if number < len(missing) else None
+
+    def indices(number: int) -> range:
+        turn, batch_number = divmod(number, passes)
+        samples = range(0) if (mine := part(turn)) is None else parts.indices(mine)
+        return samples[batch_number * batch : (batch_number + 1) * batch]
+
+    def select(number: int) -> Selection:
+        samples = [*indices(number)]
+        padding = batch - len(samples)
+        weights = torch.tensor([1.0] * len(samples) + [0.0] * padding)
+        return Selection(samples + [0] * padding, [0] * batch, weights)
+
+    loading = Loading(config.data, config.seed, world.rank, world.device)
+    form = replace(model.source.form, packs=False, mask=model.source.form.mask or HIDDEN)
+    batches = loading.batches(dataset, "the input", select, range(turns * passes), form)
+    # Of the ranks that compute the same outputs, the first writes them.
+    shares = world.gather(torch.tensor([strategy.data_rank])).flatten().tolist()
+    writes = shares.index(strategy.data_rank) == world.rank
+    content: list[Any] = []
+    for number, samples in enumerate(batches):
+        inputs, filled = form.measured(samples.inputs)
+        samples = samples._replace(inputs=inputs).to(world.device)
+        outputs = model.outputs(samples).cpu()
+        content += output.encode(indices(number), outputs, samples.to(torch.device("cpu")), filled)
+        turn, batch_number = divmod(number, passes)
+        if batch_number < passes - 1:
+            continue
+        must_stop, unreadable = world.sum(stop.received is not None, loading.unreadable)
+        loading.refuse(world, unreadable * strategy.data_ranks / world.world_size)
+        mine = part(turn)
+        with world.together():
+            if mine is not None and writes:
+                try:
+                    output.write(parts.path(mine), content)
+                except OSError as error:
+                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
+                    raise ConfigError(text) from None
+        content = []
+        if must_stop:
+            return

@@ -1,0 +1,145 @@
+"""`python -m train [recipe or file] [key=value …]`: read the command line, join the world, train.
+
+Exit codes: 0 done, 2 the request was refused, 75 stopped in order (start it again to continue),
+anything else failed.
+"""
+
+import gc
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+import rollcall.messages.requirements as _packages  # noqa: F401
+from rollcall import config as schema
+from rollcall.cli.commands import TRAIN
+from rollcall.cli.installation import IS_CHECKOUT, ROOT, environment
+from rollcall.config import Config, ConfigError, arguments, help
+from rollcall.messages.refusal import FENCED, PATIENCE, REFUSED, refuse
+from rollcall.messages.text import announce, is_first_rank
+from rollcall.records.run_dir import FencedError
+from rollcall.system import process
+from rollcall.train.ranks import failure
+
+if TYPE_CHECKING:
+    from rollcall.train.ranks.signals import StopSignals
+    from rollcall.train.ranks.world import World
+
+EXIT_CODES = {"done": 0, "requeue": os.EX_TEMPFAIL, "stopped": os.EX_TEMPFAIL, "failed": 1}
+
+INTERRUPTED = (
+    "rollcall: stopped without saving; to continue from the newest checkpoint, if there is one, "
+    "use the same command with run.name=RUN"
+)
+RANKS = re.compile(r"--(?:ranks|nproc(?:[-_]per[-_]node)?)(?:=(.*))?")
+"""Matches the option that starts ranks, also in torchrun's spelling."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the command line asks, and return the exit code."""
+    try:
+        return _main(words)
+    except KeyboardInterrupt:  # before the run could save, or the second one
+        if words and words[0] in TRAIN:
+            raise
+        if is_first_rank():
+            print(INTERRUPTED, file=sys.stderr)
+        return EXIT_CODES["stopped"]
+
+
+def _main(words: Sequence[str]) -> int:
+    if words and words[0] in TRAIN:
+        return int(importlib.import_module(f"rollcall.{TRAIN[words[0]].module}").main(words[1:]))
+    if "--help" in words or "-h" in words:
+        return help.main(words)
+    if numbers := [number for number, word in enumerate(words) if RANKS.fullmatch(word)]:
+        _start_ranks(words, numbers[0])
+    if "--print-schema" in words:
+        print(schema.json_schema(), end="")
+        return 0
+    try:
+        recipe, config = schema.parse([word for word in words if word != "--print-config"])
+        arguments.check_modules(config)  # before seconds of imports
+        arguments.check_surroundings(config)
+    except ConfigError as error:
+        return refuse(error)
+    if "--print-config" in words:
+        print(config.to_yaml(), end="")
+        return 0
+    announce("importing PyTorch")
+    process.outlast_full_disks()
+    gc.disable()  # until the imports are done, of whose time collections would take a quarter
+    try:
+        return on_all_ranks(config.device, partial(_train, recipe, config))
+    except Exception as error:
+        failure.tell_torchrun(error)
+        raise
+    finally:
+        gc.enable()
+
+
+def _start_ranks(words: Sequence[str], number: int) -> NoReturn:
+    """Become torchrun, which starts the ranks that the option of this number asks for."""
+    option, equals, count = words[number].partition("=")
+    count = count if equals else "".join(words[number + 1 : number + 2])
+    if not count.isdecimal() or int(count) < 1:
+        sys.exit(refuse(f"{option}: expected a number of ranks such as 4, got '{count}'"))
+    rest = [*words[:number], *words[number + (1 if equals else 2) :]]
+    try:
+        arguments.check_modules(schema.parse(rest)[1])  # once, before the ranks would
+    except ConfigError as error:
+        sys.exit(refuse(error))
+    torchrun = [str(ROOT / "env/bin/torchrun")] if IS_CHECKOUT else ["-m", "torch.distributed.run"]
+    ranks = ["--standalone", f"--nproc-per-node={count}", "-m", "rollcall.train", *rest]
+    os.execve(sys.executable, [sys.executable, *torchrun, *ranks], environment())
+
+
+def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") -> int:
+    from rollcall.train.training import train
+
+    # The collection before the first step leaves out what was imported, as in forked ranks, whose
+    # parent has frozen it.
+    if not process.is_fork:
+        gc.freeze()
+    gc.enable()
+    try:
+        return EXIT_CODES[train(recipe, config, world, signals)]
+    finally:
+        if not process.is_fork:
+            gc.unfreeze()
+
+
+def on_all_ranks(device: str, work: "Callable[[World, StopSignals], int]") -> int:
+    """Join all ranks on a kind of device, and do the work; return its exit code.
+
+    If the work is refused or cannot continue, one rank says so.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    # Not in /tmp, where another user may have made the folder that torch would use.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/torchinductor")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of hosts without DNS
+    # torch is imported only now, so that a wrong command line is answered at once.
+    from rollcall.train.ranks.agreement import FaultError
+    from rollcall.train.ranks.signals import StopSignals
+    from rollcall.train.ranks.world import World
+
+    with StopSignals() as signals:
+        try:
+            world = World.join(device)
+        except ConfigError as error:
+            return refuse(error, everywhere=False)
+        refusal: Exception | None = None
+        try:
+            code = work(world, signals)
+        except (ConfigError, FencedError) as error:
+            refusal = error
+            code = FENCED if isinstance(error, FencedError) else REFUSED
+        except FaultError as error:
+            refusal, code = error, EXIT_CODES["failed"]
+    if refusal is not None:  # not before: the launcher's signals end a rank that waits
+        refuse(refusal, patience=0 if signals.received else PATIENCE)
+    world.leave()
+    return code

@@ -1,0 +1,143 @@
+"""Activation checkpointing: keep less for the backward pass, and recompute the rest.
+
+Chen et al., Training deep nets with sublinear memory cost, https://arxiv.org/abs/1604.06174;
+selective: Korthikanti et al., https://arxiv.org/abs/2205.05198.
+"""
+
+from collections.abc import Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from rollcall.config.schema import ConfigError
+from rollcall.train.numerics.hidden import Hidden, left_alone
+from rollcall.train.parallel.shard import units
+from rollcall.train.torch_private import COSTLY, MESSAGES, BatchNorm, version
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+# Multiplications take most of the time of a forward pass; messages keep other ranks waiting.
+SAVED_OPERATIONS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+    *COSTLY,
+}
+
+
+def recompute(model: nn.Module, mode: str) -> None:
+    """Let the blocks of a model keep less for the backward pass, and recompute the rest.
+
+    Blocks are the members of the outermost containers, as for `zero3`; a model without them raises
+    ConfigError. The key `model.activation_checkpointing` explains the modes.
+    """
+    if mode == "none":
+        return
+    blocks = list(dict.fromkeys(units(model)))
+    if not blocks:
+        raise ConfigError(
+            f"model.activation_checkpointing={mode} needs a model with blocks in an nn.Sequential "
+            f"or nn.ModuleList, but this {type(model).__name__} has none"
+        )
+    # Subclasses, not wrappers: they keep names and attributes, and copies of a block keep them. One
+    # of each kind, because what is compiled holds for blocks of the same class alone.
+    members = {"selective": mode != "blocks"}
+    kinds = {
+        kind: type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), members)
+        for kind in dict.fromkeys(map(type, blocks))
+    }
+    for block in blocks:
+        block.__class__ = kinds[type(block)]
+
+
+MOVES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""True for blocks whose forward pass changes attributes, or buffers other than BatchNorm's."""
+
+
+class _Checkpointed(nn.Module):
+    selective: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        options: dict[str, Any] = {"context_fn": partial(_contexts, self)}
+        if torch.compiler.is_compiling():  # compiled code changes no buffer twice
+            options = {"context_fn": SELECTIVE} if self.selective else {}
+            is_first = False
+        elif is_first := self not in MOVES:
+            marks = _marks(self)
+        outputs = checkpoint.checkpoint(
+            super().forward, *args, use_reentrant=False, **options, **kwargs
+        )
+        if is_first and self.training:
+            now = _marks(self)
+            same = (
+                old is new and mark == other
+                for (old, mark), (new, other) in zip(marks, now, strict=False)
+            )
+            MOVES[self] = len(now) != len(marks) or not all(same)
+        return outputs
+
+
+def _marks(block: nn.Module) -> list[tuple[Any, int]]:
+    """Return attributes and buffers of a block, but BatchNorm's, with marks of the contents."""
+    values = [value for module in block.modules() for value in vars(module).values()]
+    others = [module for module in block.modules() if not isinstance(module, BatchNorm)]
+    values += [buffer for module in others for buffer in module.buffers(recurse=False)]
+    return [(value, _mark(value)) for value in values]
+
+
+def _mark(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return 0 if value.is_inference() else version(value)
+    return len(value) if isinstance(value, Sized) else 0
+
+
+def _contexts(block: _Checkpointed) -> Contexts:
+    """Return the contexts of the first and the repeated forward pass of a block."""
+    first, second = SELECTIVE() if block.selective else (nullcontext(), nullcontext())
+    second = _counted_once(block, second)
+    if MOVES.get(block, True):
+        second = _from_the_same(block, Hidden({"": block}), second)
+    return first, second
+
+
+@contextmanager
+def _from_the_same(
+    block: nn.Module, before: Hidden, inner: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """Let a pass begin with the buffers and attributes that the first one has seen.
+
+    Afterwards they are again as the first one has left them.
+    """
+    with left_alone({"": block}):  # torch ends the repeated pass by an exception
+        before.restore()
+        with inner:
+            yield
+
+
+def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+    if operation in SAVED_OPERATIONS or getattr(operation, "namespace", "") in MESSAGES:
+        return checkpoint.CheckpointPolicy.MUST_SAVE
+    return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = partial(checkpoint.create_selective_checkpoint_contexts, _policy)
+
+
+@contextmanager
+def _counted_once(block: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Keep the statistics of BatchNorm that the first pass has left; `Hidden` would be slower."""
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
+    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    try:
+        with inner:
+            yield
+    finally:  # torch ends the repeated pass by an exception as soon as possible
+        for buffer, copy in kept:
+            buffer.data.copy_(copy)

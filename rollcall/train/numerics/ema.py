@@ -1,0 +1,71 @@
+"""An exponential moving average (EMA) of the weights.
+
+Polyak and Juditsky (1992), in the form of Mean Teacher, https://arxiv.org/abs/1703.01780. It is
+spread over the ranks like the weights, and saved under their names.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from rollcall.train.ranks.device import local_of
+
+
+class Ema:
+    """The average of the weights that this rank holds."""
+
+    def __init__(self, model: nn.Module, decay: float, in_turns: bool = False) -> None:
+        """Start with the current weights; a step keeps the fraction `decay` of the average.
+
+        If networks train `in_turns`, a step moves the averages of those weights that it trains.
+        """
+        self._model, self._in_turns = model, in_turns
+        self._decay = decay
+        weights = model.named_parameters()
+        self._averages = {name: weight.detach().clone() for name, weight in weights}
+
+    @torch.no_grad()
+    def update(self, skipped: torch.Tensor) -> None:
+        """Update the average after a step, unless the step was skipped."""
+        for name, parameter in self._model.named_parameters():
+            is_trained = parameter.grad is not None or not self._in_turns
+            if parameter.requires_grad and is_trained:  # others may be whole numbers
+                average = local_of(self._averages[name])
+                average.lerp_(local_of(parameter), (1 - self._decay) * (~skipped).to(average))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swap the average into the model within this context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that a checkpoint saves, and fills in place on a resume.
+
+        Those of a tied weight come under all its names, as in the state of the model.
+        """
+        first = {parameter: name for name, parameter in self._model.named_parameters()}
+        every = self._model.named_parameters(remove_duplicate=False)
+        return {name: self._averages[first[parameter]] for name, parameter in every}
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        drop_gathered(self._model)  # so that the parameters are shards
+        for name, parameter in self._model.named_parameters():
+            average, weight = local_of(self._averages[name]), local_of(parameter)
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Drop the weights that FSDP2 still keeps gathered from the last forward pass: they change."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

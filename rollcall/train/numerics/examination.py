@@ -1,0 +1,121 @@
+"""A pass of the check before the first step: what it draws and writes does not outlast it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollcall.train.numerics.hidden import differ, left_alone
+from rollcall.train.numerics.randomness import kept
+from rollcall.train.ranks.device import local_of
+from rollcall.train.torch_private import TorchDispatchMode, arguments_of, storage_key, tree_leaves
+
+Arguments = dict[str, Any]
+EXPECTED: dict[str, Callable[[Arguments], Any]] = {
+    "bernoulli": lambda given: given.get("p", given.get("self")),
+    "normal": lambda given: given.get("mean", 0) + given.get("std", 1) / 2,
+    "rand": lambda _: 0.5,
+    "randn": lambda _: 0.5,
+    "randint": lambda given: (given.get("low", 0) + given["high"]) // 2,
+    "uniform": lambda given: (given.get("from", 0) + given.get("to", 1)) / 2,
+}
+"""Functions that return a number in place of random ones, the same in a tensor and in its pieces.
+Dropout keeps everything. Normal numbers differ from 0, which would hide what is made of them."""
+
+
+class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the weights and buffers that a pass writes to, and keeps copies of them.
+
+    Unless it `draws`, random operations give the numbers of EXPECTED.
+    """
+
+    supports_higher_order_operators = True
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, draws: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+        self._model = model
+        # Copies, because the kernels of norms do not declare that they write to statistics.
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        locals_of = ((name, local_of(tensor)) for name, tensor in tensors)
+        self._watched = {
+            storage_key(tensor): (name, tensor)
+            for name, tensor in locals_of
+            if tensor.layout is torch.strided
+        }
+        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.has_drawn = False  # numbers that are not in EXPECTED
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (arguments := arguments_of(func)):
+            return func(*args, **kwargs)
+        names = [argument.name for argument in arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for argument in arguments:
+            if argument.alias_info and argument.alias_info.is_write:
+                self._keep(given.get(argument.name))
+        if self._draws or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
+        for dropped in {"dropout_p", *(("p",) if name == "native_dropout" else ())} & given.keys():
+            at = names.index(dropped)
+            return func(*args[:at], 0.0, *args[at + 1 :], **kwargs)
+        result = func(*args, **kwargs)
+        if name in EXPECTED:
+            value = EXPECTED[name](given)
+            return result.copy_(value) if isinstance(value, torch.Tensor) else result.fill_(value)
+        self.has_drawn = True
+        return result
+
+    @torch.no_grad()
+    def _keep(self, written: Any) -> None:
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                name, whole = self._watched.get(storage_key(local_of(tensor)), ("", tensor))
+                if name and name not in self._before:
+                    self._before[name] = whole, whole.detach().clone()
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """Return copies of the weights and buffers that have changed, by their names."""
+        tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in tensors.items()
+            if name in self._before or differ(tensor, self._buffers.get(name, tensor))
+        }
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the tensors their former values."""
+        for tensor, before in self._before.values():
+            tensor.copy_(before)
+
+
+class Drawn(Examination):  # type: ignore[no-untyped-call]
+    """A pass with random numbers, also through code that `torch.compile` must compile whole."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile, as it does not under other modes."""
+        return True
+
+
+@contextmanager
+def examined(
+    model: nn.Module, loss: object, device: torch.device, draws: bool = False
+) -> Iterator[Examination]:
+    """Observe a pass; at the end, restore all that it has changed, also random numbers."""
+    cudnn = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False  # its RNNs have no backward pass in evaluation mode
+    examination = (Drawn if draws else Examination)(model, draws)
+    try:
+        with left_alone({"model": model, "loss": loss}), kept(device), examination:
+            yield examination
+    finally:
+        examination.put_back()
+        torch.backends.cudnn.enabled = cudnn

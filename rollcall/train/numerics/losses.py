@@ -1,0 +1,420 @@
+"""Losses. Each returns one value per sample, so that padding can have weight zero."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from rollcall.config import arguments
+from rollcall.config.catalog import LOSSES
+from rollcall.config.schema import Config, ConfigError
+from rollcall.train.numerics.metrics import check_name
+from rollcall.train.torch_private import tree_leaves
+
+if TYPE_CHECKING:
+    from rollcall.train.numerics.precision import Scaler
+
+IGNORED = -100
+"""A class number that marks a target which does not count, as torch's `ignore_index`."""
+NOTHING = "rows are empty, all targets are -100, or the loss returns weights of 0"
+"""Why no target counts."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def of_classes(function: Function) -> Function:
+    """Declare a loss of class numbers, of which -100 does not count.
+
+    It returns the sum over each sample's targets divided by their number, with 0 for the ignored.
+    """
+    function.__dict__["kind"] = "classes"
+    return function
+
+
+def of_values(function: Function) -> Function:
+    """Declare a loss of numeric targets, for which the outputs are the predictions."""
+    function.__dict__["kind"] = "values"
+    return function
+
+
+@of_classes
+def per_sample_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of each sample: (rows, …, classes) and (rows, …) to (rows,)."""
+    if targets.ndim == 1:
+        return functional.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="none")
+    losses = functional.cross_entropy(
+        outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return _mean(losses.view(targets.shape))
+
+
+@of_values
+def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared error of each sample: outputs and targets of one shape to (rows,)."""
+    if outputs.shape != targets.shape:
+        raise ConfigError(
+            f"train.loss=mse expects outputs and targets of one shape, got {tuple(outputs.shape)} "
+            f"and {tuple(targets.shape)}; for classification use train.loss=cross_entropy"
+        )
+    return (outputs - targets).square().reshape(len(targets), -1).mean(1)
+
+
+def are_valid(targets: torch.Tensor) -> torch.Tensor:
+    """Return which targets count: all but class numbers of -100."""
+    if targets.is_floating_point():
+        return torch.ones_like(targets, dtype=torch.bool)
+    return targets.long() != IGNORED  # 156 of eight bits would equal -100
+
+
+def are_scores(outputs: Any, targets: Any) -> bool:
+    """Return True if outputs are scores (rows, …, classes) for class numbers (rows, …).
+
+    A single output is no choice of a class, but a number, such as the logit of one of two.
+    """
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return False
+    is_class = outputs.is_floating_point() and not targets.is_floating_point()
+    return is_class and outputs.shape[:-1] == targets.shape and outputs.shape[-1:] > (1,)
+
+
+def valid_share(targets: torch.Tensor) -> torch.Tensor:
+    """Return the share of each sample's targets that count: (rows,)."""
+    return _mean(are_valid(targets).float())
+
+
+def _mean(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each row: (rows, …) to (rows,); 0 of empty rows."""
+    rows = values.reshape(len(values), math.prod(values.shape[1:]))
+    return rows.mean(1) if rows.shape[1] else rows.sum(1)
+
+
+@of_classes
+def next_token(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of each row, where the target of a token is the one after it.
+
+    `targets` are the input tokens, or -100 where they do not count, as the models of Hugging Face
+    expect their labels. `Loss` has shifted both.
+    """
+    return per_sample_loss(outputs, targets)
+
+
+class Sums(NamedTuple):
+    """The sums of the loss over some samples."""
+
+    losses: torch.Tensor  # (rows,), or (1,) of all rows
+    weights: torch.Tensor  # likewise; the loss of a step is the sum of losses / sum of weights
+    counts: torch.Tensor  # likewise; zero for padding
+    samples: torch.Tensor  # how many samples count
+    figures: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the user's sums and weights
+
+
+class Loss:
+    """The loss that `train.loss` names.
+
+    The loss of a row must not depend on other rows, since a batch is cut and padded.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], by_target: bool = False, source: str = ""
+    ) -> None:
+        """Use the function of this name.
+
+        Args:
+            by_target: whether rows have unequal numbers of targets, because they are padded.
+            source: the value of data.name, for messages.
+        """
+        self.name = name
+        self.function = function
+        # The loss, if it is a module with tensors, such as the centers of classes.
+        module = function if isinstance(function, nn.Module) else None
+        self.module = module if module and module.state_dict() else None
+        self._source = source
+        self.is_of_transformers = False  # it is the loss of a model of transformers, which shifts
+        self._kind = getattr(function, "kind", "")
+        self.is_of_values = self._kind == "values"  # outputs are numbers, not scores of classes
+        self._is_by_target = by_target or name == "next_token"
+        # Whether it returns weights too. They are known only after a forward pass.
+        self.is_weighted = self._is_by_target and self._kind == "classes"
+        code = arguments.code_of(function)
+        names = {*code.signature.parameters} if code else set()
+        self.takes_model = {"model", "batch"} <= names  # it calls the model itself
+        self.is_own = self.takes_model or name not in LOSSES  # the user's, or the user's model's
+        # The networks that it trains in turn, one in each step, and the newest step's.
+        self.turns = tuple(getattr(function, "turns", ())) if self.takes_model else ()
+        self.turn = ""
+        if self.takes_model:
+            self.is_weighted = True
+            if bool(self.turns) != ("turn" in names):
+                raise ConfigError(
+                    f"train.loss={name}: a loss that trains networks in turn expects a parameter "
+                    "turn and an attribute turns, such as ('critic', 'generator'); it has only one"
+                )
+        elif code and (problem := arguments.cannot_take(code, 2)):
+            raise ConfigError(
+                f"train.loss={name}: expected a function of (outputs, targets) or of (model, "
+                f"batch): {problem}"
+            )
+
+    @property
+    def shifts(self) -> bool:
+        """True if each target is predicted from those before it in its row."""
+        return self.name == "next_token" or getattr(self.function, "counts", "") == "next"
+
+    def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and the weight of each row, such that sum / sum is their mean.
+
+        Raise ConfigError if a result does not have shape (rows,).
+        """
+        losses, weights = self.of_rows(outputs, targets)
+        if weights is None:
+            weights = valid_share(targets) if self._counts_targets else torch.ones_like(losses)
+        return losses, weights
+
+    def of_rows(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the same; no weights unless the loss returns them."""
+        if not (self.is_own or self._suits(outputs, targets)):
+            self._check(outputs, targets)
+        if self.name == "next_token":
+            outputs, targets = self.aligned(outputs, targets)
+        try:
+            found = self.function(outputs, targets)
+        except IndexError as error:
+            raise error if self.is_own else self._out_of_range(outputs, targets) from error
+        if self._is_by_target and self._kind == "classes":
+            size = targets[:1].numel()
+            return found * size, valid_share(targets) * size
+        if self.is_own:
+            self._check_own(found, outputs, targets)
+            self.is_weighted = isinstance(found, tuple)  # known from the first call on
+        return found if self.is_weighted else (found, None)
+
+    def _check_own(self, found: Any, outputs: Any, targets: Any) -> None:
+        if any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(outputs)):
+            self._check_gradient(found)
+        first = targets if isinstance(targets, torch.Tensor) else tree_leaves((targets, outputs))[0]
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        for what, values in zip(("loss", "weight"), found if is_pair else [found], strict=False):
+            is_tensor = isinstance(values, torch.Tensor)
+            if not is_tensor or values.shape != (len(first),):
+                shape = tuple(values.shape) if is_tensor else type(values).__name__
+                raise ConfigError(
+                    f"train.loss={self.name}: expected one {what} per sample, a tensor of shape "
+                    f"({len(first)},), got {shape}; do not take the mean over the batch"
+                )
+
+    def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return outputs and the targets that they predict: the next tokens, for `next_token`."""
+        if self.name != "next_token":
+            return outputs, targets
+        return outputs[:, :-1], targets[:, 1:]
+
+    def turn_of(self, step: int) -> str:
+        """Return the network that a step, counted from 1, trains; empty if it trains all."""
+        return self.turns[(step - 1) % len(self.turns)] if self.turns else ""
+
+    def of_model(self, model: nn.Module, batch: Any) -> Sums:
+        """Call the user's function of a model and a batch, without rows that do not count.
+
+        Before the first step, and in an evaluation, the losses of all turns are added up.
+        """
+        if not self.turns:
+            return self._of_model(model, batch)
+        is_step = self.turn and torch.is_grad_enabled()
+        turns = [self.turn] if is_step else dict.fromkeys(self.turns)
+        parts = {turn: self._of_model(model, batch, turn=turn) for turn in turns}
+        figures = {name: pair for part in parts.values() for name, pair in part.figures.items()}
+        figures |= {
+            f"loss_{turn}": (part.losses * part.counts, part.weights * part.counts)
+            for turn, part in parts.items()
+        }
+        losses = torch.stack([part.losses for part in parts.values()]).sum(0)
+        weights = torch.stack([part.weights for part in parts.values()]).mean(0)
+        first = next(iter(parts.values()))
+        return first._replace(losses=losses, weights=weights, figures=figures)
+
+    def _of_model(self, model: nn.Module, batch: Any, **turn: str) -> Sums:
+        """Call the function once; raise ConfigError unless it returns sums and weights."""
+        real = batch.weights > 0
+        count = real.sum()
+        rows = int(count)  # of a batch of padding, one row is computed, and does not count
+        if rows < len(real):
+            places = real.nonzero()[:, 0] if rows else torch.zeros_like(real[:1], dtype=torch.long)
+            batch = batch.map(lambda tensor: tensor[places])
+        refusal = ConfigError(
+            f"train.loss={self.name} computes with weights of the model, of which each rank has a "
+            "shard: compute with them inside of the model's forward(), or choose ddp or zero1"
+        )
+        try:
+            found = self.function(model=model, batch=batch.inputs, **turn)
+        except RuntimeError as error:
+            raise refusal if "DTensor" in str(error) else error from None
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(found)):
+            raise refusal
+        counts = torch.ones((), device=real.device) * bool(rows)
+        figures: Mapping[str, Any] = {}
+        if isinstance(found, tuple) and len(found) == 3:
+            *found, figures = found
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise ConfigError(
+                f"train.loss={self.name}: expected a pair, the sum of the losses and the sum of "
+                f"their weights, and optionally a dictionary of more such pairs, got a "
+                f"{type(found).__name__}"
+            )
+        losses, weights = (self._total(one, real.device) for one in found)
+        sums: dict[str, Any] = {}
+        for name, pair in figures.items():
+            check_name(f"train.loss={self.name}", name)
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ConfigError(
+                    f"train.loss={self.name}: expected a pair as {name}, its sum and the sum of "
+                    f"its weights, got a {type(pair).__name__}"
+                )
+            sums[name] = tuple(self._total(one, real.device) * counts for one in pair)
+        self._check_gradient(found[0])
+        return Sums(losses, weights, counts.expand(1), count.double(), sums)
+
+    def _total(self, value: Any, device: torch.device) -> torch.Tensor:
+        """Return a sum over samples, or a tensor (rows,) of sums, as a tensor (1,)."""
+        if not isinstance(value, torch.Tensor | int | float):
+            raise ConfigError(
+                f"train.loss={self.name}: expected tensors or numbers as sums and weights, got a "
+                f"{type(value).__name__}"
+            )
+        return torch.as_tensor(value, device=device).float().sum().reshape(1)
+
+    def check_targets(self, targets: Any) -> None:
+        """Raise ConfigError if a loss of rollcall's has no target to learn."""
+        if not self.is_own and isinstance(targets, tuple) and not targets:
+            self._check(None, targets)
+
+    def _suits(self, outputs: Any, targets: Any) -> bool:
+        are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        if not are_tensors or self._kind != "classes" or targets.is_floating_point():
+            return False
+        return bool(outputs.shape[:-1] == targets.shape)
+
+    def _check(self, outputs: Any, targets: Any) -> None:
+        """Raise ConfigError if outputs or targets do not suit a loss of rollcall's."""
+        if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+            kinds = type(outputs).__name__, type(targets).__name__
+            what = "the model returned a {} and the target is a {}".format(*kinds)
+            if isinstance(targets, tuple) and not targets:
+                what = "the samples have no target"
+            raise ConfigError(
+                f"train.loss={self.name} expects one tensor from the model and one target, but "
+                f"{what} (data.name={self._source}); name a loss of your own, or set data.target"
+            )
+        if self._kind != "classes":
+            if self._is_by_target and math.prod(targets.shape[1:]) > 1:
+                raise ConfigError(
+                    f"train.loss={self.name}: padding would count in targets of shape "
+                    f"{tuple(targets.shape)} (data.pad, data.name={self._source}); use a loss of "
+                    "(model, batch) of your own"
+                )
+            return
+        if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+            raise ConfigError(
+                f"train.loss={self.name} expects outputs (rows, …, classes) and class numbers "
+                f"(rows, …), got outputs of shape {tuple(outputs.shape)} and targets of shape "
+                f"{tuple(targets.shape)}, {targets.dtype} (data.name={self._source}); for numeric "
+                "targets use train.loss=mse"
+            )
+
+    def _check_gradient(self, found: Any) -> None:
+        """Raise ConfigError if a loss of the user's has no gradient."""
+        losses = found[0] if isinstance(found, tuple) else found
+        is_tensor = isinstance(losses, torch.Tensor) and torch.is_grad_enabled()
+        if self.is_own and is_tensor and not losses.requires_grad:
+            raise ConfigError(
+                f"train.loss={self.name}: the loss does not depend on the model's weights; compute "
+                "it from what the model returns, without detach(), argmax or no_grad"
+            )
+
+    def _out_of_range(self, outputs: torch.Tensor, targets: torch.Tensor) -> ConfigError:
+        counted, classes = targets[targets != IGNORED], outputs.shape[-1]
+        wrong = counted[(counted < 0) | (counted >= classes)][0]
+        return ConfigError(
+            f"train.loss={self.name}: a target is {wrong}, but the model has {classes} outputs, "
+            f"for the classes 0 to {classes - 1} (data.name={self._source}); change the targets, "
+            "or give the model more classes"
+        )
+
+    def count(self, targets: Any, weights: torch.Tensor) -> torch.Tensor:
+        """Return how many samples of a batch count, each in so far as its targets do: fp64.
+
+        Ignored targets do not, nor do rows of weight zero: padding, or samples that are unreadable.
+        """
+        if not self._counts_targets:
+            return weights.sum(dtype=torch.float64)
+        size: int = max(1, math.prod(targets.shape[1:]))
+        counted = (valid_share(targets) * size).round() * weights  # whole numbers
+        return counted.sum(dtype=torch.float64) / size
+
+    @property
+    def _counts_targets(self) -> bool:
+        return self._kind == "classes" and not self.is_weighted
+
+
+def build(
+    name: str, args: Mapping[str, Any] | None = None, by_target: bool = False, source: str = ""
+) -> Loss:
+    """Return the loss that `train.loss` names; raise ConfigError if it is unknown."""
+    function = arguments.call("train.loss", "train.loss_args", name, args or {})
+    return Loss(name, function, by_target, source)
+
+
+def of(config: Config) -> Loss:
+    """Return the loss of a run."""
+    train, data = config.train, config.data
+    loss = build(train.loss, train.loss_args, bool(data.pad or data.pack), data.name)
+    loss.is_of_transformers = loss.name == "model" and config.model.name == "transformers"
+    return loss
+
+
+class Objective:
+    """The loss of a training step; all ranks notice if one rank's loss is not finite.
+
+    Such a loss makes the gradient NaN. Ranks exchange gradients anyway, so the norm is NaN on all
+    of them, whatever the strategy.
+    """
+
+    def __init__(self, loss: Loss, scaler: "Scaler | None" = None) -> None:
+        self.loss = loss
+        self.scaler = scaler  # of the gradient, for fp16
+        self.seen: list[torch.Tensor] | None = None  # a list collects the losses of every call
+        # For a loss that returns weights: their sum and the sum of samples in each call.
+        self.weights: list[torch.Tensor] = []
+
+    def __call__(self, outputs: Any, targets: Any, counts: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses. Its gradient is scaled, its value is not.
+
+        `counts` is zero for rows that do not count.
+        """
+        losses, weights = self.loss.of_rows(outputs, targets)
+        samples = counts if weights is None else counts.sum()
+        return self._sum(Sums(losses, losses if weights is None else weights, counts, samples))
+
+    def of_model(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the same of a loss that calls the model itself."""
+        return self._sum(self.loss.of_model(model, batch), len(batch.weights))
+
+    def _sum(self, sums: Sums, rows: int | None = None) -> torch.Tensor:
+        losses, weights, counts, samples, _ = sums
+        if self.loss.is_weighted:
+            weight = (weights.detach() * counts).sum(dtype=torch.float64)
+            self.weights.append(torch.stack([weight, samples.to(weight)]))
+        if self.seen is not None:
+            self.seen.append(losses.detach().expand(rows or len(losses)))
+        total = (losses * counts).sum()
+        if total.requires_grad:
+            scale, value = self.scaler.scale if self.scaler else 1, total.detach()
+            # NaN if the sum of losses is not finite.
+            total.register_hook(lambda gradient: gradient * (scale + 0 * value))  # type: ignore[no-untyped-call]
+        return total
+
+    def sums_of_weights(self, device: torch.device) -> torch.Tensor:
+        """Return the sums of weights and of samples over this rank's calls of a step: (2,)."""
+        return sum(self.weights, torch.zeros(2, dtype=torch.float64, device=device))

@@ -1,0 +1,137 @@
+"""Try an optimizer on small weights before a run: sharded, saved and resumed.
+
+The steps must be those with whole weights in options go. Optimizers whose steps are tested, such as
+AdamW, are not tried.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from rollcall.config.schema import ConfigError, Optim
+from rollcall.train.numerics import optim
+from rollcall.train.numerics.randomness import kept, set_seed
+from rollcall.train.ranks.device import whole_of
+
+TESTED = {"adam", "adamw", "muon", "sgd"}
+STEPS, FIRST = 4, 2
+"""Steps of a trial, and steps before its save."""
+TOLERANCE, ROUNDING = 1e-3, 1e-6
+"""The largest difference, as a share of what the steps change and of the weights."""
+RESUMED = "after a save and a resume", "let it keep what it remembers in self.state of each weight"
+SHARDED = "with sharded weights", "choose ddp or zero1, or let it use full_tensor()"
+FILLED = (
+    "for weights that the loss had not used before a save",
+    "the save makes a step with gradients of zero, which must not change its state",
+)
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Weights before and after the steps."""
+OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def check(config: Optim, device: torch.device, mesh: DeviceMesh | None) -> tuple[str, str]:
+    """Return the reason to refuse a run, and a warning; empty strings if all is well.
+
+    All ranks of `mesh`, over which weights are sharded if there is one, call it together.
+    """
+    refusal = warning = ""
+    names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]
+    for name in dict.fromkeys(names):
+        if name.lower() not in TESTED and not refusal:
+            args = config.args if name == config.name else {}
+            options = config.model_copy(update={"name": name, "groups": {}, "args": args})
+            steps = partial(_steps, options, device, mesh)
+            refusal = _problem(steps, name, RESUMED, resumes=True)
+            refusal = refusal or (_problem(steps, name, SHARDED, shards=True) if mesh else "")
+            warning = warning or _problem(steps, name, FILLED, fills=True)
+    return refusal, warning
+
+
+def _problem(steps: Callable[..., Pairs], name: str, case: tuple[str, str], **variant: bool) -> str:
+    """Return in words how the steps of a variant differ; empty if they do not."""
+    when, advice = case
+    is_late = "fills" in variant
+    try:
+        whole = steps(is_late=is_late)
+    except Exception as error:  # the code may raise anything, also since the weights are small
+        text = f"optim.name={name} was not tried before the run: {_reason(error)}"
+        return text if is_late else ""
+    try:
+        difference = _difference(whole, steps(is_late=is_late, **variant))
+        if difference and _difference(whole, steps(is_late=is_late, seed=1)):
+            return ""  # it adds noise, as Langevin dynamics does
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:
+        return f"optim.name={name} fails {when}: {_reason(error)}; {advice}"
+    if not difference:
+        return ""
+    return f"optim.name={name}: {when} its steps differ by {difference:.1e} of their size; {advice}"
+
+
+def _steps(
+    config: Optim,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    seed: int = 0,
+    is_late: bool = False,  # the last weight is not used before the save
+    **variant: bool,
+) -> Pairs:
+    """Return small weights before and after some steps, whole."""
+    drawn, rows = torch.Generator().manual_seed(0), 12 * (mesh.size() if mesh else 1)
+
+    def numbers() -> list[torch.Tensor]:
+        shapes = (rows, 3), (rows,), (rows, 2)
+        tensors = [torch.randn(shape, generator=drawn).to(device) for shape in shapes]
+        if mesh and "shards" in variant:
+            return [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
+        return tensors
+
+    def make(values: Iterable[torch.Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ParameterList([nn.Parameter(value.detach().clone()) for value in values])
+        names = {weight: name for name, weight in model.named_parameters()}
+        return model, optim.build(config, [*optim.groups(config, names, names)])
+
+    first = numbers()
+    model, optimizer = make(first)
+    with kept(device):
+        set_seed(seed, "trial")
+        for step in range(STEPS):
+            if step == FIRST and "fills" in variant:
+                optim.complete_state(optimizer)
+            if step == FIRST and "resumes" in variant:
+                optim.check_state(config, optimizer)
+                state = state_dict.get_optimizer_state_dict(model, optimizer, options=OPTIONS)
+                state = copy.deepcopy(state)
+                model, optimizer = make(model.parameters())
+                optim.complete_state(optimizer)
+                state_dict.set_optimizer_state_dict(model, optimizer, state, options=OPTIONS)
+            for weight, gradient in zip(model.parameters(), numbers(), strict=True):
+                weight.grad = gradient
+            if is_late and step < FIRST:
+                weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(first, model.parameters(), strict=True)
+    return [(whole_of(before), whole_of(after.detach())) for before, after in pairs]
+
+
+def _difference(whole: Pairs, other: Pairs) -> float:
+    """Return the largest difference as a share of what the steps have changed; 0 if it is small."""
+    largest = 0.0
+    for (before, after), (_, compared) in zip(whole, other, strict=True):
+        change, error = float((after - before).norm()), float((compared - after).norm())
+        if math.isfinite(change) and not error <= TOLERANCE * change + ROUNDING * after.norm():
+            largest = max(largest, error / (change or 1)) if math.isfinite(error) else math.inf
+    return largest
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")

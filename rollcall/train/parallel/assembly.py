@@ -1,0 +1,66 @@
+"""The mesh of the weights, and the parts that spread the model over it."""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rollcall.config import Config
+from rollcall.config.mesh import DIMENSIONS, PRESETS
+from rollcall.config.plugin import load_attribute
+from rollcall.train.numerics.losses import Loss
+from rollcall.train.parallel.context import Context
+from rollcall.train.parallel.gradients import Turns
+from rollcall.train.parallel.part import Part
+from rollcall.train.parallel.replicate import Replicate
+from rollcall.train.parallel.shard import Shard, ShardOptimizer
+from rollcall.train.parallel.tensor import Tensor
+from rollcall.train.ranks.world import World
+
+
+def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
+    """Return the mesh of the weights, without `context`, whose ranks hold replicas or shards."""
+    if not degrees:
+        return None
+    pieces = degrees.get("context", 1)
+    over = "shard" if "shard" in degrees else "replicate"
+    found = {name: degrees.get(name, 1) for name in DIMENSIONS if name != "context"}
+    found[over] *= pieces
+    named = {*degrees, over} if "context" in degrees else {*degrees}
+    if "replicate" not in named or not named & {"tensor", "pipeline"}:
+        # Otherwise keep all: FSDP then replaces DDP, which supports neither the DTensors of split
+        # layers nor a pipeline of two micro-batches (torch 2.15). A mesh of one shard is a replica.
+        found = {name: degree for name, degree in found.items() if name in named}
+    return init_device_mesh(world.device.type, tuple(found.values()), mesh_dim_names=tuple(found))
+
+
+def parts(
+    config: Config, world: World, degrees: dict[str, int], mesh: DeviceMesh | None, loss: Loss
+) -> list[Part]:
+    """Return the parts that spread the model, or a stage of it, in the order of application."""
+    options, preset = config.parallel, PRESETS[config.parallel.strategy]
+    found: list[Part] = []
+    names = (mesh.mesh_dim_names or ()) if mesh else ()
+    if mesh and "tensor" in degrees:
+        found.append(Tensor(mesh["tensor"], config, degrees.get("context", 1)))
+    if "context" in degrees:
+        whole = init_device_mesh(
+            world.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
+        )
+        found.append(Context(whole["context"], config, degrees.get("tensor", 1)))
+    data = tuple(name for name in names if name in ("replicate", "shard"))
+    code = preset.part or (preset.single_process_part if world.world_size == 1 else "")
+    if code:
+        found.append(load_attribute(code, "parallel.strategy")(config, world, mesh))
+    elif mesh and "shard" in data and options.stage > 1:
+        # A mesh of one shard has nothing to free after a forward pass.
+        stage = options.stage if mesh["shard"].size() > 1 else 2
+        rounds, kept = config.precision == "bf16", options.conditional_patterns
+        found.append(Shard(mesh[data], stage, options.cpu_offload, rounds, kept))
+    # Without DDP if exact mode sums gradients itself, or one rank has nothing to add.
+    elif data and not config.exact and (world.world_size > 1 or options.compression != "none"):
+        found.append(Replicate(options, world.device))
+    if mesh and "shard" in data and options.stage == 1:
+        found.append(ShardOptimizer(mesh["shard"]))
+    if not loss.turns:
+        return found
+    is_summed = world.world_size == 1 or any(part.shards for part in found)
+    turns = Turns(loss, None if is_summed else 1 / world.world_size)  # DDP wants all gradients
+    return [turns, *(part for part in found if not isinstance(part, Replicate))]

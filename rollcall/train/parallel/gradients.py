@@ -1,0 +1,187 @@
+"""Clip gradients to a global norm, on any mesh."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rollcall.config.schema import ConfigError
+from rollcall.messages.text import listed
+from rollcall.train.data.source import Batch
+from rollcall.train.numerics.ema import drop_gathered
+from rollcall.train.numerics.losses import Loss
+from rollcall.train.parallel.part import Part, flatten, unflatten
+from rollcall.train.ranks.device import whole_of
+from rollcall.train.torch_private import norms
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group the parameters by mesh, device and format; torch has no operations over several."""
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups[mesh, parameter.device, parameter.dtype].append(parameter)
+    return list(groups.values())
+
+
+def clip(
+    groups: Sequence[Sequence[nn.Parameter]],  # all weights, as `by_mesh` groups them
+    max_norm: float | None,  # None only measures the norm
+    pipeline: dist.ProcessGroup | None,  # ranks that hold other layers, if any
+    divisor: torch.Tensor | None = None,  # divides the gradients first, as fp16 needs
+) -> torch.Tensor:
+    """Scale the gradients to at most this norm over all ranks; return the norm before, exact."""
+    gradients = [[one.grad for one in group if one.grad is not None] for group in groups]
+    norms = [_norm(group) for group in gradients if group]
+    norms = norms or [groups[0][0].new_zeros(())]  # all weights of this pipeline stage are frozen
+    norms = [norm.to(norms[0].device) for norm in norms]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if pipeline is not None:
+        square = norm.square()
+        dist.all_reduce(square, group=pipeline)
+        norm = square.sqrt()
+    if max_norm is None and divisor is None:
+        return norm
+    divisor = torch.ones_like(norm) if divisor is None else divisor.to(norm.device)
+    norm = norm / divisor
+    scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
+    scale = scale / divisor
+    for group in filter(None, gradients):
+        scale = scale.to(group[0].device)
+        for gradient in group:
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+    return norm
+
+
+def sum_gradients(
+    weights: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup | None], share: float
+) -> None:
+    """Sum the gradients of weights that all ranks of these groups hold whole, times this share.
+
+    A weight that no rank has used keeps no gradient.
+    """
+    weights = [weight for weight in weights if weight.requires_grad]
+    gradients = [
+        torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
+    ]
+    uses = [weight.new_full((), weight.grad is not None) for weight in weights]
+    vectors = [vector * share for vector in flatten([*gradients, *uses])]
+    for vector in vectors:
+        for group in groups:
+            dist.all_reduce(vector, group=group)
+    sums = list(unflatten(vectors, [*gradients, *uses]))
+    for number, weight in enumerate(weights):  # a GPU is waited for only if one is unused here
+        is_used = weight.grad is not None or bool(sums[len(weights) + number])
+        weight.grad = sums[number] if is_used else None
+
+
+class LossWeights(Part):
+    """The weights of a loss, which all ranks hold whole."""
+
+    changes_passes = False
+
+    def __init__(self, weights: Sequence[nn.Parameter], share: float) -> None:
+        """Multiply this rank's gradients by its share of the sum."""
+        self._weights, self._share = weights, share
+
+    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Sum the gradients over all ranks."""
+        sum_gradients(self._weights, [None], self._share)
+        return False
+
+    def finish_with_nan(self, model: nn.Module) -> bool:
+        """Take part in the sum."""
+        return not self.finish(model)
+
+
+class Turns(Part):
+    """Networks that a loss trains in turn: a step leaves a gradient to the weights of one alone."""
+
+    changes_passes = False
+
+    def __init__(self, loss: Loss, share: float | None) -> None:
+        """Multiply the sum of the ranks' gradients by `share`; None if another part adds them."""
+        self._loss, self._share = loss, share
+        self._model: nn.Module
+        self._weights: dict[str, list[nn.Parameter]] = {}  # of each network, once they are placed
+
+    def check(self, model: nn.Module, _example: Batch) -> None:
+        """Refuse networks that do not exist, and weights that belong to none or to several."""
+        networks = dict(model.named_children())
+        if unknown := {*self._loss.turns} - {*networks}:
+            raise ConfigError(
+                f"train.loss={self._loss.name}: its turns name {listed(sorted(unknown))}, but the "
+                f"parts of the model are {listed([*networks])}"
+            )
+        parts = [networks[turn] for turn in {*self._loss.turns}]
+        owners = Counter(weight for part in parts for weight in part.parameters())
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and owners[weight] != 1:
+                raise ConfigError(
+                    f"train.loss={self._loss.name} trains networks in turn, but {owners[weight]} "
+                    f"of them have the weight {name}: put it into one of them, or freeze it with "
+                    "model.freeze"
+                )
+
+    def apply(self, model: nn.Module) -> None:
+        """Remember the model, whose weights may be replaced by shards."""
+        self._model = model
+
+    def _split(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the weights that the step trains, and the others; before the first step, all."""
+        trained, others = list[nn.Parameter](), list[nn.Parameter]()
+        for turn in dict.fromkeys(self._loss.turns):
+            if turn not in self._weights:
+                weights = self._model.get_submodule(turn).parameters()
+                self._weights[turn] = [weight for weight in weights if weight.requires_grad]
+            (trained if self._loss.turn in ("", turn) else others).extend(self._weights[turn])
+        return trained, others
+
+    def around(self, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Compute no gradient of the other networks."""
+        return self._alone() if torch.is_grad_enabled() else nullcontext()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        _, others = self._split()  # FSDP2 gives gathered weights what their shards require
+        for weight in others:
+            weight.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for weight in others:
+                weight.requires_grad_(True)
+
+    def finish(self, model: nn.Module) -> bool:
+        """Drop the gradients of the other networks; add up the rest over the ranks."""
+        drop_gathered(model)  # a network without a backward pass keeps them
+        trained, others = self._split()
+        for weight in others:
+            weight.grad = None
+        if self._share is not None:
+            sum_gradients(trained, [None], self._share)
+        return False
+
+    def finish_with_nan(self, model: nn.Module) -> bool:
+        """Add NaN to the sum."""
+        for weight in self._split()[0]:
+            weight.grad = torch.full_like(weight, torch.nan)
+        return not self.finish(model)
+
+    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
+        """Name the networks."""
+        turns = f"Steps train {', '.join(self._loss.turns)} in turn."
+        return turns if self._share is None else f"{turns} One all-reduce adds up the gradients."
+
+
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of the gradients of one mesh."""
+    if isinstance(gradients[0], DTensor):
+        return whole_of(nn.utils.get_total_norm(gradients))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients)))
+    return total

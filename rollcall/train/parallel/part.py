@@ -1,0 +1,135 @@
+"""The interface of a parallel dimension: how it spreads a model."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollcall.train.data.source import Batch
+from rollcall.train.ranks.device import local_of
+
+Fill = Callable[[nn.Module, torch.device, torch.device], None]
+"""Gives the tensors of a model on the meta device values: weights and buffers on these devices."""
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class UnusedWeights(RuntimeError):
+    """The loss of a step did not use all weights, and a part waits for all gradients."""
+
+
+class Part:
+    """How one dimension spreads a model. The methods are called in this order; all are optional."""
+
+    shards = False  # whether `apply` and `wrap` shard weights, which need not have values yet
+    rounds = False  # whether forward and backward passes get weights of 16 bits
+    places = False  # whether `apply` moves the model to its devices; otherwise the strategy does
+    warm_ups = 0  # backward passes that are needed before the first step
+    changes_passes = True  # whether forward or backward passes differ from the plain model's
+    suspicion = "a part that computes something else"  # if their results differ too
+
+    def check(self, model: nn.Module, example: Batch) -> None:
+        """Raise ConfigError for a model or samples that do not fit, before anything is changed.
+
+        The model is whole, and on the CPU. The message names what would fit.
+        """
+
+    def apply(self, model: nn.Module) -> None:
+        """Change this rank's part of the model in place; the names of the weights stay."""
+
+    def keep_piece(self, model: nn.Module) -> None:
+        """Keep this rank's piece of tensors other than weights; called once they have values."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return what is called in place of the model, or of each pipeline stage of this rank."""
+        return module
+
+    def optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
+        """Return what makes the optimizer in place of `make`."""
+        return make
+
+    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
+        """Return a sentence about what this part communicates for the model."""
+        return ""
+
+    def share(self, batch: Batch) -> Batch:
+        """Return this rank's piece of samples that it shares with other ranks."""
+        return batch
+
+    def around(self, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Return a context for a forward and backward pass; the `last` one sends the gradients."""
+        return nullcontext()
+
+    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Complete a step's gradients; True if they are NaN since some weights were unused."""
+        return False
+
+    def allow_unused(self, module: nn.Module) -> nn.Module:
+        """Return what is called in place of what `wrap` returned: a step may leave weights out."""
+        return module
+
+    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """After a failed pass on this rank, complete the step's communication with NaN.
+
+        Return whether that worked; then the gradient is NaN on every rank.
+        """
+        return False
+
+    def forget(self) -> None:
+        """Drop what a gradient that is not finite would carry over to the next step."""
+
+    def gather(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of whole samples, given this rank's piece of them."""
+        return outputs
+
+
+def local_bytes(module: nn.Module, of_gradients: bool = False) -> int:
+    """Return the bytes of the weights that this rank holds, or of the gradients that they get."""
+    return sum(
+        local_of(parameter).nbytes
+        for parameter in module.parameters()
+        if parameter.requires_grad or not of_gradients
+    )
+
+
+def nearest_multiples(number: int, degree: int) -> str:
+    """Return the multiples of a degree below and above a number, for messages."""
+    below = number // degree * degree
+    return " or ".join(str(other) for other in (below, below + degree) if other)
+
+
+@contextmanager
+def evaluating(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[None]:
+    """Put modules of a kind into evaluation mode; then give each back the mode that it had.
+
+    `model.train()` instead would also train what its author froze with `eval()`, such as the batch
+    normalization of a pretrained part.
+    """
+    modes = [(part, part.training) for part in model.modules() if isinstance(part, kind)]
+    for module, _ in [(model, True)] if kind is nn.Module else modes:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the values of tensors as one vector for each device and type."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
+    return [torch.cat(group) for group in groups.values()]
+
+
+def unflatten(
+    vectors: Iterable[torch.Tensor], like: Iterable[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yield the values of the vectors in the shapes of the tensors that they came from."""
+    rest = {(vector.device, vector.dtype): vector for vector in vectors}
+    for tensor in like:
+        place = tensor.device, tensor.dtype
+        part, rest[place] = rest[place].tensor_split([tensor.numel()])
+        yield part.view(tensor.shape)

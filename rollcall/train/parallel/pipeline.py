@@ -1,0 +1,213 @@
+"""Pipeline parallelism: ranks hold stages of layers, and micro-batches run from stage to stage."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from rollcall.config import Config, ConfigError
+from rollcall.config.checks import LOOPED
+from rollcall.train.data.source import Batch
+from rollcall.train.parallel import schedules
+from rollcall.train.parallel.layers import balance, groups_of, span
+from rollcall.train.ranks.world import World
+from rollcall.train.torch_private import is_view, overrides
+
+
+class Pipeline:
+    """The stages of a model, and how a step runs through them."""
+
+    suspicion = "a forward method that does more than pipeline_layers() one after the other"
+
+    def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
+        """Divide `share`, this pipeline's samples of a step, into micro-batches of equal size.
+
+        Raise ConfigError if the schedule cannot run that many micro-batches.
+        """
+        self.group = mesh.get_group()  # the ranks of one pipeline
+        self._options, self._world = config.parallel, world
+        self._name = config.parallel.schedule_name
+        self._is_looped = self._name in LOOPED
+        self._ranks = mesh.size()
+        self._per_rank = config.parallel.stages_per_rank if self._is_looped else 1
+        self._owners = schedules.owners(self._name, self._ranks, self._per_rank)
+        self.stages = len(self._owners)  # of the whole model
+        own = mesh.get_local_rank()
+        self.mine = [stage for stage, rank in enumerate(self._owners) if rank == own]
+        size = config.data.micro_batch
+        asked = None if size == "auto" else size  # `auto` is refused
+        self._micro_batch = schedules.micro_batch(
+            config.parallel, asked, share, self._ranks, self.stages
+        )
+        self._count = math.ceil(share / self._micro_batch)
+        self._run: PipelineScheduleSingle | PipelineScheduleMulti | None = None
+        self._stages: list[_Accumulating] = []
+        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self.losses = 0  # how many the newest step computed on this rank
+
+    @property
+    def at_once(self) -> int:
+        """The number of micro-batches that run through the stages together."""
+        return 1 if self._name == "sequential" else self._count
+
+    def forget_shapes(self) -> None:
+        """Let the next step have micro-batches of another size."""
+        self._run = None
+
+    def padded(self, share: int) -> int:
+        """Return the size of a share of the batch, padded to whole micro-batches."""
+        return math.ceil(share / self._micro_batch) * self._micro_batch
+
+    def cut(self, model: nn.Module, example: torch.Tensor) -> list[nn.Module]:
+        """Remove the layers of other ranks from the model; return this rank's stages.
+
+        The division minimizes the cost of the most expensive stage, for one sample. ConfigError is
+        raised if the model cannot be divided into layers, or has fewer layers than stages.
+        """
+        schedules.check_shared(self._name, model)
+        groups = groups_of(model, example, self._world, self._options.balance)
+        if len(groups) < self.stages:
+            loops = f" with {self._per_rank} stages on each rank" if self._per_rank > 1 else ""
+            most = len(groups) // self._per_rank
+            nearest = f"pipeline={most}" if most else "parallel.schedule=1f1b"
+            raise ConfigError(
+                f"pipeline={self._ranks}{loops} makes {self.stages} stages, but the model has only "
+                f"{len(groups)} layers with weights; choose at most {nearest}"
+            )
+        bounds = balance([group.cost for group in groups], self.stages)
+        self._sent = [groups[bound - 1].outputs for bound in bounds[1:-1]]
+        self._names: list[str] = []
+        found: list[nn.Module] = []
+        for stage in range(self.stages):
+            held = groups[bounds[stage] : bounds[stage + 1]]
+            layers = {name: layer for group in held for name, layer in group.layers.items()}
+            if stage in self.mine:
+                self._names.append(span(list(layers)))
+                found.append(Stage(*layers.values()))
+                _ignore_shape_inference(found[-1])
+            else:  # the others keep their names
+                for name in layers:
+                    model.set_submodule(name, nn.Identity())
+        return found
+
+    def describe(self) -> str:
+        """Describe the layers of this rank and the communication between stages."""
+        sent = " and ".join(dict.fromkeys(map(str, self._sent)))
+        return (
+            f"Its layers are {' and '.join(self._names)}; stages exchange {sent} values per "
+            f"sample and as many gradients, in {self._count} micro-batches per step "
+            f"({self._name})."
+        )
+
+    def forward_backward(
+        self,
+        modules: Sequence[nn.Module],
+        micro_batches: Sequence[Batch],
+        loss: Callable[[torch.Tensor, Batch], torch.Tensor],
+        scale: float,
+    ) -> torch.Tensor:
+        """Run the forward and backward passes of a step over this rank's stages.
+
+        `scale` multiplies the losses for the gradient. Return the sum of the unscaled losses on the
+        rank of the last stage, zero on the others.
+        """
+        runs = [Batch.joined(micro_batches)]
+        if self._name == "sequential":
+            runs = list(micro_batches)
+        device = runs[0].weights.device
+        if self._run is None:
+            self._run = self._scheduled(modules, device)
+        total, self.losses = torch.zeros((), device=device), 0
+        for number, batch in enumerate(runs, 1):
+            for stage in self._stages:
+                stage.sends = number == len(runs)
+            self._loss = lambda outputs, rows, batch=batch: (  # type: ignore[misc]
+                loss(outputs, batch.map(lambda part: part[rows])) * scale
+            )
+            # torch 2.11 needs the strides from which it inferred the shapes.
+            inputs = (batch.inputs.contiguous(),) if 0 in self.mine else ()
+            # The schedule splits one target tensor: row numbers, for the targets and weights.
+            is_last = self.stages - 1 in self.mine
+            rows = torch.arange(len(batch.weights), device=device) if is_last else None
+            losses: list[torch.Tensor] = []
+            self._run.step(*inputs, target=rows, losses=losses, return_outputs=False)
+            self.losses += len(losses)
+            total += sum(losses, torch.zeros((), device=device)).detach() / scale
+        return total
+
+    def _scheduled(
+        self, modules: Sequence[nn.Module], device: torch.device
+    ) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        self._stages = [
+            _Accumulating(module, stage, self.stages, device, group=self.group)
+            for stage, module in zip(self.mine, modules, strict=True)
+        ]
+        run: PipelineScheduleSingle | PipelineScheduleMulti = schedules.SCHEDULES[self._name](
+            self._stages if self._is_looped else self._stages[0],
+            self.at_once,
+            loss_fn=lambda outputs, rows: self._loss(outputs, rows),
+            scale_grads=False,
+        )
+        return run
+
+    def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, on every rank. Each stage broadcasts its own, of any batch size."""
+        x = inputs
+        mine = dict(zip(self.mine, modules, strict=True))
+        for stage, owner in enumerate(self._owners):
+            if stage in mine:
+                x = mine[stage](x).float()
+            x = self._broadcast(x, owner, stage in mine)
+        return x
+
+    def _broadcast(self, x: torch.Tensor, owner: int, is_mine: bool) -> torch.Tensor:
+        shape = torch.zeros(8, dtype=torch.int64, device=x.device)
+        shape[: x.ndim] = torch.tensor(x.shape)
+        dist.broadcast(shape, group=self.group, group_src=owner)
+        if not is_mine:
+            x = torch.empty([size for size in shape.tolist() if size], device=x.device)
+        x = x.contiguous()
+        dist.broadcast(x, group=self.group, group_src=owner)
+        return x
+
+
+class Stage(nn.Sequential):
+    """Layers one after the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last layer, never a view: schedules detach it in place."""
+        for layer in self:
+            x = layer(x)
+        return x.clone() if is_view(x) else x
+
+
+class _Accumulating(overrides.Stage):
+    """Adds up the gradients of several runs of a schedule, and sends them in the last one."""
+
+    sends = True
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients, unless a run follows."""
+        if self.sends:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def _ignore_shape_inference(module: nn.Module) -> None:
+    """Keep BatchNorm's statistics when torch 2.11 runs a stage on zeros to infer its shapes."""
+    before: list[torch.Tensor] = []
+
+    def keep(stage: nn.Module, _: object) -> None:
+        if stage.training and not torch.is_grad_enabled():
+            before.extend(buffer.clone() for buffer in stage.buffers())
+
+    def put_back(stage: nn.Module, _: object, __: object) -> None:
+        for buffer, kept in zip(stage.buffers(), before, strict=False):
+            buffer.copy_(kept)
+        before.clear()
+
+    module.register_forward_pre_hook(keep)
+    module.register_forward_hook(put_back)

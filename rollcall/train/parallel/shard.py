@@ -1,0 +1,263 @@
+"""ZeRO: each rank holds a shard of the optimizer state, the gradients and the weights.
+
+ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from rollcall.config import ConfigError
+from rollcall.messages.text import size
+from rollcall.train.data.source import Batch
+from rollcall.train.parallel.gradients import sum_gradients
+from rollcall.train.parallel.part import MakeOptimizer, Part, local_bytes
+from rollcall.train.torch_private.overrides import Zero1
+
+TRACES = 65521
+"""A prime above every trace: their squares, summed over ranks, are exact."""
+
+
+class Shard(Part):
+    """Stages 2 and 3: weights are sharded, and gathered unit by unit when they are used.
+
+    Stage 2 keeps them gathered from the first forward to the last backward pass of a step.
+    """
+
+    shards = True
+    suspicion = "weights that are used outside the forward method of their module"
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        stage: int,
+        offload: bool,
+        gathers_bf16: bool,
+        conditional: Sequence[str] = (),
+    ) -> None:
+        """Shard over the last dimension of the mesh; a first dimension replicates the shards.
+
+        With `gathers_bf16`, weights are gathered in bf16; gradients are still reduced in fp32. The
+        weights that fit the patterns `conditional` stay whole.
+        """
+        self._mesh = mesh
+        self._stage = stage
+        pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        self._policy = pinned if offload else OffloadPolicy()
+        self.rounds = gathers_bf16
+        plain, mixed = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        self._formats = mixed if gathers_bf16 else plain  # of weights, and of gradients
+        # The modules that are called; fully_shard has made them FSDPModules in place.
+        self._roots: list[Any] = []
+        self._whole: list[nn.Parameter] = []  # weights that are not sharded
+        self._named: list[tuple[str, nn.Parameter]] = []  # all, once they are sharded
+        self._patterns, self._conditional = conditional, set[nn.Parameter]()
+        self._used: list[bool] = []
+        self._is_last = True
+        # Which units this rank has gathered, in which order, and which weights it has used: all
+        # ranks must do the same, or the shards of different weights are mixed up.
+        self.calls: dict[str, int] = {}
+        self.trace = 0
+        self._names: dict[nn.Module, str] = {}
+
+    def apply(self, model: nn.Module) -> None:
+        """Shard every unit that shares no weights with others; `wrap` shards the rest as one."""
+        named = dict(model.named_parameters())
+        for pattern in self._patterns:
+            names = fnmatch.filter(named, pattern)
+            if not names:
+                raise ConfigError(f"parallel.conditional: no weight of the model fits {pattern}")
+            self._conditional |= {named[name] for name in names}
+        self._names = {module: name for name, module in model.named_modules()}
+        for unit in [unit for unit in units(model) if not _shares_weights(unit, model)]:
+            if not self._conditional.issuperset(unit.parameters()):
+                self._shard(unit)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Shard the remaining weights."""
+        self._shard(module)
+        self._roots.append(module)
+        return module
+
+    def _shard(self, module: nn.Module) -> None:
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=self._stage == 3,
+            offload_policy=self._policy,
+            mp_policy=self._formats,
+            ignored_params=_odd([*_left(module)]) | self._conditional,
+        )
+        name = self._names.get(module, "")
+        self.calls[name] = 0
+        module.register_forward_pre_hook(partial(self._note, name, len(self.calls)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note(self, name: str, number: int, *_: Any) -> None:
+        self.calls[name] += 1
+        self.trace = (31 * self.trace + number) % TRACES
+
+    def keep_piece(self, model: nn.Module) -> None:
+        """Move weights that are not sharded to the device; with `cpu_offload`, shards stay."""
+        device = torch.device(self._mesh.device_type)
+        for weight in model.parameters():
+            if not isinstance(weight, DTensor):
+                weight.data = weight.data.to(device)
+
+    def finish(self, model: nn.Module) -> bool:
+        """Average the gradients of weights that are not sharded."""
+        if not self._named:  # after a backward pass all others are sharded again
+            self._named = list(model.named_parameters())
+            self._whole = [weight for _, weight in self._named if not isinstance(weight, DTensor)]
+        if self._whole and self._mesh.size() > 1:
+            groups = [self._mesh.get_group(number) for number in range(self._mesh.ndim)]
+            sum_gradients(self._whole, groups, 1 / self._mesh.size())
+        self._used = [weight.grad is not None for _, weight in self._named]
+        self.trace = hash((self.trace, *self._used)) % TRACES
+        return False
+
+    def uses(self) -> dict[str, int]:
+        """Return how often each unit was gathered, and which weights the newest step has used."""
+        weights = zip(self._named, self._used, strict=True)
+        return self.calls | {name: int(is_used) for (name, _), is_used in weights}
+
+    def around(self, last: bool) -> AbstractContextManager[None]:
+        """Keep whole gradients on each rank until the last backward pass scatters them."""
+        if last and self._is_last:  # as at the start: these calls visit every module
+            return nullcontext()
+        self._is_last = last
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+            if self._stage == 2:
+                root.set_reshard_after_backward(last)
+        return nullcontext()
+
+    def describe(self, model: nn.Module) -> str:
+        """Describe the all-gathers, reduce-scatters and all-reduces."""
+        shards = self._mesh.size(-1)
+        replicas = self._mesh.size() // shards
+        whole = local_bytes(model) * shards
+        trained = local_bytes(model, of_gradients=True) * shards
+        messages = []
+        if shards > 1:
+            often = " (twice for each micro-batch)" if self._stage == 3 else ""
+            gathered, kind = (whole // 2, " in bf16") if self.rounds else (whole, "")
+            messages.append(f"all-gathers of {size(gathered)} of weights{kind}{often}")
+            messages.append(f"reduce-scatters of {size(trained)} of gradients")
+        if replicas > 1:
+            messages.append(f"all-reduces of {size(trained / shards)} between the replicas")
+        return f"Per step {', '.join(messages)}." if messages else ""
+
+
+def _left(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the weights below a module that no unit has sharded yet."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _left(child)
+
+
+def _odd(weights: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the weights that FSDP2 cannot shard beside the others; each rank keeps them whole.
+
+    These are scalars, complex and transposed weights, and weights of another type than most.
+    """
+    plain = [weight for weight in weights if not isinstance(weight, DTensor)]
+    odd = {
+        weight
+        for weight in plain
+        if weight.ndim == 0 or weight.is_complex() or not weight.is_contiguous()
+    }
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in {*weights} - odd:
+        sizes[weight.dtype] += weight.numel() if weight.requires_grad else 0
+    most = max(sizes, key=sizes.__getitem__, default=None)
+    return odd | {weight for weight in plain if weight.requires_grad and weight.dtype != most}
+
+
+class ShardOptimizer(Part):
+    """Stage 1: the optimizer state of each tensor is on one rank, which updates it for all."""
+
+    changes_passes = False
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def check(self, model: nn.Module, _example: Batch) -> None:
+        """Raise ConfigError if weights differ in their types, which torch's optimizer refuses."""
+        types = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
+        if len(types) > 1:
+            raise ConfigError(
+                f"parallel.strategy=zero1 expects weights of one type, got {', '.join(types)}; "
+                "choose ddp, zero2 or zero3"
+            )
+
+    def optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
+        """Divide the tensors over the ranks; each rank has an optimizer for its tensors."""
+
+        def make_own(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            return make([group for group in groups if group["params"]] or groups)
+
+        return partial(
+            Zero1,
+            optimizer_class=make_own,  # type: ignore[arg-type]  # it is called like a class
+            process_group=self._mesh.get_group(),
+        )
+
+    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Do nothing: no other rank waits in a forward or backward pass."""
+        return True
+
+    def describe(self, model: nn.Module) -> str:
+        """Describe the broadcasts."""
+        return (
+            f"The optimizer state is divided over {self._mesh.size()} ranks by tensors; the ranks "
+            f"broadcast {size(local_bytes(model, of_gradients=True))} of weights after each step."
+        )
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer of this rank's parameters, which holds the state."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def has_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer has a weight; in stage 1 some ranks have none."""
+    return any(group["params"] for group in optimizer.param_groups)
+
+
+def units(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that are gathered as one: the members of the outermost containers.
+
+    Members without weights are left out. A model without containers has no units.
+    """
+    for child in module.children():
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # has no forward()
+        if isinstance(module, nn.Sequential | nn.ModuleList) and not is_list:
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from units(child)
+
+
+def _shares_weights(unit: nn.Module, model: nn.Module) -> bool:
+    inside = set(unit.modules())
+    others = [module for module in model.modules() if module not in inside]
+    outside = {id(one) for module in others for one in module.parameters(recurse=False)}
+    return any(id(weight) in outside for weight in unit.parameters())

@@ -1,0 +1,639 @@
+"""A model spread over a mesh by parts, and a training step over it."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rollcall.config import Config, ConfigError
+from rollcall.config.mesh import NODE, parse
+from rollcall.messages.text import size
+from rollcall.train import torch_private
+from rollcall.train.data.calling import in_fp32, one_input, outputs_of
+from rollcall.train.data.source import Batch
+from rollcall.train.numerics import optim
+from rollcall.train.numerics.ema import drop_gathered
+from rollcall.train.numerics.examination import examined
+from rollcall.train.numerics.hidden import left_alone
+from rollcall.train.numerics.losses import Loss, Objective, Sums
+from rollcall.train.numerics.precision import autocast
+from rollcall.train.numerics.randomness import kept
+from rollcall.train.parallel.assembly import parts, weights_mesh
+from rollcall.train.parallel.buffers import SharedBuffers
+from rollcall.train.parallel.gathering import of_all_ranks
+from rollcall.train.parallel.gradients import LossWeights, by_mesh, clip
+from rollcall.train.parallel.part import (
+    Fill,
+    MakeOptimizer,
+    Part,
+    UnusedWeights,
+    evaluating,
+    flatten,
+    local_bytes,
+    unflatten,
+)
+from rollcall.train.parallel.pipeline import Pipeline
+from rollcall.train.parallel.shard import Shard, has_weights, local_optimizer
+from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
+from rollcall.train.ranks.world import World
+
+# Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
+OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+LOSS = "train_loss"
+"""The first part of the names of a loss's weights."""
+ONE = {
+    "replicate": "replica",
+    "shard": "shard",
+    "context": "piece of the sequences",
+    "tensor": "tensor part",
+    "pipeline": "pipeline part",
+}
+MANY = {"context": "pieces of the sequences"}
+
+
+class Strategy:
+    """A model, the parts that spread it, and a training step over it.
+
+    Ranks that hold parts of one replica have the same share of every batch.
+    """
+
+    def __init__(self, config: Config, world: World, loss: Objective) -> None:
+        """Create the mesh; raise ConfigError if it does not fit the world size or the batch."""
+        self.world = world
+        self.degrees = config.parallel.degrees(world.world_size, _node_size(config, world))
+        # Ranks of one replica compute the same samples: its stages, the parts of its layers, the
+        # pieces of its sequences. Neighboring ranks differ in the tensor part, then in the piece.
+        self.copies = copies = self.degrees.get("tensor", 1)
+        pieces, stages = self.degrees.get("context", 1), self.degrees.get("pipeline", 1)
+        self.data_ranks = world.world_size // copies // pieces // stages  # shares of every batch
+        # Each stage has its own stream of random numbers, the same on ranks that compute the same
+        # activations; ranks with pieces of activations fork theirs.
+        self.stream, self._copy = divmod(world.rank, pieces * copies)
+        self.data_rank = self.stream % self.data_ranks  # the number of this rank's share
+        if self.data_ranks > config.data.global_batch:
+            raise ConfigError(
+                f"data.global_batch={config.data.global_batch}: expected at least "
+                f"{self.data_ranks}, one sample for each share of the batch"
+            )
+        self._mesh = mesh = weights_mesh(self.degrees, world)
+        self._stage = config.parallel.stage
+        self._pipeline: Pipeline | None = None
+        if mesh and stages > 1:
+            share = math.ceil(config.data.global_batch / self.data_ranks)
+            self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
+        self._parts = parts(config, world, self.degrees, mesh, loss.loss)
+        # Whether passes differ from the plain model's, or compute with 16 bits even in fp32.
+        self.changes_passes = stages > 1 or any(part.changes_passes for part in self._parts)
+        self.rounds = any(part.rounds for part in self._parts)
+        self._sharing = [part for part in self._parts if type(part).share is not Part.share]
+        self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
+        self._pads_to_longest = config.data.pad is True
+        self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
+        self.counts_loss = self._copy % copies == 0  # of copies of a loss, one counts in a sum
+        self._autocast, self._optim = autocast(config.precision, world.device), config.optim
+        self._gathers = config.train.gather
+        if config.model.sync_buffers and (config.exact or stages > 1):
+            raise ConfigError("model.sync_buffers works neither in a pipeline nor with exact=true")
+        if config.model.sync_buffers and world.world_size > 1:  # finishes before DDP may refuse
+            self._parts.insert(0, SharedBuffers(config.model.sync_buffers, self._averaged))
+        if self._gathers and (
+            config.exact or loss.loss.takes_model or copies * pieces * stages > 1
+        ):
+            raise ConfigError(
+                "train.gather=true expects a loss of (outputs, targets) and ranks that hold whole "
+                "samples and layers: choose ddp or a zero strategy, without exact=true"
+            )
+        if loss.loss.turns and (
+            *(config.exact, config.faults.spike_factor, copies * pieces * stages > 1),
+            *(config.parallel.compression != "none", config.parallel.strategy == "dp"),
+        ) != (False, None, False, False, False):
+            raise ConfigError(
+                f"train.loss={loss.loss.name} trains networks in turn: choose single, ddp or a "
+                "zero strategy, without exact=true, parallel.compression and faults.spike_factor"
+            )
+        self._offloads = config.parallel.cpu_offload
+        self._loss = loss
+        self._loss_module = loss.loss.module  # a loss with weights, which all ranks hold whole
+        if self._loss_module:
+            factor = float(self.counts_loss) / self._averaged
+            self._parts.append(LossWeights([*self._loss_module.parameters()], factor))
+            for tensor in self._loss_module.to(world.device).state_dict().values():
+                dist.broadcast(tensor, 0)
+        self.model: nn.Module  # what this rank holds, under the names of the plain model
+        self.trained: nn.Module  # the model, and the weights of the loss if it has some
+        self._passed: list[nn.Module]  # the model, or the stages of this rank
+        self._callables: list[nn.Module]  # what the parts made of them
+        # What happens in a wrapped model before its forward pass begins.
+        self._before = COMMUNICATION if world.world_size > 1 else FORWARD
+
+    @property
+    def shares(self) -> tuple[range, int]:
+        """This rank's shares of the samples in an evaluation, and the number of shares."""
+        return range(self.data_rank, self.data_rank + 1), self.data_ranks
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that it trains."""
+        return self._loss.loss
+
+    def rows(self, batch: int) -> range:
+        """Return this rank's rows of a global batch.
+
+        Every rank has the same number of rows, of which the last may be padding.
+        """
+        share = math.ceil(batch / self.data_ranks)
+        if self._pipeline:
+            share = self._pipeline.padded(share)
+        return range(self.data_rank * share, (self.data_rank + 1) * share)
+
+    def place(self, model: nn.Module, example: Batch, fill: Fill | None = None) -> None:
+        """Move the model, the same on every rank, to this rank's device and apply the parts.
+
+        `fill` gives values to a model on the meta device; without it, the model stays there.
+        """
+        names = [name for name, _ in self._with_loss(model).named_parameters()]
+        optim.check_groups(self._optim, names)
+        for part in self._parts:
+            part.check(model, example)
+        if "context" in self.degrees and self._loss.loss.shifts:
+            raise ConfigError(
+                f"train.loss={self._loss.loss.name} predicts the first token of a piece from the "
+                "piece before it, which is on another rank with context parallelism: let the data "
+                "set return the next tokens as targets, for train.loss=cross_entropy"
+            )
+        self._whole = sum(parameter.nbytes for parameter in model.parameters())
+        self.model, modules = model, [model]
+        if self._is_pipeline:
+            self._check_pipeline(example)
+        if self._pipeline:
+            modules = self._pipeline.cut(model, example.inputs[:1])
+        turns = dict.fromkeys(self._loss.loss.turns)  # the loss calls these, and not the model
+        self._passed = modules = [getattr(model, turn) for turn in turns] or modules
+        is_empty = any(weight.is_meta for weight in model.parameters())
+        places = any(part.places for part in self._parts)
+        shards = any(part.shards for part in self._parts)
+        home = torch.device("cpu") if places else self.world.device
+
+        def give_values() -> None:
+            if not is_empty:
+                model.to(home)
+            elif fill:
+                fill(model, torch.device("cpu") if self._offloads else home, home)
+            else:
+                return  # it stays on the meta device
+            for part in self._parts:
+                part.keep_piece(model)
+
+        # Parts that move or replicate weights need their values; parts that shard them do not.
+        before_parts = places or not is_empty
+        if before_parts:
+            give_values()
+        for part in self._parts:
+            part.apply(model)
+        if not before_parts and not shards:
+            give_values()
+        for part in self._parts:
+            if fill or part.shards or not is_empty:
+                modules = [part.wrap(module) for module in modules]
+        if not before_parts and shards:
+            give_values()
+        self._callables = [model] if turns else modules
+        self.trained = self._with_loss(model)
+        self._groups = by_mesh(self.trained.parameters())
+
+    def _with_loss(self, model: nn.Module) -> nn.Module:
+        module = self._loss_module
+        return torch_private.with_child(model, LOSS, module) if module else model
+
+    def _check_pipeline(self, example: Batch) -> None:
+        """Raise ConfigError for what no pipeline can do, also on one rank, where there is none."""
+        loss = self._loss.loss
+        if loss.takes_model:
+            raise ConfigError(
+                f"train.loss={loss.name} calls the model itself, but a pipeline calls its layers "
+                "in turn: use a loss of (outputs, targets), or another strategy"
+            )
+        if self._loss_module:
+            raise ConfigError(
+                f"train.loss={loss.name} has weights, which only the last stage of a "
+                "pipeline would train; choose another strategy"
+            )
+        one_input(example, "a pipeline")
+        if self._pads_to_longest:
+            raise ConfigError(
+                "data.pad=true makes batches of unequal length, which a pipeline cannot run: set "
+                "data.pad to the length of the longest row"
+            )
+
+    def watch(self, waits: bool) -> None:
+        """Let the clock of phases know when passes begin; see `rollcall.train.ranks.clock`."""
+        has_several = self._pipeline is not None or bool(self._loss.loss.turns)
+        watch(self._passed, has_several, waits)
+
+    def warm_up(self, example: Batch) -> None:
+        """Run the backward passes that parts need, so that the first step is like any other."""
+        example = example.to(self.world.device)
+        left = passes = max((part.warm_ups for part in self._parts), default=0)
+        with examined(self.model, self._loss.loss.function, self.world.device, draws=True):
+            while left:
+                left, unused = left - 1, False
+                try:
+                    self.forward_backward([example], len(example.weights))
+                except UnusedWeights:
+                    unused = True
+                self.trained.zero_grad()
+                if self.world.has_any(unused):
+                    self.allow_unused()
+                    left = passes
+
+    def example_pass(self, example: Batch) -> torch.Tensor:
+        """Leave the gradient of the mean loss of these samples; return the mean loss, in fp32.
+
+        Every rank passes the same samples. No later pass computes anything else because of it.
+        """
+        micro_batches = [example] * (self._pipeline.at_once if self._pipeline else 1)
+        count = len(example.weights) * len(micro_batches) * self.data_ranks
+        self._loss.weights.clear()
+        try:
+            with self._in_fp32():
+                total = self.forward_backward(micro_batches, count)
+        finally:
+            if self._loss_module:
+                self._loss_module.zero_grad()
+            if self._pipeline:
+                self._pipeline.forget_shapes()
+        dist.all_reduce(total)
+        return self._per_weight(self.model, total / count, dist.all_reduce)
+
+    def plain_pass(self, model: nn.Module, example: Batch) -> torch.Tensor:
+        """Compute the same with a model that is not spread."""
+        with self._in_fp32():
+            loss = self._loss_of(model, example) / len(example.weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._loss_module:
+            self._loss_module.zero_grad()
+        return self._per_weight(model, loss.detach(), lambda sums: sums)
+
+    def plain_sums(self, model: nn.Module, batch: Batch) -> tuple[float, float, float]:
+        """Return the sums of the losses of a model that is not cut, and of their weights.
+
+        Last comes half the loss of all outputs together with a copy of them.
+        """
+        self._loss.weights.clear()
+        with self._in_fp32(), self._autocast():
+            if self._loss.loss.takes_model:
+                doubled = total = self._loss.of_model(model, batch)
+            else:
+                outputs = outputs_of(model, batch)
+                with left_alone({"": self._loss.loss.function}):  # it may count its calls
+                    doubled = total = self._sum_of_losses(outputs, batch)
+        weight = float(self._loss.sums_of_weights(total.device)[0])
+        if not self._loss.loss.takes_model and isinstance(outputs, torch.Tensor):
+            twice = Batch.joined([batch._replace(inputs=outputs)] * 2)
+            doubled = self._sum_of_losses(twice.inputs, twice) / 2
+        self._loss.weights.clear()
+        return total.item(), weight, doubled.item()
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[None]:
+        before, self._autocast, self._gathers = (self._autocast, self._gathers), nullcontext, False
+        try:
+            yield
+        finally:
+            self._autocast, self._gathers = before
+
+    def _per_weight(
+        self, model: nn.Module, loss: torch.Tensor, add_up: Callable[[torch.Tensor], Any]
+    ) -> torch.Tensor:
+        """Divide a loss and the gradients by the mean weight, if the loss returns weights."""
+        if not self._loss.loss.is_weighted:
+            return loss
+        sums = self._loss.sums_of_weights(loss.device)
+        self._loss.weights.clear()
+        add_up(sums)
+        mean = float(sums[0] / sums[1])
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.div_(mean)
+        return loss / mean
+
+    @property
+    def gathers(self) -> bool:
+        """True if all ranks must use the same weights at the same time."""
+        return any(part.shards for part in self._parts)
+
+    @property
+    def sharding(self) -> Shard | None:
+        """The part that gathers weights on all ranks together, if all of them hold all layers."""
+        if self._is_pipeline:
+            return None
+        return next((part for part in self._parts if isinstance(part, Shard)), None)
+
+    @property
+    def suspicions(self) -> list[str]:
+        """Likely causes if the spread model computes something else than the plain one."""
+        found = [part.suspicion for part in self._parts if part.changes_passes]
+        return [*found, self._pipeline.suspicion] if self._pipeline else found
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh | None:
+        """The ranks over which the optimizer sees shards of weights; None if it sees whole ones."""
+        names = ("shard", "tensor") if self._stage > 1 else ("tensor",)
+        sharded = [name for name in names if self.degrees.get(name, 1) > 1]
+        return self._mesh[sharded[0]] if self._mesh and sharded else None
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """In how many pieces activations may be cut, each with the number of this rank's piece.
+
+        Of a context group, of a tensor group, and of both.
+        """
+        pieces, copies = self.degrees.get("context", 1), self.copies
+        piece, copy = divmod(self._copy, copies)
+        return [(pieces, piece), (copies, copy), (pieces * copies, self._copy)]
+
+    def among_copies(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all ranks of the tensor group: (copies, *values.shape)."""
+        assert self._mesh is not None
+        found = [torch.empty_like(values) for _ in range(self.copies)]
+        dist.all_gather(found, values, group=self._mesh["tensor"].get_group())
+        return torch.stack(found)
+
+    def describe(self) -> str:
+        """Describe the mesh, the weights on rank 0 and the communication of a step."""
+        ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
+        product = " × ".join(
+            f"{degree} {ONE[name] if degree == 1 else MANY.get(name, f'{ONE[name]}s')}"
+            for name, degree in self.degrees.items()
+        )
+        sentences = [
+            f"{ranks}{' = ' * bool(product)}{product}; rank {self.world.rank} holds "
+            f"{size(local_bytes(self.model))} of {size(self._whole)} of weights.",
+            self._pipeline.describe() if self._pipeline else "",
+            *(part.describe(self.model) for part in self._parts),
+        ]
+        return " ".join(filter(None, sentences))
+
+    def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
+        """Return the optimizer that `make` returns for groups of this rank's parameters.
+
+        Each mesh has its own groups, since fused updates cannot mix meshes.
+        """
+        for part in self._parts:
+            make = part.optimizer(make)
+        names = {weight: name for name, weight in self.trained.named_parameters()}
+        groups = [(group, names) for group in self._groups]
+        return make([part for group in groups for part in optim.groups(self._optim, *group)])
+
+    def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
+        """Leave on every rank the gradient of the mean loss over all `count` samples of the step.
+
+        The scalar returned, summed over all ranks, is the sum of the weighted losses. Dividing by
+        the count of the whole step makes the result independent of how the batch is divided. Parts
+        average over the data ranks; the scale compensates for that. Raise UnusedWeights if the
+        gradient is NaN on every rank, and `allow_unused` is needed.
+        """
+        clock.enter(self._before)
+        scale = self._averaged / count
+        micro_batches = [self._share(batch) for batch in micro_batches]
+        if self._pipeline:
+            with self._around(last=True), self._autocast():
+                total = self._pipeline.forward_backward(
+                    self._callables, micro_batches, self._sum_of_losses, scale
+                )
+            # torch calls the loss once more in the first step, to infer shapes (2.15).
+            del self._loss.weights[: -self._pipeline.losses]
+        elif self._gathers and len(micro_batches) > 1:
+            total = self._of_cached_outputs(micro_batches, scale)
+        else:
+            totals, last = [], len(micro_batches) - 1
+            for number, batch in enumerate(micro_batches):
+                with self._around(last=number == last):
+                    loss = self._loss_of(self._callable, batch)
+                    clock.enter(BACKWARD)
+                    loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
+                totals.append(loss.detach())
+            total = totals[0] if last == 0 else torch.stack(totals).sum()
+        unused = [part.finish(self.model) for part in self._parts]
+        if any(unused):
+            raise UnusedWeights
+        clock.enter(OTHER)
+        return total if self.counts_loss else torch.zeros_like(total)
+
+    def _of_cached_outputs(self, micro_batches: Sequence[Batch], scale: float) -> torch.Tensor:
+        """Pass all micro-batches without a graph, then again with the gradients of their outputs.
+
+        So the loss sees all outputs at once, but memory holds the activations of one micro-batch.
+        GradCache, https://arxiv.org/abs/2101.06983.
+        """
+
+        def outputs(batch: Batch) -> torch.Tensor:
+            with self._autocast():
+                result = outputs_of(self._callable, batch)
+            if not isinstance(result, torch.Tensor):
+                raise ConfigError(
+                    "train.gather=true with several micro-batches expects one tensor from the "
+                    f"model, got a {type(result).__name__}: remove data.micro_batch"
+                )
+            return result
+
+        with torch.no_grad(), left_alone({"": self.model}), kept(self.world.device):
+            parts = [outputs(batch) for batch in micro_batches]
+        leaf = torch.cat(parts).requires_grad_()
+        loss = self._sum_of_losses(leaf, Batch.joined(micro_batches))
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        gradients = torch.split(leaf.grad, [len(part) for part in parts])
+        for number, (batch, gradient) in enumerate(zip(micro_batches, gradients, strict=True), 1):
+            with self._around(last=number == len(parts)):
+                outputs(batch).backward(gradient)  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    @property
+    def _callable(self) -> nn.Module:  # without a pipeline
+        return self._callables[0]
+
+    def _share(self, batch: Batch) -> Batch:
+        for part in self._sharing:
+            batch = part.share(batch)
+        return batch
+
+    def _around(self, last: bool) -> AbstractContextManager[Any]:
+        contexts = [part.around(last) for part in self._parts]
+        if len(contexts) < 2:
+            return contexts[0] if contexts else nullcontext()
+        stack = ExitStack()
+        for context in contexts:
+            stack.enter_context(context)
+        return stack
+
+    def _loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the sum of the losses of a batch."""
+        with self._autocast():
+            if self._loss.loss.takes_model:
+                return self._loss.of_model(model, batch)
+            outputs = outputs_of(model, batch)
+        return self._sum_of_losses(outputs, batch)
+
+    def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        if self._gathers:
+            outputs, batch = of_all_ranks(outputs, batch)
+        return self._loss(in_fp32(outputs), batch.targets, batch.weights)
+
+    def forward(self, batch: Batch) -> Any:
+        """Return the outputs of the model in evaluation mode: (rows, …, classes), fp32."""
+        outputs = self._evaluated(batch, outputs_of)
+        for part in self._parts:
+            outputs = part.gather(outputs)
+        return in_fp32(outputs)
+
+    def sums(self, batch: Batch) -> Sums:
+        """Return what a loss that calls the model itself adds up to, in evaluation mode."""
+        found: Sums = self._evaluated(batch, self._loss.loss.of_model)
+        return found
+
+    @torch.no_grad()
+    def samples(self, draw: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
+        """Return the images that a function draws with the model in evaluation mode."""
+        with evaluating(self.model), self._around(last=True):
+            return draw(self._callable)
+
+    @torch.no_grad()
+    def _evaluated(self, batch: Batch, call: Callable[[nn.Module, Batch], Any]) -> Any:
+        batch = self._share(batch)
+        with evaluating(self.model), self._around(last=True), self._autocast():
+            if self._pipeline:
+                return self._pipeline.forward(self._callables, batch.inputs)
+            return call(self._callable, batch)
+
+    def clip(self, max_norm: float | None, divisor: torch.Tensor | None = None) -> torch.Tensor:
+        """Scale the gradient to at most this norm over the whole model; return the norm before.
+
+        `max_norm=None` only measures it. `divisor` divides the gradient first, as fp16 needs.
+        """
+        group = self._pipeline.group if self._pipeline else None
+        return clip(self._groups, max_norm, group, divisor)
+
+    def finish_with_nan(self) -> bool:
+        """Complete the communication of `forward_backward`, which failed on this rank, with NaN.
+
+        Return whether that worked; then the gradient is NaN on every rank. A pipeline cannot.
+        """
+        if self._pipeline or not all(part.finish_with_nan(self.model) for part in self._parts):
+            return False
+        weight = next(weight for weight in self.model.parameters() if weight.requires_grad)
+        weight.grad = torch.full_like(weight, torch.nan)
+        return True
+
+    def allow_unused(self) -> None:
+        """Let later steps leave weights out of the loss; every rank calls it together."""
+        for part in self._parts:
+            self._callables = [part.allow_unused(module) for module in self._callables]
+
+    def forget(self) -> None:
+        """Drop what a gradient that is not finite would carry over to the next step."""
+        for part in self._parts:
+            part.forget()
+
+    def replicas(self, alike: Collection[str]) -> list[list[int]]:
+        """Return all ranks, in groups that differ only in these dimensions of the weights."""
+        if self._mesh is None:
+            return []
+        names, grid = self._mesh.mesh_dim_names or (), self._mesh.mesh
+        order = sorted(range(len(names)), key=lambda place: names[place] in alike)
+        size = math.prod(grid.shape[place] for place in order if names[place] in alike)
+        groups: list[list[int]] = grid.permute(order).reshape(-1, size).tolist()
+        return groups
+
+    def alike(self, tensor: torch.Tensor, is_buffer: bool) -> frozenset[str]:
+        """Return the dimensions over whose ranks this weight or buffer is the same.
+
+        They neither divide it, nor compute a buffer of other samples.
+        """
+        names = frozenset((self._mesh and self._mesh.mesh_dim_names) or ()) - {"pipeline"}
+        if is_buffer:
+            return names & {"tensor"}
+        if isinstance(tensor, DTensor):
+            cut = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+            names -= {name for name, placement in cut if not placement.is_replicate()}
+        return names
+
+    def add(self, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum small tensors over all shares, each once; return the sum on all ranks."""
+        total = torch.stack(list(terms)).sum(0)
+        dist.all_reduce(total)  # the ranks of a replica contribute the same values
+        return total * self.data_ranks / self.world.world_size
+
+    def share(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Give buffers that each replica has computed of its own samples the first one's values."""
+        mesh = self._mesh
+        names = {"replicate", "shard"} & {*((mesh and mesh.mesh_dim_names) or ())}
+        if not mesh or not names:
+            return
+        vectors = flatten(buffers)  # one message for all of a type
+        for name in sorted(names):
+            for vector in vectors:
+                dist.broadcast(vector, group=mesh.get_group(name), group_src=0)
+        for buffer, value in zip(buffers, unflatten(vectors, buffers), strict=True):
+            buffer.copy_(value)
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return model and optimizer under global names, to be saved or filled in place."""
+        own = local_optimizer(optimizer)
+        if self._loss_module:
+            drop_gathered(self.model)  # as its own hooks do otherwise
+        if has_weights(own):
+            named, optim = state_dict.get_state_dict(self.trained, own, options=OPTIONS)
+        else:
+            named, optim = state_dict.get_model_state_dict(self.trained, options=OPTIONS), {}
+        if not self._loss_module:
+            return {"model": named, "optim": optim}
+        parts: dict[str, Any] = {"model": {}, "optim": optim, "loss": {}}
+        for name, tensor in named.items():
+            rest = name.removeprefix(f"{LOSS}.")
+            parts["model" if rest == name else "loss"][rest] = tensor
+        return parts
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load what `state` returned and a checkpoint has filled, in place.
+
+        The optimizer keeps the options of this run.
+        """
+        own = local_optimizer(optimizer)
+        named = {f"{LOSS}.{name}": tensor for name, tensor in state.get("loss", {}).items()}
+        named |= state["model"]
+        if self._loss_module:
+            drop_gathered(self.model)
+        if not has_weights(own):
+            state_dict.set_model_state_dict(self.trained, named, options=OPTIONS)
+            return
+        with optim.own_options(self._optim, own):
+            state_dict.set_state_dict(
+                self.trained,
+                own,
+                model_state_dict=named,
+                optim_state_dict=state["optim"],
+                options=OPTIONS,
+            )
+
+
+def _node_size(config: Config, world: World) -> int:
+    """Return the ranks per node; if the mesh uses it, all nodes must have the same number."""
+    mine = world.place.local_world_size
+    if NODE not in config.parallel.mesh_text:
+        return mine
+    first = world.broadcast(mine)
+    world.raise_together(
+        ""
+        if mine == first
+        else f"the mesh {config.parallel.mesh_text} needs the same number of ranks on every node, "
+        f"but rank {world.rank} is on a node of {mine} ranks and rank 0 on one of {first}"
+    )
+    return mine

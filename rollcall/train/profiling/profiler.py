@@ -1,0 +1,255 @@
+"""Profile a few steps: a trace, tables, a flame graph and the allocator, or marks for Nsight."""
+
+import gzip
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rollcall.config import ConfigError
+from rollcall.records.phases import Phases
+from rollcall.records.profile import RankProfile
+from rollcall.train import torch_private
+from rollcall.train.profiling.flames import Flames
+from rollcall.train.ranks.activity import doing
+from rollcall.train.ranks.clock import COMMUNICATION, OTHER, clock
+from rollcall.train.ranks.run import Run
+
+MAX_STEPS = 1000
+"""The largest number of steps of a profile: traces are large."""
+ELEMENT_BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
+"""Bytes of an element by its type, in small letters; 1 for other types."""
+
+
+class Profiler:
+    """Profiles the steps that the configuration or a person asks for; other steps cost nothing."""
+
+    def __init__(self, run: Run) -> None:
+        """Plan the configured profile; raise ConfigError if the run has no such steps or ranks."""
+        self._run, self._progress, steps = run, run.progress, run.progress.steps
+        self._plans: list[tuple[int, int]] = []  # first steps and ends
+        self._profile: _Profile | None = None
+        self._end = 0  # of the profile that has begun
+        self._configured = (0, 0)  # first step and end, on all ranks
+        clock.on_step = None
+        config, ranks = run.config.profile, run.world.world_size
+        if config.steps is None:
+            return
+        first, end = self._configured = _steps_of(config.steps)
+        if first > steps or end - first > MAX_STEPS:
+            raise ConfigError(
+                f"profile.steps={config.steps}: expected at most {MAX_STEPS} of the steps 1 to "
+                f"{steps}"
+            )
+        chosen = [] if config.ranks == "all" else [int(rank) for rank in config.ranks.split(",")]
+        wrong = [rank for rank in chosen if rank >= ranks]
+        if wrong:
+            raise ConfigError(
+                f"profile.ranks={config.ranks}: rank {wrong[0]} does not exist; expected ranks "
+                f"from 0 to {ranks - 1}, or all"
+            )
+        if config.tool == "nsight" and run.world.device.type != "cuda":
+            raise ConfigError("profile.tool=nsight needs GPUs; choose profile.tool=torch on CPUs")
+        if not chosen or run.world.rank in chosen:
+            self._plans.append((first, end))
+
+    def begin(self) -> None:
+        """Begin to look for the steps to profile, of which the first may be the next one."""
+        if self._plans:
+            self.after_step()
+
+    def plan(self, first: int, end: int) -> None:
+        """Profile the steps from `first` up to `end`.
+
+        If the configuration has some of them profiled, on whatever ranks, all ranks take as many
+        steps after those: the profiles of one request are of the same steps.
+        """
+        start, stop = self._configured
+        delay = stop - first if first < stop and start < end else 0
+        self._plans.append((first + delay, end + delay))
+        clock.on_step = self.after_step
+
+    @doing("profiling", may_take_long=True)
+    def after_step(self) -> None:
+        """Begin or end a profile between two steps."""
+        following = self._progress.step + 1
+        if self._profile is not None and following >= self._end:
+            self.close()
+        self._plans = [plan for plan in self._plans if plan[0] >= following]
+        if self._profile is None and (following in (now := dict(self._plans))):
+            is_nsight = self._run.config.profile.tool == "nsight"
+            self._end = now[following]
+            self._profile = (_Nsight if is_nsight else _Profile)(self._run, following)
+        clock.on_step = self.after_step if self._plans or self._profile else None
+
+    def close(self) -> None:
+        """End a profile that has begun."""
+        clock.on_step, clock.listener = None, None
+        ended, self._profile = self._profile, None
+        if ended:
+            try:
+                ended.end(self._progress.step)
+            except (OSError, RuntimeError, ValueError) as error:  # torch may leave half a trace
+                text = f"rank {self._run.world.rank} could not write a profile: {error}"
+                print(f"rollcall: warning: {text}", file=sys.stderr, flush=True)
+
+
+class _Profile:
+    """A profile that has begun."""
+
+    def __init__(self, run: Run, first: int) -> None:
+        self._run, self._first = run, first
+        self._is_on_gpu = run.world.device.type == "cuda"
+        activities = [ProfilerActivity.CPU]
+        if self._is_on_gpu:
+            activities.append(ProfilerActivity.CUDA)
+            torch_private.record_memory(True)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # hides a complaint about a missing GPU
+        self._torch = profile(activities=activities, record_shapes=True)
+        self._torch.start()
+        self._flames = Flames()
+        self._thread = threading.get_ident()
+        self._before = clock.totals()
+        self._open(OTHER)
+        clock.listener = self._enter
+
+    def _open(self, phase: int) -> None:
+        self._range = record_function(Phases.PHASES[phase])
+        self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def _close(self) -> None:
+        self._range.__exit__(None, None, None)
+
+    def _enter(self, phase: int) -> None:
+        if threading.get_ident() == self._thread:  # on GPUs another thread runs the backward pass
+            self._close()
+            self._open(phase)
+
+    def end(self, last: int) -> None:
+        """End the profile after the step `last` and write it."""
+        self._close()
+        self._torch.stop()  # waits for the GPU
+        stacks = self._flames.end()
+        (done, total), (before, since) = clock.totals(), self._before
+        steps = max(1, done - before)
+        seconds = [(now - then) / steps for now, then in zip(total, since, strict=True)]
+        run, rank = self._run, self._run.world.rank
+        names = {"first": self._first, "last": last, "rank": rank}
+        folder = RankProfile.path_in(run.run_dir.path, **names).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        trace, flames = folder / f"trace-{rank}.json.gz", folder / f"python-{rank}.stacks"
+        self._torch.export_chrome_trace(str(trace))
+        flames.write_text(stacks)
+        files = [trace.name, flames.name]
+        if self._is_on_gpu:
+            files.append(f"memory-{rank}.pickle")
+            torch_private.dump_memory(folder / files[-1])
+            torch_private.record_memory(False)
+        with gzip.open(trace, "rt") as file:
+            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        exposed, source = seconds[COMMUNICATION], "the time in which the rank waited for others"
+        if kernels:
+            exposed, source = _exposed(kernels) / steps, "from the trace: only NCCL ran on the GPU"
+        RankProfile(
+            seconds=sum(seconds),
+            phases=dict(zip(Phases.PHASES, seconds, strict=True)),
+            exposed=exposed,
+            exposed_by=source,
+            operators=self._operators(),
+            collectives=_collectives(events),
+            files=files,
+            **names,
+        ).write(run.run_dir.path)
+        run.say(f"rollcall: profile of steps {self._first} to {last}: {folder}")
+
+    def _operators(self) -> list[dict[str, Any]]:
+        """Return the operators by their own time, on the GPU if there is one."""
+        rows = []
+        kind = "device" if self._is_on_gpu else "cpu"
+        for event in self._torch.key_averages():
+            if event.key not in Phases.PHASES and not event.key.startswith("gloo:"):
+                self_time, total = (
+                    getattr(event, f"{of}{kind}_time_total") for of in ("self_", "")
+                )
+                times = {"seconds": self_time / 1e6, "total": total / 1e6}
+                rows.append({"name": event.key, "calls": event.count, **times})
+        whole = sum(row["seconds"] for row in rows) or 1.0
+        rows = [{**row, "share": row["seconds"] / whole} for row in rows]
+        return sorted(rows, key=lambda row: -row["seconds"])[:50]
+
+
+class _Nsight(_Profile):
+    """Marks for `nsys profile --capture-range=cudaProfilerApi`, without torch's profiler."""
+
+    def __init__(self, run: Run, first: int) -> None:
+        self._first, self._thread = first, threading.get_ident()
+        torch.cuda.synchronize(run.world.device)
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        self._open(OTHER)
+        clock.listener = self._enter
+
+    def _open(self, phase: int) -> None:
+        torch.cuda.nvtx.range_push(Phases.PHASES[phase])  # type: ignore[no-untyped-call]
+
+    def _close(self) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def end(self, last: int) -> None:  # noqa: ARG002
+        """End the capture."""
+        self._close()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def _steps_of(text: str) -> tuple[int, int]:
+    first, end = text.split(":")
+    return int(first), int(end)
+
+
+def _collectives(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return collectives of the same kind and size as one row, the longest first."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for event in events:
+        if (size := _size(event)) is not None:
+            name = event.get("args", {}).get("Collective name") or event["name"]
+            new = {"name": name, "bytes": size, "calls": 0, "seconds": 0.0}
+            row = rows.setdefault((name, size), new)
+            row["calls"] += 1
+            row["seconds"] += event["dur"] / 1e6
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
+
+
+def _size(event: dict[str, Any]) -> int | None:
+    """Return the bytes that a rank gives to a collective; None for other events."""
+    args: dict[str, Any] = event.get("args", {})
+    if event.get("cat") == "kernel" and "In msg nelems" in args:
+        return int(args["In msg nelems"]) * ELEMENT_BYTES.get(args.get("dtype", "").lower(), 1)
+    if not event["name"].startswith("gloo:") or not args.get("Input Dims"):
+        return None
+    pairs = zip(args["Input Dims"], args["Input type"], strict=True)
+    return sum(
+        math.prod(map(int, shape)) * ELEMENT_BYTES.get(kind.lower(), 1) for shape, kind in pairs
+    )
+
+
+def _exposed(kernels: Iterable[dict[str, Any]]) -> float:
+    """Return the seconds in which kernels of NCCL ran on the GPU and no others."""
+    ends = []
+    for event in kernels:
+        is_nccl = "nccl" in event["name"].lower()
+        ends += [(event["ts"], 1, is_nccl), (event["ts"] + event["dur"], -1, is_nccl)]
+    running = {True: 0, False: 0}
+    total = before = 0.0
+    for at, change, is_nccl in sorted(ends):
+        if running[True] and not running[False]:
+            total += at - before
+        running[is_nccl] += change
+        before = at
+    return total / 1e6

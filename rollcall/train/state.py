@@ -1,0 +1,201 @@
+"""Everything that updates change: weights, buffers, optimizer, average, scale and spikes."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from rollcall.config import ConfigError
+from rollcall.messages.text import listed
+from rollcall.train import torch_private
+from rollcall.train.checkpoint.engine import OBJECTS
+from rollcall.train.checkpoint.write_plan import chunks
+from rollcall.train.data.source import Batch
+from rollcall.train.numerics import optim
+from rollcall.train.numerics.ema import Ema, drop_gathered
+from rollcall.train.numerics.hidden import Audit, Hidden
+from rollcall.train.numerics.losses import Objective
+from rollcall.train.parallel.shard import local_optimizer
+from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks.run import Run
+from rollcall.train.recovery.spikes import Spikes
+
+
+class Buffers:
+    """The buffers that a forward pass changes or replaces, such as BatchNorm's statistics."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: list[tuple[dict[str, Any], str]] = [
+            (torch_private.buffers_of(module), name)
+            for module in model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+            if name not in torch_private.temporary_buffers(module)
+        ]
+        self._kept: list[torch.Tensor] = []
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the buffers."""
+        return [buffers[name] for buffers, name in self._owners]
+
+    def keep(self) -> None:
+        """Copy the buffers."""
+        self._kept = [buffers[name].clone() for buffers, name in self._owners]
+
+    def restore(self, where: torch.Tensor) -> None:
+        """Restore the copies if `where` is true, on the device."""
+        for (buffers, name), kept in zip(self._owners, self._kept, strict=True):
+            buffer = buffers[name]
+            if buffer.shape == kept.shape:
+                buffer.copy_(torch.where(where.to(buffer.device), kept, buffer))
+
+
+class Written:
+    """The inputs, attributes and weights that forward() writes to, which a repeated step needs.
+
+    The first step shows whether there are any.
+    """
+
+    def __init__(self, model: nn.Module, loss: object) -> None:
+        self._model, self._roots = model, {"model": model, "loss": loss}
+        self._weights: list[torch.Tensor] | None = None  # those written to; None before the first
+        # What the newest steps began with: a step may be repeated after the next has been computed.
+        self._kept: dict[int, tuple[Hidden, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+
+    def keep(self, number: int, batch: Batch) -> Batch:
+        """Copy all before a step, or restore it if the step is repeated; return its batch."""
+        self.restore(number)
+        self._kept = {known: kept for known, kept in self._kept.items() if known == number - 1}
+        copies = [(weight, weight.detach().clone()) for weight in self._weights or ()]
+        self._kept[number] = self._hidden, _ = Hidden(self._roots), copies
+        self._batch = batch.map(torch.clone)
+        self._before = [torch_private.version(weight) for weight in self._model.parameters()]
+        return self._batch
+
+    def are_any(self) -> bool:
+        """Return False if the step has written to nothing, so that none has to be kept."""
+        if self._weights is None:
+            # The first forward() may have made weights, which is refused after the step.
+            weights = zip(self._model.parameters(), self._before, strict=False)
+            self._weights = [w for w, number in weights if torch_private.version(w) != number]
+        is_input = any(map(torch_private.version, self._batch.tensors))
+        return bool(self._weights) or is_input or bool(self._hidden.changed())
+
+    @torch.no_grad()
+    def restore(self, number: int) -> None:
+        """Undo what this step and later ones have written to."""
+        if number in self._kept:
+            hidden, copies = self._kept[number]
+            hidden.restore()
+            for weight, copy in copies:
+                weight.copy_(copy)
+
+
+class TrainingState:
+    """The state of the model and its optimizer that a checkpoint holds, on this rank."""
+
+    def __init__(
+        self, run: Run, strategy: Strategy, optimizer: torch.optim.Optimizer, objective: Objective
+    ) -> None:
+        self._config = config = run.config
+        self.strategy, self.optimizer, self.objective = strategy, optimizer, objective
+        self.local_optimizer = local_optimizer(optimizer)
+        self.buffers = Buffers(strategy.trained)
+        turns, decay = bool(objective.loss.turns), config.optim.ema
+        self.ema = Ema(strategy.model, decay, turns) if decay else None
+        factor = config.faults.spike_factor
+        self.spikes = Spikes(factor, run.world.device) if factor else None
+        self._weights = {*dict(strategy.trained.named_parameters())}
+        self._run = run
+        self._restored: dict[str, Any] = {}  # states of objects in the newest checkpoint
+        self.objects: dict[str, Any] = {}  # of the user's, by the keys that name them
+        self._stateful: dict[str, Stateful] = {}
+        self.adopt({"train.loss": objective.loss.function})
+
+    def adopt(self, objects: Mapping[str, Any]) -> None:
+        """Save and restore the state of the user's objects; ConfigError if it cannot be saved."""
+        self.objects |= objects
+        for name, value in objects.items():
+            # The tensors of a loss are saved like the model's.
+            if isinstance(value, Stateful) and value is not self.objective.loss.module:
+                self._stateful[name] = value
+                chunks({name: value.state_dict()})
+                if name in self._restored:
+                    value.load_state_dict(self._restored[name])
+
+    def audit(self) -> Audit:
+        """Return an audit of what no checkpoint holds."""
+        # The state of a module are its tensors; it may have further attributes.
+        unsaved = {
+            name: value
+            for name, value in self.objects.items()
+            if isinstance(value, nn.Module) or name not in self._stateful
+        }
+        return Audit({"model": self.strategy.model, "optim": self.local_optimizer, **unsaved})
+
+    def optimize(self, skipped: torch.Tensor) -> None:
+        """Let the optimizer change the weights, unless the step is skipped."""
+        own: Any = self.local_optimizer
+        reads = skipped.is_cuda and not self._config.parallel.cpu_offload
+        if reads and all(group.get("fused") for group in own.param_groups):
+            own.found_inf = skipped.float()  # the kernels read this on the device
+            self.optimizer.step()
+            own.found_inf = None
+        elif not skipped:  # this waits for the GPU
+            self.optimizer.step()
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Give the model the weights to evaluate while the context is open."""
+        self.strategy.share(self.buffers.now())
+        ema = self.ema if self._config.optim.evaluate_ema else None
+        return ema.in_place() if ema else nullcontext()
+
+    def read(self) -> dict[str, Any]:
+        """Return all under global names, to save or to fill in place."""
+        self.strategy.share(self.buffers.now())  # so that all saved ones belong together
+        optim.complete_state(self.local_optimizer)
+        state = self.strategy.state(self.optimizer)
+        more: dict[str, Any] = {
+            "ema": self.ema,
+            "scaler": self.objective.scaler,
+            "spikes": self.spikes,
+        }
+        state |= {name: part.state() for name, part in more.items() if part}
+        if not self._config.checkpoint.save_frozen:
+            drop_frozen(self.strategy.model, state)
+        if self._stateful:
+            state[OBJECTS] = {name: value.state_dict() for name, value in self._stateful.items()}
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what `read` returned and a checkpoint has filled."""
+        if not self._config.checkpoint.save_frozen:  # torch wants all weights
+            whole = self.strategy.state(self.optimizer)
+            state = {**state, "model": {**whole["model"], **state["model"]}}
+        self.strategy.load_state(self.optimizer, state)
+        drop_gathered(self.strategy.model)
+        self._restored = state.get(OBJECTS, {})
+        self.adopt(self.objects)
+
+    def without_gradient(self) -> list[str]:
+        """Return the names of unused weights; ConfigError if forward() has made new weights."""
+        named = dict(self.strategy.trained.named_parameters())
+        if late := [*(named.keys() - self._weights)]:
+            raise ConfigError(
+                f"model.name={self._config.model.name}: the first forward() made "
+                f"{listed(late)}, which no optimizer knows; make weights in __init__()"
+            )
+        turn = self.objective.loss.turn  # of the step, which trains its weights alone
+        trained = {name: weight for name, weight in named.items() if weight.requires_grad}
+        unused = [name for name, weight in trained.items() if weight.grad is None]
+        return [name for name in unused if not turn or name.startswith(f"{turn}.")]
+
+
+def drop_frozen(model: nn.Module, state: dict[str, Any]) -> None:
+    """Leave out the parameters that are not trained, for `checkpoint.save_frozen=false`."""
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, weight in named if not weight.requires_grad}
+    for part in {"model", "ema"} & state.keys():
+        state[part] = {name: one for name, one in state[part].items() if name not in frozen}

@@ -1,0 +1,229 @@
+"""Everything of torch that has no public name and that rollcall uses, in one place.
+
+A test refuses a private name of torch in any other file, and another test calls each entry with the
+torch that is installed. Unless an entry says more, torch 2.11 and 2.15 have what it uses, and an
+import or a run fails with the missing name in a torch that has not.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # has tutorials
+
+# Nested tuples, lists and dictionaries, as torch.func sees them.
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""The class of BatchNorm for any number of dimensions."""
+COMPILER = "torch._dynamo"
+"""The module that the first optimizer imports, in seconds: a parent does it once for all ranks."""
+REGISTRIES = {"_parameters", "_buffers", "_modules"}
+"""Attributes of a module that hold its tensors and modules. Without them, a check sees too much."""
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""The operation of `Tensor.item`."""
+COSTLY = {
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+"""Products of matrices and attention. Of an operation with another name, the result is recomputed
+in the backward pass."""
+norms = torch._foreach_norm
+"""Returns the norm of each tensor, of one device and type; `get_total_norm` takes ten times as long
+to group a few small tensors."""
+scaled_mm = torch._scaled_mm
+"""Multiplies matrices in 8 bits; the public function has no CPU kernel in 2.11."""
+MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
+"""Namespaces of the operations that talk to other ranks; with others they would be repeated."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """Replace an attribute of torch while the context is open; yield the original."""
+    original, is_own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, value)
+    try:
+        yield original
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:  # it was inherited
+            delattr(owner, name)
+
+
+@contextmanager
+def waits_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wrap the functions in which a thread waits for other ranks, while the context is open."""
+    wait = wrap(dist.Work.wait)
+    wait_tensor = wrap(functional_collectives.wait_tensor)
+    with (
+        replaced(dist.Work, "wait", wait),
+        replaced(functional_collectives, "wait_tensor", wait_tensor),
+    ):
+        yield
+
+
+@contextmanager
+def values_promised(trunc_normal: Callable[..., torch.Tensor]) -> Iterator[Callable[..., Any]]:
+    """Replace `nn.init.trunc_normal_`, and let no tensor say that it is on the meta device.
+
+    The public function draws again until all numbers fit, and like other initializers does nothing
+    on the meta device. Code may have imported it by name, so what it calls is replaced. Yield the
+    original.
+    """
+    with (
+        replaced(torch.Tensor, "is_meta", property(lambda _: False)),
+        replaced(nn.init, "_no_grad_trunc_normal_", trunc_normal) as original,
+    ):
+        yield original
+
+
+def muon_replaced(
+    wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
+) -> Any:
+    """Return a context in which Muon orthogonalizes by a function made of the original.
+
+    Raise AttributeError if torch's Muon has no such function.
+    """
+    from torch.optim import _muon
+
+    name = "_zeropower_via_newtonschulz"
+    return replaced(_muon, name, wrap(getattr(_muon, name)))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share if they share memory, also on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def arguments_of(operation: Any) -> Sequence[Any]:
+    """Return the declared arguments of an ATen operation, with names and what it writes to.
+
+    A higher-order operation, such as a compiled attention, declares none.
+    """
+    schema = getattr(operation, "_schema", None)
+    arguments: Sequence[Any] = schema.arguments if schema else ()
+    return arguments
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return True if a hook waits for the gradient of a tensor."""
+    waiting: Any = tensor
+    return bool(waiting._backward_hooks or waiting._post_accumulate_grad_hooks)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a view, which cannot be detached in place."""
+    return tensor._is_view()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return tensor._version
+
+
+def temporary_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that no checkpoint holds."""
+    return module._non_persistent_buffers_set
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dictionary in which a module keeps its own buffers."""
+    return module._buffers
+
+
+def put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor into the place of a parameter or buffer; `setattr` may be the user's own."""
+    registry: Any = module._parameters if name in module._parameters else module._buffers
+    registry[name] = tensor
+
+
+def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
+    """Return a module with the tensors and children of another, and one child more."""
+    joined = nn.Module()
+    joined._parameters, joined._buffers = module._parameters, module._buffers
+    joined._non_persistent_buffers_set = module._non_persistent_buffers_set
+    joined._modules = {**module._modules, name: child}
+    return joined
+
+
+def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
+    """Let DDP neither broadcast these buffers nor average these parameters of a module.
+
+    Call it before DDP wraps the module. The public words for it exist in no version.
+    """
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, names)
+
+
+def expect_gradients(ddp: DistributedDataParallel, used: Sequence[torch.Tensor]) -> None:
+    """Let DDP expect the gradients of a backward pass that no forward pass has announced.
+
+    Its search for unused weights takes those for used on which the tensors `used` depend.
+    """
+    ddp.reducer.prepare_for_backward(list(used))
+
+
+def collectives_started() -> dict[str, int]:
+    """Count the collectives started in each process group, from torch's flight recorder.
+
+    The "fr" one is gloo's. A torch without one returns nothing.
+    """
+    started = {}
+    for backend in ("fr", "nccl"):
+        dump = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json", None)
+        status = json.loads(dump(False, False)).get("pg_status", {}) if dump else {}
+        for name, group in status.items():
+            started[f"{backend} {name}"] = int(group["last_enqueued_collective"])
+    return started
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Let the collectives of all groups fail after this time; public since torch 2.15.
+
+    The groups of a mesh begin with the default, 10 minutes with NCCL.
+    """
+    function = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    for group in [*distributed_c10d._world.pg_map]:
+        function(timeout, group)
+
+
+def record_memory(is_on: bool) -> None:
+    """Begin or end the history of the GPU's allocator."""
+    torch.cuda.memory._record_memory_history(enabled="all" if is_on else None, max_entries=100_000)
+
+
+def dump_memory(path: Path) -> None:
+    """Write a snapshot of the GPU's allocator, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+
+def fake_store() -> dist.Store:
+    """Return the store of an imaginary world, whose backend is "fake".
+
+    torch's own tests use it; without it only `rollcall plan` cannot build a model of many ranks.
+    """
+    store: dist.Store = importlib.import_module(
+        "torch.testing._internal.distributed.fake_pg"
+    ).FakeStore()
+    return store

@@ -1,0 +1,146 @@
+"""The life of a training: resume, train, evaluate, save, roll back, end."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rollcall.config import ConfigError
+from rollcall.messages.text import listed
+from rollcall.records.run_dir import FencedError, State
+from rollcall.train import changes
+from rollcall.train.checkpoint.engine import Restored
+from rollcall.train.checkpoint.saver import Saver
+from rollcall.train.numerics.hidden import Audit
+from rollcall.train.ranks.agreement import Action, FaultError, Member
+from rollcall.train.ranks.clock import clock
+from rollcall.train.ranks.run import Run
+from rollcall.train.state import TrainingState
+from rollcall.train.step import STATES, Steps
+from rollcall.train.task import Task
+
+
+class Trainer:
+    """Trains one run on this rank; every rank makes each call together."""
+
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        state: TrainingState,
+        saver: Saver,
+        members: Sequence[Member[Any]],
+    ) -> None:
+        self._run, self.task, self.state, self.saver = run, task, state, saver
+        self.steps = Steps(run, task, state, [saver, task, *members], saver.close)
+        self._recovery = self.steps.recovery
+        self._audit: Audit | None = None
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        self.task.identify(resumes=self.saver.open())
+        self._recovery.resume()
+        checkpoint = self._load()
+        if checkpoint:
+            changes.tell(self._run, checkpoint.step, checkpoint.engine.facts)
+            self._run.record("resumed", step=checkpoint.step)
+
+    def train(self) -> State:
+        """Train to the end, or until all ranks agree to stop; save the state in either case."""
+        self._audit = self.state.audit() if self._run.world.is_main else None
+        action = self._steps_with_rollbacks()
+        step = self._run.progress.step
+        self.saver.finish(step, **self.task.facts(step))
+        if action is Action.CONTINUE and not self.task.patience.reason:
+            action = self._evaluate()
+        self.saver.close()
+        if action is Action.CONTINUE:
+            if self.saver.problem:
+                return "failed"
+            self.saver.remove_local()
+        return STATES[action]
+
+    def _steps_with_rollbacks(self) -> Action:
+        while True:
+            try:
+                with no_collection(), clock.running(self._run.world.device):
+                    return self.steps.run(self._between)
+            except FaultError:  # on all ranks
+                on_repeated = self._run.config.faults.on_repeated
+                if on_repeated == "stop" or not self._recovery.row:
+                    raise
+            self.task.restart()
+            checkpoint = self._load()
+            self._recovery.roll_back(checkpoint and checkpoint.step)
+
+    def _tell_unsaved(self, step: int) -> None:
+        """Name once what the first steps have changed, and no checkpoint holds."""
+        names = self._audit.after_step() if self._audit else None
+        if names:
+            text = (
+                f"training changes {listed(names)}, which no checkpoint holds: a resumed run "
+                "begins with other values. Use buffers in a model, state_dict() and "
+                "load_state_dict() in a loss, metric or callback, the state of weights in an "
+                "optimizer"
+            )
+            self._run.tell("unsaved_state", text, step=step)
+        if names is not None:
+            self._audit = None
+
+    def _between(self, step: int) -> None:
+        """Evaluate and save after a step, if that is due."""
+        self._tell_unsaved(step)
+        if self.task.is_evaluation_due(step):
+            self.steps.settle(now=True)
+            with clock.away():
+                self._evaluate()
+        # The last step is saved by `train`, so that the checkpoint has the final evaluation.
+        if not self._run.progress.is_over and self.saver.is_due(step):
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        try:
+            self._run.run_dir.check_claim()
+        except FencedError:
+            raise
+        except OSError:  # the claim is checked again before publishing, and a save may fail
+            pass
+        self.steps.settle(now=True)  # save only a state that all ranks know to be good
+        if not self._recovery.row:
+            with clock.away():
+                self.saver.begin(step, **self.task.facts(step))
+
+    def _evaluate(self) -> Action:
+        step = self._run.progress.step
+        with self.state.evaluated(), self._run.measures.closed():
+            try:
+                result = self.task.evaluate(step, self.steps.gradient.micro_batch)
+            except ConfigError:  # on all ranks; the save in flight is still good
+                self.saver.close()
+                raise
+        if isinstance(result, Action):
+            return result
+        self.saver.evaluated(step, result.values)
+        return Action.CONTINUE
+
+    def _load(self) -> Restored | None:
+        """Load the newest checkpoint, if there is one."""
+        checkpoint = self.saver.resume()
+        if checkpoint:
+            self._run.progress.step = checkpoint.step
+            self.task.continue_from(checkpoint.step, checkpoint.engine.facts)
+            self.state.load(checkpoint.state)
+        return checkpoint
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Let Python not collect garbage by itself; `Steps.run` does so, on all ranks together."""
+    was_enabled = gc.isenabled()
+    gc.collect()  # what is left is in the oldest generation, which later collections do not scan
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""The initial weights of a model: random numbers, or stored weights."""

@@ -1,0 +1,694 @@
+"""Train random models, and report each that trains something else than a plain loop, unannounced.
+
+`PYTHONPATH=.:tests/helpers python tests/campaigns/random_models.py --models 500` trains 500 models
+on two ranks under ddp, zero3 and a mesh of split or staged layers. A model is made of random
+pieces: shared, frozen, unused and conditional layers, odd weights, buffers, counters, modes, inputs
+changed in place; with a random loss, optimizer, micro-batch and batch. Each run must equal a plain
+loop, be refused by a sentence, or print a warning. A case depends on its number and the seed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import logged_steps, together
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils import checkpoint
+
+from rollcall.config import ConfigError, parse
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
+from rollcall.train import training
+from rollcall.train.data.order import Order
+from rollcall.train.data.source import InMemory, Source
+from rollcall.train.ranks.signals import StopSignals
+from rollcall.train.ranks.world import World
+from rollcall.train.weights.deferred import Draws
+
+WIDTH, CLASSES, ROWS, HELD, STEPS, RANKS = 8, 4, 40, 10, 6, 2
+AT_ONCE = 5
+ABORTED = "aborted"
+CLOSE = 2e-5
+"""The largest relative difference of losses that rounding may cause after some steps."""
+STRATEGIES = ("ddp", "zero3", "mesh")
+
+
+class Piece(nn.Module):
+    """A part of a model; outputs have the shape of inputs."""
+
+    inner: Any
+
+    def __init__(self, _chance: random.Random) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out: torch.Tensor = self.inner(x)
+        return out.tanh()
+
+
+class Residual(Piece):
+    """Two layers beside a sum, which a tensor plan can split."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.inner, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.down(super().forward(x))
+
+
+class Split(Residual):
+    """The same with a norm of the features that may be split."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.down(functional.layer_norm(self.inner(x), (self.inner(x).shape[-1],)))
+
+
+class Norm(Piece):
+    """A norm of each sample."""
+
+    def __init__(self, _chance: random.Random) -> None:
+        nn.Module.__init__(self)
+        self.inner = nn.LayerNorm(WIDTH)
+
+
+class Parametrized(Piece):
+    """A weight that is computed from others."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        kinds: list[Callable[..., nn.Module]] = [
+            *(parametrizations.spectral_norm, parametrizations.weight_norm),
+            parametrizations.orthogonal,
+        ]
+        self.inner = chance.choice(kinds)(self.inner)
+
+
+class Odd(Piece):
+    """Weights that FSDP2 does not shard."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        kinds = {
+            "scalar": torch.tensor(1.3),
+            "complex": torch.complex(torch.linspace(0, 1, WIDTH), torch.ones(WIDTH)),
+            "transposed": torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH).t(),
+            "double": torch.linspace(1, 2, WIDTH).double(),
+        }
+        self.kind = chance.choice([*kinds])
+        self.odd = nn.Parameter(kinds[self.kind])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.kind == "complex":
+            return super().forward(torch.view_as_real(x * self.odd).sum(-1))
+        if self.kind == "transposed":
+            return super().forward(x @ self.odd @ self.odd.t() / 3)
+        return super().forward(x * self.odd.float())
+
+
+class Twice(Piece):
+    """A layer that is used twice."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(super().forward(x))
+
+
+class Tied(Piece):
+    """Two layers of one weight."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.other(super().forward(x))
+
+
+class Outside(Piece):
+    """Uses the weight of a layer that it does not call."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.other: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) + functional.linear(x, self.other[0].weight)
+
+
+class Frozen(Piece):
+    """Does not train one of its weights."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.inner.weight.requires_grad_(False)
+
+
+class Masked(Piece):
+    """Changes a gradient by a hook."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.inner.weight.register_hook(_tenth)
+
+
+def _tenth(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 0.1
+
+
+class Unused(Piece):
+    """Has a layer that no step uses."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Alternating(Piece):
+    """Uses a layer in every second step."""
+
+    calls = 0
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += self.training
+        out = super().forward(x)
+        return out + self.second(x) if self.calls % 2 else out
+
+
+class Heads(Piece):
+    """Each sample chooses a layer."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(chance.choice([2, 3])))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        chosen = (x.detach().sum(1) * 10).long() % len(self.heads)
+        out = torch.zeros_like(x)
+        for number in sorted({*chosen.tolist()}):
+            out[chosen == number] = self.heads[number](x[chosen == number])
+        return x + out
+
+
+class Rare(Piece):
+    """Uses a layer for rare samples alone."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.rare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, is_rare = super().forward(x), x[:, :1] > 1
+        return out + torch.where(is_rare, self.rare(x), 0) if is_rare.any() else out
+
+
+class Centered(Piece):
+    """Subtracts a running mean."""
+
+    mean: torch.Tensor
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x - self.mean)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.2)
+        return out
+
+
+class Counting(Piece):
+    """Counts its passes: in a buffer, in one that it replaces, in Python, or in a list."""
+
+    count: torch.Tensor
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.kind = chance.choice(["buffer", "replaced", "python", "list", "samples"])
+        self.register_buffer("count", torch.zeros(()))
+        self.number, self.list = 0, [0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.number += self.kind == "python"
+            self.list[0] += self.kind == "list"
+            if self.kind == "buffer":
+                self.count.add_(1)
+            elif self.kind == "replaced":
+                self.count = self.count + 1
+            elif self.kind == "samples":
+                self.count += len(x) / 8
+        return super().forward(x) * (1 + (self.count + self.number + self.list[0]) / 10)
+
+
+class Mode(Piece):
+    """Computes something else in training."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * (0.5 if self.training else 1)
+
+
+class Deviation(Piece):
+    """Depends on the other samples of a batch."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) + x.std(0, unbiased=False).mean()
+
+
+class InPlace(Piece):
+    """Changes what it gets in place, at the start of a model its inputs."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.clone() if x.requires_grad else x  # a backward pass may need it
+        with torch.no_grad():
+            x.mul_(1.1)
+        return super().forward(x)
+
+
+class Recomputed(Piece):
+    """Recomputes its activations."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.reentrant = chance.random() < 0.5
+
+    def forward(self, x: torch.Tensor) -> Any:
+        whole: torch.Tensor = checkpoint.checkpoint(
+            super().forward, x, use_reentrant=self.reentrant
+        )
+        return whole
+
+
+class Recurrent(Piece):
+    """A recurrent layer over the features."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.rnn = nn.GRU(1, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden, _ = self.rnn(x.unsqueeze(-1))
+        return super().forward(x) + hidden.mean(-1)
+
+
+class Momentum(Piece):
+    """A teacher that follows a layer, as a copy that is not trained."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.inner.weight, 0.1)
+        return super().forward(x) + self.teacher(x)
+
+
+PLAIN: list[type[Piece]] = [Piece, Residual, Norm]
+PIECES: list[type[Piece]] = [
+    *(*PLAIN, Split, Parametrized, Odd, Twice, Tied, Outside, Frozen, Masked, Unused, Alternating),
+    *(Heads, Rare, Centered, Counting, Mode, Deviation, InPlace, Recomputed, Recurrent, Momentum),
+]
+
+
+class Random(nn.Module):
+    """The model of a number."""
+
+    def __init__(self, number: int, seed: int = 0) -> None:
+        super().__init__()
+        chance = random.Random(f"model {seed} {number}")
+        kinds = [chance.choice(PLAIN if chance.random() < 0.4 else PIECES) for _ in range(3)]
+        self.blocks = nn.Sequential(*(kind(chance) for kind in kinds))
+        self.adds = chance.random() < 0.2  # something that the layers of a pipeline lack
+        self.head = nn.Linear(WIDTH, CLASSES)
+        splits = {
+            f"blocks.{n}.{name}": how
+            for n, kind in enumerate(kinds)
+            if issubclass(kind, Residual)
+            for name, how in (("inner", "columns"), ("down", "rows"))
+        }
+        self.tensor_plan = splits or None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.blocks(x)
+        out: torch.Tensor = self.head(hidden + 0.1 * x if self.adds else hidden)
+        return out
+
+    def pipeline_layers(self) -> dict[str, nn.Module]:
+        return {**dict(self.blocks.named_children()), "head": self.head}
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS + HELD, WIDTH, generator=drawn)
+    y = (x @ torch.randn(WIDTH, CLASSES, generator=drawn)).argmax(1)
+    return x, y
+
+
+def data(ignored: bool = False) -> Source:
+    x, y = rows()
+    if ignored:
+        y[::3] = -100
+    parts = InMemory(x[:ROWS], y[:ROWS]), InMemory(x[ROWS:], y[ROWS:])
+    return Source(*parts, shape=(WIDTH,), classes=CLASSES)
+
+
+def each(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def weighted(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = 1.0 + targets
+    return each(outputs, targets) * weights, weights
+
+
+def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    z = functional.normalize(outputs, dim=1)
+    near = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+    same = (targets[:, None] == targets) & ~torch.eye(len(z), dtype=torch.bool)
+    return -(near.log_softmax(1) * same).sum(1) / same.sum(1).clamp(min=1)
+
+
+def relative(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    losses = each(outputs, targets)
+    return losses.square() / losses.detach().mean()
+
+
+class Learned(nn.Module):
+    """A loss with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return each(outputs * self.heat.exp(), targets)
+
+
+class Running:
+    """A loss that is divided by a running mean."""
+
+    mean = 1.0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = each(outputs, targets)
+        if losses.requires_grad:
+            self.mean = 0.9 * self.mean + 0.1 * float(losses.detach().mean())
+        return losses / self.mean
+
+
+def whole(model: nn.Module, batch: Any) -> Any:
+    losses = each(model(batch[0]), batch[1])
+    return losses.sum(), len(losses)
+
+
+def decayed(model: nn.Module, batch: Any) -> Any:
+    losses, count = whole(model, batch)
+    return losses + 0.01 * count * sum(w.square().sum() for w in model.parameters()).real, count
+
+
+def constant(model: nn.Module, batch: Any) -> Any:
+    losses, count = whole(model, batch)
+    return losses + 0.1 * sum(w.abs().sum() for w in model.parameters()), count
+
+
+class Shrinking(torch.optim.Optimizer):
+    """An optimizer of the user's: a rate by the norm, by its own count, or neither."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kind: str = "") -> None:
+        super().__init__(params, {"lr": lr})
+        self.kind, self.count = kind, 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        self.count += 1
+        for group in self.param_groups:
+            for weight in (one for one in group["params"] if one.grad is not None):
+                rate = group["lr"]
+                rate *= min(1.0, float(weight.norm())) if self.kind == "norm" else 1
+                rate /= self.count if self.kind == "count" else 1
+                weight.sub_(weight.grad, alpha=rate)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "cross_entropy": (each, []),
+    "ignored": (each, ["data.args.ignored=true"]),
+    "weighted": (weighted, ["train.loss=random_models:weighted"]),
+    "contrastive": (contrastive, ["train.loss=random_models:contrastive"]),
+    "gathered": (contrastive, ["train.loss=random_models:contrastive", "train.gather=true"]),
+    "relative": (relative, ["train.loss=random_models:relative"]),
+    "learned": (Learned, ["train.loss=random_models:Learned"]),
+    "running": (Running, ["train.loss=random_models:Running"]),
+    "whole": (whole, ["train.loss=random_models:whole"]),
+    "decayed": (decayed, ["train.loss=random_models:decayed"]),
+    "constant": (constant, ["train.loss=random_models:constant"]),
+}
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], list[str]]] = {
+    "sgd": (lambda w: torch.optim.SGD(w, 0.1, 0.9), ["optim.name=sgd"]),
+    "adamw": (lambda w: torch.optim.AdamW(w, 0.1, eps=0.1, weight_decay=0), ["optim.args.eps=0.1"]),
+    "adagrad": (lambda w: torch.optim.Adagrad(w, 0.1, eps=0.1), ["optim.args.eps=0.1"]),
+    "own": (Shrinking, ["optim.name=random_models:Shrinking"]),
+    "norm": (lambda w: Shrinking(w, kind="norm"), ["optim.name=random_models:Shrinking"]),
+    "count": (lambda w: Shrinking(w, kind="count"), ["optim.name=random_models:Shrinking"]),
+}
+OPTIMIZERS["adagrad"][1].append("optim.name=Adagrad")
+for kind in ("norm", "count"):
+    OPTIMIZERS[kind][1].append(f"optim.args.kind={kind}")
+WORDS = [
+    *("digits", "device=cpu", "data.name=random_models:data", "model.name=random_models:Random"),
+    *(f"train.steps={STEPS}", "log.every=1", "optim.lr=0.1", "optim.weight_decay=0"),
+    *("optim.schedule=constant", "optim.warmup_steps=0", "train.evaluate_every=null"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained."""
+
+    number: int
+    seed: int
+    loss: str
+    optimizer: str
+    batch: int
+    micro_batch: int | None
+    clip: float | None
+    mesh: str
+    keys: tuple[str, ...]  # which change nothing
+    resumes: bool  # in the middle, on one rank
+
+    @classmethod
+    def of(cls, number: int, seed: int) -> Case:
+        """Return the case of a number."""
+        chance = random.Random(f"case {seed} {number}")
+        losses, optimizers = [*LOSSES], [*OPTIMIZERS]
+        keys = ["model.activation_checkpointing=blocks"] * (chance.random() < 0.2)
+        keys += ["parallel.conditional=blocks.*"] * (chance.random() < 0.15)
+        return cls(
+            number,
+            seed,
+            "cross_entropy" if chance.random() < 0.5 else chance.choice(losses),
+            "sgd" if chance.random() < 0.5 else chance.choice(optimizers),
+            chance.choice([6, 7, 8]),
+            chance.choice([None, None, 1, 2]),
+            chance.choice([None, 0.5]),
+            chance.choice(["tensor", "pipeline"]),
+            tuple(keys),
+            chance.random() < 0.3,
+        )
+
+    def words(self, strategy: str) -> list[str]:
+        """Return the command line."""
+        words = [*WORDS, f"model.args.number={self.number}", f"model.args.seed={self.seed}"]
+        words += [*LOSSES[self.loss][1], *OPTIMIZERS[self.optimizer][1], *self.keys]
+        words += [
+            f"data.global_batch={self.batch}",
+            f"data.micro_batch={self.micro_batch or 'null'}",
+        ]
+        words += [f"optim.clip_norm={self.clip or 'null'}"]
+        if strategy == "mesh" and self.mesh == "pipeline" and self.micro_batch is None:
+            words += ["data.micro_batch=2"]
+        return [*words, f"parallel.strategy={self.mesh if strategy == 'mesh' else strategy}"]
+
+    def by_hand(self) -> list[float]:
+        """Return the losses of a plain loop, and then of the validation."""
+        with Draws(0):
+            model = Random(self.number, self.seed)
+        x, y = rows()
+        if self.loss == "ignored":
+            y[::3] = -100
+        function = LOSSES[self.loss][0]
+        loss = function() if isinstance(function, type) else function
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        trained += loss.parameters() if isinstance(loss, nn.Module) else []
+        optimizer = OPTIMIZERS[self.optimizer][0](trained)
+        order, losses = Order(ROWS, STEPS * self.batch, self.batch, seed=0), []
+        for step in range(STEPS):
+            chosen = torch.tensor(order.samples(step, range(self.batch))[0])
+            mean = self._mean(loss, model, x[chosen], y[chosen])
+            optimizer.zero_grad()
+            mean.backward()
+            if self.clip:
+                nn.utils.clip_grad_norm_(trained, self.clip)
+            optimizer.step()
+            losses.append(mean.item())
+        model.eval()
+        if self.loss == "gathered":  # an evaluation does not gather
+            return losses
+        with torch.no_grad():
+            return [*losses, self._mean(loss, model, x[ROWS:].clone(), y[ROWS:]).item()]
+
+    def _mean(
+        self, loss: Callable[..., Any], model: nn.Module, x: torch.Tensor, y: torch.Tensor
+    ) -> Any:
+        if self.loss in ("whole", "decayed", "constant"):
+            total, count = loss(model, (x, y))
+            return total / count
+        result = loss(model(x), y)
+        losses, weights = result if isinstance(result, tuple) else (result, (y != -100).float())
+        return losses.sum() / weights.sum()
+
+
+def do_all(rank: int, folder: Path) -> None:
+    """Be a rank that trains all cases, and notes how each ends."""
+    world = World.join("cpu")
+    for name, words in json.loads((folder / "cases.json").read_text()).items():
+        printed = io.StringIO()
+        _note(rank, folder, name, ABORTED, "", "")
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            end = _end(words, world, name, folder)
+        _note(rank, folder, name, *end, printed.getvalue())
+        if end[0] in ("failed", ABORTED):  # the other rank may be anywhere
+            sys.exit(1)
+    world.leave()
+
+
+def _note(rank: int, folder: Path, *what: str) -> None:
+    with (folder / f"ends-{rank}.jsonl").open("a") as ends:
+        ends.write(json.dumps(what) + "\n")
+
+
+def _end(words: list[str], world: World, name: str, folder: Path) -> tuple[str, str]:
+    try:
+        _, config = parse([*words, f"run.root={folder}", f"run.name={name}"])
+        with StopSignals() as signals:
+            return str(training.train("digits", config, world, signals)), ""
+    except ConfigError as error:
+        return "refused", str(error)
+    except Exception as error:
+        is_peer = "Connection reset" in str(error) or "Connection closed" in str(error)
+        return ABORTED if is_peer else "failed", traceback.format_exc()
+
+
+def _train(ranks: int, plan: Mapping[str, Sequence[str]], folder: Path) -> dict[str, list[str]]:
+    """Train these command lines; return how each ended, its reason, and what it printed."""
+    ends: dict[str, list[str]] = {}
+    for path in folder.glob("ends-*"):
+        path.unlink()
+    tried: Counter[str] = Counter()
+    while rest := [name for name in plan if name not in ends]:
+        (folder / "cases.json").write_text(json.dumps({name: plan[name] for name in rest}))
+        with contextlib.suppress(AssertionError):  # a rank was killed
+            together(ranks, do_all, folder)
+        lines = [*map(json.loads, (folder / "ends-0.jsonl").read_text().splitlines())]
+        name, end, *_ = lines[-1]
+        if end == ABORTED and not tried[name]:  # there may only have been too little time
+            tried[name] += 1
+            shutil.rmtree(folder / name, ignore_errors=True)
+            lines = [line for line in lines if line[0] != name]
+        ends |= {name: more for name, *more in lines}
+    return ends
+
+
+def check(cases: Sequence[Case], folder: Path) -> dict[str, str]:
+    """Return how each case ended with each strategy: equal, refused, warned, failed or wrong."""
+    runs = {f"{case.number}-{way}": (case, way) for case in cases for way in STRATEGIES}
+    words = {name: case.words(strategy) for name, (case, strategy) in runs.items()}
+    half, resumed = (
+        [f"train.steps={STEPS // 2}"],
+        {n for n, (case, _) in runs.items() if case.resumes},
+    )
+    ends = _train(RANKS, {n: [*words[n], *(half if n in resumed else [])] for n in runs}, folder)
+    again = {n: [*words[n], "parallel.strategy=single"] for n in resumed if ends[n][0] == "done"}
+    for name, (end, reason, text) in _train(1, again, folder).items():
+        ends[name] = [end, reason, ends[name][2] + text]
+    expected = {case.number: case.by_hand() for case in cases}
+    return {
+        name: _judge(ends[name], RunDir(folder, name), expected[runs[name][0].number])
+        for name in runs
+    }
+
+
+def _judge(end: Sequence[str], run: RunDir, expected: Sequence[float]) -> str:
+    state, reason, printed = end
+    if state != "done":
+        return f"{state}: {reason}"
+    losses = [line["loss"] for line in logged_steps(run)]
+    losses += [line["val_loss"] for line in read_lines(run.metrics) if "val_loss" in line][-1:]
+    losses = losses[: len(expected)]
+    pairs = list(zip(losses, expected, strict=False))
+    error = max(abs(ours - theirs) / (abs(theirs) + 1e-3) for ours, theirs in pairs)
+    if len(losses) == len(expected) and error <= CLOSE:
+        return f"equal: {error:.1e}"
+    notes = "rollcall: warning: ", "training changes"
+    warnings = [line for line in printed.splitlines() if any(note in line for note in notes)]
+    warnings = [line for line in warnings if "flops_per_second" not in line]
+    return f"{'warned' if warnings else 'wrong'}: {error:.1e} {'; '.join(warnings)}"
+
+
+BAD = "wrong", "failed"  # layers that ranks use differently may abort in gloo: docs/checks.md
+
+
+def main() -> int:
+    """Try the models that the command line asks for; return 1 if one of them is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="print how each model ended")
+    given = parser.parse_args()
+    counts: Counter[str] = Counter()
+    for first in range(given.first, given.first + given.models, AT_ONCE):
+        last = min(first + AT_ONCE, given.first + given.models)
+        cases = [Case.of(number, given.seed) for number in range(first, last)]
+        with tempfile.TemporaryDirectory() as folder:
+            ends = check(cases, Path(folder))
+        for name, end in ends.items():
+            kind = end.partition(":")[0]
+            counts[kind] += 1
+            if given.verbose or kind in (*BAD, ABORTED):
+                case = cases[int(name.partition("-")[0]) - first]
+                pieces = [type(piece).__name__ for piece in Random(case.number, case.seed).blocks]
+                print(f"{name} {' '.join(pieces)} {asdict(case)}\n    {end}", flush=True)
+        print(f"{last} models: {dict(counts)}", flush=True)
+    return int(any(counts[kind] for kind in BAD))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,508 @@
+"""Models and losses that train something else when they are spread, unless somebody notices."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from rollcall.train.data.source import InMemory, Source
+
+CLASSES, WIDTH, LENGTH, WORDS = 5, 12, 8, 40
+ROWS = 64
+
+
+def vectors() -> Source:
+    """Random vectors whose class depends on them."""
+    x, y = vectors_by_hand()
+    return Source(InMemory(x, y), InMemory(x[:0], y[:0]), shape=(WIDTH,), classes=CLASSES)
+
+
+def vectors_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(7)
+    x = torch.randn(ROWS, WIDTH, generator=drawn)
+    return x, (x @ torch.randn(WIDTH, CLASSES, generator=drawn)).argmax(1)
+
+
+def tokens() -> Source:
+    """Random sequences of tokens, with a target for each."""
+    drawn = torch.Generator().manual_seed(8)
+    x = torch.randint(0, WORDS, (ROWS, LENGTH), generator=drawn)
+    y = torch.randint(0, CLASSES, (ROWS, LENGTH), generator=drawn)
+    return Source(InMemory(x, y), InMemory(x[:0], y[:0]), shape=(LENGTH,), classes=CLASSES)
+
+
+class Net(nn.Module):
+    """Two layers; subclasses do something between them."""
+
+    tensor_plan: ClassVar[Any] = {"first": "columns", "last": "rows"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = self.last(self.between(self.first(x).relu()))
+        return logits
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer gets."""
+        return hidden
+
+
+class Counted(Net):
+    """Notes the samples of each pass, on the class, which no check puts back."""
+
+    passes: ClassVar[list[int]] = []
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        if not hidden.is_meta:
+            self.passes.append(len(hidden))
+        return hidden
+
+
+class Scales(Net):
+    """Scales in training alone, which the layers of the pipeline leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 0.5 if self.training else hidden
+
+    def pipeline_layers(self) -> dict[str, nn.Module]:
+        """Return the layers without the scale."""
+        return {"first": self.first, "relu": self.relu, "last": self.last}
+
+
+class Normalizes(Net):
+    """Normalizes, in training alone, the features that tensor parallelism splits."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(hidden, hidden.shape[-1:]) if self.training else hidden
+
+
+class Words(nn.Module):
+    """Attention over a sequence."""
+
+    context_plan: ClassVar[Any] = {}
+    noise = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of each token."""
+        x = self.embedding(tokens)
+        if self.noise:
+            x = x + self.noise * torch.randn_like(x)
+        if self.training:
+            x = self.in_training(x)
+        heads = x[:, None].expand(-1, 2, -1, -1)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        logits: torch.Tensor = self.head(mixed.mean(1))
+        return logits
+
+    def in_training(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings without the mean over the sequence."""
+        return x - x.mean(1, keepdim=True)
+
+
+class NoisyWords(Words):
+    """The same, with random numbers."""
+
+    noise = 0.1
+
+
+class ExtraWords(Words):
+    """Has a weight that an evaluation does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8)
+
+    def in_training(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of another layer."""
+        y: torch.Tensor = self.extra(x)
+        return y
+
+
+class Spread(Net):
+    """Appends the standard deviation over the batch, as discriminators do."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + hidden.std(0, unbiased=False).mean()
+
+
+class Deviates(Net):
+    """The same, with a deviation that one sample does not have."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input and the deviation."""
+        return hidden + hidden.std(0).mean()
+
+
+class Centers(Net):
+    """Subtracts a running mean of what it sees in training."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        y = super().forward(x - self.mean)
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        return y
+
+
+class Counts(Net):
+    """Adds up the numbers that it sees."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        y = super().forward(x * (1 + self.seen / 100))
+        if self.training:
+            self.seen = self.seen + len(x)
+        return y
+
+
+class Codebook(Net):
+    """Quantizes to the nearest of some codes, which follow the data by moving averages."""
+
+    codes: torch.Tensor
+    uses: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(6, 16))
+        self.register_buffer("uses", torch.ones(6))
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(hidden.detach(), self.codes).argmin(1)
+        chosen = self.codes[nearest]
+        if self.training:
+            hot = functional.one_hot(nearest, 6).float()
+            self.uses.mul_(0.9).add_(0.1 * hot.sum(0))
+            self.codes.lerp_(hot.T @ hidden.detach() / self.uses[:, None], 0.1)
+        return hidden + (chosen - hidden).detach()
+
+
+class SharedCodebook(Net):
+    """The codebook of VQ-VAE, by moving averages of sums that forward() adds up over the ranks."""
+
+    cluster_size: torch.Tensor
+    embed_avg: torch.Tensor
+    embed: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("embed", torch.randn(6, 16))
+        self.register_buffer("cluster_size", torch.zeros(6))
+        self.register_buffer("embed_avg", self.embed.clone())
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(hidden.detach(), self.embed).argmin(1)
+        chosen = self.embed[nearest]
+        if self.training:
+            hot = functional.one_hot(nearest, 6).float()
+            counts, sums = hot.sum(0), hot.T @ hidden.detach()
+            if dist.is_initialized():
+                dist.all_reduce(counts)
+                dist.all_reduce(sums)
+            self.cluster_size.mul_(0.9).add_(counts, alpha=0.1)
+            self.embed_avg.mul_(0.9).add_(sums, alpha=0.1)
+            total = self.cluster_size.sum()
+            sizes = (self.cluster_size + 1e-5) / (total + 6e-5) * total
+            self.embed.copy_(self.embed_avg / sizes[:, None])
+        return hidden + (chosen - hidden).detach()
+
+
+class FirstCodebook(SharedCodebook):
+    """The same, but all ranks take what the first has seen."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the codes."""
+        out = super().between(hidden)
+        dist.broadcast(self.embed_avg.add_(hidden.detach().mean()), 0)
+        return out
+
+
+class Block(nn.Module):
+    """Adds a running count of its passes, in a buffer and in Python, to what it computes."""
+
+    calls = 0
+    passes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return as much as came in."""
+        self.passes.add_(1)
+        self.calls += 1
+        y: torch.Tensor = self.linear(x).tanh() * (1 + self.passes / 10 + self.calls / 20)
+        return y
+
+
+class Recurrent(Net):
+    """Has a recurrent layer, which keeps its weights in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(1, 3, batch_first=True)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the features with a sum over them."""
+        states, _ = self.recurrent(hidden.unsqueeze(-1))
+        sums: torch.Tensor = hidden + states.mean(-1)
+        return sums
+
+
+class Blocks(nn.Module):
+    """Blocks whose activations may be computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = self.last(self.blocks(x))
+        return logits
+
+
+class Limited(nn.Module):
+    """An embedding whose rows are renormalized in place when they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8, max_norm=1.0)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of each token."""
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+class Replaces(Net):
+    """Counts its passes in a buffer that it replaces, and anneals by it."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        self.calls = self.calls + 1
+        return super().forward(x) * (1 + self.calls / 10)
+
+
+class Remembers(Net):
+    """Counts its passes in training in Python, and anneals by it."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        self.calls += self.training
+        return super().forward(x) * (1 + self.calls / 10)
+
+
+class InPlace(Net):
+    """Changes its inputs in place, counts in Python, and leaves a layer out of later steps."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        self.calls += self.training
+        y = super().forward(x.mul_(2)) * (1 + self.calls / 10)
+        return y + self.rare(x) if self.calls < 3 else y
+
+
+class Heads(Net):
+    """Each sample uses the head that its first number chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen = (hidden.detach().sum(1) * 10).long() % len(self.heads)
+        out = torch.zeros_like(hidden)
+        for number in sorted({*chosen.tolist()}):
+            rows = chosen == number
+            out[rows] = self.heads[number](hidden[rows])
+        return out
+
+
+class Branches(Net):
+    """One sample at a time uses one of two branches, within a unit of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({"left": nn.Linear(16, 16), "right": nn.Linear(16, 16)})
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the chosen branch makes of it."""
+        name = "left" if hidden.detach().sum() * 10 % 2 > 1 else "right"
+        out: torch.Tensor = self.branches[name](hidden)
+        return out
+
+
+class Greedy(Net):
+    """Has too little memory for two samples, of which the check is the only pass."""
+
+    spread = False
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input, if there is memory."""
+        is_spread = isinstance(self, FSDPModule)
+        if len(hidden) == 2 and torch.is_grad_enabled() and is_spread == self.spread:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return hidden
+
+
+class GreedyWhenSpread(Greedy):
+    """The same, once its weights are sharded."""
+
+    spread = True
+
+
+def zero_loss(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """A loss of no slope."""
+    return outputs.sum(1) * 0
+
+
+class Running:
+    """A loss that is divided by the running mean of its losses."""
+
+    mean = 1.0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = functional.cross_entropy(outputs, targets, reduction="none")
+        if losses.requires_grad:
+            self.mean = 0.9 * self.mean + 0.1 * float(losses.detach().mean())
+        return losses / self.mean
+
+
+class Annealed:
+    """A loss that grows with its calls in training."""
+
+    calls = 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = functional.cross_entropy(outputs, targets, reduction="none")
+        self.calls += losses.requires_grad
+        return losses * (1 + self.calls / 10)
+
+
+class Doubles(Net):
+    """Changes its inputs in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return super().forward(x.mul_(2))
+
+
+class Exhausted(Doubles):
+    """The same, and runs out of memory in its third pass with four samples."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        y = super().forward(x)
+        Exhausted.passes += len(x) == 4 and torch.is_grad_enabled()
+        if len(x) == 4 and Exhausted.passes == 3:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return y
+
+
+class Exact(Net):
+    """In double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return super().forward(x.double())
+
+
+def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Supervised contrastive loss: samples of one class attract each other."""
+    z = functional.normalize(outputs, dim=1)
+    near = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
+    same = (targets[:, None] == targets) & ~torch.eye(len(z), dtype=torch.bool)
+    return -(near.log_softmax(1) * same).sum(1) / same.sum(1).clamp(min=1)
+
+
+class Batches(Net):
+    """BatchNorm, Dropout and noise, which the check must leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(16), nn.Dropout(0.3)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.dropout(self.norm(hidden))
+        return out * torch.empty_like(out).uniform_(0.9, 1.1)
+
+
+class Unusual(Net):
+    """Code that looks strange to a check: sparse, scripted, compiled whole, and of slopes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.eye(16).to_sparse()
+        self.scripted = torch.jit.script(nn.ReLU())
+        self.compiled = torch.compile(torch.tanh, fullgraph=True, backend="eager")
+        self.newest: Any = numpy.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits with their slopes, as models of forces."""
+        x = x.detach().requires_grad_()
+        logits = super().forward(x)
+        (slopes,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return logits + slopes.sum(1, keepdim=True)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.scripted(torch.sparse.mm(self.graph, hidden.T).T)
+        self.newest = 1.0
+        fixed = torch.zeros_like(hidden)
+        while (fixed - hidden).abs().max() > 1e-2:
+            fixed = (fixed + hidden) / 2
+        return hidden + self.compiled(fixed)

@@ -1,0 +1,19 @@
+"""Another user of this machine attacks a live run: tests/campaigns/second_user.py."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import second_user
+from disks import needs_root
+
+pytestmark = pytest.mark.long
+
+
+@needs_root
+@pytest.mark.timeout(1800)
+def test_every_attack_of_another_user_fails() -> None:
+    # Not pytest's directory, which the other user cannot enter.
+    with tempfile.TemporaryDirectory(prefix="second-user-") as name:
+        results, is_held = second_user.campaign(Path(name))
+    assert is_held and len(results) >= 40, results

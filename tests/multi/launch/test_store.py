@@ -1,0 +1,59 @@
+"""Where ranks of one machine meet, nobody from another machine can knock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from checkout import ROOT
+
+from rollcall.records.run_dir import RunDir
+from rollcall.system.files import read_lines
+
+TRAIN = ["-m", "train", "digits", "device=cpu", "train.steps=1000000", "checkpoint.every=null"]
+DEADLINE = 120
+
+
+def listeners(process: psutil.Process) -> set[str]:
+    """The addresses on which a process and all below it listen for TCP."""
+    family = [process, *process.children(recursive=True)]
+    sockets = (found for member in family for found in member.net_connections("tcp"))
+    return {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("launcher", ["supervise", "mpirun"])
+def test_a_run_listens_on_the_address_that_its_ranks_use(launcher: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "run")
+    command = [sys.executable, "-m", "launch", "supervise", f"--run-dir={run.path}", "--", *TRAIN]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if launcher == "mpirun":
+        if shutil.which("mpirun") is None and not os.environ.get("CI"):
+            pytest.skip("mpirun is not installed: apt-get install openmpi-bin runs this test")
+        command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, *TRAIN]
+        command += ["run.name=run", f"run.root={tmp_path}"]
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        end = time.monotonic() + DEADLINE
+        while not any(line["event"] == "first_step" for line in read_lines(run.events)):
+            assert process.poll() is None and time.monotonic() < end, (
+                tmp_path / "output"
+            ).read_text()
+            time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [member for member in family if "train" in member.cmdline()]
+        found = set().union(*(listeners(rank) for rank in ranks))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(DEADLINE)
+    assert found == {"127.0.0.1"}

@@ -1,0 +1,28 @@
+"""Benchmarks that no page runs, as short as possible."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        ("overhead --model transformer --steps 2", ("bare", "bare + all-reduce", "rollcall")),
+        ("step --model mlp --steps 2 --pieces", ("TrainingState.optimize", "Trainer._between")),
+        ("batch digits device=cpu data.global_batch=8", ("2", "4", "8", "largest that fits  8")),
+    ],
+)
+def test_a_benchmark_prints_its_command_and_its_rows(words: str, rows: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "rollcall.tools.bench", *words.split(), "--repeats=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"$ rollcall bench {words} --repeats=1"
+    for row in rows:
+        assert any(line.startswith(row) for line in lines), done.stdout

@@ -1,0 +1,321 @@
+"""A model trains as in a plain loop on any ranks, or is refused before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import user_surprises
+from ranks import logged_steps, together
+from torch.nn import functional
+
+from rollcall.config import ConfigError, parse
+from rollcall.records.run_dir import RunDir
+from rollcall.train import training
+from rollcall.train.data.order import Order
+from rollcall.train.ranks.signals import StopSignals
+from rollcall.train.ranks.world import World
+from rollcall.train.weights.deferred import Draws
+
+BATCH, STEPS, RATE = 8, 6, 0.1
+WORDS = ["digits", "device=cpu", f"data.global_batch={BATCH}", f"train.steps={STEPS}"]
+WORDS += ["log.every=1", "optim.name=sgd", f"optim.lr={RATE}", "optim.schedule=constant"]
+WORDS += [
+    "optim.warmup_steps=0",
+    "optim.weight_decay=0",
+    "train.evaluate_every=null",
+    "checkpoint.every=null",
+]
+TOLERANCE = 1e-6  # relative, of losses: fp32 sums in another order
+Ends = tuple[dict[str, str], Path]
+
+
+def words(model: str, strategy: str, *more: str) -> list[str]:
+    data = "tokens" if model.endswith("Words") or model == "Limited" else "vectors"
+    named = [f"model.name=user_surprises:{model}", f"data.name=user_surprises:{data}"]
+    return [*WORDS, *named, f"parallel.strategy={strategy}", *more]
+
+
+def by_hand(case: Any, batch: int) -> list[float]:
+    """The losses of a plain loop over whole batches."""
+    kind, loss = case if isinstance(case, tuple) else (case, functional.cross_entropy)
+    with Draws(0):
+        model = kind()
+    x, y = user_surprises.vectors_by_hand()
+    order = Order(len(x), STEPS * batch, batch, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        rows = torch.tensor(order.samples(step, range(batch))[0])
+        value = loss(model(x[rows]), y[rows]).mean()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+REFUSED = {
+    "scale-of-training-in-a-pipeline": (
+        words("Scales", "pipeline", "data.micro_batch=2"),
+        "parallel.strategy=pipeline computes something else than one rank would: its loss",
+    ),
+    "scale-of-training-in-stages": (
+        words("Scales", "split"),
+        "parallel.strategy=split computes something else than one rank would: its loss",
+    ),
+    "norm-of-training-over-split-features": (
+        words("Normalizes", "tensor"),
+        "parallel.strategy=tensor computes something else than one rank would: its loss",
+    ),
+    "mean-of-training-over-a-cut-sequence": (
+        words("Words", "context"),
+        "parallel.strategy=context computes something else than one rank would: its loss",
+    ),
+    "random-numbers-do-not-hide-it": (
+        words("NoisyWords", "context"),
+        "parallel.strategy=context computes something else than one rank would: its loss",
+    ),
+    "statistics-of-a-batch": (
+        words("Spread", "ddp"),
+        "the output of last depends on the other samples of a batch",
+    ),
+    "statistics-of-a-batch-zero3": (
+        words("Spread", "zero3"),
+        "the output of last depends on the other samples of a batch",
+    ),
+    "statistics-that-one-sample-lacks": (
+        words("Deviates", "ddp"),
+        "the output of last depends on the other samples of a batch",
+    ),
+    "contrastive-loss": (
+        words("Net", "ddp", "train.loss=user_surprises:contrastive"),
+        "train.loss=user_surprises:contrastive depends on the other samples of a batch",
+    ),
+    "running-mean-of-a-loss": (
+        words("Net", "ddp", "train.loss=user_surprises:Running"),
+        "train.loss=user_surprises:Running depends on the other samples of a batch",
+    ),
+    "running-mean": (
+        words("Centers", "ddp"),
+        "forward() changes the buffers mean by the samples that it sees, so each rank would have "
+        "its own: set model.sync_buffers={mean: mean}",
+    ),
+    "count-of-samples": (
+        words("Counts", "zero3"),
+        "forward() changes the buffers seen by the samples that it sees, so each rank would have "
+        "its own: set model.sync_buffers={seen: sum}",
+    ),
+    "codebook": (
+        words("Codebook", "ddp"),
+        "forward() changes the buffers codes, uses by the samples that it sees",
+    ),
+    "codebook-of-the-first-rank": (
+        words("FirstCodebook", "ddp"),
+        "forward() changes the buffers embed_avg by the samples that it sees, so each rank would "
+        "have its own: let forward() add up what it changes them by, with torch.distributed, as in "
+        "dist.all_reduce(counts)",
+    ),
+    "weights-that-forward-changes": (
+        words("Limited", "ddp"),
+        "forward() changes the weights embedding.weight by the samples that it sees",
+    ),
+    "weights-that-forward-changes-zero3": (
+        words("Limited", "zero3"),
+        "forward() changes the weights embedding.weight by the samples that it sees",
+    ),
+    "codebook-zero3": (
+        words("Codebook", "zero3"),
+        "forward() changes the buffers codes, uses by the samples that it sees",
+    ),
+    "contrastive-loss-zero3": (
+        words("Net", "zero3", "train.loss=user_surprises:contrastive"),
+        "train.loss=user_surprises:contrastive depends on the other samples of a batch",
+    ),
+    "heads-that-some-samples-use": (
+        words("Heads", "zero3"),
+        "parallel.strategy=zero3 gathers weights on all ranks together, but only some samples use "
+        "heads.*: set parallel.conditional=heads.* to keep them whole on each rank",
+    ),
+    "heads-that-some-samples-use-zero2": (
+        words("Heads", "zero2"),
+        "parallel.strategy=zero2 gathers weights on all ranks together, but only some samples use "
+        "heads.",
+    ),
+}
+
+
+CONTRASTIVE = (user_surprises.Net, user_surprises.contrastive)
+GATHERED = "train.loss=user_surprises:contrastive", "train.gather=true"
+EQUAL: dict[str, tuple[Any, list[str]]] = {
+    "replaced-buffer-zero3": (user_surprises.Replaces, words("Replaces", "zero3")),
+    "replaced-buffer-ddp": (user_surprises.Replaces, words("Replaces", "ddp")),
+    "counter-ddp": (user_surprises.Remembers, words("Remembers", "ddp")),
+    "counter-zero3": (user_surprises.Remembers, words("Remembers", "zero3")),
+    "input-in-place-zero3": (user_surprises.Doubles, words("Doubles", "zero3")),
+    "input-in-place-repeated": (user_surprises.InPlace, words("InPlace", "ddp")),
+    "input-in-place-out-of-memory": (user_surprises.Exhausted, words("Exhausted", "ddp")),
+    "fp64-zero3": (user_surprises.Exact, words("Exact", "zero3")),
+    "recomputed-blocks": (
+        user_surprises.Blocks,
+        words("Blocks", "ddp", "model.activation_checkpointing=blocks"),
+    ),
+    "recomputed-blocks-selective": (
+        user_surprises.Blocks,
+        words("Blocks", "zero3", "model.activation_checkpointing=selective"),
+    ),
+    "recurrent-ddp": (user_surprises.Recurrent, words("Recurrent", "ddp")),
+    "recurrent-zero3": (user_surprises.Recurrent, words("Recurrent", "zero3")),
+    "annealed-loss-ddp": (
+        (user_surprises.Net, user_surprises.Annealed()),
+        words("Net", "ddp", "train.loss=user_surprises:Annealed"),
+    ),
+    "running-mean-of-a-gathered-loss": (
+        (user_surprises.Net, user_surprises.Running()),
+        words("Net", "ddp", "train.loss=user_surprises:Running", "train.gather=true"),
+    ),
+    "conditional-heads": (
+        user_surprises.Heads,
+        words("Heads", "zero3", "parallel.conditional=heads.*"),
+    ),
+    "conditional-heads-zero2": (
+        user_surprises.Heads,
+        words("Heads", "zero2", "parallel.conditional=heads.*"),
+    ),
+    "contrastive-ddp": (CONTRASTIVE, words("Net", "ddp", *GATHERED)),
+    "contrastive-zero3-micro": (
+        CONTRASTIVE,
+        words("Net", "zero3", *GATHERED, "data.micro_batch=3"),
+    ),
+    "contrastive-ddp-padded": (
+        CONTRASTIVE,
+        words("Net", "ddp", *GATHERED, "data.global_batch=7", "data.micro_batch=1"),
+    ),
+    "shared-mean-ddp": (
+        user_surprises.Centers,
+        words("Centers", "ddp", "model.sync_buffers={mean: mean}"),
+    ),
+    "codebook-that-adds-up-over-ranks": (
+        user_surprises.SharedCodebook,
+        words("SharedCodebook", "zero3"),
+    ),
+    "shared-sum-zero3": (
+        user_surprises.Counts,
+        words("Counts", "zero3", 'model.sync_buffers={"*": sum}'),
+    ),
+    "no-memory-for-the-plain-model": (user_surprises.Net, words("Greedy", "zero3")),
+    "no-memory-for-the-spread-model": (user_surprises.Net, words("GreedyWhenSpread", "zero3")),
+    "heads-ddp": (user_surprises.Heads, words("Heads", "ddp")),
+}
+
+
+MIXED = {
+    "heads-unseen": words("Heads", "zero3", "data.global_batch=2", "parallel.check=off"),
+    "branches-unseen": words("Branches", "zero2", "data.global_batch=2", "parallel.check=off"),
+}
+ACCEPTED = {
+    "batchnorm-dropout-and-noise-ddp": words("Batches", "ddp"),
+    "batchnorm-dropout-and-noise-zero3": words("Batches", "zero3"),
+    "no-slope-zero3": words("Net", "zero3", "train.loss=user_surprises:zero_loss"),
+    "weight-of-training-context": words("ExtraWords", "context"),
+    "unusual-code": words("Unusual", "ddp"),
+    "warning": words("Spread", "ddp", "parallel.check=warn"),
+    "repeated-samples": words(
+        *("Centers", "ddp", "model.sync_buffers={mean: mean}", "data.global_batch=7")
+    ),
+}
+BROKEN = {"static-graph": words("InPlace", "ddp", "parallel.static_graph=true")}
+COUNTED = {
+    "counted-ddp": words("Counted", "ddp"),
+    "counted-zero3": words("Counted", "zero3"),
+    "counted-tensor": words("Counted", "tensor"),
+}
+CASES = {name: given for name, (given, _) in REFUSED.items()}
+CASES |= MIXED | COUNTED | BROKEN
+CASES |= {name: given for name, (_, given) in EQUAL.items()} | ACCEPTED
+
+
+def do_all(rank: int, folder: Path) -> None:
+    """Be a rank that does all cases, and notes how each ends."""
+    world = World.join("cpu")
+    ends: dict[str, str] = {}
+    passed, warned = {}, {}
+    for name, given in CASES.items():
+        _, config = parse([*given, f"run.root={folder}", f"run.name={name}"])
+        printed = io.StringIO()
+        with StopSignals() as signals, contextlib.redirect_stderr(printed):
+            try:
+                ends[name] = training.train("digits", config, world, signals)
+            except ConfigError as error:
+                ends[name] = str(error)
+        warned[name] = printed.getvalue()
+        passed[name], user_surprises.Counted.passes[:] = [*user_surprises.Counted.passes], []
+    (folder / f"passed-{rank}.json").write_text(json.dumps(passed))
+    (folder / f"warned-{rank}.json").write_text(json.dumps(warned))
+    (folder / f"ends-{rank}.json").write_text(json.dumps(ends))
+    world.leave()
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How each case ended, on all ranks alike, and where."""
+    folder = tmp_path_factory.mktemp("checks")
+    together(2, do_all, folder)
+    first, second = (json.loads((folder / f"ends-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    return first, folder
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_differ_is_refused_before_the_first_step(case: str, ends: Ends) -> None:
+    (reasons, folder), (_, message) = ends, REFUSED[case]
+    assert reasons[case].startswith(message)
+    assert reasons[case].endswith("; or set parallel.check=warn to train anyway")
+    assert not (folder / case).exists()
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_ranks_that_mix_weights_end_the_run(case: str, ends: Ends) -> None:
+    reason = ends[0][case]
+    assert re.search("the ranks did not use the same weights before step [2-5]", reason)
+    assert case.split("-")[0] in reason
+
+
+def test_a_broken_promise_of_a_static_graph_ends_the_run(ends: Ends) -> None:
+    assert ends[0]["static-graph"] == (
+        "parallel.static_graph=true promises that every step uses the same weights, but this one "
+        "leaves out 2 more: remove the key"
+    )
+
+
+@pytest.mark.parametrize("case", [*EQUAL, *ACCEPTED])
+def test_what_is_accepted_trains(case: str, ends: Ends) -> None:
+    reasons, folder = ends
+    assert reasons[case] == "done"
+    lines = logged_steps(RunDir(folder, case))
+    losses = [line["loss"] for line in lines]
+    assert len(losses) == STEPS
+    if case in EQUAL:
+        batch = 7 if "data.global_batch=7" in CASES[case] else BATCH
+        assert losses == pytest.approx(by_hand(EQUAL[case][0], batch), rel=TOLERANCE)
+
+
+def test_samples_that_are_repeated_to_divide_a_batch_are_announced(ends: Ends) -> None:
+    warned = json.loads((ends[1] / "warned-0.json").read_text())
+    assert "forward() changes mean by these too, so the result" in warned["repeated-samples"]
+    assert "repeat samples" not in warned["shared-mean-ddp"]
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_few_samples_pass_before_the_first_step(case: str, ends: Ends) -> None:
+    (reasons, folder), steps = ends, STEPS * (BATCH if "tensor" in case else BATCH // 2)
+    assert reasons[case] == "done"
+    for rank in range(2):
+        passed = json.loads((folder / f"passed-{rank}.json").read_text())[case]
+        assert steps < sum(passed) <= steps + 20, passed

@@ -1,0 +1,56 @@
+"""A training on a terminal: its first word, Ctrl-C before it can save, and a run that is done."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from ranks import alone
+
+WORDS = ["digits", "model.name=mlp", "device=cpu", "train.steps=2", "train.evaluate_every=null"]
+TRAIN = [sys.executable, "-m", "rollcall", "train", *WORDS]
+TORCHRUN = [sys.executable, str(ROOT / "env/bin/torchrun"), "--nproc_per_node=1", "-m", "train"]
+
+
+@pytest.mark.parametrize("command", [TRAIN, [*TORCHRUN, *WORDS]], ids=["train", "torchrun"])
+def test_ctrl_c_during_the_imports_says_how_to_go_on(tmp_path: Path, command: list[str]) -> None:
+    ours, theirs = pty.openpty()
+
+    def on_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
+        os.login_tty(os.dup(theirs))
+
+    words = [*command, f"run.root={tmp_path}", "run.name=a"]
+    with subprocess.Popen(words, cwd=ROOT, preexec_fn=on_terminal) as training:
+        os.close(theirs)
+        shown = b""
+        while b"importing PyTorch" not in shown:
+            shown += os.read(ours, 1000)
+        os.write(ours, b"\x03")  # as a person types it
+        while training.poll() is None or b"to continue" not in shown:
+            try:
+                shown += os.read(ours, 1000)
+            except OSError:  # it has ended
+                break
+    os.close(ours)
+    assert training.returncode == os.EX_TEMPFAIL, shown.decode()
+    assert b"stopped" in shown and b"the same command" in shown and b"Traceback" not in shown
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    said = []
+    for log in (tmp_path / "first", tmp_path / "second"):
+        training = alone([*WORDS, f"run.root={tmp_path}", "run.name=a"], log)
+        training.join(500)
+        said.append(log.read_text())
+        assert training.exitcode == 0, said
+    assert "done: 2 steps trained" in said[0] and "samples/s" in said[0]
+    assert "done: nothing to do: 2 steps trained already" in said[1]
+    assert "samples/s" not in said[1]
+    assert "PyTorch" not in said[1]  # a file gets no progress

@@ -1,0 +1,35 @@
+"""Optimizers of the user's are tried before the run: sharded, resumed, with unused weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+from user_state import WORDS
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "strategy", "code", "message"),
+    [
+        ("user_state:Own", 2, "zero3", 0, ""),
+        ("RAdam", 2, "zero2", 0, ""),
+        ("user_state:Own norm", 2, "zero1", 0, ""),
+        ("user_state:Own norm", 2, "zero3", 2, "with sharded weights its steps differ by"),
+        ("Adafactor", 2, "zero3", 2, "fails with sharded weights"),
+        ("user_state:Own counter", 1, "single", 2, "after a save and a resume its steps differ"),
+        ("user_state:Own noise", 2, "zero3", 0, ""),
+        ("user_state:Own decay", 1, "single", 0, "had not used before a save its steps differ"),
+    ],
+)
+def test_an_optimizer_is_tried_before_the_run(
+    tmp_path: Path, optimizer: str, ranks: int, strategy: str, code: int, message: str
+) -> None:
+    name, *kind = optimizer.split()
+    words = [*WORDS[:4], "model.name=user_state:Net", "train.loss=user_state:cross_entropy"]
+    words += [f"optim.name={name}", *(f"optim.args.kind={one}" for one in kind)]
+    words += [f"parallel.strategy={strategy}", "train.steps=1", f"run.root={tmp_path}"]
+    run = Ranks(ranks, words, tmp_path / "logs")
+    assert run.wait() == [code] * ranks, run.output()
+    assert message in run.output()
+    assert bool(message) == ("optim.name=" in run.output()), run.output()

@@ -1,0 +1,186 @@
+"""The table of commands: its help, its completion in shells, and how to add one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+
+from rollcall.cli import completion
+from rollcall.cli import program as cli
+from rollcall.cli.commands import COMMANDS
+
+TYPED = [name for name, command in COMMANDS.items() if command.by_people]
+NEW = '''
+"""`rollcall weather RUN`: a command that somebody has added."""
+
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the words; return the exit code."""
+    print("sunny in", *argv)
+    return 3
+'''
+
+
+@pytest.mark.parametrize("start", [["-m", "rollcall"], ["-m", "launch"], ["env/bin/rollcall"]])
+def test_every_way_to_start_shows_the_same_commands(start: list[str]) -> None:
+    shown = subprocess.run(
+        [sys.executable, *start, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == cli.usage() + "\n"
+    for name in TYPED:
+        assert f"  {name} " in shown.stdout
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_every_command_has_help_under_its_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = importlib.import_module(f"rollcall.{COMMANDS[name].module}").main(["--help"])
+    except SystemExit as left:
+        code = left.code
+    assert code in (0, None)
+    shown = capsys.readouterr().out
+    assert f"rollcall {name}" in shown
+    assert shown.partition("\n")[0].startswith("usage: rollcall watch ") == (name == "watch")
+    assert "__main__.py" not in shown
+
+
+def test_a_command_without_output_or_input_works(tmp_path: Path) -> None:
+    line = f"{sys.executable} env/bin/rollcall status --root {tmp_path} <&- >&-"
+    shown = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("sumbit", ", did you mean 'submit'?"),
+        ("resume", "; a run resumes if you repeat its command with run.name=RUN"),
+        ("ps", "; use status"),
+        ("xyzzy", "; `rollcall --help` lists the commands"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_nearest(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([word]) == 2
+    said = capsys.readouterr().err
+    assert f"unknown command '{word}'{hint}" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_the_version_is_the_projects(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert cli.main([word]) == 0
+    assert capsys.readouterr().out == f"rollcall {project['version']}, in {ROOT}\n"
+
+
+def test_a_new_launcher_command_is_one_file_and_one_line(tmp_path: Path) -> None:
+    for name in ("rollcall", "launch", "train"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    (tmp_path / "rollcall" / "launch" / "commands" / "weather.py").write_text(NEW)
+    table = tmp_path / "rollcall" / "cli" / "commands.py"
+    line = '    "weather": Command("launch.commands.weather", "show the weather"),\n'
+    table.write_text(table.read_text().replace("LAUNCH = {\n", f"LAUNCH = {{\n{line}"))
+    for start in ("rollcall", "launch"):
+        done = subprocess.run(
+            [sys.executable, "-m", start, "weather", "a"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (3, "sunny in a\n"), done.stderr
+    shown = subprocess.run(
+        [sys.executable, "-m", "rollcall", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "weather" in shown.stdout and "show the weather" in shown.stdout
+
+
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert completion.main([shell]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sta"], ["stacks", "status"]),
+        (["train", "digi"], ["digits"]),
+        (["submit", "optim.lr"], ["optim.lr=", "optim.lr_scaling="]),
+        (["submit", "digits", "seed"], ["seed="]),
+        (["status", "di"], []),
+        (["supervi"], []),
+    ],
+)
+def test_bash_completes_commands_recipes_and_keys(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = f"""{script("bash", capsys)}
+complete -p rollcall
+COMP_WORDS=(rollcall "$@") COMP_CWORD=$#
+_rollcall
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    shown = subprocess.check_output(["bash", "-c", ask, "bash", *words], text=True).splitlines()
+    assert shown[0] == "complete -o default -F _rollcall rollcall"
+    assert sorted(filter(None, shown[1:])) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_read_their_scripts(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = script(shell, capsys)
+    for word in ("status", "digits", "optim.lr="):
+        assert word in text
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed: apt-get install {shell} runs this test")
+    (tmp_path / "script").write_text(text)
+    env = os.environ | {"HOME": str(tmp_path)}
+    subprocess.run([shell, "-n", tmp_path / "script"], check=True, env=env)
+    if shell == "fish":
+        ask = f"source {tmp_path}/script; complete -C 'rollcall submit optim.lr'"
+        shown = subprocess.check_output(["fish", "-c", ask], text=True, env=env)
+        assert shown.split() == ["optim.lr=", "optim.lr_scaling="]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "train", "--help", "all"],
+        ["-m", "rollcall", "explain"],
+        ["launch/submit.py", "--dry-run"],
+        ["launch/submit.py", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_that_nobody_reads_is_no_traceback(words: list[str], unbuffered: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=env, stdout=theirs, stderr=subprocess.PIPE
+    )
+    os.close(theirs)
+    assert b"Traceback" not in ended.stderr and b"BrokenPipe" not in ended.stderr
+    assert ended.returncode in (0, 128 + signal.SIGPIPE)
+
+
+def test_an_option_whose_value_is_two_dashes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["submit", "--nodes=--"], ["submit", "-N--"], ["status", "--root=--"]):
+        assert cli.main(words) == 2
+        assert "expected a value" in capsys.readouterr().err

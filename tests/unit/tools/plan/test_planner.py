@@ -1,0 +1,372 @@
+"""The planner's closed forms, its choices, its refusals and its report of errors."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkout import ROOT
+
+from rollcall.records.run import LoggedStep
+from rollcall.records.run_dir import RunDir
+from rollcall.tools.plan import command as plan
+from rollcall.tools.plan import memory, run_cost, search, step_time, validate
+from rollcall.tools.plan.layout import Layout
+from rollcall.tools.plan.machine import Machines
+from rollcall.tools.plan.model import named, transformer
+
+GOLDEN = ROOT / "tests" / "golden"
+LLAMA = named("llama-3-8b")
+H100 = Machines().machine("h100")
+GPT = ["gpt", "--gpus", "8", "--gpu", "h100"]
+LINE = ["llama-3-8b", "--gpus", "64", "--gpu", "h100"]
+
+
+def test_known_shapes_have_their_published_parameters() -> None:
+    counts = {"llama-3-8b": 8.03e9, "llama-3-70b": 70.6e9, "llama-3-405b": 405.9e9}
+    for name, count in counts.items():
+        assert named(name).weights == pytest.approx(count, rel=2e-3), name
+
+
+def test_terms_add_up_and_follow_the_layout() -> None:
+    layout = Layout(data=8, zero=3, micro=1, batch=64)
+    needed = memory.of(LLAMA, layout, H100)
+    assert needed["optimizer state"] == LLAMA.weights * 8 / 8
+    assert needed["weights"] == LLAMA.weights * 4 / 8
+    assert needed["gradients"] == LLAMA.weights * 4  # whole until the last of eight micro-batches
+    at_once = dataclasses.replace(layout, micro=8)
+    assert memory.of(LLAMA, at_once, H100)["gradients"] == LLAMA.weights * 4 / 8
+    seconds = step_time.of(LLAMA, layout, H100)
+    least = LLAMA.flops() * 64 / 8 / H100.chip.flops["bf16"]
+    assert least / 0.67 < seconds.total() < 3 * least
+    again = step_time.of(LLAMA, dataclasses.replace(layout, recompute="full"), H100)
+    # torch's recomputation stops before the last product, whose output nothing keeps.
+    last = LLAMA.layer.products[-1]
+    left_out = (
+        last.inner * last.columns / sum(one.inner * one.columns for one in LLAMA.layer.products)
+    )
+    times = (4 - left_out) / 3
+    assert again["matrix products"] == pytest.approx(seconds["matrix products"] * times, rel=0.05)
+
+
+def test_memory_is_what_megatrons_own_tests_measure() -> None:
+    """Peaks of the last stage on eight A100, https://github.com/NVIDIA/Megatron-LM (BSD 3-Clause),
+    tests/functional_tests, commit d98e8a6: 12 layers of width 512 in many layouts."""
+    errors = []
+    for row in csv.DictReader((GOLDEN / "megatron_memory.csv").read_text().splitlines()):
+        names = ("tensor", "stages", "context", "chunks", "zero")
+        degrees: dict[str, Any] = {name: int(row[name]) for name in names}
+        ranks = degrees["tensor"] * degrees["stages"] * degrees["context"]
+        vocab = -(-50257 // (128 * degrees["tensor"])) * 128 * degrees["tensor"]
+        shape = {"layers": 12, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 2048}
+        tied = row["tied"] == "1"
+        model = transformer("gpt", **shape, vocab=vocab, length=1024, gated=False, tied=tied)
+        sequence, recompute = row["sequence"] == "1", row["recompute"]
+        layout = Layout(
+            8 // ranks, **degrees, sequence=sequence, recompute=recompute, micro=4, batch=32
+        )
+        machine = Machines().machine("a100", row["software"])
+        last = layout.stages - 1
+        layers = step_time.cuts(model, layout, machine)[last]
+        terms = memory.stage(model, layout, machine, last, layers)
+        needed = (terms.total() - terms["workspaces"]) / 2**20
+        errors.append(abs(needed / float(row["mebibytes"]) - 1))
+    assert statistics.median(errors) < 0.05 and max(errors) < 0.15, errors
+
+
+def test_attention_without_fusion_keeps_five_bytes_a_score() -> None:
+    """Korthikanti et al., https://arxiv.org/abs/2205.05198, equation 1; selective: equation 6."""
+    layout = Layout(tensor=2, micro=3, batch=3)
+    old = Machines().machine("a100", "megatron-lm")
+    layers = LLAMA.layers
+    whole = memory.stage(LLAMA, layout, old, 0, layers)["activations"]
+    selective = dataclasses.replace(layout, recompute="selective")
+    kept = memory.stage(LLAMA, selective, old, 0, layers)["activations"]
+    assert whole - kept == pytest.approx(5 * 32 * 8192**2 * 3 / 2 * layers)
+
+
+def test_fp32_moves_and_sends_twice_the_bytes() -> None:
+    layout = Layout(data=8, tensor=2, zero=3, micro=1, batch=64)
+    half = step_time.of(LLAMA, layout, H100)
+    full = step_time.of(LLAMA, dataclasses.replace(layout, precision="fp32"), H100)
+    moved = [
+        step_time.work(LLAMA.layer, dataclasses.replace(layout, precision=one), H100)
+        for one in ("fp32", "bf16")
+    ]
+    assert moved[0]["other operations"] == 2 * moved[1]["other operations"]
+    assert full["tensor collectives"] == pytest.approx(2 * half["tensor collectives"], rel=0.1)
+
+
+def test_zero_2_pays_the_latency_of_a_ring_for_each_layer() -> None:
+    """With 512 ranks a step of a small model waits for 2 x 511 hops of each layer."""
+    small = named("gpt-2", 64)
+    layout = Layout(data=512, zero=2, micro=1, batch=512)
+    hops = 2 * small.layers * 511 * H100.software.hop
+    assert step_time.of(small, layout, H100)["data collectives"] > step_time.SLOWED * hops
+
+
+def test_a_ring_of_context_ranks_hides_beside_the_attention() -> None:
+    layout = Layout(data=4, context=4, micro=1, batch=4)
+    ring = Machines().machine("h100", "megatron")
+    exchanged, rotated = (
+        step_time.work(LLAMA.layer, layout, machine)["context collectives"]
+        for machine in (H100, ring)
+    )
+    assert rotated < exchanged / 4  # 8 of 32 heads have keys and values
+
+
+def test_a_pipelines_bubble_is_what_1f1b_leaves() -> None:
+    """Equal stages: one more micro-batch for each further stage, https://arxiv.org/abs/2104.04473."""
+    layout = Layout(stages=4, micro=1, batch=8)
+    seconds = step_time.of(LLAMA, layout, H100)
+    slot = 8 * step_time.work(LLAMA.layer, layout, H100).total()
+    assert seconds["pipeline bubble"] == pytest.approx(3 * slot, rel=0.05)
+
+
+def test_a_factor_stretches_every_term() -> None:
+    slow = dataclasses.replace(H100, factor=1.5)
+    layout = Layout(data=8, batch=64)
+    plain = step_time.of(LLAMA, layout, H100).total()
+    assert step_time.of(LLAMA, layout, slow).total() == pytest.approx(1.5 * plain)
+
+
+def test_the_best_layouts_fit_and_come_first() -> None:
+    found = search.search(LLAMA, 64, 512, H100, "bf16")
+    assert found == sorted(found, key=lambda choice: choice.time)
+    assert all(memory.fits(choice.bytes, H100) for choice in found)
+    assert all(choice.layout.ranks == 64 for choice in found)
+    fewest = search.smallest(LLAMA, 64, H100, "bf16")
+    assert fewest and not search.search(LLAMA, fewest.layout.ranks // 2, 64, H100, "bf16")
+
+
+def test_the_run_pays_for_its_failures() -> None:
+    cost = run_cost.cost(LLAMA, 8.0, 512, run_cost.budget("1T"), 8, run_cost.rate("rsc-1"))
+    assert cost.steps == -(-(10**12) // (512 * 8192))
+    assert cost.between_failures == pytest.approx(86400 / 8 / 6.5e-3)
+    assert 0.99 < cost.goodput < 1 and cost.whole > cost.busy == cost.steps * 8.0
+
+
+def test_the_readmes_line_needs_no_torch() -> None:
+    code = "import sys; from rollcall.cli.program import main; main(sys.argv[1:]);"
+    code += "print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "plan", *LINE, "--why", "--budget", "15T"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "False"
+    assert "rollcall submit --nodes 8 --gpus-per-node 8" in output and "GPU-hours" in output
+
+
+def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*LINE, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert sum(first["terms"].values()) == pytest.approx(first["seconds"])
+    assert sum(first["memory"].values()) == pytest.approx(first["bytes"])
+
+
+def test_what_the_command_says_of_a_layout_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the line to submit, when it is planned again."""
+    given = ["parallel.mesh=shard=rest,tensor=2", "data.micro_batch=2"]
+    assert plan.main([*GPT, *given]) == 0
+    table, _, line = capsys.readouterr().out.partition("Submit the first: rollcall submit ")
+    assert [row.split()[1:3] for row in table.splitlines()[3:] if row] == [
+        ["shard=4,tensor=2", "2"]
+    ]
+    keys = [word for word in line.splitlines()[0].split() if "=" in word]
+    planned = {"data.micro_batch=2", "parallel.mesh=shard=4,tensor=2", "parallel.strategy=zero3"}
+    assert planned <= {*keys}
+    assert plan.main([*GPT, *keys]) == 0
+    assert capsys.readouterr().out.splitlines()[3] == table.splitlines()[3]
+
+
+def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
+    machines = Machines()
+    names = {"a100": "A100", "A100-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
+    names |= {"NVIDIA H100 80GB HBM3": "H100", "h200-141gb": "H200", "gb200": "GB200"}
+    names |= {"NVIDIA GH200 480GB": "GH200", "Tesla V100-SXM2-16GB": "V100-16GB"}
+    names |= {"NVIDIA L40S": "L40S", "AMD Instinct MI300X VF": "MI300X"}
+    assert {name: machines.chip(name).name for name in names} == names
+
+
+def test_nodes_that_share_links_and_odd_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Faster machines are left out if their nodes cannot be filled."""
+    assert plan.main(["llama-3-8b", "--gpus", "64", "--gpu", "gb200"]) == 0
+    assert "submit --nodes 16 --gpus-per-node 4" in capsys.readouterr().out
+    assert plan.main(["llama-3-8b", "--gpus", "7", "--gpu", "h100"]) == 0
+    assert "For more speed: 7 B200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("chips: 3", "just", "factors: {a: -1}", "fabrics: {efa: 3}", "{"),
+        *(
+            "factors: {H100 bf16 defualt: 2}",
+            "factors: {H100 bf16 rollcall: .inf}",
+            "chips: {H100: {node: 0.5}}",
+            "chips: {H100: {}, H100: {}}",
+            "software: {rollcall: {passes: much}}",
+            "software: {rollcall: {fused: no}}",
+            "software: {rollcall: {fabric: 3}}",
+            "chips: {H100: {memmory: 9}}",
+            "fabrics: {efa: {hop: -1}}",
+        ),
+    ],
+)
+def test_wrong_machines_are_refused(text: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    assert plan.main([*LINE, "--machines", str(own), "--fabric", "efa"]) == 2
+
+
+def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("software: {rollcall: {host: 9}}\nfabrics: {RoCE: {hop: 2e1}}")
+    changed = Machines(str(own)).software("rollcall", fabric="RoCE")
+    assert (changed.host, changed.hop) == pytest.approx((9e-3, 2e-5))
+    assert changed.autocast and changed.whole
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h1000"], "unknown chip 'h1000', did you mean"),
+        (["llama-3-8c", "--gpus", "8", "--gpu", "h100"], "did you mean 'llama-3-8b'?"),
+        ([*LINE, "--budget", "10"], "is less than the 4,194,304 tokens of one step"),
+        ([*LINE, "--budget", "much"], "--budget much: expected a number of tokens or samples"),
+        (["llama-3-8b", "--gpus", "63", "--gpu", "h100"], "such as 56 or 64"),
+        (["llama-3-405b", "--gpus", "8", "--gpu", "h100"], "does not fit on 8 H100"),
+        ([*LINE, "--gpus", "512", "--batch", "3"], "no mesh divides a batch of 3 samples"),
+        ([*LINE, "--failures", "many"], "--failures many: expected failures per node and day"),
+        ([*LINE, "--precision", "fp4"], "H100 has no fp4; choose precision from"),
+        (["llama-3-8b"], "expected --gpu with the name of a chip"),
+        ([*LINE, "--machines", "missing.yaml"], "--machines missing.yaml: No such file"),
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h"], "unknown chip 'h'"),
+        (["llama-3-8b", "--gpus", "8", "--gpu", "h100-pcie"], "H100 PCIe cannot be planned"),
+        ([*LINE, "--budget", "1e400"], "--budget 1e400: expected a number of tokens"),
+        ([*LINE, "--price", "2"], "--price and --failures need --budget"),
+        ([*LINE, "--ranks", "8"], "--ranks takes no --gpu"),
+        (["gpt", "--gpu", "h100", "--length", "9"], "--length is for a known shape"),
+        ([*GPT, "parallel.strategy=zero1"], "parallel.strategy=zero1: none of the layouts"),
+        ([*GPT, "data.micro_batch=3"], "data.micro_batch=3: none of the layouts"),
+        ([*GPT, "parallel.mesh=tensor=3"], "parallel.mesh=tensor=3 needs 3 ranks, but 8"),
+        ([*LINE, "--nodes", "8"], "--gpus and --nodes say the same"),
+        (["--validate", "missing"], "--validate missing: expected a folder with tables"),
+        (["--validate", ""], "--validate : expected a folder with tables"),
+        ([*LINE, "--gpus", "1e9"], "--gpus 1e9: expected a whole number from 1"),
+        ([*LINE, "--top", "0"], "--top 0: expected a whole number from 1"),
+        ([*LINE, "--budget", ""], "--budget : expected a number of tokens"),
+        ([*LINE, "--budget", "1T", "--price", "-1"], "--price -1: expected the price"),
+        (["digits", "--ranks", "100000000"], "--ranks 100000000: expected at most 65,536"),
+    ],
+)
+def test_wrong_words_get_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--failures" in words:
+        words = [*words, "--budget", "15T"]
+    assert plan.main(words) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A factor of the user's file makes the plan equal to the measurement."""
+    config = "data: {name: synthetic_tokens, seq_len: 64, num_classes: 32, global_batch: 8, "
+    config += "micro_batch: auto}"
+    (tmp_path / "config.yaml").write_text(f"{config}\nmodel: {{name: gpt}}\n")
+    words = [str(tmp_path), "--gpu", "a100", "--json"]
+    run = RunDir(tmp_path.parent, tmp_path.name)
+    for chip in ("Intel(R) Xeon(R) Processor", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"):
+        run.record("started", world_size=2, chip=chip)
+        assert plan.main(words) == 2
+        assert f"ran on {chip}" in capsys.readouterr().err
+    LoggedStep(1, 1.0, 1.0, time.time()).append(tmp_path)
+    run.record("started", world_size=1, chip="NVIDIA A100-SXM4-80GB")
+    assert plan.main(words) == 2
+    assert "no step has been logged" in capsys.readouterr().err
+    LoggedStep(9, 1.0, 4.0, time.time()).append(tmp_path)
+    assert plan.main([*words, "--gpus", "64"]) == 2
+    assert "the plan of a run takes no --gpus" in capsys.readouterr().err
+    assert plan.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"] == 2.0 > found["predicted"]
+    own = tmp_path / "own.yaml"
+    own.write_text(json.dumps({"factors": found["factor"]}))
+    assert plan.main([*words, "--machines", str(own)]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"] == pytest.approx(2.0, rel=1e-3)
+
+
+def _table(folder: Path) -> None:
+    """Rows that the planner itself would measure, two equal ones that differ, and a crash."""
+    layout = Layout(data=8, zero=3, micro=1, batch=64, recompute="full")
+    seconds = step_time.of(LLAMA, layout, Machines().machine("h100", "torchtitan")).total()
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
+    row = dict.fromkeys((*validate.SHAPE, *validate.DEGREES, *validate.NUMBERS, "mem_gb"), "")
+    row |= {key: str(value) for key, value in shape.items()}
+    row |= {"table": "own", "model": "llama", "vocab": "128256", "gated": "1", "tied": "0"}
+    row |= {"seq": "8192", "gpu": "H100-80GB", "gpus": "8", "gpus_per_node": "8", "dp": "8"}
+    row |= {
+        "precision": "bf16",
+        "zero": "3",
+        "sp": "1",
+        "recompute": "full",
+        "mbs": "1",
+        "gbs": "64",
+        "software": "torchtitan",
+    }
+    rows = [
+        {**row, "step_time_s": str(seconds * 1.1), "status": "ok"},
+        {**row, "mbs": "2", "step_time_s": "10", "status": "ok"},
+        {**row, "mbs": "2", "step_time_s": "30", "status": "ok"},
+        {**row, "zero": "0", "step_time_s": "", "status": "crashed_or_oom"},
+    ]
+    with (folder / "own.csv").open("w") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_validation_finds_errors_crashes_and_contradictions(tmp_path: Path) -> None:
+    _table(tmp_path)
+    rows, left_out = validate.read(str(tmp_path), Machines())
+    assert not left_out and validate.contradicted(rows) == {2}
+    whole, consistent, held_out = validate.report(rows)
+    assert whole["count"] == 4 and consistent["count"] == held_out["count"] == 3
+    assert consistent["time worst"] == pytest.approx(1 - 1 / 1.1)
+    assert consistent["recall"] == 1 and consistent["alarms"] == 0
+
+
+def test_a_smaller_micro_batch_that_takes_longer_is_a_contradiction(tmp_path: Path) -> None:
+    _table(tmp_path)
+    one, two, *_ = validate.read(str(tmp_path), Machines())[0]
+    assert one.seconds and one.layout.micro_batches == 2 * two.layout.micro_batches
+    assert validate.contradicted([one, two._replace(seconds=one.seconds * 0.49)]) == set()
+    assert validate.contradicted([one, two._replace(seconds=one.seconds * 0.45)]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("step_time_s", "nan"), ("step_time_s", "0"), ("ffn", "1e400"), ("tp", "3")],
+)
+def test_rows_that_cannot_be_planned_are_left_out(
+    column: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _table(tmp_path)
+    lines = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))
+    lines[0][column] = value
+    with (tmp_path / "own.csv").open("w") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    rows, left_out = validate.read(str(tmp_path), Machines())
+    assert len(rows) == 3 and left_out[0].startswith("own.csv, line 2: ")
+    (tmp_path / "own.csv").write_bytes(b"\xff")
+    assert plan.main(["--validate", str(tmp_path)]) == 2
+    assert "own.csv" in capsys.readouterr().err

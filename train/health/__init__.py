@@ -1,1 +1,0 @@
-"""Is a rank well? Hangs, replicas that differ."""
