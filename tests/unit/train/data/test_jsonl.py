@@ -178,7 +178,12 @@ def test_missing_parts_are_named(world: World, folder: Path, tmp_path: Path) -> 
 def test_targets_are_not_shifted_twice(world: World, folder: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     for name in ("next_token", "model"):
-        words = ["data.pad=true", f"train.loss={name}", "model.name=transformers"]
+        words = [
+            "data.pad=true",
+            f"train.loss={name}",
+            "model.name=transformers",
+            "model.args.base=x",
+        ]
         config = parse(words_of(path, folder, *words))[1]
         with pytest.raises(ConfigError, match=f"train.loss={name} predicts each target from those"):
             sets.load(config.data, world).learned_by(losses.of(config))
