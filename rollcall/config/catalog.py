@@ -44,7 +44,7 @@ SCHEDULES = {
 LOSSES = {
     "cross_entropy": "rollcall.train.numerics.losses:per_sample_loss",
     "mse": "rollcall.train.numerics.losses:squared_error",
-    "next_token": "rollcall.train.numerics.losses:next_token",
+    "next_token": "rollcall.train.numerics.losses:per_sample_loss",
     "model": "rollcall.train.numerics.model_loss:ModelLoss",
 }
 """Functions `(outputs, targets)` of some samples that return the loss of each: (rows,).

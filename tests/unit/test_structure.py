@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_300, 7_960
+CORE_LINES, TOOLS_LINES = 38_420, 7_960
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -61,11 +61,11 @@ BUDGET: dict[str, int] = {
     "rollcall/train/data": 2909,
     "rollcall/train/exact": 676,
     "rollcall/train/health": 1131,
-    "rollcall/train/inference": 850,
+    "rollcall/train/inference": 851,
     "rollcall/train/loggers": 360,
     "rollcall/train/models": 851,
-    "rollcall/train/numerics": 1722,
-    "rollcall/train/parallel": 2558,
+    "rollcall/train/numerics": 1817,
+    "rollcall/train/parallel": 2560,
     "rollcall/train/profiling": 762,
     "rollcall/train/ranks": 1363,
     "rollcall/train/recovery": 723,

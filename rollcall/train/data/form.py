@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from rollcall.train.numerics.losses import IGNORED
+from rollcall.train.numerics.cross_entropy import IGNORED
 from rollcall.train.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 TARGETS = ("labels", "label", "targets", "target")

@@ -16,6 +16,7 @@ from rollcall.system.files import write_atomic
 from rollcall.train.data.source import Batch
 from rollcall.train.inference.trained import Trained
 from rollcall.train.numerics import losses
+from rollcall.train.numerics.cross_entropy import IGNORED
 
 
 class _JsonLines:
@@ -79,7 +80,7 @@ def _lengths(outputs: torch.Tensor, targets: Any, filled: torch.Tensor | None) -
     if not outputs.shape[:2] == targets.shape[:2] == filled.shape:
         return []
     padding = targets[~filled.cpu()]  # targets that only happen to be as long have other values
-    is_padded = (padding == (0 if targets.is_floating_point() else losses.IGNORED)).all()
+    is_padded = (padding == (0 if targets.is_floating_point() else IGNORED)).all()
     return filled.sum(1).tolist() if is_padded else []
 
 

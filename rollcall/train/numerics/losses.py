@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from rollcall.config import arguments
 from rollcall.config.catalog import LOSSES
 from rollcall.config.schema import Config, ConfigError
+from rollcall.train.numerics.cross_entropy import IGNORED, cross_entropy
 from rollcall.train.numerics.metrics import check_name
 from rollcall.train.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from rollcall.train.numerics.precision import Scaler
 
-IGNORED = -100
-"""A class number that marks a target which does not count, as torch's `ignore_index`."""
 NOTHING = "rows are empty, all targets are -100, or the loss returns weights of 0"
 """Why no target counts."""
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -41,13 +39,24 @@ def of_values(function: Function) -> Function:
 
 
 @of_classes
-def per_sample_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of each sample: (rows, …, classes) and (rows, …) to (rows,)."""
+def per_sample_loss(
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Return the cross entropy of each sample: (rows, …, classes) and (rows, …) to (rows,).
+
+    Only training smooths targets and adds z_loss; see `cross_entropy`. For `next_token`, `Loss` has
+    shifted both: `targets` are the input tokens, or -100 where they do not count, as the models of
+    Hugging Face expect their labels.
+    """
+    if not torch.is_grad_enabled():
+        label_smoothing = z_loss = 0.0
     if targets.ndim == 1:
-        return functional.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="none")
-    losses = functional.cross_entropy(
-        outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none"
-    )
+        return cross_entropy(outputs, targets, label_smoothing, z_loss)
+    scores = outputs.flatten(0, -2)
+    losses = cross_entropy(scores, targets.flatten(), label_smoothing, z_loss)
     return _mean(losses.view(targets.shape))
 
 
@@ -89,16 +98,6 @@ def _mean(values: torch.Tensor) -> torch.Tensor:
     """Return the mean of each row: (rows, …) to (rows,); 0 of empty rows."""
     rows = values.reshape(len(values), math.prod(values.shape[1:]))
     return rows.mean(1) if rows.shape[1] else rows.sum(1)
-
-
-@of_classes
-def next_token(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of each row, where the target of a token is the one after it.
-
-    `targets` are the input tokens, or -100 where they do not count, as the models of Hugging Face
-    expect their labels. `Loss` has shifted both.
-    """
-    return per_sample_loss(outputs, targets)
 
 
 class Sums(NamedTuple):
@@ -157,6 +156,11 @@ class Loss:
                 f"train.loss={name}: expected a function of (outputs, targets) or of (model, "
                 f"batch): {problem}"
             )
+
+    @property
+    def converts(self) -> bool:
+        """True if it computes in fp32 whatever the format of the outputs is."""
+        return self._kind == "classes" and not self.is_own
 
     @property
     def shifts(self) -> bool:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from rollcall.config.schema import ConfigError
-from rollcall.train.numerics.losses import IGNORED, are_valid
+from rollcall.train.numerics.cross_entropy import IGNORED
+from rollcall.train.numerics.losses import are_valid
 
 CLOSE = 1e-5
 """Relative difference of two means of the same losses."""

@@ -485,7 +485,9 @@ class Strategy:
     def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
         if self._gathers:
             outputs, batch = of_all_ranks(outputs, batch)
-        return self._loss(in_fp32(outputs), batch.targets, batch.weights)
+        if not self._loss.loss.converts:
+            outputs = in_fp32(outputs)
+        return self._loss(outputs, batch.targets, batch.weights)
 
     def forward(self, batch: Batch) -> Any:
         """Return the outputs of the model in evaluation mode: (rows, …, classes), fp32."""

@@ -13,7 +13,7 @@ from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data.sets import files
 from rollcall.train.data.source import Source, data_set
 from rollcall.train.data.tokenizer import load
-from rollcall.train.numerics.losses import IGNORED
+from rollcall.train.numerics.cross_entropy import IGNORED
 from rollcall.train.ranks.world import World
 
 HELD_OUT = 20
