@@ -137,6 +137,9 @@ class Attention(nn.Module):
         query = _rotate(self._heads(self.query(x)), rotation)
         key = _rotate(self._heads(self.key(x)), rotation)
         value = self._heads(self.value(x))
+        if mask is not None:  # it rules out flash attention; other fast kernels want equal heads
+            copies = query.shape[1] // key.shape[1]
+            key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from user_tasks import WORDS, Sentences
 
 from rollcall.config.schema import ConfigError, Model
@@ -21,6 +23,17 @@ from rollcall.train.numerics import losses
 
 LENGTH = 24
 TOLERANCE = 1e-6  # relative, fp32: other kernels of attention, and sums in another order
+
+
+class Heads(TorchFunctionMode):
+    """Notes how many heads of queries, keys and values attention is given."""
+
+    seen: set[tuple[int, ...]]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            self.seen = getattr(self, "seen", set()) | {tuple(one.shape[1] for one in args[:3])}
+        return func(*args, **(kwargs or {}))
 
 
 def test_losses_and_gradients_equal_those_of_each_row_alone() -> None:
@@ -37,7 +50,9 @@ def test_losses_and_gradients_equal_those_of_each_row_alone() -> None:
         found.sum().backward()  # type: ignore[no-untyped-call]
         return torch.stack([found.sum(), weights.sum()]).detach()
 
-    one = sums(*form.inputs_and_targets([packed[n] for n in range(len(packed))]))
+    with Heads() as heads:
+        one = sums(*form.inputs_and_targets([packed[n] for n in range(len(packed))]))
+    assert heads.seen == {(4, 4, 4)}  # one key and value for each query, although two share one
     gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
     model.zero_grad()
     alone = [sums(*Form().inputs_and_targets([rows[row]])) for row in range(20)]
