@@ -245,9 +245,7 @@ class Gradient:
         if self._counting:
             self._counting.wait()
         counted = self._counted
-        if isinstance(counted, torch.Tensor) and counted.is_cpu:
-            return counted.item()
-        return counted
+        return counted.item() if isinstance(counted, torch.Tensor) and counted.is_cpu else counted
 
     def _add_up(self, own: torch.Tensor) -> None:
         self._counted = own

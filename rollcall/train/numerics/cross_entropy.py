@@ -2,6 +2,9 @@
 
 The scores of a language model in 16 bits, 8,192 tokens × 128,256 classes, take 2 GB. Converted to
 fp32, their logarithms and their gradient take 4 GB each.
+
+Label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567. The loss of z, which keeps scores
+small: Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311.
 """
 
 from collections.abc import Iterator
@@ -17,30 +20,16 @@ CHUNK = 2**25
 """Scores that are converted to fp32 at a time."""
 
 
-def cross_entropy(
-    scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
+def in_chunks(
+    scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float, z_loss: float
 ) -> torch.Tensor:
-    """Return the cross entropy of each token, in fp32; 0 where the target is -100.
+    """Return the cross entropy in fp32, 0 for targets of -100: (tokens, classes) to (tokens,).
 
-    Args:
-        scores: (tokens, classes), in any floating-point format.
-        targets: class numbers (tokens,).
-        label_smoothing: share of a target that is spread over all classes (Szegedy et al.,
-            https://arxiv.org/abs/1512.00567).
-        z_loss: factor of the squared logarithm of the sum of exponentials, which keeps it near zero
-            (Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311).
-
-    Raises:
-        IndexError: a target is outside of the classes, on a CPU.
+    An IndexError is raised if another target is not a class. See `losses.per_sample_loss`.
     """
-    if z_loss or scores.numel() > CHUNK:
-        chunked: Any = _InChunks.apply
-        losses: torch.Tensor = chunked(scores, targets, label_smoothing, z_loss)
-        return losses
-    scores = scores if scores.dtype == torch.float32 else scores.float()
-    return functional.cross_entropy(
-        scores, targets, reduction="none", label_smoothing=label_smoothing
-    )
+    chunked: Any = _InChunks.apply
+    losses: torch.Tensor = chunked(scores, targets, label_smoothing, z_loss)
+    return losses
 
 
 class _InChunks(torch.autograd.Function):

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from rollcall.config import arguments
 from rollcall.config.catalog import LOSSES
 from rollcall.config.schema import Config, ConfigError
-from rollcall.train.numerics.cross_entropy import IGNORED, cross_entropy
+from rollcall.train.numerics import cross_entropy
+from rollcall.train.numerics.cross_entropy import IGNORED
 from rollcall.train.numerics.metrics import check_name
 from rollcall.train.torch_private import tree_leaves
 
@@ -40,24 +42,23 @@ def of_values(function: Function) -> Function:
 
 @of_classes
 def per_sample_loss(
-    outputs: torch.Tensor,
-    targets: torch.Tensor,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    outputs: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> torch.Tensor:
-    """Return the cross entropy of each sample: (rows, …, classes) and (rows, …) to (rows,).
+    """Return the cross entropy of each sample in fp32: (rows, …, classes), (rows, …) to (rows,).
 
-    Only training smooths targets and adds z_loss; see `cross_entropy`. For `next_token`, `Loss` has
-    shifted both: `targets` are the input tokens, or -100 where they do not count, as the models of
-    Hugging Face expect their labels.
+    Training spreads a share `label_smoothing` of each target over all classes, and adds `z_loss`
+    times the squared logarithm of the sum of exponentials; see `cross_entropy` for sources.
     """
     if not torch.is_grad_enabled():
         label_smoothing = z_loss = 0.0
-    if targets.ndim == 1:
-        return cross_entropy(outputs, targets, label_smoothing, z_loss)
-    scores = outputs.flatten(0, -2)
-    losses = cross_entropy(scores, targets.flatten(), label_smoothing, z_loss)
-    return _mean(losses.view(targets.shape))
+    scores, classes = outputs.flatten(0, -2) if targets.ndim > 1 else outputs, targets.flatten()
+    if z_loss or scores.numel() > cross_entropy.CHUNK:
+        losses = cross_entropy.in_chunks(scores, classes, label_smoothing, z_loss)
+    else:
+        losses = functional.cross_entropy(
+            scores.float(), classes, reduction="none", label_smoothing=label_smoothing
+        )
+    return losses if targets.ndim == 1 else _mean(losses.view(targets.shape))
 
 
 @of_values
@@ -141,6 +142,7 @@ class Loss:
         names = {*code.signature.parameters} if code else set()
         self.takes_model = {"model", "batch"} <= names  # it calls the model itself
         self.is_own = self.takes_model or name not in LOSSES  # the user's, or the user's model's
+        self.converts = self._kind == "classes" and not self.is_own  # the outputs to fp32
         # The networks that it trains in turn, one in each step, and the newest step's.
         self.turns = tuple(getattr(function, "turns", ())) if self.takes_model else ()
         self.turn = ""
@@ -156,11 +158,6 @@ class Loss:
                 f"train.loss={name}: expected a function of (outputs, targets) or of (model, "
                 f"batch): {problem}"
             )
-
-    @property
-    def converts(self) -> bool:
-        """True if it computes in fp32 whatever the format of the outputs is."""
-        return self._kind == "classes" and not self.is_own
 
     @property
     def shifts(self) -> bool:

@@ -485,8 +485,7 @@ class Strategy:
     def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
         if self._gathers:
             outputs, batch = of_all_ranks(outputs, batch)
-        if not self._loss.loss.converts:
-            outputs = in_fp32(outputs)
+        outputs = outputs if self._loss.loss.converts else in_fp32(outputs)
         return self._loss(outputs, batch.targets, batch.weights)
 
     def forward(self, batch: Batch) -> Any:

@@ -184,17 +184,16 @@ def _packed(
     for report in reports:
         positions: dict[Any, int | slice] = {}
         for name, value in (report if isinstance(report, dict) else vars(report)).items():
-            first, is_vector = len(numbers), isinstance(value, list)
-            for leaf in value if is_vector else (value,):
+            first, is_list = len(numbers), isinstance(value, list)
+            for leaf in value if is_list else (value,):
                 if not isinstance(leaf, torch.Tensor):
                     numbers.append(float(leaf))
-                    continue
-                is_vector = is_vector or leaf.ndim > 0
-                if leaf.is_cuda:
+                elif leaf.is_cuda:
                     on_gpu.append((len(numbers), leaf))
                     numbers += [0.0] * leaf.numel()
                 else:
                     numbers += leaf.reshape(-1).tolist()
+            is_vector = is_list or getattr(value, "ndim", 0) > 0
             positions[name] = slice(first, len(numbers)) if is_vector else first
         layouts.append((type(report), positions))
     vector = upload(torch.tensor(numbers, dtype=torch.float64), device)
@@ -205,11 +204,10 @@ def _packed(
 
 def _unpacked(sums: list[float], layouts: Sequence[_Layout]) -> list[Any]:
     """Return the sums in the form of the reports."""
-    agreed: list[Any] = []
-    for kind, positions in layouts:
-        values = {name: sums[position] for name, position in positions.items()}
-        agreed.append(values if issubclass(kind, dict) else kind(**values))
-    return agreed
+    return [
+        kind(**{name: sums[position] for name, position in positions.items()})
+        for kind, positions in layouts
+    ]
 
 
 @clock.waiting

@@ -8,7 +8,6 @@ from torch.nn import functional
 from rollcall.config import ConfigError
 from rollcall.train.numerics import cross_entropy as module
 from rollcall.train.numerics import losses
-from rollcall.train.numerics.cross_entropy import cross_entropy
 
 TOKENS, CLASSES = 37, 101
 
@@ -35,7 +34,7 @@ def test_losses_and_gradients_are_those_of_torch(
     (wanted,) = torch.autograd.grad((expected * factors).sum(), scores)
     for chunk in (CLASSES - 1, 10 * CLASSES, 2**25):  # a token, ten tokens and a rest, all
         monkeypatch.setattr(module, "CHUNK", chunk)
-        found = cross_entropy(scores, targets, smoothing, z_loss)
+        found = losses.per_sample_loss(scores, targets, smoothing, z_loss)
         (gradient,) = torch.autograd.grad((found * factors).sum(), scores)
         assert found.dtype == torch.float32 and gradient.dtype == dtype
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
