@@ -14,7 +14,13 @@ from rollcall.config.refusals import about_option
 from rollcall.launch.frameworks import TABLE
 from rollcall.launch.program.find import STARTERS
 from rollcall.launch.scheduler import cluster, gpus, slurm
-from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
+from rollcall.launch.scheduler.sbatch_options import (
+    FLAGS,
+    SHORT,
+    WITH_VALUE,
+    check_value,
+    did_you_mean,
+)
 from rollcall.messages.refusal import RefusedError
 
 EXAMPLES = """\
@@ -173,6 +179,7 @@ OPTIONS = {
 TYPES: Mapping[str, Callable[[str], object]] = {
     **{"nodes": span, "spares": _whole, "max-restarts": _whole, "cpus-per-task": _positive},
     **{"gpus-per-node": _checked(gpus.of_option), "time": _checked(slurm.seconds)},
+    "mem": _checked(partial(check_value, "mem")),
     **{"python": _placed, "container": _placed, "mount": _mount, "sbatch-arg": _plugin},
     "chain": _positive,
 }
@@ -305,6 +312,10 @@ def _pass_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
             given = next(words, None)
             if given is None:
                 raise RefusedError(f"{name}: expected a value")
+        try:
+            check_value(name[2:], given)
+        except ValueError as error:
+            raise RefusedError(f"{name}: {error}") from None
         passed[name[2:]] = given
     return rest, passed
 
