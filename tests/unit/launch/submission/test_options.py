@@ -252,7 +252,7 @@ def test_options_of_the_newest_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mem-per-cpu", "2G", "x"),
         ("tmp", "10G", "much"),
         ("time-min", "30 2:00:00 1-12 infinite", "soon 1:2:3:4"),
-        ("threads-per-core", "1", "x -1 ٣"),
+        ("threads-per-core", "1", "x ٣"),
         ("nodelist", "n1 n[1-3,7],login r[1-2]n[03-04] ./hosts.txt", "n[1- n]1 n[a]"),
         ("exclude", "n[1-2]", "n[1"),
         ("signal", "USR1 B:USR1@120 SIGTERM@60 10@5", "FOO USR1@x USR3"),
