@@ -10,9 +10,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from rollcall.system.timer import RunningClock
 
 LIBC = ctypes.CDLL(None, use_errno=True)  # here: a forked child may not load it
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -75,6 +77,23 @@ def stat(pid: int | str) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+class StoppedProcesses:
+    """Finds processes that somebody stopped, for example by SIGSTOP, and that stay stopped."""
+
+    LIMIT = 5.0  # seconds after which one counts as lost; a suspended job stops us too
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._clock = RunningClock()
+
+    def find(self, pids: Sequence[int]) -> list[int]:
+        """Return the processes that have been stopped for LIMIT seconds."""
+        now = self._clock.read()
+        stopped = [pid for pid in pids if stat(pid)[:1] == ["T"]]
+        self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        return [pid for pid in stopped if now - self._since[pid] > self.LIMIT]
 
 
 def memory_kills() -> int:

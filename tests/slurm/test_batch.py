@@ -126,9 +126,7 @@ def test_a_step_that_lost_its_srun_ends_before_the_next_one_starts(lab: Lab, run
     assert resumed["step"] > 0, "it saved when it was asked to stop"
 
 
-def test_a_stopped_supervisor_is_woken_by_that_of_another_host(
-    lab: Lab, run: RunDir, tmp_path: Path
-) -> None:
+def test_a_stopped_supervisor_is_woken(lab: Lab, run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     job = submit(lab, run, "--", "sleeps.py", str(tmp_path / "end"), cwd=tmp_path)
     wait_until(lambda: run.log(0, 1, 1).exists(), 500, lambda: "it does not begin")

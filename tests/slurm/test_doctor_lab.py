@@ -15,6 +15,7 @@ import pytest
 from checkout import ROOT
 from lab import Lab, running_lab
 
+from rollcall.launch.doctor.checkup import LATE as LATE_CHECK
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 
@@ -108,6 +109,8 @@ def test_the_doctor_marks_the_odd_host_in_each_planted_defect(own_lab: Lab, tmp_
         kinds = ("bad",) if name == "connections" else ("bad", "warning")
         bad = {host for host, state in states.items() if state in kinds}
         assert BAD in odd | bad and odd | bad == {BAD}, (name, states, found["odd"].get(name))
+    sums = [results["all-reduce"] for results in found["nodes"].values()]
+    assert all(each["state"] == "ok" or LATE_CHECK in each["text"] for each in sums), sums
     assert "the name n1 leads to n2" in found["nodes"][BAD]["connections"]["text"]
     assert "psutil 1.2.3" in found["odd"]["packages"][0]["has"]
     assert found["odd"]["mtu"] == [{"node": BAD, "has": "1400", "usual": "1500"}]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -107,7 +108,10 @@ def bad_hosts(job: str, hosts: Sequence[str], run: RunDir) -> dict[str, str]:
     silent = [host for host in hosts if [*answers[host]] == ["python"]]
     if len(silent) == len(hosts):
         raise OSError("no host answers")
-    return bad_nodes(answers)
+    bad, first = bad_nodes(answers), answers[hosts[0]].get("all-reduce")
+    if not bad and first and first.state == "bad":  # no single host is the cause
+        print(f"batch: the hosts fail in an all-reduce: {first.text}", file=sys.stderr, flush=True)
+    return bad
 
 
 def remember(run: RunDir, host: str, reason: str) -> None:

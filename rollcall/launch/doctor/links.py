@@ -9,9 +9,21 @@ from typing import Any
 
 import psutil
 
-from rollcall.launch.doctor.check import LocalNode, Result, Skip, judge, warn
+from rollcall.launch.doctor.check import THOROUGH, LocalNode, Result, Skip, judge, warn
 from rollcall.messages.text import listed
 from rollcall.system import hosts
+
+ALL_REDUCE = """
+import datetime, os, sys, time
+import torch
+from torch import distributed
+store, os.environ["GLOO_SOCKET_IFNAME"], rank, count = sys.argv[1:]
+place = dict(init_method=f"file://{store}", rank=int(rank), world_size=int(count))
+distributed.init_process_group("gloo", **place, timeout=datetime.timedelta(seconds=30))
+begin, ones = time.perf_counter(), torch.ones(2**18)
+distributed.all_reduce(ones)
+print(time.perf_counter() - begin if (ones == int(count)).all() else sys.exit("wrong sums"))
+"""
 
 
 def own_name(node: LocalNode) -> Result:
@@ -55,6 +67,15 @@ def _to_others(node: LocalNode) -> str:
     if not name:
         raise Skip("no other host, and no default route")
     return name
+
+
+def all_reduce(node: LocalNode) -> Result:
+    this, count = node.env.get("SLURMD_NODENAME", os.uname().nodename), len(node.hosts)
+    if node.meeting is None or this not in node.hosts or count == 1:
+        raise Skip("only the nodes of one job can be compared")
+    words = (str(node.meeting / "store"), _to_others(node), str(node.hosts.index(this)), str(count))
+    took = float(node.run(node.python, "-c", ALL_REDUCE, *words, seconds=THOROUGH))
+    return Result("ok", f"1 MB over all {count} hosts with gloo took {1000 * took:.0f} ms")
 
 
 def mtu(node: LocalNode) -> Result:

@@ -6,7 +6,8 @@ children. So a node reads a few files however many nodes there are. Files are op
 if a count has stood still for a while, because a client of NFS may show an old one.
 
 A silent node may only wait for a slow disk. So it is asked over the network before it counts as
-lost, and LIMITS says how long each answer is good for. A stopped supervisor is woken.
+lost, and LIMITS says how long each answer is good for. The parent of a node's ranks wakes a
+supervisor that somebody stopped.
 
 A node whose round has failed marks its heartbeat. So the news reaches the others without a file for
 which all of them would have to look all the time.
@@ -15,18 +16,14 @@ which all of them would have to look all the time.
 import contextlib
 import math
 import os
-import signal
 import threading
 from collections.abc import Mapping
 
 from rollcall.launch.node.identity import Node
 from rollcall.launch.node.pulse import OVER, Opinion, Pulse, ask
-from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.messages.refusal import RefusedError
 from rollcall.records.attempt import Heartbeat
 from rollcall.records.run_dir import RunDir
-from rollcall.system.process import stat
 from rollcall.system.timer import Every, RunningClock
 
 CHILDREN = 16
@@ -152,7 +149,6 @@ class Heartbeats:
     """This node's signs of life, and what it knows of the others'."""
 
     def __init__(self, run: RunDir, node: Node) -> None:
-        self._node = node
         self._watch = Watch(node.number, node.count, 0.0, patience())
         watched = self._watch.watched
         self._others = {n: Heartbeat.of_node(run.path, node.key, n) for n in watched}
@@ -182,10 +178,7 @@ class Heartbeats:
         is_told = any(count.startswith(FAILED) for count in counts.values())
         now = self._clock.read()
         for number in list(self._answers):
-            opinion = self._answers.pop(number)
-            self._watch.learn(number, opinion, now)
-            if opinion == "frozen":
-                self._wake(number)
+            self._watch.learn(number, self._answers.pop(number), now)
         silent = self._watch.look(counts, now, has_failed)
         for number in self._watch.to_ask(now):
             with contextlib.suppress(RuntimeError):  # no more threads
@@ -194,18 +187,6 @@ class Heartbeats:
 
     def _ask(self, number: int) -> None:
         self._answers[number] = ask(self._others[number].address)
-
-    def _wake(self, number: int) -> None:
-        """Let a node's supervisor continue that somebody stopped."""
-        if self._node.hosts[number] != self._node.host:
-            step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-            with contextlib.suppress(SlurmError):
-                slurm.in_background(["scancel", "--signal=CONT", step])
-            return
-        pid = self._others[number].address.rpartition(" ")[2]
-        if stat(pid)[:1] == ["T"]:
-            with contextlib.suppress(OSError):
-                os.kill(int(pid), signal.SIGCONT)
 
     def end(self, has_failed: bool) -> None:
         """Tell the others that this node ends in order, and whether the round has failed."""

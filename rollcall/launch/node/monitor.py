@@ -12,14 +12,14 @@ from rollcall.launch.node import processes
 from rollcall.launch.node.controller import JobWatcher
 from rollcall.launch.node.heartbeat import Heartbeats, interval
 from rollcall.launch.node.identity import Node
-from rollcall.launch.node.processes import ForkClient, SignalDelivery, StoppedProcesses
+from rollcall.launch.node.processes import ForkClient, SignalDelivery
 from rollcall.launch.node.rendezvous import Meeting
 from rollcall.launch.runs.decision import RestartEvent, decide
 from rollcall.launch.runs.output import LogWatcher, Output, rank_of
 from rollcall.records.attempt import SUPERVISOR, NodeFailure, RankFailure
 from rollcall.records.run import JobEnd
 from rollcall.records.run_dir import RunDir
-from rollcall.system.process import redirect_output, wait_for_signal
+from rollcall.system.process import StoppedProcesses, redirect_output, wait_for_signal
 from rollcall.system.timer import Every, RunningClock
 
 TICK = 0.25
@@ -158,7 +158,7 @@ class NodeMonitor:
         """Kill a process that somebody stopped, after writing down that this is the cause."""
         rank = None if pid in server.pids else _rank_of(pid)
         who = "the parent of the ranks" if rank is None else f"rank {rank}"
-        after = f"{processes.STOPPED:.0f} s"
+        after = f"{StoppedProcesses.LIMIT:.0f} s"
         error = f"{who} was stopped, as by SIGSTOP, so it was killed after {after}"
         host, code = self._node.host, processes.KILLED
         failure = RankFailure(time.time(), host, code, error, rank, SUPERVISOR)

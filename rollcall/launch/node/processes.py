@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from rollcall.system.process import LARGE_PAGES, die_with_parent, stat
+from rollcall.system.process import LARGE_PAGES, die_with_parent
 from rollcall.system.timer import RunningClock
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -23,8 +23,6 @@ PATIENCE = 10.0
 """Seconds that a rank has to install a handler before it gets SIGTERM or SIGINT anyway."""
 START = 30.0
 """Seconds after its start from which a rank without a handler is not waited for."""
-STOPPED = 5.0
-"""Seconds after which a stopped process counts as lost. (A suspended job stops us too.)"""
 LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
 """True if the kernel lists the children of a process (CONFIG_PROC_CHILDREN)."""
 
@@ -182,18 +180,3 @@ class ForkClient:
             self._control.close()
             self._process.wait()
             self._process = self._control = self.agent = None
-
-
-class StoppedProcesses:
-    """Finds processes that somebody stopped, for example by SIGSTOP, and that stay stopped."""
-
-    def __init__(self) -> None:
-        self._since: dict[int, float] = {}
-        self._clock = RunningClock()
-
-    def find(self, pids: Sequence[int]) -> list[int]:
-        """Return the processes that have been stopped for STOPPED seconds."""
-        now = self._clock.read()
-        stopped = [pid for pid in pids if stat(pid)[:1] == ["T"]]
-        self._since = {pid: self._since.get(pid, now) for pid in stopped}
-        return [pid for pid in stopped if now - self._since[pid] > STOPPED]

@@ -39,7 +39,7 @@ class Pulse:
         if self._server is not None:
             host, port = self._server.getsockname()[:2]
             key = os.urandom(16)  # in the file, which is the owner's alone: no other can answer
-            self._address = f" {host} {port} {key.hex()} {os.getpid()}"
+            self._address = f" {host} {port} {key.hex()}"
             threading.Thread(target=self._answer, args=[self._server, key], daemon=True).start()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._write()
@@ -91,7 +91,7 @@ def ask(address: str) -> Opinion:
     """Ask the process that answers at an address of a heartbeat whether it is alive."""
     question = os.urandom(QUESTION_BYTES)
     try:
-        host, port, key, _ = address.split()
+        host, port, key = address.split()
         expected = hmac.digest(bytes.fromhex(key), question, "sha256")
         peer = socket.create_connection((host, int(port)), TIMEOUT)
     except ConnectionRefusedError:

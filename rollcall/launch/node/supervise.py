@@ -161,7 +161,7 @@ class Supervisor:
         names = (signal.Signals(request.number).name for request in self.monitor.requests)
         part = replace(part, asked=next(names, None), is_victim=self.monitor.is_victim)
         if state == "failed" and self.monitor.failure is None:
-            self.meeting.fail(f"its ranks ended with exit code {code}", leaves=code == REFUSED)
+            self.meeting.fail(f"its ranks ended with exit code {code}")
             self.monitor.failure = self.meeting.failure()
         now = time.time()
         with contextlib.suppress(OSError):  # a full disk does not change how the ranks ended
@@ -213,11 +213,11 @@ class Supervisor:
         decides = state == "failed" and self.node.is_head and not monitor.has_lost
         cause = self._cause() if decides else None
         monitor.show_rest(is_wanted=cause is None or not cause.clears(rank=0))
-        is_stray = cause is not None and cause.is_stray
+        has_refused = cause is not None and cause.is_refusal  # not those that only lost the others
         facts = RestartFacts(
             not_head=not self.node.is_head,
             node_lost=monitor.has_lost,
-            leaves=failure is not None and failure.leaves and not is_stray,
+            leaves=has_refused or (failure is not None and failure.leaves),
             asked=bool(monitor.requests),
             used_up=self.max_restarts is not None and self.meeting.round >= self.max_restarts,
             permanent=cause is not None and restarts.is_permanent(self.run, cause.failure, trains),

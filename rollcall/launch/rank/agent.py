@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,6 +26,8 @@ from rollcall.records.attempt import AGENT, LOST_PEER, RankFailure
 from rollcall.system import hosts, process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+LOOK = 1.0
+"""Seconds between two looks at whether the supervisor is stopped."""
 Start = Callable[[argparse.Namespace], None]
 
 
@@ -100,6 +103,7 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
     control = socket.socket(fileno=options.serve)
     agent: tuple[int, socket.socket] | None = None
     while True:
+        _await(control)
         message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, 1)
         if not message:
             os._exit(0)
@@ -111,12 +115,21 @@ def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
         control.send(json.dumps({"pid": pid}).encode())
         has_failed = b""
         with orders, contextlib.suppress(OSError):
+            _await(orders)
             has_failed = orders.recv(1)  # nothing if the agent ends without a failed rank
         agent = _fork_agent(options, start) if has_failed else None
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         control.send(json.dumps({"code": code if code >= 0 else 128 - code}).encode())
         # The supervisor waits for SIGCHLD, which the kernel sends for its own children only.
         os.kill(os.getppid(), signal.SIGCHLD)
+
+
+def _await(link: socket.socket) -> None:
+    """Wait until something arrives; wake the supervisor if somebody stops it but not us."""
+    stopped = process.StoppedProcesses()
+    while not select.select([link], [], [], LOOK)[0]:
+        for pid in stopped.find([os.getppid()]):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _fork_agent(

@@ -35,7 +35,7 @@ from rollcall.launch.rank.process import (
 )
 from rollcall.launch.runs.decision import RestartFacts, decide, first_to_fail, has_failed
 from rollcall.records.attempt import OUT_OF_MEMORY, NodeState, RanksAlone
-from rollcall.system import process
+from rollcall.system import guard, process
 from rollcall.system.timer import Every, RunningClock
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -48,8 +48,6 @@ if HAS_TORCH:
 
     importlib.import_module(COMPILER)  # once here instead of once per rank
 
-BACKLOG = 4096
-"""Connections that may wait until the store accepts them; the kernel may allow fewer."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 
@@ -116,9 +114,9 @@ def _meet(options: argparse.Namespace) -> "PrefixStore":
     is_host = options.node_rank == 0
     problem = f"cannot {'listen at' if is_host else 'reach node 0 at'} {address}"
     try:
+        listener = None
         if is_host and options.port_fd is not None:
-            with socket.socket(fileno=os.dup(options.port_fd)) as holder:
-                holder.listen(BACKLOG)
+            listener = guard.listen(socket.socket(fileno=options.port_fd))
         server = TCPStore(
             options.master_addr,
             options.master_port,
@@ -126,7 +124,7 @@ def _meet(options: argparse.Namespace) -> "PrefixStore":
             timeout=surroundings.JOIN_TIMEOUT,
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=options.port_fd if is_host else None,
+            master_listen_fd=listener.detach() if listener else None,
         )
         problem = f"not all of the {options.nnodes} nodes met at {address}"
         store = PrefixStore(f"rollcall/{options.run_id}", server)

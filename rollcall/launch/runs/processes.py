@@ -10,6 +10,7 @@ from pathlib import Path
 from rollcall.launch.runs import find
 from rollcall.records.attempt import NodeState
 from rollcall.records.run_dir import RunDir
+from rollcall.system.process import stat
 
 CLOCK = 60.0
 """Seconds by which the clock may have been set since."""
@@ -25,6 +26,11 @@ class Processes:
         """
         controllers, job = self._controllers, run.job.resolve()
         return controllers.get(job) or controllers.get(job.parent) or self._supervisors(run)
+
+    def stopped(self, run: RunDir) -> list[int]:
+        """Return those of a run's processes that somebody has stopped, as with SIGSTOP."""
+        pids = {*self.of(run), *self._supervisors(run)}
+        return sorted(pid for pid in pids if stat(pid)[:1] == ["T"])
 
     def _supervisors(self, run: RunDir) -> list[int]:
         """Return the supervisors of the newest attempt that still run, as their records say."""

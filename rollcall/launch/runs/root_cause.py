@@ -55,11 +55,6 @@ class RootCause:
         """Return True if something else than this rank is known to be the culprit."""
         return self.what != UNKNOWN and (self.failure is None or self.failure.rank != rank)
 
-    @property
-    def is_stray(self) -> bool:
-        """True if the first rank left with the exit code of a refusal, but after a step."""
-        return bool(self.failure and self.failure.exit_code == REFUSED and not self.is_refusal)
-
 
 def of_newest(run: RunDir) -> RootCause:
     """Find what brought the newest attempt down, without asking Slurm."""

@@ -14,7 +14,7 @@ from rollcall.config.refusals import about_option
 from rollcall.launch.frameworks import TABLE
 from rollcall.launch.program.find import STARTERS
 from rollcall.launch.scheduler import cluster, gpus, slurm
-from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
+from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, check, did_you_mean
 from rollcall.messages.refusal import RefusedError
 
 EXAMPLES = """\
@@ -218,6 +218,7 @@ def read(argv: Sequence[str]) -> CommandLine:
     _refuse_forgotten_dashes(argv[:end])
     rest, passed = _pass_on(argv[:end])
     own = parser.parse_intermixed_args(rest)
+    check("mem", own.mem)
     program = tuple(argv[end + 1 :])
     if "--" in argv and not program:
         parser.error("expected a script or -m module after `--`")
@@ -305,6 +306,7 @@ def _pass_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
             given = next(words, None)
             if given is None:
                 raise RefusedError(f"{name}: expected a value")
+        check(name[2:], given)
         passed[name[2:]] = given
     return rest, passed
 

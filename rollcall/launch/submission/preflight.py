@@ -161,10 +161,8 @@ def _refusal(job: Job, message: str, chosen: Sequence[Partition]) -> str:
 
 def _megabytes(text: str) -> float:
     """Convert memory as sbatch reads it, `64G`. 0 asks for all memory, so it cannot be too much."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
-    if match is None:
-        raise SlurmError(f"--mem {text}: expected a number with K, M (the default), G or T")
-    return int(match[1]) * MEGABYTES[match[2]]
+    number, unit = re.findall(r"(\d+)([KMGT]?)", text.upper())[0]
+    return int(number) * MEGABYTES[unit]
 
 
 def _per_node(job: Job) -> str:

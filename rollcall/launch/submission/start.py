@@ -36,6 +36,7 @@ from rollcall.records.code import CodeRecord, digest_of
 from rollcall.records.job import Cancellation, JobRecord, Submission, local_output, slurm_output
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import open_lines, write_atomic
+from rollcall.system.process import StoppedProcesses
 from rollcall.system.timer import Every
 
 ASK_EVERY = 2.0
@@ -276,8 +277,15 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process.job_id), signal.SIGTERM)
 
+    stopped = StoppedProcesses()
+
+    def is_over() -> bool:
+        for pid in stopped.find([int(process.job_id)]):  # by somebody; a supervisor has its parent
+            os.kill(pid, signal.SIGCONT)
+        return process.done()
+
     output = Output(paths, is_local=True)
-    return _wait(run, process.job_id, before, output, process.done, cancel)
+    return _wait(run, process.job_id, before, output, is_over, cancel)
 
 
 def _array(job: Job, run: RunDir, gpus: int, minutes: float | None) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rollcall.config import ConfigError
-from rollcall.system import fabric, hosts
+from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
 from rollcall.train.torch_private import BatchNorm
 
@@ -347,7 +347,7 @@ def _meet(place: Place) -> dist.Store:
 def _listen(address: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family).detach()
+        return guard.listen(socket.create_server((address, port), family=family)).detach()
     except OSError as error:
         raise ConfigError(
             f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_PORT to "

@@ -35,6 +35,39 @@ print(os.environ["MASTER_PORT"])
 """
 
 
+KILLED_AT_THE_START = """
+import os, pathlib, signal, sys, time
+
+rank, killed = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+if killed.exists():
+    sys.exit()
+if rank == 0:
+    time.sleep(2)  # all others are there by then
+    pathlib.Path(sys.argv[1] + ".soon").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+while not pathlib.Path(sys.argv[1] + ".soon").exists():
+    time.sleep(0.05)
+if rank == 1:
+    time.sleep(600)  # so the agent of its node waits before it reports that rank 0 was killed
+killed.touch()
+print("could not join the other ranks: Connection reset by peer", file=sys.stderr, flush=True)
+sys.exit(2)
+"""
+
+
+def test_ranks_that_cannot_join_a_killed_one_do_not_count_as_a_refusal(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(KILLED_AT_THE_START)
+    words = ["--local", "--nodes=2", "--nproc-per-node=2", "--wait", "--name=a"]
+    words += ["--max-restarts=1", "--", "script.py", str(tmp_path / "killed")]
+    done = subprocess.run(
+        [*SUBMIT, *words], cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    assert "rank 0" in done.stderr + done.stdout and "SIGKILL" in done.stderr + done.stdout
+    verdict = RunDir(tmp_path / "runs", "a").read_verdict()
+    assert verdict is not None and verdict.state == "done", done.stdout + done.stderr
+    assert done.returncode == 0
+
+
 def test_a_script_starts_again_where_it_asked_for_that(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["--local", "--nodes=2", "--nproc-per-node=1", "--wait", "--name=a"]

@@ -71,7 +71,7 @@ def training(place: Path, env: dict[str, str]) -> Iterator[RunDir]:
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_stopped_supervisor_is_woken_by_the_other_one(tmp_path: Path, node: int) -> None:
+def test_a_stopped_supervisor_is_woken(tmp_path: Path, node: int) -> None:
     with training(tmp_path, {}) as run:
         state = NodeState.read(run.path, attempt=0, node=node)
         assert state is not None

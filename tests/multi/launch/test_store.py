@@ -15,6 +15,7 @@ import pytest
 from checkout import ROOT
 
 from rollcall.records.run_dir import RunDir
+from rollcall.system import guard
 from rollcall.system.files import read_lines
 
 TRAIN = ["-m", "train", "digits", "device=cpu", "train.steps=1000000", "checkpoint.every=null"]
@@ -26,6 +27,21 @@ def listeners(process: psutil.Process) -> set[str]:
     family = [process, *process.children(recursive=True)]
     sockets = (found for member in family for found in member.net_connections("tcp"))
     return {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
+
+
+def ports_at(address: str, process: psutil.Process) -> set[int]:
+    """The ports of this address on which a process listens for TCP."""
+    sockets = (found for found in process.net_connections("tcp") if found.laddr)
+    return {it.laddr.port for it in sockets if (it.laddr.ip, it.status) == (address, "LISTEN")}
+
+
+def may_read_the_store(host: str, port: int) -> bool:
+    """Ask the store of a run for its keys, as its own user."""
+    code = (
+        "from datetime import timedelta; from torch.distributed import TCPStore\n"
+        f"assert TCPStore({host!r}, {port}, timeout=timedelta(seconds=5)).num_keys() > 0"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("launcher", ["supervise", "mpirun"])
@@ -53,7 +69,11 @@ def test_a_run_listens_on_the_address_that_its_ranks_use(launcher: str, tmp_path
         family = psutil.Process(process.pid).children(recursive=True)
         ranks = [member for member in family if "train" in member.cmdline()]
         found = set().union(*(listeners(rank) for rank in ranks))
+        ports = {port for member in family for port in ports_at(guard.INNER, member)}
+        assert len(ports) == 1
+        answers = [may_read_the_store(host, *ports) for host in ("127.0.0.1", guard.INNER)]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(DEADLINE)
-    assert found == {"127.0.0.1"}
+    assert found - {guard.INNER} == {"127.0.0.1"}
+    assert answers == [True, False]

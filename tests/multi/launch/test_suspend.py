@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 from checkout import ROOT
 
-from rollcall.launch.runs import find
+from rollcall.launch.runs import find, states
 from rollcall.records.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -61,25 +63,44 @@ def test_a_signal_is_believed_only_if_it_came() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_process_of_a_run_can_be_stopped_and_continued(tmp_path: Path) -> None:
-    nodes = 2
-    (tmp_path / "script.py").write_text(SCRIPT)
-    over = tmp_path / "over"
-    words = ["--local", f"--nodes={nodes}", "--nproc-per-node=1", "--wait", "--name=a"]
+@contextmanager
+def submitted(folder: Path, nodes: int) -> Iterator[tuple[subprocess.Popen[str], RunDir]]:
+    """Submit the script on this machine with --wait; yield once all its ranks work."""
+    (folder / "script.py").write_text(SCRIPT)
+    words = ["--local", f"--nodes={nodes}", f"--nproc-per-node={2 // nodes}", "--wait", "--name=a"]
     submit = subprocess.Popen(
-        [*SUBMIT, *words, "--", "script.py", str(over)],
-        cwd=tmp_path,
+        [*SUBMIT, *words, "--", "script.py", str(folder / "over")],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    run = RunDir(tmp_path / "runs", "a")
+    run = RunDir(folder / "runs", "a")
     try:
         logs = [run.log(0, node, node) for node in range(nodes)]
         end = time.monotonic() + 500
         while not all(log.exists() and log.read_text() for log in logs):
             assert time.monotonic() < end and submit.poll() is None
             time.sleep(0.1)
+        yield submit, run
+        (folder / "over").touch()
+        output, _ = submit.communicate(timeout=500)
+    finally:
+        for pid in _family(submit.pid):
+            os.kill(pid, signal.SIGKILL)
+        submit.wait()
+    assert submit.returncode == 0, output
+    assert [log.read_text().splitlines()[-1] for log in logs] == ["whole"] * nodes
+    attempts = find.attempts(run)
+    assert [attempt.state for attempt in attempts] == ["finished"], output
+    verdict = run.read_verdict()
+    assert verdict is not None and verdict.state == "done"
+    assert not list(run.job.glob("rendezvous/*.failed.json")), "nobody was blamed"
+
+
+def test_every_process_of_a_run_can_be_stopped_and_continued(tmp_path: Path) -> None:
+    nodes = 2
+    with submitted(tmp_path, nodes) as (submit, _):
         processes = _family(submit.pid)
         # submit, submitit's controller; a supervisor, a fork server, an agent and a rank per node
         assert len(processes) >= 2 + 4 * nodes, processes
@@ -94,19 +115,21 @@ def test_every_process_of_a_run_can_be_stopped_and_continued(tmp_path: Path) -> 
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.05)
         time.sleep(1)
-        over.touch()
-        output, _ = submit.communicate(timeout=500)
-    finally:
-        for pid in _family(submit.pid):
-            os.kill(pid, signal.SIGKILL)
-        submit.wait()
-    assert submit.returncode == 0, output
-    assert [log.read_text().splitlines()[-1] for log in logs] == ["whole"] * nodes
-    attempts = find.attempts(run)
-    assert [attempt.state for attempt in attempts] == ["finished"], output
-    verdict = run.read_verdict()
-    assert verdict is not None and verdict.state == "done"
-    assert not list(run.job.glob("rendezvous/*.failed.json")), "nobody was blamed"
+
+
+def test_whoever_stops_alone_in_a_run_of_one_node_is_woken(tmp_path: Path) -> None:
+    with submitted(tmp_path, 1) as (submit, run):
+        (controller,) = psutil.Process(submit.pid).children()
+        supervisor = next(it for it in controller.children(True) if "supervise" in it.cmdline())
+        for process in (controller, supervisor):
+            process.suspend()
+            time.sleep(0.5)
+            (condition,), _ = states.look([run])
+            assert condition.state == "running" and f"kill -CONT {process.pid}" in condition.note
+            end = time.monotonic() + 200
+            while process.status() == psutil.STATUS_STOPPED:
+                assert time.monotonic() < end, f"nobody wakes {process.cmdline()}"
+                time.sleep(0.2)
 
 
 def _family(pid: int) -> list[int]:

@@ -34,6 +34,8 @@ from rollcall.launch.doctor.checkup import bad_nodes, checks, compare, examine
 from rollcall.messages.refusal import RefusedError
 from rollcall.records import nodes as nodes_record
 from rollcall.records.nodes import KEPT, NodeReport
+from rollcall.system import hosts
+from rollcall.system.hosts import Route
 from rollcall.system.process import stat
 
 GPU = """<gpu id="00000000:{bus}:00.0"><product_name>NVIDIA H100 80GB HBM3</product_name>
@@ -357,6 +359,38 @@ def test_a_host_that_others_do_not_reach_and_a_wrong_name_are_told(
     state, text, *_ = peers.judged(met({HOSTS[2]: HOSTS[2]})[HOSTS[2]])
     assert state == "bad" and text.endswith("; no other host reaches it")
     assert text.startswith("it reaches no other host: 127.0.0.2: Connection refused, 127.0.0.3: ")
+
+
+def all_reduced(place: Path, hosts: list[str], count: int) -> list[Result]:
+    """Let the first `count` hosts do the all-reduce of all; return their results."""
+    results: list[Result] = []
+
+    def work(host: str) -> None:
+        env = {"SLURMD_NODENAME": host, "SLURM_JOB_ID": "7"}
+        node = LocalNode(place, sys.executable, hosts, env)
+        node.meeting = place
+        results.append(checkup._safely(checks()["all-reduce"], node))
+
+    threads = [threading.Thread(target=work, args=[host]) for host in hosts[:count]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_all_hosts_of_a_job_add_up_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Route("127.0.0.1", "lo")  # these hosts are one, to itself reachable only here
+    monkeypatch.setattr(hosts, "route", lambda _: way)
+    monkeypatch.setattr(links, "THOROUGH", 500.0)  # a busy machine takes long to import torch
+    patient, impatient = (links.ALL_REDUCE.replace("=30", f"={number}") for number in (400, 1))
+    monkeypatch.setattr(links, "ALL_REDUCE", patient)
+    for result in all_reduced(tmp_path, ["n1", "n2", "n3"], count=3):
+        assert result.state == "ok" and "1 MB over all 3 hosts" in result.text, result
+    (tmp_path / "store").unlink(missing_ok=True)
+    monkeypatch.setattr(links, "ALL_REDUCE", impatient)
+    (result,) = all_reduced(tmp_path, ["n1", "n2"], count=1)
+    assert result.state == "bad" and "python fails: " in result.text, "n2 does not come"
 
 
 @pytest.mark.parametrize("count", [2, 3, 33, 1000])

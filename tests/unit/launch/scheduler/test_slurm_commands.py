@@ -128,7 +128,6 @@ def test_a_job_that_fits_says_when_it_starts(partition: str) -> None:
             "--gpus-per-node a100:9: .* main has more than 4 GPUs$",
         ),
         (replace(JOB, mem="16G"), "--mem 16G: no node of partition main has more than 16000 MB"),
-        (replace(JOB, mem="much"), "--mem much: expected a number with K, M"),
         (replace(JOB, cpus_per_task=9), "no node of partition main has more than 8 CPUs"),
         (
             replace(JOB, options={"array": "0-3,1001%2"}),
