@@ -69,3 +69,10 @@ def test_a_server_on_a_network_has_no_guard() -> None:
     with socket.socket() as outer:
         outer.bind(("127.0.0.3", 0))  # any address but the one of local runs
         assert guard.listen(outer) is outer
+
+
+def test_without_filters_of_sockets_there_is_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "SO_ATTACH_FILTER", 9999)
+    with socket.socket() as outer:
+        outer.bind(("127.0.0.1", 0))
+        assert guard.listen(outer) is outer
