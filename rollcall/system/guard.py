@@ -21,7 +21,7 @@ BACKLOG = 4096
 """Connections that may wait until they are accepted; the kernel may allow fewer."""
 SO_ATTACH_FILTER, ESTABLISHED = 26, "01"
 TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
-"""The kernel's tables of connections; the second one has those of sockets for IPv6, as torch's."""
+"""The kernel's tables of connections; the second one lists IPv6 sockets, such as torch's."""
 
 
 def listen(outer: socket.socket) -> socket.socket:

@@ -213,7 +213,7 @@ class Supervisor:
         decides = state == "failed" and self.node.is_head and not monitor.has_lost
         cause = self._cause() if decides else None
         monitor.show_rest(is_wanted=cause is None or not cause.clears(rank=0))
-        has_refused = cause is not None and cause.is_refusal  # not those that only lost the others
+        has_refused = cause is not None and cause.is_refusal  # the first one to fail
         facts = RestartFacts(
             not_head=not self.node.is_head,
             node_lost=monitor.has_lost,

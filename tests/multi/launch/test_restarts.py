@@ -42,7 +42,7 @@ rank, killed = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
 if killed.exists():
     sys.exit()
 if rank == 0:
-    time.sleep(2)  # all others are there by then
+    time.sleep(2)  # the others have started by then
     pathlib.Path(sys.argv[1] + ".soon").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 while not pathlib.Path(sys.argv[1] + ".soon").exists():

@@ -17,7 +17,7 @@ ASK = "exec 3<>/dev/tcp/127.0.0.1/{} && echo question >&3 && timeout 20 cat <&3"
 
 
 def serve(server: socket.socket) -> None:
-    """Answer whoever comes, as a server without passwords does."""
+    """Answer every client, like a server without passwords."""
     while True:
         client, _ = server.accept()
         client.sendall(b"answer")
