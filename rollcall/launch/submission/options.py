@@ -97,6 +97,12 @@ def _mount(text: str) -> str:
     return _placed(place) + colon + inside
 
 
+def _memory(text: str) -> str:
+    if not re.fullmatch(r"\d+([kmgt]b?)?", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"expected a size such as 64G or 500M, not '{text}'")
+    return text
+
+
 def _plugin(text: str) -> str:
     if not re.fullmatch(r"--\w[\w-]*(=.*)?", text, re.DOTALL):
         raise argparse.ArgumentTypeError(f"expected --OPTION or --OPTION=VALUE, not '{text}'")
@@ -178,7 +184,7 @@ TYPES: Mapping[str, Callable[[str], object]] = {
     **{"nodes": span, "spares": _whole, "max-restarts": _whole, "cpus-per-task": _positive},
     **{"gpus-per-node": _checked(gpus.of_option), "time": _checked(slurm.seconds)},
     **{"python": _placed, "container": _placed, "mount": _mount, "sbatch-arg": _plugin},
-    **{"chain": _positive, "roles": _checked(roles.of_ranks)},
+    **{"mem": _memory, "chain": _positive, "roles": _checked(roles.of_ranks)},
 }
 CHOICES = {"start-method": ("fork", "torchrun"), "framework": tuple(TABLE)}
 DEFAULTS = {"nodes": (1, 1), "spares": 0, "chain": 1} | {name: [] for name in LISTS}

@@ -45,6 +45,10 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     run = RunDir(config.run.root, config.run.name or "")
     stem = plain(code.name if code else recipe)
     if config.run.name is None:
+        if own.resume or own.new_code:
+            option = "--resume" if own.resume else "--new-code"
+            advice = "name the run to continue (--name RUN); rollcall status lists all"
+            raise RefusedError(f"{option}: {advice}")
         run = RunDir.unused(config.run.root, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     elif own.name == "auto":
         request = json.dumps(code.words) if code else config.model_dump_json(exclude={"run"})
