@@ -3,20 +3,18 @@
 import re
 from collections.abc import Sequence
 
-EXPECTED = "expected names of chief, ps, worker, evaluator, each once, such as chief,ps:2,worker:3"
+EXPECTED = "expected chief, ps, worker or evaluator, each once, such as chief,ps:2,worker:3"
 
 
 def of_ranks(text: str, ranks: int | None = None) -> list[str]:
     """Return the role of each of a number of ranks; raise ValueError if the text says another."""
     names: list[str] = []
     for word in text.split(","):
-        match = re.fullmatch(
-            r"(?:(ps|worker)(?::0*([1-9]\d{0,4}))?)|(chief|evaluator)(?::1)?", word
-        )
-        name = match and (match[1] or match[3])
+        match = re.fullmatch(r"(chief|evaluator|(?:ps|worker)(?::([1-9]\d{0,4}))?)", word)
+        name = word.partition(":")[0]
         if match is None or name in names:
             raise ValueError(f"{EXPECTED}; not '{word}'")
-        names += [str(name)] * int(match[2] or 1)
+        names += [name] * int(match[2] or 1)
     if not awaited(names):
         raise ValueError(f"{text} never ends: add a chief or workers")
     if ranks not in (None, len(names)):

@@ -345,8 +345,7 @@ def _supervise(
         run.create()
         guess = "tensorflow" if options.roles else frameworks.guess(work.program)
         framework = options.framework or guess
-        limits = max_restarts, server, options.roles
-        supervisor = Supervisor(work, node, ranks, framework, *limits)
+        supervisor = Supervisor(work, node, ranks, framework, max_restarts, server, options.roles)
         code = supervisor.go()
     except KNOWN as error:
         return _fail(f"node {node.number} ({node.host}): {error}")

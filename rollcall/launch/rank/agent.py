@@ -65,8 +65,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser().parse_args(argv)
     options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
     options.nproc_per_node = options.ranks[options.node_rank]
-    # An order brings variables, a bound socket, and the role of each rank.
-    options.env, options.port_fd, options.roles = {}, None, []
+    options.env, options.port_fd, options.roles = {}, None, []  # an order brings them
     options.first_rank = sum(options.ranks[: options.node_rank])
     return options
 

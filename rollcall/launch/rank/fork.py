@@ -186,6 +186,7 @@ def _have_ended(nodes: list[int], folder: Path) -> bool:
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
     """The variables that torchrun sets for a rank."""
     rank, world_size = options.first_rank + local_rank, sum(options.ranks)
+    named = options.roles or ["default"] * world_size
     values = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
@@ -193,9 +194,9 @@ def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": options.nproc_per_node,
         "GROUP_RANK": options.node_rank,
         "GROUP_WORLD_SIZE": options.nnodes,
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": named[rank],
+        "ROLE_RANK": named[:rank].count(named[rank]),
+        "ROLE_WORLD_SIZE": named.count(named[rank]),
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": options.master_port,
         "TORCHELASTIC_RUN_ID": options.run_id,
@@ -232,12 +233,9 @@ def _fork(
 
 
 def _wait(pids: Sequence[int], options: argparse.Namespace, store: KeyValueStore | None) -> None:
-    """Wait for the ranks; after a failure only for a moment, then kill the others.
-
-    Servers never end by themselves: they are killed when all other ranks have ended.
-    """
+    """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
-    servers = set[int]()  # those that were killed because all others had ended
+    servers = set[int]()  # those killed when all others had ended
     others = [f"ended {rank}" for rank in roles.awaited(options.roles)]
     shared, look = (store or _files(options)) if others else None, Every(SERVERS_LOOK)
     end, clock = math.inf, RunningClock()  # once a rank has failed, when the others are killed

@@ -39,17 +39,13 @@ def prepare(
         ranks: how many ranks each node has; empty if all have the same number.
         roles: the role of each rank; empty if all do the same.
     """
-    exchanges = (lambda: store(env, folder)), (lambda: _addresses(env, folder))
-    rank = RankContext.of(env, *exchanges, ranks, roles)
+    exchange = (lambda: store(env, folder)), (lambda: _addresses(env, folder))
+    rank = RankContext.of(env, *exchange, ranks, roles)
     for name, value in list(env.items()):
         if name.startswith(OF_SUPERVISOR) or OWN.get(name) == value:
             del env[name]
     if "SLURM_STEP_ID" in env:
         env.update(_slurm(env, rank))
-    if roles:
-        role = roles[rank.rank]
-        of_role = {"RANK": roles[: rank.rank].count(role), "WORLD_SIZE": roles.count(role)}
-        env.update(ROLE_NAME=role, **{f"ROLE_{name}": str(of_role[name]) for name in of_role})
     variables = TABLE[framework].variables(rank)
     env.update({name: str(value) for name, value in variables.items()})
 

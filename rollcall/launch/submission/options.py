@@ -157,10 +157,7 @@ OPTIONS = {
     "--start-method": (
         "fork: one import for all ranks (default); torchrun: an interpreter for each rank"
     ),
-    "--roles LIST": (
-        "role of each rank, in order: chief,ps:2,worker:3,evaluator gives 7 ranks TF_CONFIG and "
-        "ROLE_NAME; parameter servers are ended when the others are done"
-    ),
+    "--roles LIST": "role of each rank, for parameter servers: chief,ps:2,worker:3,evaluator",
     "--framework": "variables for the ranks of your script (default: by its imports)",
     "--chain N": (
         "queue N jobs of the run, each after the one before; they end at once if it is done"
@@ -297,7 +294,7 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
         share, more = divmod(len(roles.of_ranks(own.roles)), most)
         own.nproc_per_node = ",".join(str(share + (node < more)) for node in range(most))
     if least < most and (own.local or own.spares or own.roles):
-        other = f"a run with {'--roles' if own.roles else '--spares'}"
+        other = "a run with --roles" if own.roles else "a run with --spares"
         other = "a run on this machine (--local)" if own.local else other
         raise RefusedError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
 

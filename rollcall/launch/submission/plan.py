@@ -46,9 +46,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     stem = plain(code.name if code else recipe)
     if config.run.name is None:
         if own.resume or own.new_code:
-            option = "--resume" if own.resume else "--new-code"
-            advice = "name the run to continue (--name RUN); rollcall status lists all"
-            raise RefusedError(f"{option}: {advice}")
+            raise RefusedError("--resume, --new-code: add --name RUN (rollcall status lists them)")
         run = RunDir.unused(config.run.root, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     elif own.name == "auto":
         request = json.dumps(code.words) if code else config.model_dump_json(exclude={"run"})

@@ -265,8 +265,8 @@ def test_our_other_commands_are_no_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--resume"], "--resume: name the run to continue (--name RUN)"),
-        (["--new-code", "digits"], "--new-code: name the run to continue (--name RUN)"),
+        (["--resume"], "--resume, --new-code: add --name RUN (rollcall status lists them)"),
+        (["--new-code", "digits"], "--resume, --new-code: add --name RUN"),
         (["--mem=lots"], "--mem: expected a size such as 64G or 500M, not 'lots'"),
         (["--nproc-per-node=gpu"], "not gpu. Without it, there is one rank per GPU"),
         (["--standalone"], "not an option of rollcall submit or of sbatch; the launcher sets it"),
