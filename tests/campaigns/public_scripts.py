@@ -139,10 +139,10 @@ def compare(row: Row, folder: Path) -> str:
     count = sum(map(len, numbers))
     if code_here != code and 0 in (code, code_here):
         return f"DIFFERS: exit codes {code} and {code_here}\n" + "\n".join(logs + logs_here)[-3000:]
-    if numbers != numbers_here:
-        return f"DIFFERS: {numbers} and {numbers_here}"[:1500]
     if not count or (code != 0) != (row.code != 0):
         return f"not comparable: exit code {code}, {count} values: {logs[0][-300:]!r}"
+    if numbers != numbers_here:
+        return f"DIFFERS: {numbers} and {numbers_here}"[:1500]
     last = next(of[-1] for of in numbers if of)
     return f"{count} values equal, the last {last.strip().splitlines()[-1][:60]}"
 
