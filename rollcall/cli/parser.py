@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
         start, _, words = message.partition("unrecognized arguments: ")
         if not start and words.startswith("-"):
             options = re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())
-            message += did_you_mean(words.split()[0].partition("=")[0], options)
+            message += did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 

@@ -58,7 +58,8 @@ def parse(text: str) -> dict[str, int | str]:
     for part in text.split(",") if text else []:
         name, _, degree = (word.strip() for word in part.partition("="))
         if name not in DIMENSIONS:
-            hint = did_you_mean(name, DIMENSIONS) or f"; choose from {', '.join(DIMENSIONS)}"
+            choices = f"; write name=degree, such as tensor=4, with {', '.join(DIMENSIONS)}"
+            hint = did_you_mean(name, DIMENSIONS) or choices
             raise ValueError(f"unknown dimension '{name}'{hint}")
         if name in degrees:
             raise ValueError(f"'{name}' is given twice")

@@ -120,6 +120,9 @@ def _not_found(source: str) -> str:
         return f"{source}: no such file{hint}"
     if Path(f"{source}.yaml").is_file():
         return f"unknown recipe '{source}', did you mean './{source}.yaml'?"
+    name, *value = re.split("[: ]+", source, maxsplit=1)
+    if value and name in {item.name for item in describe()}:
+        return f"'{source}': expected key=value, here {name}={value[0]}"
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
     return f"unknown recipe '{source}'{did_you_mean(source, recipes()) or choices}"
 

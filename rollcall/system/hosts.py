@@ -81,8 +81,8 @@ def ranks_of_nodes(text: str, nodes: int) -> tuple[int, ...]:
     """Return the ranks of each node, from `4` or `1,2,2`; raise ValueError for another text."""
     counts = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
     if 0 in counts:
-        expected = "expected a number of ranks such as 4, or of each node: 1,2,2"
-        raise ValueError(f"{expected}; not {text}")
+        expected = f"expected a number of ranks such as 4, or of each node: 1,2,2; not {text}"
+        raise ValueError(f"{expected}. Without it, there is one rank per GPU")
     if len(counts) not in (1, nodes):
         raise ValueError(f"{text} has numbers for {len(counts)} nodes, and the run has {nodes}")
     return counts if len(counts) == nodes else counts * nodes

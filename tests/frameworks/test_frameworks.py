@@ -138,6 +138,16 @@ def is_done(run: RunDir) -> bool:
     return verdict is not None and verdict.state == "done"
 
 
+def test_tensorflow_trains_with_parameter_servers(lab: Lab, place: Path) -> None:
+    need("tensorflow")
+    (place / "parameter_servers.py").write_text(script("parameter_servers.py"))
+    roles = "--roles=chief,ps,worker:3,evaluator"
+    run = submit(lab, place, "servers", roles, "--wait", "--", "parameter_servers.py")
+    # Two workers may read the same weights before either adds to them.
+    found = re.search(r"^weights (\S+) on /job:ps/", run.log(0, 0, 0).read_text(), re.MULTILINE)
+    assert found and float(found[1]) > 3 and is_done(run)
+
+
 @pytest.mark.parametrize(
     "name",
     ["cli", "ops", "script", "sync"],

@@ -20,9 +20,13 @@ def _of_deepspeed(context: RankContext) -> dict[str, int]:
 
 
 def _of_tensorflow(context: RankContext) -> dict[str, str]:
-    """Return TF_CONFIG, by which MultiWorkerMirroredStrategy finds the other workers."""
-    cluster = {"worker": list(context.addresses())}
-    task = {"type": "worker", "index": context.rank}
+    """Return TF_CONFIG, by which TensorFlow's strategies find the other ranks."""
+    roles = context.roles or ["worker"] * context.world_size
+    role, cluster = roles[context.rank], dict[str, list[str]]()
+    for other, address in zip(roles, context.addresses(), strict=True):
+        if other != "evaluator" or role == "evaluator":  # a coordinator connects to all it sees
+            cluster.setdefault(other, []).append(address)
+    task = {"type": role, "index": roles[: context.rank].count(role)}
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 

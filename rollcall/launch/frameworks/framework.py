@@ -39,6 +39,7 @@ class RankContext:
     # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at that
     # moment; all ranks must call it.
     addresses: Callable[[], Sequence[str]]
+    roles: Sequence[str] = ()  # of each rank; empty if all do the same
 
     @classmethod
     def of(
@@ -47,6 +48,7 @@ class RankContext:
         store: Callable[[], KeyValueStore],
         addresses: Callable[[], Sequence[str]],
         ranks: Sequence[int] = (),
+        roles: Sequence[str] = (),
     ) -> Self:
         """Read torchrun's variables; `ranks` has the number per node, empty if all are equal."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -55,7 +57,7 @@ class RankContext:
         counts = enumerate(ranks or [local_size] * nodes)
         groups = ([*group] for _, group in groupby(counts, key=itemgetter(1)))
         blocks = [(group[0][0], len(group), group[0][1]) for group in groups]
-        return cls(rank, local, size, local_size, node, nodes, blocks, store, addresses)
+        return cls(rank, local, size, local_size, node, nodes, blocks, store, addresses, roles)
 
 
 @dataclass(frozen=True)

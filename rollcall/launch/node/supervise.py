@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rollcall.launch import frameworks
+from rollcall.launch.frameworks import roles
 from rollcall.launch.node import batch_process, heartbeat, identity, processes
 from rollcall.launch.node.identity import Node, NodeError
 from rollcall.launch.node.monitor import NodeMonitor
@@ -57,6 +58,7 @@ class Supervisor:
     framework: str
     max_restarts: int | None  # None for as long as they make progress
     server: ForkClient
+    roles: Sequence[str] = ()  # of each rank; empty if all do the same
 
     def __post_init__(self) -> None:
         self.run = self.work.run
@@ -179,6 +181,7 @@ class Supervisor:
         return {
             "env": self._variables(rendezvous.address),
             "framework": self.framework,
+            "roles": self.roles,
             "module": module,
             "program": program,
             "arguments": arguments,
@@ -300,6 +303,7 @@ def main(argv: Sequence[str]) -> int:
         ranks = ranks_of_nodes(options.nproc_per_node or str(node.default_ranks), node.count)
         words = [f"--nnodes={node.count}", f"--node-rank={node.number}"]
         words += [f"--nproc-per-node={','.join(map(str, ranks))}"]
+        options.roles = roles.of_ranks(options.roles, sum(ranks)) if options.roles else ()
         words += [f"--start-method={options.start_method}", *resolve.program_of(options)]
     except (NodeError, ValueError) as error:
         return _fail(str(error))
@@ -339,8 +343,9 @@ def _supervise(
         max_restarts = 0  # only its author knows whether restarting it makes progress
     try:
         run.create()
-        framework = options.framework or frameworks.guess(work.program)
-        supervisor = Supervisor(work, node, ranks, framework, max_restarts, server)
+        guess = "tensorflow" if options.roles else frameworks.guess(work.program)
+        framework = options.framework or guess
+        supervisor = Supervisor(work, node, ranks, framework, max_restarts, server, options.roles)
         code = supervisor.go()
     except KNOWN as error:
         return _fail(f"node {node.number} ({node.host}): {error}")

@@ -68,7 +68,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser().parse_args(argv)
     options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
     options.nproc_per_node = options.ranks[options.node_rank]
-    options.env, options.port_fd = {}, None  # variables, and a bound socket: an order brings them
+    options.env, options.port_fd, options.roles = {}, None, []  # an order brings them
     options.first_rank = sum(options.ranks[: options.node_rank])
     return options
 

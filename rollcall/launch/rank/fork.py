@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollcall.cli.installation import training_words
-from rollcall.launch.frameworks import TABLE
+from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.frameworks.framework import KeyValueStore
 from rollcall.launch.rank import surroundings
 from rollcall.launch.rank.process import (
@@ -48,6 +48,8 @@ if HAS_TORCH:
 
     importlib.import_module(COMPILER)  # once here instead of once per rank
 
+SERVERS_LOOK = 0.5
+"""Seconds between two questions of a node with servers whether all other ranks have ended."""
 LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 
@@ -92,7 +94,7 @@ def start(options: argparse.Namespace) -> None:
     with opener, contextlib.suppress(BrokenPipeError):  # all have died; _wait reports how
         for _ in pids:
             opener.send(order)
-    _wait(pids, options)
+    _wait(pids, options, store)
     if store is not None:
         _record_if_alone(store, keys, options)
     _leave(store, options)
@@ -150,14 +152,19 @@ def _leave(store: KeyValueStore | None, options: argparse.Namespace) -> None:
     folder, look = Path(options.log_dir).parent, Every(LEAVE_LOOK, at_once=False)
     others = list(range(1, options.nnodes))
     with contextlib.suppress(RuntimeError, OSError):  # node 0 has ended already; a full disk
-        if store is None:
-            store = surroundings.Files(folder / "exchange", f"node-{options.node_rank}")
+        store = store or _files(options)
         left = store.add("left", 1)
         while options.node_rank == 0 and left < options.nnodes:
             if look.is_due() and _have_ended(others, folder):
                 return  # they were asked to stop, and do not come here
             time.sleep(0.02 if HAS_TORCH else 0.2)  # files lie on a shared disk
             left = store.add("left", 0)
+
+
+def _files(options: argparse.Namespace) -> KeyValueStore:
+    """Return a store in a folder, for nodes without torch."""
+    folder = Path(options.log_dir).parent / "exchange"
+    return surroundings.Files(folder, f"node-{options.node_rank}")
 
 
 def _have_ended(nodes: list[int], folder: Path) -> bool:
@@ -177,6 +184,7 @@ def _have_ended(nodes: list[int], folder: Path) -> bool:
 def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
     """The variables that torchrun sets for a rank."""
     rank, world_size = options.first_rank + local_rank, sum(options.ranks)
+    named = options.roles or ["default"] * world_size
     values = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
@@ -184,9 +192,9 @@ def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": options.nproc_per_node,
         "GROUP_RANK": options.node_rank,
         "GROUP_WORLD_SIZE": options.nnodes,
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": named[rank],
+        "ROLE_RANK": named[:rank].count(named[rank]),
+        "ROLE_WORLD_SIZE": named.count(named[rank]),
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": options.master_port,
         "TORCHELASTIC_RUN_ID": options.run_id,
@@ -222,16 +230,21 @@ def _fork(
     return pid
 
 
-def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
-    """Wait for the ranks; after a failure only for a moment, then kill the others."""
+def _wait(pids: Sequence[int], options: argparse.Namespace, store: KeyValueStore | None) -> None:
+    """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
+    servers = set[int]()  # those killed when all others had ended
+    others = [f"ended {rank}" for rank in roles.awaited(options.roles)]
+    shared, look = (store or _files(options)) if others else None, Every(SERVERS_LOOK)
     end, clock = math.inf, RunningClock()  # once a rank has failed, when the others are killed
     killed_before = process.memory_kills()
     while len(codes) < len(pids):
-        pid, status = os.waitpid(-1, 0 if end == math.inf else os.WNOHANG)
+        pid, status = os.waitpid(-1, 0 if end == math.inf and not shared else os.WNOHANG)
         if pid:
-            codes[pid] = code = os.waitstatus_to_exitcode(status)
+            codes[pid] = code = 0 if pid in servers else os.waitstatus_to_exitcode(status)
             rank = options.first_rank + pids.index(pid)
+            if shared:
+                shared.set(f"ended {rank}", "")
             record_end(options, rank, code)
             facts = RestartFacts(failed=has_failed(code))
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
@@ -246,8 +259,12 @@ def _wait(pids: Sequence[int], options: argparse.Namespace) -> None:
                 for late in set(pids) - set(codes):
                     os.kill(late, signal.SIGKILL)
             break
+        elif shared and look.is_due() and shared.check(others):
+            servers = set(pids) - set(codes)
+            for late in servers:
+                os.kill(late, signal.SIGKILL)
         else:
-            time.sleep(0.002)
+            time.sleep(0.02 if shared else 0.002)
     if any(codes.values()):
         first = first_to_fail(codes)
         lacks_memory = codes[first] == -signal.SIGKILL and process.memory_kills() > killed_before

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import NoReturn, Self
 
+from rollcall.launch.frameworks import roles
 from rollcall.launch.rank import surroundings, user_program
 from rollcall.launch.runs.decision import has_failed
 from rollcall.records.attempt import RankEnd, RankFailure
@@ -70,11 +71,14 @@ def run_rank(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # the supervisor ignores SIGHUP
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if options.roles and int(rank) not in roles.awaited(options.roles):
+        for number in (signal.SIGTERM, signal.SIGINT):  # a server: others need it while they save
+            signal.signal(number, signal.SIG_IGN)
     os.environ.pop("TORCHELASTIC_ERROR_FILE", None)  # the supervisor reads the rank's log instead
     stacks = os.memfd_create(STACK_FILE.format(rank))  # a rank may hang on a disk
     faulthandler.register(STACK_SIGNAL, stacks)
     exchange = path.parents[1] / "exchange"
-    surroundings.prepare(os.environ, options.framework, exchange, options.ranks)
+    surroundings.prepare(os.environ, options.framework, exchange, options.ranks, options.roles)
     env = dict(os.environ)
     code, error = _run_program(options)
     if SPAWNED & sys.modules.keys():  # its processes may have joined a group among themselves

@@ -26,15 +26,21 @@ JOIN_TIMEOUT = timedelta(minutes=10)
 
 
 def prepare(
-    env: MutableMapping[str, str], framework: str, folder: Path, ranks: Sequence[int] = ()
+    env: MutableMapping[str, str],
+    framework: str,
+    folder: Path,
+    ranks: Sequence[int] = (),
+    roles: Sequence[str] = (),
 ) -> None:
     """Change a rank's environment, which has torchrun's variables, in place.
 
     Args:
         folder: where ranks without torch exchange what others need; all of them see it.
         ranks: how many ranks each node has; empty if all have the same number.
+        roles: the role of each rank; empty if all do the same.
     """
-    rank = RankContext.of(env, lambda: store(env, folder), lambda: _addresses(env, folder), ranks)
+    exchange = (lambda: store(env, folder)), (lambda: _addresses(env, folder))
+    rank = RankContext.of(env, *exchange, ranks, roles)
     for name, value in list(env.items()):
         if name.startswith(OF_SUPERVISOR) or OWN.get(name) == value:
             del env[name]

@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--start-method", choices=("fork", "torchrun"), default="fork")
     framework = "what the program computes with (default: by its imports)"
     add("--framework", choices=list(frameworks.TABLE), help=framework)
+    add("--roles", help="role of each rank, in order: chief,ps:2,worker:3,evaluator")
     add("--max-restarts", type=int, metavar="N", help=restarts)
     modules = "a directory that the ranks search first for modules; may be repeated"
     add("--modules", action="append", default=[], metavar="DIR", help=modules)

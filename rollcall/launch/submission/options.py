@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from rollcall.config.refusals import about_option
-from rollcall.launch.frameworks import TABLE
+from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.program.find import STARTERS
 from rollcall.launch.scheduler import cluster, gpus, slurm
 from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, check, did_you_mean
@@ -151,6 +151,7 @@ OPTIONS = {
     "--start-method": (
         "fork: one import for all ranks (default); torchrun: an interpreter for each rank"
     ),
+    "--roles LIST": "role of each rank, for parameter servers: chief,ps:2,worker:3,evaluator",
     "--framework": "variables for the ranks of your script (default: by its imports)",
     "--chain N": (
         "queue N jobs of the run, each after the one before; they end at once if it is done"
@@ -174,7 +175,7 @@ TYPES: Mapping[str, Callable[[str], object]] = {
     **{"nodes": span, "spares": _whole, "max-restarts": _whole, "cpus-per-task": _positive},
     **{"gpus-per-node": _checked(gpus.of_option), "time": _checked(slurm.seconds)},
     **{"python": _placed, "container": _placed, "mount": _mount, "sbatch-arg": _plugin},
-    "chain": _positive,
+    **{"chain": _positive, "roles": _checked(roles.of_ranks)},
 }
 CHOICES = {"start-method": ("fork", "torchrun"), "framework": tuple(TABLE)}
 DEFAULTS = {"nodes": (1, 1), "spares": 0, "chain": 1} | {name: [] for name in LISTS}
@@ -282,8 +283,14 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
     if own.json and not own.doctor:
         raise RefusedError("--json: only --doctor prints JSON here")
     least, most = own.nodes
-    if least < most and (own.local or own.spares):
-        other = "a run on this machine (--local)" if own.local else "a run with --spares"
+    if own.roles and (own.words or own.start_method == "torchrun"):
+        raise RefusedError("--roles: needs a script after `--`, and --start-method fork")
+    if own.roles and not own.nproc_per_node:
+        share, more = divmod(len(roles.of_ranks(own.roles)), most)
+        own.nproc_per_node = ",".join(str(share + (node < more)) for node in range(most))
+    if least < most and (own.local or own.spares or own.roles):
+        other = "a run with --roles" if own.roles else "a run with --spares"
+        other = "a run on this machine (--local)" if own.local else other
         raise RefusedError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
 
 

@@ -14,6 +14,7 @@ from rollcall.cli import installation
 from rollcall.cli.installation import PACKAGED, ROOT, is_training, training_words
 from rollcall.config import Config, ConfigError, arguments, parse
 from rollcall.config.read import is_file
+from rollcall.launch.frameworks import roles
 from rollcall.launch.program import data, find
 from rollcall.launch.program.find import UserCode
 from rollcall.launch.scheduler import cluster, slurm
@@ -44,6 +45,8 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     run = RunDir(config.run.root, config.run.name or "")
     stem = plain(code.name if code else recipe)
     if config.run.name is None:
+        if own.resume or own.new_code:
+            raise RefusedError("--resume, --new-code: add --name RUN (rollcall status lists them)")
         run = RunDir.unused(config.run.root, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     elif own.name == "auto":
         request = json.dumps(code.words) if code else config.model_dump_json(exclude={"run"})
@@ -63,6 +66,9 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     copy = _snapshot(code, run, user) if takes_code else None
     if copy is not None:
         user.warn(copy)
+    text = code.script.read_bytes() if code and code.script else b""
+    if b"ParameterServerStrategy" in text and not own.roles:
+        note("ParameterServerStrategy waits forever without --roles, such as chief,ps:1,worker:2")
     if own.time and re.fullmatch(r"\d+:\d+", own.time):
         minutes, seconds = map(int, own.time.split(":"))
         note(f"--time {own.time} is {minutes} minutes and {seconds} seconds")
@@ -246,7 +252,12 @@ def _supervisor(line: CommandLine, run: RunDir) -> list[str]:
     ranks = resources.ranks_of_nodes(line)
     if line.groups:
         own = Namespace(**vars(own) | {"nproc_per_node": ",".join(map(str, ranks))})
-    for option in ("nproc-per-node", "start-method", "framework", "max-restarts"):
+    if own.roles:
+        try:
+            roles.of_ranks(own.roles, sum(ranks))
+        except ValueError as error:
+            raise RefusedError(f"--roles: {error}; give --nodes and --nproc-per-node") from None
+    for option in ("nproc-per-node", "start-method", "framework", "roles", "max-restarts"):
         if (value := getattr(own, option.replace("-", "_"))) is not None:
             words += [f"--{option}", str(value)]
     return words

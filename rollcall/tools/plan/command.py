@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
             _only(options, "--validate", "validate", "json")
             validate.show(options.validate, machines, options.json)
         elif options.ranks:
-            print(_ranks(options))
+            print(_ranks(options, ""))
         else:
             print(_plan(options, machines))
     except RefusedError as error:
@@ -119,14 +119,14 @@ def _only(options: argparse.Namespace, what: str, *known: str) -> None:
             raise RefusedError(f"{what} takes no --{name.replace('_', '-')}")
 
 
-def _ranks(options: argparse.Namespace) -> str:
+def _ranks(options: argparse.Namespace, first: str) -> str:
     what = "--ranks" if options.ranks else "a plan without --gpu"
     _only(options, what, "ranks", "node_size")
     ranks = options.ranks or 1
     node_size = options.node_size or ranks
     if ranks % node_size:
         raise RefusedError(f"--ranks {ranks} is not a multiple of --node-size {node_size}")
-    recipe, config = parse(options.words)
+    recipe, config = _parse(options.words, first)
     from rollcall.tools.plan import ranks as plan_ranks  # late: it imports torch
 
     return f"{recipe}: {plan_ranks.describe(config, ranks, node_size)}"
@@ -138,7 +138,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     if not options.gpu:
         if directory or first in shapes() or options.gpus or options.nodes:
             raise RefusedError("expected --gpu with the name of a chip, such as --gpu h100")
-        return _ranks(options)
+        return _ranks(options, first)
     if directory:
         return _beside_measured(directory, options, machines)
     keys: list[str] = []
@@ -154,7 +154,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         if options.length:
             raise RefusedError("--length is for a known shape; a recipe has data.seq_len")
         keys = [word for word in options.words if "=" in word]
-        config = _config(options.words, first)
+        _, config = _parse(options.words, first)
         is_chosen = any(word.startswith("precision=") for word in keys)
         default = config.precision if is_chosen or config.precision != "fp32" else "bf16"
         precision = options.precision or default
@@ -210,9 +210,9 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     return "\n".join(lines)
 
 
-def _config(words: Sequence[str], first: str) -> Config:
+def _parse(words: Sequence[str], first: str) -> tuple[str, Config]:
     try:
-        return parse(words)[1]
+        return parse(words)
     except ConfigError as error:
         hint = did_you_mean(first, shapes()) if first and "recipe" in str(error) else ""
         raise ConfigError(f"unknown model '{first}'{hint}" if hint else error) from None

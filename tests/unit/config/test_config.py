@@ -54,6 +54,7 @@ from rollcall.config.read import RECIPES
         (["-m", "optim.lr=1,2"], "`rollcall sweep submit FILE` starts a run for each value"),
         (["digits", "optim.lr:0.1"], "got 'digits' and 'optim.lr:0.1', did you mean optim.lr=0.1?"),
         (["digits", "optim.lr"], "got 'digits' and 'optim.lr', did you mean optim.lr=...?"),
+        (["optim.lr:0.1"], "'optim.lr:0.1': expected key=value, here optim.lr=0.1"),
         (["recipes/digits.yaml"], "'digits' without directory and suffix is a recipe"),
         (["run.name=../elsewhere"], "run.name: expected letters, digits"),
         (["--hepl"], "unknown option --hepl; set keys as key=value"),

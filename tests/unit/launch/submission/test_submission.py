@@ -263,6 +263,24 @@ def test_our_other_commands_are_no_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume"], "--resume, --new-code: add --name RUN (rollcall status lists them)"),
+        (["--new-code", "digits"], "--resume, --new-code: add --name RUN"),
+        (["--nproc-per-node=gpu"], "not gpu. Without it, there is one rank per GPU"),
+        (["--standalone"], "not an option of rollcall submit or of sbatch; the launcher sets it"),
+        (["--rdzv_backend=c10d"], "; the launcher sets it"),
+    ],
+)
+def test_words_that_would_start_something_else_are_refused(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    answer = submit("--local", *words, cwd=tmp_path)
+    assert (answer.returncode, message in answer.stderr) == (2, True), answer.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("state", "code", "message"),
     [
         ("done", 0, "run a is finished (it was so): nothing is submitted; --resume continues it"),

@@ -237,6 +237,7 @@ def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["llama-3-8b", "--gpus", "8", "--gpu", "h1000"], "unknown chip 'h1000', did you mean"),
+        (["lama-3-8b"], "unknown model 'lama-3-8b', did you mean 'llama-3-8b'?"),
         (["llama-3-8c", "--gpus", "8", "--gpu", "h100"], "did you mean 'llama-3-8b'?"),
         ([*LINE, "--budget", "10"], "is less than the 4,194,304 tokens of one step"),
         ([*LINE, "--budget", "much"], "--budget much: expected a number of tokens or samples"),

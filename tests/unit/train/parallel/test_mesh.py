@@ -44,6 +44,7 @@ def test_a_mesh_that_does_not_fit_is_refused(words: str, expected: str) -> None:
     ("words", "expected"),
     [
         (["mesh=shards=2"], "unknown dimension 'shards', did you mean 'shard'?"),
+        (["mesh=tp:4"], "unknown dimension 'tp:4'; write name=degree, such as tensor=4, with "),
         (["mesh=shard"], "shard: expected a number, node or rest, got ''"),
         (["mesh=shard=0"], "shard: expected at least 1, got 0"),
         (["mesh=shard=2,shard=2"], "given twice"),

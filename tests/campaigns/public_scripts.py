@@ -1,0 +1,203 @@
+"""Run public scripts unmodified under torchrun and under `rollcall submit`; compare their numbers.
+
+`PYTHONPATH=. python tests/campaigns/public_scripts.py FOLDER [PART OF A NAME …]`, where FOLDER has
+clones of the repositories in public_scripts.yaml, each under its own name; a row whose script is
+not there is skipped. The packages that the scripts import must be installed, or lie in PYTHONPATH.
+Data sets that the scripts would download are replaced by small random ones of the same form.
+
+Each side runs in its own copy of the repository. What a row's pattern finds in the output of every
+rank must be equal to the last digit. Exit code: 1 if a row differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 600
+"""Seconds for one side of a row."""
+TABLE = Path(__file__).with_suffix(".yaml")
+NUMBER = r"[-+]?\d+\.\d+(?:e[-+]\d+)?"
+
+
+def mnist(folder: Path) -> None:
+    """Write random digits in MNIST's files, which torchvision reads without a download."""
+    raw, source = folder / "MNIST" / "raw", random.Random(0)
+    raw.mkdir(parents=True)
+    for name, count in (("train", 640), ("t10k", 256)):
+        images, labels = source.randbytes(count * 784), bytes(source.choices(range(10), k=count))
+        head = struct.pack(">iiii", 2051, count, 28, 28)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images)
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 2049, count) + labels)
+
+
+def images(folder: Path) -> None:
+    """Write random images of two classes for torchvision's ImageFolder."""
+    from PIL import Image
+
+    source = random.Random(0)
+    for part, count in (("train", 16), ("val", 8)):
+        for number in range(count):
+            path = folder / part / f"class{number % 2}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.frombytes("RGB", (64, 64), source.randbytes(64 * 64 * 3)).save(path)
+
+
+def text(folder: Path) -> None:
+    """Write random words in the three files of a language model's data."""
+    source = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("train", 200), ("valid", 40), ("test", 40), ("input", 200)):
+        words = (
+            " ".join(source.choices(["a", "cat", "sat", "on", "it"], k=12)) for _ in range(lines)
+        )
+        (folder / f"{name}.txt").write_text("\n".join(words) + "\n")
+
+
+DATA = {"mnist": mnist, "images": images, "text": text}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of public_scripts.yaml."""
+
+    name: str  # repository and script, and a remark
+    words: str = ""
+    ranks: int = 1
+    pattern: str = r"(?:[Ll]oss|LOSS)\S*[:=]?\s*(NUMBER)"
+    data: str = ""  # a function of DATA, and where it writes, from the script's directory
+    env: str = ""  # a variable; PYTHONPATH is relative to the script's directory
+    before: str = ""  # a script beside it that prepares data
+    code: int = 0  # 1 if the script fails by itself
+    framework: str = "torch"
+    module: str = ""  # an installed module instead of a file
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", metavar="PART OF A NAME")
+    options = parser.parse_args()
+    worst = 0
+    for row in (Row(**values) for values in yaml.safe_load(TABLE.read_text())):
+        if not options.names or any(part in row.name for part in options.names):
+            began = time.monotonic()
+            result = compare(row, options.folder.absolute())
+            worst = max(worst, result.startswith("DIFFERS"))
+            print(
+                f"| {row.name} | {row.ranks} | {result} | {time.monotonic() - began:.0f} s |",
+                flush=True,
+            )
+    return worst
+
+
+def compare(row: Row, folder: Path) -> str:
+    """Run both sides; return what was compared, or how they differ."""
+    repository, _, script = row.name.split()[0].partition("/")
+    if not row.module and not (folder / repository / script).exists():
+        return "skipped: not in the folder"
+    sides = []
+    for side in (other_launcher, rollcall):
+        with tempfile.TemporaryDirectory() as temporary:
+            top = Path(temporary) / (repository if script else "empty")
+            if script:
+                shutil.copytree(
+                    folder / repository, top, symlinks=True, ignore=shutil.ignore_patterns(".git")
+                )
+            place = (top / script).parent if script else top
+            place.mkdir(parents=True, exist_ok=True)
+            if row.data:
+                kind, where = row.data.split()
+                DATA[kind](place / where)
+            subprocess.run(["git", "init", "-q", str(top)], check=True)
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            for word in shlex.split(row.env):
+                name, _, value = word.partition("=")
+                paths = [str((place / value).resolve()), env.get(name, "")]
+                env[name] = os.pathsep.join(filter(None, paths)) if name == "PYTHONPATH" else value
+            if row.before:
+                subprocess.run([sys.executable, row.before], cwd=place, env=env, check=True)
+            program = ["-m", row.module] if row.module else [Path(script).name]
+            sides.append(side(row, [*program, *shlex.split(row.words)], place, env))
+    (code, logs), (code_here, logs_here) = sides
+    pattern = row.pattern.replace("NUMBER", NUMBER)
+    numbers, numbers_here = ([re.findall(pattern, log) for log in of] for of in (logs, logs_here))
+    count = sum(map(len, numbers))
+    if code_here != code and 0 in (code, code_here):
+        return f"DIFFERS: exit codes {code} and {code_here}\n" + "\n".join(logs + logs_here)[-3000:]
+    if not count or (code != 0) != (row.code != 0):
+        return f"not comparable: exit code {code}, {count} values: {logs[0][-300:]!r}"
+    if numbers != numbers_here:
+        return f"DIFFERS: {numbers} and {numbers_here}"[:1500]
+    last = next(of[-1] for of in numbers if of)
+    return f"{count} values equal, the last {last.strip().splitlines()[-1][:60]}"
+
+
+def other_launcher(
+    row: Row, words: list[str], place: Path, env: dict[str, str]
+) -> tuple[int, list[str]]:
+    """Run with torchrun, or mpiexec; return the exit code and the output of each rank."""
+    logs = place / "logs-of-torchrun"
+    if row.framework == "mpi":
+        command = [
+            "mpiexec",
+            "-n",
+            str(row.ranks),
+            "-outfile-pattern",
+            str(logs / "%r"),
+            sys.executable,
+        ]
+        logs.mkdir()
+    else:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={row.ranks}",
+        ]
+        command += ["--redirects=3", f"--log-dir={logs}"]
+    done = subprocess.run(
+        [*command, *words], cwd=place, env=env, capture_output=True, text=True, timeout=LIMIT
+    )
+    if row.framework == "mpi":
+        return done.returncode, [(logs / str(rank)).read_text() for rank in range(row.ranks)]
+    ranks = [[*logs.glob(f"*/*/{rank}/std*.log")] for rank in range(row.ranks)]
+    return done.returncode, ["".join(path.read_text() for path in sorted(of)) for of in ranks]
+
+
+def rollcall(row: Row, words: list[str], place: Path, env: dict[str, str]) -> tuple[int, list[str]]:
+    """Run with rollcall on this machine; return the exit code and the output of each rank."""
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "submit.py"),
+        "--local",
+        "--wait",
+        "--name=run",
+    ]
+    if row.data and not row.data.endswith(" ."):  # git may ignore it; then submit says so
+        command.append(f"--link={row.data.split()[1]}")
+    command += [f"--nproc-per-node={row.ranks}", f"--framework={row.framework}", "--", *words]
+    done = subprocess.run(
+        command, cwd=place, env=env, capture_output=True, text=True, timeout=LIMIT
+    )
+    logs = [place / f"runs/run/logs/attempt-0/node-0/rank-{rank}.log" for rank in range(row.ranks)]
+    return done.returncode, [path.read_text() if path.exists() else done.stderr for path in logs]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
