@@ -195,7 +195,8 @@ class Spread:
             if strategy.gathers:  # a layer that some samples use may be rare
                 used = [self._pass(model, compute, batch) for batch in self._others.split(1)]
         except Exception as error:  # the user's code may raise anything
-            if isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error):
+            is_memory = isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error)
+            if is_memory or isinstance(error, ConfigError):
                 raise
             self._run.say(f"rollcall: parallel.check did not compute samples one by one: {error}")
             return ""

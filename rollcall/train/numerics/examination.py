@@ -42,8 +42,9 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         tensors = [*model.named_parameters(), *model.named_buffers()]
         locals_of = ((name, local_of(tensor)) for name, tensor in tensors)
+        # Beside each tensor another of its memory, which `weight.data = …` would replace.
         self._watched = {
-            storage_key(tensor): (name, tensor)
+            storage_key(tensor): (name, tensor, tensor.detach())
             for name, tensor in locals_of
             if tensor.layout is torch.strided
         }
@@ -76,22 +77,33 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, written: Any) -> None:
         for tensor in tree_leaves(written):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                name, whole = self._watched.get(storage_key(local_of(tensor)), ("", tensor))
+                key = storage_key(local_of(tensor))
+                name, whole, own = self._watched.get(key, ("", tensor, tensor))
                 if name and name not in self._before:
-                    self._before[name] = whole, whole.detach().clone()
+                    self._before[name] = whole, own.clone()
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Return copies of the weights and buffers that have changed, by their names."""
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        written = self.written()
         return {
             name: tensor.detach().clone()
             for name, tensor in tensors.items()
-            if name in self._before or differ(tensor, self._buffers.get(name, tensor))
+            if name in written or differ(tensor, self._buffers.get(name, tensor))
         }
+
+    def written(self) -> set[str]:
+        """Return the names of what was written to, or has got other memory, as far as declared."""
+        return {*self._before, *(name for name, _, _ in self._replaced())}
+
+    def _replaced(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        return [entry for key, entry in self._watched.items() if storage_key(entry[1]) != key]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the tensors their former values."""
+        """Give the tensors their former memory and values."""
+        for _, tensor, own in self._replaced():
+            tensor.data = own
         for tensor, before in self._before.values():
             tensor.copy_(before)
 
