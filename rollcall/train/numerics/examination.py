@@ -1,5 +1,6 @@
 """A pass of the check before the first step: what it draws and writes does not outlast it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,15 @@ EXPECTED: dict[str, Callable[[Arguments], Any]] = {
 }
 """Functions that return a number in place of random ones, the same in a tensor and in its pieces.
 Dropout keeps everything. Normal numbers differ from 0, which would hide what is made of them."""
+
+
+@functools.cache
+def _facts(func: Any) -> tuple[list[str], list[str], bool]:
+    """Return the arguments of an operation, those it writes to, and whether it is random."""
+    arguments = arguments_of(func)
+    written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
+    is_random = bool(arguments) and torch.Tag.nondeterministic_seeded in func.tags
+    return [arg.name for arg in arguments], written, is_random
 
 
 class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,14 +63,14 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not (arguments := arguments_of(func)):
+        names, written, is_random = _facts(func)
+        is_random = is_random and not self._draws
+        if not (written or is_random):
             return func(*args, **kwargs)
-        names = [argument.name for argument in arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        for argument in arguments:
-            if argument.alias_info and argument.alias_info.is_write:
-                self._keep(given.get(argument.name))
-        if self._draws or torch.Tag.nondeterministic_seeded not in func.tags:
+        for argument in written:
+            self._keep(given.get(argument))
+        if not is_random:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
         for dropped in {"dropout_p", *(("p",) if name == "native_dropout" else ())} & given.keys():
@@ -78,9 +88,9 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_leaves(written):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 key = storage_key(local_of(tensor))
-                name, whole, own = self._watched.get(key, ("", tensor, tensor))
+                name, whole, memory = self._watched.get(key, ("", tensor, tensor))
                 if name and name not in self._before:
-                    self._before[name] = whole, own.clone()
+                    self._before[name] = whole, memory.clone()
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Return copies of the weights and buffers that have changed, by their names."""
@@ -102,8 +112,8 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @torch.no_grad()
     def put_back(self) -> None:
         """Give the tensors their former memory and values."""
-        for _, tensor, own in self._replaced():
-            tensor.data = own
+        for _, tensor, memory in self._replaced():
+            tensor.data = memory
         for tensor, before in self._before.values():
             tensor.copy_(before)
 
