@@ -5,11 +5,17 @@ The model, the data and the world size are checked where these are known.
 
 import re
 
-from rollcall.config.catalog import LOSSES
+from rollcall.config.catalog import DATA_SETS, LOSSES
 from rollcall.config.keys import on_resume
 from rollcall.config.mesh import PRESETS, parse
 from rollcall.config.schema import Config, ConfigError, OnResume, Parallel, Profile, Section
 
+DATA_KEYS = {
+    "seq_len": ("text", "tokens", "synthetic_tokens"),
+    "image_size": ("folder", "synthetic_images"),
+    "num_samples": ("synthetic_images", "synthetic_tokens"),
+}
+"""Keys that only some of the data sets use."""
 DDP_KEYS = ("bucket_mb", "static_graph", "compression")
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules whose stages run over the ranks and back: the first rank also has the last stage."""
@@ -77,6 +83,12 @@ def _check_batch(config: Config) -> None:
             f"{batch}"
         )
 
+    for key, users in DATA_KEYS.items() if config.data.name in DATA_SETS else ():
+        if config.data.name not in users and _is_set(config.data, key):
+            raise ConfigError(
+                f"data.{key} is an option of {', '.join(users)}; data.name={config.data.name} "
+                "does not use it: remove the key"
+            )
     for key in ("pad", "collate") if config.data.pack else ():
         if getattr(config.data, key):
             raise ConfigError(f"data.pack and data.{key} both make batches of rows; remove one")

@@ -129,6 +129,7 @@ class Steps:
             if self._task.is_over:
                 break
         self.settle(now=True)
+        self.recovery.finish()
         return Action.CONTINUE
 
     def settle(self, now: bool = False) -> Action:
@@ -164,7 +165,7 @@ class Steps:
             self._updater.unused = None
         if step.is_skipped:
             self.recovery.recover(step, self._newest[0])
-        elif self.recovery.row or self.recovery.left_out:
+        elif self.recovery.is_idle or self.recovery.row or self.recovery.left_out:
             self.recovery.succeeded(step.number)
         for member, own in zip(self._members, sums, strict=True):
             self._asked = max(self._asked, member.settle(step, own))

@@ -44,6 +44,7 @@ class Trainer:
         if checkpoint:
             changes.tell(self._run, checkpoint.step, checkpoint.engine.facts)
             self._run.record("resumed", step=checkpoint.step)
+            self._recovery.is_idle = False
 
     def train(self) -> State:
         """Train to the end, or until all ranks agree to stop; save the state in either case."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
+from torch.utils import checkpoint
 
 from rollcall.train.data.source import InMemory, Source
 
@@ -281,17 +282,101 @@ class Recurrent(Net):
         return sums
 
 
-class Blocks(nn.Module):
-    """Blocks whose activations may be computed again."""
+class Following(Block):
+    """The same, with a teacher that follows the layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.teacher.weight.data.lerp_(self.linear.weight.data, 0.1)
+        y: torch.Tensor = super().forward(x) + self.teacher(x)
+        return y
+
+
+class Replacing(Following):
+    """The same, as MoCo does it: the weight gets other memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.teacher.weight
+        weight.data = weight.data * 0.9 + self.linear.weight.data * 0.1
+        return super().forward(x)
+
+
+class Doubling(Block):
+    """A block that changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x.mul_(1.1)
+        return super().forward(x)
+
+
+class Annealing(Block):
+    """A block that the model around it counts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x).tanh() * (1 + self.passes / 10)
+        return y
+
+
+class Blocks(nn.Module):
+    """Blocks whose activations may be computed again."""
+
+    kind: ClassVar[type[Block]] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self.kind(), self.kind())
         self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
         logits: torch.Tensor = self.last(self.blocks(x))
+        return logits
+
+
+class FollowingBlocks(Blocks):
+    """Blocks with teachers."""
+
+    kind = Following
+
+
+class ReplacingBlocks(Blocks):
+    """Blocks with teachers that get other memory."""
+
+    kind = Replacing
+
+
+class DoublingBlocks(Blocks):
+    """Blocks that change their inputs in place."""
+
+    kind = Doubling
+
+
+class Counting(Blocks):
+    """Counts the passes of its blocks, after them."""
+
+    kind = Annealing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        for buffer in self.blocks.buffers():
+            buffer.add_(1)
+        return logits
+
+
+class Reentrant(Blocks):
+    """Recomputes a block itself, the old way, and has a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint.checkpoint(self.blocks[1], self.blocks[0](x), use_reentrant=True)
+        logits: torch.Tensor = self.last(hidden)
         return logits
 
 
@@ -349,6 +434,21 @@ class InPlace(Net):
         self.calls += self.training
         y = super().forward(x.mul_(2)) * (1 + self.calls / 10)
         return y + self.rare(x) if self.calls < 3 else y
+
+
+class Follows(InPlace):
+    """The same, with a teacher that follows a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+        self.student = nn.Linear(16, 16)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.2)
+        out: torch.Tensor = self.student(hidden) + self.teacher(hidden)
+        return out
 
 
 class Heads(Net):

@@ -41,8 +41,8 @@ class Pass(NamedTuple):
 
 
 @contextmanager
-def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
-    """Collect sketches of the outputs of all modules while the context is open."""
+def outputs(model: nn.Module, sketched: bool = True) -> Iterator[dict[str, list[Sketch]]]:
+    """Collect sketches of the outputs of all modules that are called while the context is open."""
     outputs_of: dict[str, list[Sketch]] = {}  # by module
     turns, has_gradient = itertools.count(), torch.is_grad_enabled()
 
@@ -50,7 +50,7 @@ def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
         if torch.is_grad_enabled() != has_gradient:  # a pipeline passes zeros to learn the shapes
             return
         sketches = outputs_of.setdefault(name, [])
-        for tensor in tree_leaves(outputs):
+        for tensor in tree_leaves(outputs) if sketched else ():
             if len(sketches) < CALLS and isinstance(tensor, torch.Tensor):
                 local = local_of(tensor)
                 if local.is_floating_point():

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -57,6 +58,7 @@ class Spread:
         self._is_due, self._is_cut = False, run.config.data.micro_batch is not None
         self._tolerance = 0.0
         self._key = ""
+        self._seconds = 0.0
 
     def compute_plain(self, model: nn.Module, whole: Whole) -> None:
         """Pass the samples through the model before it is spread, if it has to be compared.
@@ -121,7 +123,7 @@ class Spread:
     def record(self) -> None:
         """Record the check in the run directory, so that a restart need not repeat it."""
         if self._is_due:
-            self._run.record(EVENT, key=self._key)
+            self._run.record(EVENT, key=self._key, seconds=round(self._seconds, 4))
 
     def _left_out(self, reason: str) -> bool:
         """Return True if a rank has a reason to leave the check out, which rank 0 prints."""
@@ -131,9 +133,10 @@ class Spread:
 
     def _try(self, work: Callable[[], Result]) -> Result | None:
         """Return the result of some work; None on all ranks if one has too little memory."""
-        result, problem = None, ""
+        result, problem, begun = None, "", time.perf_counter()
         try:
             result = work()
+            self._seconds += time.perf_counter() - begun
         except (MemoryError, RuntimeError) as error:
             if not memory.is_exhausted(error):
                 raise
@@ -166,7 +169,12 @@ class Spread:
         return ""
 
     def _pass(
-        self, model: nn.Module, compute: Callable[[Batch], Any], batch: Batch, draws: bool = False
+        self,
+        model: nn.Module,
+        compute: Callable[[Batch], Any],
+        batch: Batch,
+        draws: bool = False,
+        sketched: bool = True,
     ) -> Pass:
         """Pass some samples forward, or both ways if `compute` does that, and note what happens.
 
@@ -177,7 +185,7 @@ class Spread:
         set_seed(self._run.config.seed, "check")
         with examined(model, self._strategy.loss.function, device, draws) as seen, modes:
             undrawn = _next_numbers()
-            with outputs(model) as of_modules:
+            with outputs(model, sketched) as of_modules:
                 sums = compute(batch.to(device).map(torch.clone))
             has_drawn = seen.has_drawn or undrawn != _next_numbers()
             of_pass = Pass(of_modules, seen.changed(), {}, has_drawn=has_drawn)
@@ -193,9 +201,11 @@ class Spread:
             whole = self._pass(model, compute, self._samples)
             alone = [self._pass(model, compute, batch) for batch in self._samples.split(1)]
             if strategy.gathers:  # a layer that some samples use may be rare
-                used = [self._pass(model, compute, batch) for batch in self._others.split(1)]
+                others = self._others.split(1)
+                used = [self._pass(model, compute, batch, sketched=False) for batch in others]
         except Exception as error:  # the user's code may raise anything
-            if isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error):
+            is_memory = isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error)
+            if is_memory or isinstance(error, ConfigError):
                 raise
             self._run.say(f"rollcall: parallel.check did not compute samples one by one: {error}")
             return ""

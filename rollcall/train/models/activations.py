@@ -15,9 +15,11 @@ from torch import nn
 from torch.utils import checkpoint
 
 from rollcall.config.schema import ConfigError
+from rollcall.messages.text import listed
+from rollcall.train.numerics.examination import Drawn
 from rollcall.train.numerics.hidden import Hidden, left_alone
 from rollcall.train.parallel.shard import units
-from rollcall.train.torch_private import COSTLY, MESSAGES, BatchNorm, version
+from rollcall.train.torch_private import COSTLY, MESSAGES, BatchNorm, tree_leaves, version
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # Multiplications take most of the time of a forward pass; messages keep other ranks waiting.
@@ -46,9 +48,8 @@ def recompute(model: nn.Module, mode: str) -> None:
         )
     # Subclasses, not wrappers: they keep names and attributes, and copies of a block keep them. One
     # of each kind, because what is compiled holds for blocks of the same class alone.
-    members = {"selective": mode != "blocks"}
     kinds = {
-        kind: type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), members)
+        kind: type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {"mode": mode})
         for kind in dict.fromkeys(map(type, blocks))
     }
     for block in blocks:
@@ -56,35 +57,42 @@ def recompute(model: nn.Module, mode: str) -> None:
 
 
 MOVES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""True for blocks whose forward pass changes attributes, or buffers other than BatchNorm's."""
+"""True for blocks whose attributes or buffers, other than BatchNorm's, change before a
+recomputation."""
 
 
 class _Checkpointed(nn.Module):
-    selective: bool
+    mode: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        options: dict[str, Any] = {"context_fn": partial(_contexts, self)}
+        marks = None if torch.compiler.is_compiling() or self in MOVES else _marks(self)
+        options: dict[str, Any] = {"context_fn": partial(_contexts, self, marks)}
         if torch.compiler.is_compiling():  # compiled code changes no buffer twice
-            options = {"context_fn": SELECTIVE} if self.selective else {}
-            is_first = False
-        elif is_first := self not in MOVES:
-            marks = _marks(self)
-        outputs = checkpoint.checkpoint(
-            super().forward, *args, use_reentrant=False, **options, **kwargs
-        )
-        if is_first and self.training:
-            now = _marks(self)
-            same = (
-                old is new and mark == other
-                for (old, mark), (new, other) in zip(marks, now, strict=False)
+            options = {"context_fn": SELECTIVE} if self.mode == "selective" else {}
+        again = partial(checkpoint.checkpoint, super().forward, use_reentrant=False, **options)
+        if marks is None:
+            return again(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = [*map(_mark, given)]
+        with Drawn(self, draws=True) as seen:
+            outputs = again(*args, **kwargs)
+        written = sorted(seen.written() & {*dict(self.named_parameters())})
+        if [*map(_mark, given)] != before or written:
+            what = f"its weights {listed(written)}" if written else "its inputs in place"
+            raise ConfigError(
+                f"model.activation_checkpointing={self.mode} computes each block again, but the "
+                f"forward() of {type(self).__mro__[2].__name__} changes {what}, so that it would "
+                "compute something else: make it change none, or remove the key"
             )
-            MOVES[self] = len(now) != len(marks) or not all(same)
         return outputs
 
 
-def _marks(block: nn.Module) -> list[tuple[Any, int]]:
+Marks = list[tuple[Any, int]]
+
+
+def _marks(block: nn.Module) -> Marks:
     """Return attributes and buffers of a block, but BatchNorm's, with marks of the contents."""
     values = [value for module in block.modules() for value in vars(module).values()]
     others = [module for module in block.modules() if not isinstance(module, BatchNorm)]
@@ -98,23 +106,31 @@ def _mark(value: Any) -> int:
     return len(value) if isinstance(value, Sized) else 0
 
 
-def _contexts(block: _Checkpointed) -> Contexts:
-    """Return the contexts of the first and the repeated forward pass of a block."""
-    first, second = SELECTIVE() if block.selective else (nullcontext(), nullcontext())
+def _contexts(block: _Checkpointed, marks: Marks | None) -> Contexts:
+    """Return the contexts of the first and the repeated forward pass of a block.
+
+    The marks from before show whether it moves, unless that is known.
+    """
+    first, second = SELECTIVE() if block.mode == "selective" else (nullcontext(), nullcontext())
     second = _counted_once(block, second)
     if MOVES.get(block, True):
-        second = _from_the_same(block, Hidden({"": block}), second)
+        second = _from_the_same(block, Hidden({"": block}), marks, second)
     return first, second
 
 
 @contextmanager
 def _from_the_same(
-    block: nn.Module, before: Hidden, inner: AbstractContextManager[Any]
+    block: nn.Module, before: Hidden, marks: Marks | None, inner: AbstractContextManager[Any]
 ) -> Iterator[None]:
     """Let a pass begin with the buffers and attributes that the first one has seen.
 
     Afterwards they are again as the first one has left them.
     """
+    if marks is not None and block.training:
+        now = _marks(block)
+        pairs = zip(marks, now, strict=False)
+        same = (old is new and mark == other for (old, mark), (new, other) in pairs)
+        MOVES[block] = len(now) != len(marks) or not all(same)
     with left_alone({"": block}):  # torch ends the repeated pass by an exception
         before.restore()
         with inner:

@@ -1,5 +1,6 @@
 """A pass of the check before the first step: what it draws and writes does not outlast it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,15 @@ EXPECTED: dict[str, Callable[[Arguments], Any]] = {
 Dropout keeps everything. Normal numbers differ from 0, which would hide what is made of them."""
 
 
+@functools.cache
+def _facts(func: Any) -> tuple[list[str], list[str], bool]:
+    """Return the arguments of an operation, those it writes to, and whether it is random."""
+    arguments = arguments_of(func)
+    written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
+    is_random = bool(arguments) and torch.Tag.nondeterministic_seeded in func.tags
+    return [arg.name for arg in arguments], written, is_random
+
+
 class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the weights and buffers that a pass writes to, and keeps copies of them.
 
@@ -42,8 +52,9 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         tensors = [*model.named_parameters(), *model.named_buffers()]
         locals_of = ((name, local_of(tensor)) for name, tensor in tensors)
+        # Beside each tensor another of its memory, which `weight.data = …` would replace.
         self._watched = {
-            storage_key(tensor): (name, tensor)
+            storage_key(tensor): (name, tensor, tensor.detach())
             for name, tensor in locals_of
             if tensor.layout is torch.strided
         }
@@ -52,14 +63,14 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not (arguments := arguments_of(func)):
+        names, written, is_random = _facts(func)
+        is_random = is_random and not self._draws
+        if not (written or is_random):
             return func(*args, **kwargs)
-        names = [argument.name for argument in arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        for argument in arguments:
-            if argument.alias_info and argument.alias_info.is_write:
-                self._keep(given.get(argument.name))
-        if self._draws or torch.Tag.nondeterministic_seeded not in func.tags:
+        for argument in written:
+            self._keep(given.get(argument))
+        if not is_random:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
         for dropped in {"dropout_p", *(("p",) if name == "native_dropout" else ())} & given.keys():
@@ -76,22 +87,33 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, written: Any) -> None:
         for tensor in tree_leaves(written):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                name, whole = self._watched.get(storage_key(local_of(tensor)), ("", tensor))
+                key = storage_key(local_of(tensor))
+                name, whole, memory = self._watched.get(key, ("", tensor, tensor))
                 if name and name not in self._before:
-                    self._before[name] = whole, whole.detach().clone()
+                    self._before[name] = whole, memory.clone()
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Return copies of the weights and buffers that have changed, by their names."""
         tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        written = self.written()
         return {
             name: tensor.detach().clone()
             for name, tensor in tensors.items()
-            if name in self._before or differ(tensor, self._buffers.get(name, tensor))
+            if name in written or differ(tensor, self._buffers.get(name, tensor))
         }
+
+    def written(self) -> set[str]:
+        """Return the names of what was written to, or has got other memory, as far as declared."""
+        return {*self._before, *(name for name, _, _ in self._replaced())}
+
+    def _replaced(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        return [entry for key, entry in self._watched.items() if storage_key(entry[1]) != key]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the tensors their former values."""
+        """Give the tensors their former memory and values."""
+        for _, tensor, memory in self._replaced():
+            tensor.data = memory
         for tensor, before in self._before.values():
             tensor.copy_(before)
 

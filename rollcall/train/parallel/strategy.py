@@ -294,10 +294,10 @@ class Strategy:
                 outputs = outputs_of(model, batch)
                 with left_alone({"": self._loss.loss.function}):  # it may count its calls
                     doubled = total = self._sum_of_losses(outputs, batch)
-        weight = float(self._loss.sums_of_weights(total.device)[0])
-        if not self._loss.loss.takes_model and isinstance(outputs, torch.Tensor):
-            twice = Batch.joined([batch._replace(inputs=outputs)] * 2)
-            doubled = self._sum_of_losses(twice.inputs, twice) / 2
+            weight = float(self._loss.sums_of_weights(total.device)[0])
+            if not self._loss.loss.takes_model and isinstance(outputs, torch.Tensor):
+                twice = Batch.joined([batch._replace(inputs=outputs)] * 2)
+                doubled = self._sum_of_losses(twice.inputs, twice) / 2
         self._loss.weights.clear()
         return total.item(), weight, doubled.item()
 
@@ -418,7 +418,7 @@ class Strategy:
                 with self._around(last=number == last):
                     loss = self._loss_of(self._callable, batch)
                     clock.enter(BACKWARD)
-                    loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
+                    _backward(loss, torch.full_like(loss, scale))
                 totals.append(loss.detach())
             total = totals[0] if last == 0 else torch.stack(totals).sum()
         unused = [part.finish(self.model) for part in self._parts]
@@ -623,6 +623,19 @@ class Strategy:
                 optim_state_dict=state["optim"],
                 options=OPTIONS,
             )
+
+
+def _backward(loss: torch.Tensor, scale: torch.Tensor) -> None:
+    try:
+        loss.backward(scale)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "ready only once" not in str(error):
+            raise
+        raise ConfigError(
+            "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do "
+            "beside weights that the loss does not use or uses twice: call it with "
+            "use_reentrant=False, or choose parallel.strategy=zero2"
+        ) from error
 
 
 def _node_size(config: Config, world: World) -> int:

@@ -84,6 +84,8 @@ class Recovery:
         self.left_out: set[int] = set()  # updates (from 0) that are not done, after a rollback
         self._rolled_back_to: int | None = None
         self._skipped: list[int] = []
+        self.is_idle = True  # no step of the run has changed the weights
+        self._cause = ""  # of the newest step that did not
         self._directory = run.run_dir.faults
         keep = run.config.faults.replay_snapshots
         self._snapshots = (
@@ -130,6 +132,7 @@ class Recovery:
 
     def succeeded(self, step: int) -> None:
         """Note that a step, counted from 1, changed the weights."""
+        self.is_idle = False
         self.row.clear()
         if step > max(self.left_out, default=step):  # the rollback helped
             self._rolled_back_to = None
@@ -145,6 +148,7 @@ class Recovery:
         if scaler and math.isfinite(step.loss) and scaler.scale >= 1 and not is_spike:
             # An overflow now and then is normal in fp16; the scale is smaller now.
             self._run.record("overflowed", step=step.number, scale=float(scaler.scale))
+            self._cause = "all gradients overflowed in fp16: train more steps, or precision=bf16"
             return
         with Witness(self._strategy.model, self._objective) as witness:
             self._gradient.compute(batch, step.number)
@@ -155,13 +159,19 @@ class Recovery:
         self.row.append(step.number)
         self._skipped.append(step.number)
         self._report(fault, is_spike)
+        self._cause = (
+            f"{_steps(self.row)} skipped, the last one because of {fault.kind} in "
+            f"{fault.place}: see `rollcall replay {self._run.run_dir.path} {step.number}`, "
+            "lower optim.lr, set optim.clip_norm, or leave them out by "
+            "faults.on_repeated=rollback"
+        )
         if len(self.row) >= self._run.config.faults.max_skipped_steps:
-            raise FaultError(
-                f"{_steps(self.row)} skipped, the last one because of {fault.kind} in "
-                f"{fault.place}: see `rollcall replay {self._run.run_dir.path} {step.number}`, "
-                "lower optim.lr, set optim.clip_norm, or leave them out by "
-                "faults.on_repeated=rollback"
-            )
+            raise FaultError(self._cause)
+
+    def finish(self) -> None:
+        """Raise FaultError if all steps of the run were skipped."""
+        if self.is_idle and self._cause:
+            raise FaultError(self._cause)
 
     def roll_back(self, saved_at: int | None) -> None:
         """Leave out the skipped steps, after loading the checkpoint of step `saved_at`, if any.

@@ -70,6 +70,8 @@ from rollcall.config.read import RECIPES
         (["optim=adam"], "optim: expected a section with keys such as optim.name, got 'adam'"),
         (["optim.lr=[1"], "the value is not valid YAML"),
         (["digits", "mnist"], "expected one recipe or file"),
+        (["data.seq_len=5"], "data.seq_len is an option of text, tokens, synthetic_tokens; data."),
+        (["gpt", "data.image_size=8"], "data.name=text does not use it: remove the key"),
         (["data.micro_batch=65"], "is larger than data.global_batch=64"),
         (["profile.steps=3:1"], "profile.steps=3:1: expected FIRST:END"),
         (["checkpoint.keep_best=loss:mx"], "alone or with :max or :min"),

@@ -102,6 +102,10 @@ REFUSED = {
         words("Net", "ddp", "train.loss=user_surprises:Running"),
         "train.loss=user_surprises:Running depends on the other samples of a batch",
     ),
+    "running-mean-before-a-gathered-loss": (
+        words("Centers", "ddp", "train.loss=user_surprises:contrastive", "train.gather=true"),
+        "forward() changes the buffers mean by the samples that it sees",
+    ),
     "running-mean": (
         words("Centers", "ddp"),
         "forward() changes the buffers mean by the samples that it sees, so each rank would have "
@@ -151,6 +155,7 @@ REFUSED = {
 }
 
 
+AGAIN = "model.activation_checkpointing=blocks"
 CONTRASTIVE = (user_surprises.Net, user_surprises.contrastive)
 GATHERED = "train.loss=user_surprises:contrastive", "train.gather=true"
 EQUAL: dict[str, tuple[Any, list[str]]] = {
@@ -161,14 +166,23 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
     "input-in-place-zero3": (user_surprises.Doubles, words("Doubles", "zero3")),
     "input-in-place-repeated": (user_surprises.InPlace, words("InPlace", "ddp")),
     "input-in-place-out-of-memory": (user_surprises.Exhausted, words("Exhausted", "ddp")),
+    "weight-that-follows-repeated": (user_surprises.Follows, words("Follows", "ddp")),
+    "weight-that-gets-other-memory": (
+        user_surprises.ReplacingBlocks,
+        words("ReplacingBlocks", "ddp"),
+    ),
     "fp64-zero3": (user_surprises.Exact, words("Exact", "zero3")),
     "recomputed-blocks": (
         user_surprises.Blocks,
-        words("Blocks", "ddp", "model.activation_checkpointing=blocks"),
+        words("Blocks", "ddp", AGAIN),
     ),
     "recomputed-blocks-selective": (
         user_surprises.Blocks,
         words("Blocks", "zero3", "model.activation_checkpointing=selective"),
+    ),
+    "recomputed-blocks-that-the-model-changes": (
+        user_surprises.Counting,
+        words("Counting", "ddp", AGAIN),
     ),
     "recurrent-ddp": (user_surprises.Recurrent, words("Recurrent", "ddp")),
     "recurrent-zero3": (user_surprises.Recurrent, words("Recurrent", "zero3")),
@@ -230,14 +244,37 @@ ACCEPTED = {
         *("Centers", "ddp", "model.sync_buffers={mean: mean}", "data.global_batch=7")
     ),
 }
-BROKEN = {"static-graph": words("InPlace", "ddp", "parallel.static_graph=true")}
+TWICE = "model.activation_checkpointing=blocks computes each block again, but the forward() of "
+BROKEN = {
+    "static-graph": (
+        words("InPlace", "ddp", "parallel.static_graph=true"),
+        "parallel.static_graph=true promises that every step uses the same weights, but this one "
+        "leaves out 2 more: remove the key",
+    ),
+    "recomputed-blocks-of-teachers": (
+        words("FollowingBlocks", "ddp", AGAIN),
+        f"{TWICE}Following changes its weights teacher.weight, so",
+    ),
+    "recomputed-blocks-of-new-teachers": (
+        words("ReplacingBlocks", "zero3", AGAIN),
+        f"{TWICE}Replacing changes its weights teacher.weight, so",
+    ),
+    "recomputed-blocks-that-change-inputs": (
+        words("DoublingBlocks", "ddp", AGAIN),
+        f"{TWICE}Doubling changes its inputs in place, so",
+    ),
+    "reentrant-with-unused-weights": (
+        words("Reentrant", "ddp"),
+        "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do",
+    ),
+}
 COUNTED = {
     "counted-ddp": words("Counted", "ddp"),
     "counted-zero3": words("Counted", "zero3"),
     "counted-tensor": words("Counted", "tensor"),
 }
 CASES = {name: given for name, (given, _) in REFUSED.items()}
-CASES |= MIXED | COUNTED | BROKEN
+CASES |= MIXED | COUNTED | {name: given for name, (given, _) in BROKEN.items()}
 CASES |= {name: given for name, (_, given) in EQUAL.items()} | ACCEPTED
 
 
@@ -287,11 +324,9 @@ def test_ranks_that_mix_weights_end_the_run(case: str, ends: Ends) -> None:
     assert case.split("-")[0] in reason
 
 
-def test_a_broken_promise_of_a_static_graph_ends_the_run(ends: Ends) -> None:
-    assert ends[0]["static-graph"] == (
-        "parallel.static_graph=true promises that every step uses the same weights, but this one "
-        "leaves out 2 more: remove the key"
-    )
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_no_check_could_allow_ends_the_run(case: str, ends: Ends) -> None:
+    assert ends[0][case].startswith(BROKEN[case][1])
 
 
 @pytest.mark.parametrize("case", [*EQUAL, *ACCEPTED])

@@ -117,14 +117,21 @@ def test_a_gradient_that_is_not_finite_is_found(tmp_path: Path) -> None:
     assert fault["rank"] == 1 and user_code.BAD in fault["samples"]
 
 
-def test_too_many_faults_stop_the_run(tmp_path: Path) -> None:
-    result = run(
-        tmp_path, 2, "model.name=user_code:nan_output", "faults.max_skipped_steps=1", codes=[1, 1]
-    )
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["faults.max_skipped_steps=1"], "a step was skipped"),
+        (["data.global_batch=96", "train.steps=2"], "2 steps in a row were skipped"),
+    ],
+)
+def test_too_many_faults_or_nothing_else_fail_the_run(
+    tmp_path: Path, words: list[str], reason: str
+) -> None:
+    result = run(tmp_path, 2, "model.name=user_code:nan_output", *words, codes=[1, 1])
     verdict = result.run_dir.read_verdict()
     assert verdict is not None and verdict.state == "failed"
-    assert "a step was skipped" in verdict.reason
-    assert result.output.count("rollcall: error: a step was skipped") == 1
+    assert reason in verdict.reason
+    assert result.output.count(f"rollcall: error: {reason}") == 1
     assert "Traceback" not in result.output
 
 
