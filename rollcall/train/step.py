@@ -25,7 +25,7 @@ from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics import optim, schedules
 from rollcall.train.numerics.randomness import set_seed
-from rollcall.train.parallel.part import UnusedWeights
+from rollcall.train.parallel.part import UnusedWeights, explain
 from rollcall.train.ranks.activity import doing
 from rollcall.train.ranks.agreement import Action, Agreement, FaultError, Member, Number, Step
 from rollcall.train.ranks.clock import OPTIMIZER, OTHER, clock
@@ -129,7 +129,6 @@ class Steps:
             if self._task.is_over:
                 break
         self.settle(now=True)
-        self.recovery.finish()
         return Action.CONTINUE
 
     def settle(self, now: bool = False) -> Action:
@@ -231,6 +230,7 @@ class Gradient:
             self.is_unused, self.loss = True, torch.full((), torch.nan, device=self._device)
         except (MemoryError, RuntimeError) as error:
             if not memory.is_exhausted(error):
+                explain(error)
                 raise
             memory.snapshot(self._run, number)
             problem = str(error) or type(error).__name__

@@ -65,7 +65,10 @@ class Trainer:
         while True:
             try:
                 with no_collection(), clock.running(self._run.world.device):
-                    return self.steps.run(self._between)
+                    action = self.steps.run(self._between)
+                if action is Action.CONTINUE:
+                    self._recovery.finish()
+                return action
             except FaultError:  # on all ranks
                 on_repeated = self._run.config.faults.on_repeated
                 if on_repeated == "stop" or not self._recovery.row:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollcall.config.schema import ConfigError
 from rollcall.train.data.source import Batch
 from rollcall.train.ranks.device import local_of
 
@@ -17,6 +18,16 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 class UnusedWeights(RuntimeError):
     """The loss of a step did not use all weights, and a part waits for all gradients."""
+
+
+def explain(error: BaseException) -> None:
+    """Raise ConfigError for an error of a backward pass whose cause is known."""
+    if "ready only once" in str(error):
+        raise ConfigError(
+            "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do "
+            "beside weights that the loss does not use or uses twice: call it with "
+            "use_reentrant=False, or choose parallel.strategy=zero2"
+        ) from error
 
 
 class Part:

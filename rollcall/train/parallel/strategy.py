@@ -35,6 +35,7 @@ from rollcall.train.parallel.part import (
     Part,
     UnusedWeights,
     evaluating,
+    explain,
     flatten,
     local_bytes,
     unflatten,
@@ -248,6 +249,9 @@ class Strategy:
                     self.forward_backward([example], len(example.weights))
                 except UnusedWeights:
                     unused = True
+                except RuntimeError as error:
+                    explain(error)
+                    raise
                 self.trained.zero_grad()
                 if self.world.has_any(unused):
                     self.allow_unused()
@@ -418,7 +422,7 @@ class Strategy:
                 with self._around(last=number == last):
                     loss = self._loss_of(self._callable, batch)
                     clock.enter(BACKWARD)
-                    _backward(loss, torch.full_like(loss, scale))
+                    loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
                 totals.append(loss.detach())
             total = totals[0] if last == 0 else torch.stack(totals).sum()
         unused = [part.finish(self.model) for part in self._parts]
@@ -623,19 +627,6 @@ class Strategy:
                 optim_state_dict=state["optim"],
                 options=OPTIONS,
             )
-
-
-def _backward(loss: torch.Tensor, scale: torch.Tensor) -> None:
-    try:
-        loss.backward(scale)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if "ready only once" not in str(error):
-            raise
-        raise ConfigError(
-            "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do "
-            "beside weights that the loss does not use or uses twice: call it with "
-            "use_reentrant=False, or choose parallel.strategy=zero2"
-        ) from error
 
 
 def _node_size(config: Config, world: World) -> int:
