@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_420, 7_960
+CORE_LINES, TOOLS_LINES = 38_700, 7_960
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,20 +31,20 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 59,
     "rollcall/cli": 370,
-    "rollcall/config": 2321,
+    "rollcall/config": 2337,
     "rollcall/launch": 1,
     "rollcall/launch/api": 347,
     "rollcall/launch/batch": 649,
     "rollcall/launch/commands": 1248,
     "rollcall/launch/doctor": 1526,
-    "rollcall/launch/frameworks": 250,
-    "rollcall/launch/node": 1609,
+    "rollcall/launch/frameworks": 287,
+    "rollcall/launch/node": 1614,
     "rollcall/launch/program": 512,
-    "rollcall/launch/rank": 835,
+    "rollcall/launch/rank": 862,
     "rollcall/launch/remote": 158,
-    "rollcall/launch/runs": 2056,
+    "rollcall/launch/runs": 2057,
     "rollcall/launch/scheduler": 788,
-    "rollcall/launch/submission": 2498,
+    "rollcall/launch/submission": 2516,
     "rollcall/launch/sweep": 417,
     "rollcall/messages": 242,
     "rollcall/records": 1237,
@@ -56,19 +56,19 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1428,
     "rollcall/tools/plan": 2152,
     "rollcall/tools/report": 1670,
-    "rollcall/train": 2158,
+    "rollcall/train": 2163,
     "rollcall/train/checkpoint": 3208,
     "rollcall/train/data": 2909,
     "rollcall/train/exact": 676,
-    "rollcall/train/health": 1131,
+    "rollcall/train/health": 1141,
     "rollcall/train/inference": 851,
     "rollcall/train/loggers": 360,
-    "rollcall/train/models": 854,
-    "rollcall/train/numerics": 1803,
-    "rollcall/train/parallel": 2559,
+    "rollcall/train/models": 870,
+    "rollcall/train/numerics": 1824,
+    "rollcall/train/parallel": 2574,
     "rollcall/train/profiling": 762,
     "rollcall/train/ranks": 1361,
-    "rollcall/train/recovery": 723,
+    "rollcall/train/recovery": 733,
     "rollcall/train/torch_private": 283,
     "rollcall/train/weights": 940,
 }

@@ -139,7 +139,7 @@ class Attention(nn.Module):
         value = self._heads(self.value(x))
         if mask is not None:  # it rules out flash attention; other fast kernels want equal heads
             copies = query.shape[1] // key.shape[1]
-            key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
+            key, value = (heads.repeat_interleave(copies, 1) for heads in (key, value))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )

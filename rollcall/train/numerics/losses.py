@@ -46,8 +46,7 @@ def per_sample_loss(
 ) -> torch.Tensor:
     """Return the cross entropy of each sample in fp32: (rows, …, classes), (rows, …) to (rows,).
 
-    Training spreads a share `label_smoothing` of each target over all classes, and adds `z_loss`
-    times the squared logarithm of the sum of exponentials; see `cross_entropy` for sources.
+    Training spreads `label_smoothing` of a target over all classes, and adds z_loss * logsumexp².
     """
     if not torch.is_grad_enabled():
         label_smoothing = z_loss = 0.0
