@@ -12,8 +12,8 @@ from checkout import ROOT
 from lab import Lab
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
-# These run the tests: .ci/run types them.
-TESTS = re.compile(r"(ROLLCALL_TORCH=\S+ )?\./env/run pytest\b")
+# These run the tests, which .ci/run types, or minutes of what test_doctor_lab.py types on two hosts.
+TESTS = re.compile(r"(ROLLCALL_TORCH=\S+ )?\./env/run (pytest\b|rollcall accept --nodes 2$)")
 
 
 def commands() -> dict[str, str]:
