@@ -12,7 +12,7 @@ from checkout import ROOT
 from lab import Lab
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
-# These run the tests, which .ci/run types, or minutes of what test_doctor_lab.py types on two hosts.
+# .ci/run types the tests; test_doctor_lab.py types the acceptance on two hosts (minutes).
 TESTS = re.compile(r"(ROLLCALL_TORCH=\S+ )?\./env/run (pytest\b|rollcall accept --nodes 2$)")
 
 
