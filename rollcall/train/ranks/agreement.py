@@ -178,8 +178,7 @@ def _packed(
 
     A number may be on the GPU of some ranks alone, so its position must not depend on that.
     """
-    numbers: list[float] = [seconds]
-    layouts: list[_Layout] = []
+    numbers, layouts = [seconds], list[_Layout]()
     on_gpu: list[tuple[int, torch.Tensor]] = []
     for report in reports:
         positions: dict[Any, int | slice] = {}
@@ -205,8 +204,9 @@ def _packed(
 def _unpacked(sums: list[float], layouts: Sequence[_Layout]) -> list[Any]:
     """Return the sums in the form of the reports."""
     return [
-        kind(**{name: sums[position] for name, position in positions.items()})
+        values if issubclass(kind, dict) else kind(**values)
         for kind, positions in layouts
+        for values in [{name: sums[position] for name, position in positions.items()}]
     ]
 
 
