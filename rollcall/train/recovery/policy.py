@@ -148,7 +148,6 @@ class Recovery:
         if scaler and math.isfinite(step.loss) and scaler.scale >= 1 and not is_spike:
             # An overflow now and then is normal in fp16; the scale is smaller now.
             self._run.record("overflowed", step=step.number, scale=float(scaler.scale))
-            self._cause = "all gradients overflowed in fp16: train more steps, or precision=bf16"
             return
         with Witness(self._strategy.model, self._objective) as witness:
             self._gradient.compute(batch, step.number)
@@ -169,9 +168,14 @@ class Recovery:
             raise FaultError(self._cause)
 
     def finish(self) -> None:
-        """Raise FaultError if all steps of the run were skipped."""
+        """Raise FaultError if all steps of the run were skipped, unless fp16 seeks its scale."""
         if self.is_idle and self._cause:
             raise FaultError(self._cause)
+        if self.is_idle and self._objective.scaler:
+            self._run.warn(
+                "the weights have not changed, because the gradients of all steps overflowed in "
+                "fp16: train more steps, or choose precision=bf16"
+            )
 
     def roll_back(self, saved_at: int | None) -> None:
         """Leave out the skipped steps, after loading the checkpoint of step `saved_at`, if any.

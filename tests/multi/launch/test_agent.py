@@ -261,7 +261,7 @@ def test_what_the_migration_page_writes_in_python_is_true_of_a_rank(
 ) -> None:
     node = {"node_rank": 1, "nnodes": 2, "nproc_per_node": 4, "ranks": (2, 4), "first_rank": 2}
     place = {"master_addr": "10.0.0.1", "master_port": 20000, "run_id": "x"}
-    rank = fork.environment(Namespace(**node, **place), 3)
+    rank = fork.environment(Namespace(**node, **place, roles=()), 3)
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
     page = (ROOT / "docs" / "migration.md").read_text()

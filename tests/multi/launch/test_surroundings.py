@@ -212,6 +212,7 @@ def work(index, place):
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=index, world_size=2)
     dist.all_reduce(total := torch.ones(1))
     print(f"sum {total.item()}\\n", end="")  # in one write: two processes share the log
+    dist.destroy_process_group()  # or torch's threads may abort the process at its end
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

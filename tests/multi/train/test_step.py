@@ -143,7 +143,8 @@ def test_fp16_finds_the_same_scale_on_every_mesh(tmp_path: Path) -> None:
     scale = whole.state["scaler"]["scale"]
     assert 1 < scale < 2**14
     assert len(whole.losses) + len(whole.events("overflowed")) == 12
-    run(tmp_path, 2, *words, "train.steps=4", "parallel.strategy=zero3")
+    short = run(tmp_path, 2, *words, "train.steps=4", "parallel.strategy=zero3")
+    assert "the gradients of all steps overflowed in fp16" in short.output
     result = run(tmp_path, 2, *words, "parallel.strategy=pipeline")
     assert result.state["scaler"]["scale"] == scale
     assert result.state["scaler"]["steps"] == whole.state["scaler"]["steps"]
