@@ -209,9 +209,13 @@ class Heartbeat:
 
     def _open(self, flags: int) -> int:
         if self._descriptor is None:
-            if flags & os.O_CREAT:
+            try:
+                self._descriptor = os.open(self._path, flags, 0o600)
+            except FileNotFoundError:  # not before: thousands of nodes would ask for one folder
+                if not flags & os.O_CREAT:
+                    raise
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, flags, 0o600)
+                self._descriptor = os.open(self._path, flags, 0o600)
         return self._descriptor
 
     def exists(self) -> bool:

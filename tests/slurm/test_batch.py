@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkout import ROOT
+from checkout import PACED, ROOT
 from lab import BOTH_TRACKERS, Lab, wait_until
 
 from rollcall.launch.runs import find
@@ -21,6 +21,7 @@ SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 SLEEPS = "import pathlib, sys, time\nprint('begun', flush=True)\nend = pathlib.Path(sys.argv[1])\n"
 SLEEPS += "while not end.exists():\n    time.sleep(0.1)\n"
 WORDS = ["digits", "device=cpu", "exact=true", "log.every=1", "data.global_batch=64"]
+ENDLESS = [*WORDS, "train.steps=1000000", "checkpoint.every=null", PACED]
 
 
 def submit(lab: Lab, run: RunDir, *words: str, cwd: Path = ROOT, gate: str = "0:0:") -> str:
@@ -72,8 +73,7 @@ def run(lab: Lab, tmp_path: Path) -> Iterator[RunDir]:
 
 @BOTH_TRACKERS
 def test_a_job_whose_batch_process_is_killed_comes_back(lab: Lab, run: RunDir) -> None:
-    steps = ["train.steps=1000000", "checkpoint.every=null"]
-    job = submit(lab, run, *WORDS, *steps)
+    job = submit(lab, run, *ENDLESS)
     wait_until(lambda: count(run, "first_step") == 1, 500, lambda: "there is no step")
     batch = batch_of(run)
     stop_guard_of_srun(batch)
@@ -86,8 +86,7 @@ def test_a_job_whose_batch_process_is_killed_comes_back(lab: Lab, run: RunDir) -
 
 
 def test_a_job_that_cannot_be_requeued_tells_what_was_killed(lab: Lab, run: RunDir) -> None:
-    steps = ["--no-requeue", "train.steps=1000000", "checkpoint.every=null"]
-    job = submit(lab, run, *WORDS, *steps)
+    job = submit(lab, run, "--no-requeue", *ENDLESS)
     wait_until(lambda: count(run, "first_step") == 1, 500, lambda: "there is no step")
     batch_of(run).kill()
     assert lab.wait_job(job) == "FAILED"
@@ -111,7 +110,7 @@ def test_a_batch_process_that_was_stopped_keeps_no_nodes(
 
 def test_a_step_that_lost_its_srun_ends_before_the_next_one_starts(lab: Lab, run: RunDir) -> None:
     """Its ranks save, because Slurm asks them to stop: no step is repeated."""
-    job = submit(lab, run, *WORDS, "train.steps=1000000", "checkpoint.every=null")
+    job = submit(lab, run, *ENDLESS)
     wait_until(lambda: count(run, "first_step") == 1, 500, lambda: "there is no step")
     batch = batch_of(run)
     stop_guard_of_srun(batch)

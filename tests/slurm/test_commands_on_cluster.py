@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from checkout import PACED, ROOT
 from lab import Lab, wait_until
 
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
-ENDLESS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=null"]
+ENDLESS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=null", PACED]
 BROKEN = """
 import torch
 import torch.distributed as dist

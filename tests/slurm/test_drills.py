@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lab_power
 import pytest
-from checkout import ROOT
+from checkout import PACED, ROOT
 from lab import Lab, running_lab, wait_until
 from ranks import logged_steps
 
@@ -17,7 +17,7 @@ from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
-WORDS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=50"]
+WORDS = ["device=cpu", "train.steps=1000000", "log.every=1", "checkpoint.every=50", PACED]
 
 
 def steps(run: RunDir) -> list[int]:

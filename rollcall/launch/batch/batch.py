@@ -20,7 +20,6 @@ from rollcall.launch.batch import placement
 from rollcall.launch.batch.expand import Expansion
 from rollcall.launch.node.batch_process import BatchHeartbeat, leave_step
 from rollcall.launch.node.identity import job_of, start_of
-from rollcall.launch.node.rendezvous import lost_hosts
 from rollcall.launch.runs import find, resolve, restarts
 from rollcall.launch.runs.decision import MAX_IN_VAIN, UNASKED, RestartFacts, decide
 from rollcall.launch.scheduler import cluster, slurm
@@ -28,8 +27,8 @@ from rollcall.launch.scheduler.job import STOP_LEAD
 from rollcall.launch.scheduler.slurm import JobStatus, SlurmError
 from rollcall.launch.submission.options import span
 from rollcall.messages.refusal import REFUSED, RefusedError
-from rollcall.records.attempt import AttemptRecord, NodeState
-from rollcall.records.job import RestartCause
+from rollcall.records.attempt import AttemptRecord, NodeFailure, NodeState
+from rollcall.records.job import RestartCause, Submission
 from rollcall.records.run import Verdict
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import is_there
@@ -47,6 +46,8 @@ LOSS_POLL = 2.0
 COMES_BACK: dict[str, RestartCause] = {"TimeLimit": "time limit", "JobLaunchFailure": "lost node"}
 """Slurm's reasons for ending a job that we requeue. JobLaunchFailure: Slurm took the script's host
 for dead, and kills the script when the host is back."""
+MOST_ASKED = 16
+"""Most hosts without a report of their loss that are asked whether they are alive."""
 STEP_END = 120.0
 """Seconds for which a step may end that lost its srun: its run saves meanwhile."""
 ABSENCE = 600.0
@@ -78,8 +79,9 @@ def main(argv: Sequence[str]) -> int:
         batch = BatchProcess(options, words, job_of(os.environ))
         code = batch.go()
         _tear_down(options.teardown, code)
-        is_part = batch.run is not None and find.has_successor(batch.run, batch.job)
+        known = Submission.read(batch.run.path) if batch.run is not None else []
         # The next job of a chain continues the run: Slurm need not call this one FAILED.
+        is_part = batch.job in [submission.job for submission in known[:-1]]
         return 0 if code == os.EX_TEMPFAIL and is_part else code
     except OSError as error:  # srun is missing, or the run directory is not writable
         print(f"rollcall: error: {error}", file=sys.stderr)
@@ -183,7 +185,6 @@ class BatchProcess:
         for host, reason in bad.items():
             used = "uses, because no other host is left," if host in chosen else "leaves out"
             self._say(f"{used} {host}: {reason}")
-            placement.remember(run, host, reason)
         can_move = bad and self._hosts.may_change
         return placement.on(self.command, self._supervisor, chosen) if can_move else self.command
 
@@ -197,6 +198,7 @@ class BatchProcess:
             hosts = self._after(run, code)
             if hosts is None:
                 return code
+            self._give_way()  # two steps would need each GPU twice
             command = self._restarted_on(hosts)
 
     def _restarted_on(self, hosts: Sequence[str]) -> list[str]:
@@ -210,9 +212,8 @@ class BatchProcess:
         while self._step.poll() is None:
             number = wait_for_signal(TAKEN, LOOK)
             is_due = seldom.is_due()
-            is_replaced = is_due and self._heartbeat and self._heartbeat.is_replaced()
-            if is_replaced and decide("step runs", "replaced").action == "stand aside":
-                self._stand_aside()
+            if is_due:
+                self._give_way()
             if number in PASSED_ON:
                 self._was_asked = True
                 self._step.send_signal(number)
@@ -269,8 +270,13 @@ class BatchProcess:
                 self._was_asked |= wait_for_signal([signal.SIGTERM], LOOK) is not None
             slurm.end_steps(self.job, but=self._own_step)
 
+    def _give_way(self) -> None:
+        """Do nothing more if another host took over, because this one was silent for too long."""
+        is_replaced = self._heartbeat is not None and self._heartbeat.is_replaced()
+        if is_replaced and decide("step runs", "replaced").action == "stand aside":
+            self._stand_aside()
+
     def _stand_aside(self) -> NoReturn:
-        """Give way to another host, which took over because this one was silent for too long."""
         self._step.kill()
         self._say("was taken over by another batch process; this one waits, to keep the job alive")
         signal.sigwait([signal.SIGTERM])
@@ -286,9 +292,11 @@ class BatchProcess:
             self._step.send_signal(signal.SIGUSR1)
 
     def _new_losses(self) -> dict[str, str]:
+        """Return the hosts lost in this start of the job, by the name of the round of each."""
         if self.run is None:
             return {}
-        losses = lost_hosts(self.run, self._this_start)
+        failures = NodeFailure.read_all(self.run.path, key=f"{self._this_start}.*").items()
+        losses = {path.name: failure.host for path, failure in failures if failure.is_lost}
         return {name: host for name, host in losses.items() if name not in self._lost}
 
     def _requeue_ended(self, status: JobStatus | None) -> None:
@@ -344,7 +352,8 @@ class BatchProcess:
             expanding=self._is_expanding and not was_asked,
             srun_killed=self._was_srun_killed and not was_asked and not is_final,
             hosts_back=self._expansion is not None and bool(self._expansion.back),
-            node_lost=code not in (0, os.EX_TEMPFAIL) and (is_silent or bool(self._new_losses())),
+            node_lost=code == os.EX_UNAVAILABLE
+            or (code not in (0, os.EX_TEMPFAIL) and (is_silent or bool(self._new_losses()))),
         )
 
     def _next_hosts(self, run: RunDir, cause: RestartCause = "lost node") -> list[str] | None:
@@ -358,7 +367,7 @@ class BatchProcess:
         try:
             bad = [*self._bad, *restarts.bad_hosts(run, self.job, suspects)]
             before = {*self._hosts.dead}
-            hosts = self._hosts.choose(suspects, bad)
+            hosts = self._hosts.choose(sorted({*suspects, *self._unheard(run)}), bad)
             for host in self._hosts.dead - before:
                 placement.remember(run, host, "it no longer answered")
         except placement.NoSpareError as error:
@@ -367,6 +376,15 @@ class BatchProcess:
             return None
         restarts.note(run, self.job, cause, suspects)
         return hosts
+
+    def _unheard(self, run: RunDir) -> set[str]:
+        """Return the hosts whose supervisors ended without a word: only one loss is reported."""
+        attempt = find.newest_attempt(run)
+        if attempt is None or attempt.job != self.job:
+            return set()
+        parts = NodeState.read_all(run.path, attempt=attempt.number).values()
+        hosts = {*attempt.hosts} - {part.host for part in parts if part.state != "running"}
+        return hosts if len(hosts) <= MOST_ASKED else set()
 
     def _more_hosts(self, run: RunDir) -> list[str]:
         """Return the hosts for a larger step, now that lost ones answer again."""

@@ -99,7 +99,10 @@ def _silent(job: str, suspects: Sequence[str]) -> set[str]:
 
 
 def bad_hosts(job: str, hosts: Sequence[str], run: RunDir) -> dict[str, str]:
-    """Return the hosts that fail the quick checks; raise OSError or SlurmError without answers."""
+    """Return the hosts that fail the quick checks; raise OSError or SlurmError without answers.
+
+    Later jobs avoid a host only for what load cannot cause: their preflight finds the rest again.
+    """
     root = run.path.parent
     with nodes.result_directory(run.job) as into:
         words = nodes.doctor(root, "--quick", f"--into={into}")
@@ -108,6 +111,8 @@ def bad_hosts(job: str, hosts: Sequence[str], run: RunDir) -> dict[str, str]:
     silent = [host for host in hosts if [*answers[host]] == ["python"]]
     if len(silent) == len(hosts):
         raise OSError("no host answers")
+    for host, reason in bad_nodes(answers, lasting=True).items():
+        remember(run, host, reason)
     bad, first = bad_nodes(answers), answers[hosts[0]].get("all-reduce")
     if not bad and first and first.state == "bad":  # no single host is the cause
         print(f"batch: the hosts fail in an all-reduce: {first.text}", file=sys.stderr, flush=True)

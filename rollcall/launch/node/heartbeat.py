@@ -56,7 +56,7 @@ DOUBT = 2.5
 BEGIN = 300.0
 """Seconds that a node has until its first count."""
 LEFT = 60.0
-"""Seconds after which a node that ended counts as lost if we still run: all should end together."""
+"""Seconds for which a node runs on when others have ended: all should end together."""
 FAILED = b"!"
 """The first byte while the node knows that the round has failed."""
 
@@ -131,10 +131,17 @@ class Watch:
                 self._seen[number] = (mark, now)
         for number, (count, since) in self._seen.items():
             limit = self._limit(number, since, has_failed) if count else BEGIN
-            if now - since > (LEFT if OVER in count else limit):
-                self._seen[number] = (count, now)  # if it refutes this, begin anew
+            if OVER not in count and now - since > limit:
                 return number
         return None
+
+    def have_left(self, now: float, seconds: float) -> bool:
+        """Return True if a node has ended in order, for this many seconds at least."""
+        return any(OVER in count and now - since >= seconds for count, since in self._seen.values())
+
+    def begin_anew(self, number: int, now: float) -> None:
+        """Measure the silence of a node from now on: it was reported, and may refute that."""
+        self._seen[number] = (self._seen[number][0], now)
 
     def _limit(self, number: int, since: float, has_failed: bool) -> float:
         """Return how long this node may be silent."""
@@ -184,6 +191,14 @@ class Heartbeats:
             with contextlib.suppress(RuntimeError):  # no more threads
                 threading.Thread(target=self._ask, args=[number], daemon=True).start()
         return silent, is_told
+
+    def have_left(self, seconds: float) -> bool:
+        """Return True if a node that we watch has ended in order, and all others will, too."""
+        return self._watch.have_left(self._clock.read(), seconds)
+
+    def begin_anew(self, number: int) -> None:
+        """Measure the silence of a node from now on: it was reported, and may refute that."""
+        self._watch.begin_anew(number, self._clock.read())
 
     def _ask(self, number: int) -> None:
         self._answers[number] = ask(self._others[number].address)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollcall.launch.node import processes
 from rollcall.launch.node.controller import JobWatcher
-from rollcall.launch.node.heartbeat import Heartbeats, interval
+from rollcall.launch.node.heartbeat import LEFT, Heartbeats, interval
 from rollcall.launch.node.identity import Node
 from rollcall.launch.node.processes import ForkClient, SignalDelivery
 from rollcall.launch.node.rendezvous import Meeting
@@ -57,6 +57,11 @@ class NodeMonitor:
         """True if another node was lost in this round."""
         return self.failure is not None and self.failure.is_lost
 
+    @property
+    def is_left(self) -> bool:
+        """True if other nodes have ended, because they took this one for lost."""
+        return self._heartbeats.have_left(0.0)
+
     def listen(self, timeout: float) -> bool:
         """Wait for a signal and look at the other nodes; return True if it asks to stop."""
         number = wait_for_signal([*processes.REQUESTS, signal.SIGCHLD], timeout)
@@ -89,11 +94,17 @@ class NodeMonitor:
     def _look_at_peers(self) -> None:
         has_failed = self.failure is not None or self._reported is not None
         silent, is_told = self._heartbeats.look(has_failed)
+        if self.failure is None and self._heartbeats.have_left(LEFT):
+            # No report: the next step of the job may run on the other nodes by now.
+            name, reason = self._node.host, "the other nodes have ended"
+            self.failure = NodeFailure(self._node.number, name, reason, leaves=True, is_lost=True)
+            self._saw("node lost")
         is_quiet = silent is None and not is_told and self._reported is None
         if self.failure or (is_quiet and not self._peer_check.is_due()):
             return
         if silent is not None:
             self._meeting.report_lost(silent)
+            self._heartbeats.begin_anew(silent)
         failure = self._meeting.failure()
         if failure is not None and failure.is_lost:
             if failure.node == self._node.number:

@@ -11,6 +11,7 @@ from rollcall.launch.node.identity import Node
 from rollcall.records.attempt import GaveUp, NodeFailure, NoMoreRounds, Rendezvous, new_attempt
 from rollcall.records.run_dir import RunDir
 from rollcall.system import hosts
+from rollcall.system.files import is_there
 from rollcall.system.timer import Every
 
 DEADLINE = 300.0
@@ -45,7 +46,9 @@ class Meeting:
         self._address = ""  # of the head, once it is known
         self._first_port = hosts.port(node.key)  # where the first round looks for a free one
         self._look_for_end = Every(END_LOOK)
-        Rendezvous.path_in(run.path, key=self.key).parent.mkdir(parents=True, exist_ok=True)
+        folder = Rendezvous.path_in(run.path, key=self.key).parent
+        if not is_there(folder):  # thousands of nodes would ask for one folder
+            folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def key(self) -> str:
@@ -112,12 +115,6 @@ class Meeting:
     def failure(self) -> NodeFailure | None:
         """Return the failure of a node in this round; None if there is none."""
         return NodeFailure.read(self.run.path, key=self.key)
-
-
-def lost_hosts(run: RunDir, start: str) -> dict[str, str]:
-    """Return the hosts lost in this start of a job, by the name of the round in which each was."""
-    failures = NodeFailure.read_all(run.path, key=f"{start}.*")
-    return {path.name: failure.host for path, failure in failures.items() if failure.is_lost}
 
 
 def _reserve(address: str, first: int) -> socket.socket:

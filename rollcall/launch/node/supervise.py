@@ -213,13 +213,14 @@ class Supervisor:
             facts = RestartFacts(fenced=True, not_head=not self.node.is_head)
             return code, decide(state, "ranks ended", facts)
         monitor, failure, trains = self.monitor, self.monitor.failure, self.work.is_training
-        decides = state == "failed" and self.node.is_head and not monitor.has_lost
+        has_lost = monitor.has_lost or (state == "failed" and monitor.is_left)
+        decides = state == "failed" and self.node.is_head and not has_lost
         cause = self._cause() if decides else None
         monitor.show_rest(is_wanted=cause is None or not cause.clears(rank=0))
         has_refused = cause is not None and cause.is_refusal  # the first one to fail
         facts = RestartFacts(
             not_head=not self.node.is_head,
-            node_lost=monitor.has_lost,
+            node_lost=has_lost,
             leaves=has_refused or (failure is not None and failure.leaves),
             asked=bool(monitor.requests),
             used_up=self.max_restarts is not None and self.meeting.round >= self.max_restarts,
@@ -234,10 +235,21 @@ class Supervisor:
         return os.EX_UNAVAILABLE if rule.action == "leave" else code, rule
 
     def _cause(self) -> "RootCause":
-        """Find the cause of a failure and print it, as `rollcall why` does."""
+        """Find the cause of a failure and print it, as `rollcall why` does.
+
+        First wait for a moment until the other nodes have written how their part ended.
+        """
         from rollcall.launch.runs import root_cause  # here, because few runs need it
 
-        self._await_reports()
+        end = self.monitor.clock.read() + REPORTS
+        attempt = self.run.next_attempt() - 1  # the newest one
+        awaited = list(range(self.node.count))
+        while awaited and self.monitor.clock.read() < end:
+            part = NodeState.read(self.run.path, attempt=attempt, node=awaited[-1])
+            if part is not None and part.state == "running":
+                self.monitor.listen(0.05)
+            else:  # it has ended, or never began
+                awaited.pop()
         cause = root_cause.of_newest(self.run)
         _say(f"rollcall: {cause}")
         return cause
@@ -254,18 +266,6 @@ class Supervisor:
             elif rule.action == "fail":
                 reason += f" ({MAX_IN_VAIN} times without a new checkpoint)"
             self.run.try_to_conclude(Verdict("failed", step, reason))
-
-    def _await_reports(self) -> None:
-        """Wait for a moment until the other nodes have written how their part ended."""
-        end = self.monitor.clock.read() + REPORTS
-        attempt = self.run.next_attempt() - 1  # the newest one
-        awaited = list(range(self.node.count))
-        while awaited and self.monitor.clock.read() < end:
-            part = NodeState.read(self.run.path, attempt=attempt, node=awaited[-1])
-            if part is not None and part.state == "running":
-                self.monitor.listen(0.05)
-            else:  # it has ended, or never began
-                awaited.pop()
 
     def _conclude_for_user_program(
         self, state: PartState, code: int, cause: "RootCause | None"

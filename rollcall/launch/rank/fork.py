@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollcall.cli.installation import training_words
+from rollcall.cli.installation import USER_PROGRAM, training_words
 from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.frameworks.framework import KeyValueStore
 from rollcall.launch.rank import surroundings
@@ -44,10 +45,6 @@ if HAS_TORCH:
     import torch
     from torch.distributed import DistError, PrefixStore, TCPStore
 
-    from rollcall.train.torch_private import COMPILER
-
-    importlib.import_module(COMPILER)  # once here instead of once per rank
-
 SERVERS_LOOK = 0.5
 """Seconds between two questions of a node with servers whether all other ranks have ended."""
 LEAVE_LOOK = 10.0
@@ -55,16 +52,15 @@ LEAVE_LOOK = 10.0
 
 
 def preload(options: argparse.Namespace) -> None:
-    """Import what every rank of rollcall's training imports; another program may not expect it."""
-    words = training_words(program_of(options))
-    if words is not None:
-        _import_training(words)
-        for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
-            # What torch's modules undo at exit, no rank needs: it takes 60 ms.
-            info.atexit &= not (info.func.__module__ or "").startswith("torch")
+    """Import once what every rank will import: all of rollcall's training, or torch's compiler."""
+    program = program_of(options)
+    words = training_words(program)
+    if HAS_TORCH and (words is not None or may_optimize(program)):
+        from rollcall.train.torch_private import COMPILER
 
-
-def _import_training(words: Sequence[str]) -> None:
+        importlib.import_module(COMPILER)
+    if words is None:
+        return  # another program may not expect more
     from rollcall.config import ConfigError, arguments, parse
     from rollcall.train import main, models, training  # noqa: F401
     from rollcall.train.data import sets
@@ -76,6 +72,20 @@ def _import_training(words: Sequence[str]) -> None:
         arguments.complete(config)
         for name in (*sets.slow_imports(config.data.name), *models.slow_imports(config.model.name)):
             importlib.import_module(name)
+    for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        # What torch's modules undo at exit, no rank needs: it takes 60 ms.
+        info.atexit &= not (info.func.__module__ or "").startswith("torch")
+
+
+def may_optimize(program: Sequence[str]) -> bool:
+    """Return False for a script of Python's own modules and torch that names no optimizer."""
+    *folder, script = program[2:4] if tuple(program[:2]) == USER_PROGRAM else program[:1]
+    try:
+        text = Path(*folder, script).read_text("utf-8", "replace")
+    except OSError:  # a module, or a directory
+        return True
+    imported = re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE)
+    return "optim" in text or not {*sys.stdlib_module_names, "torch", "numpy"}.issuperset(imported)
 
 
 def start(options: argparse.Namespace) -> None:

@@ -40,13 +40,6 @@ class Evidence:
     has_stepped: bool = False  # a training that completed a step in this attempt
     storage: str = ""  # why nothing can be written to the run directory any more
 
-    def host_of(self, rank: int) -> tuple[int, str]:
-        """Return the number and the host of the node that a rank was on."""
-        hosts = self.attempt.hosts
-        on_each = max(1, self.attempt.ranks // len(hosts))  # if all nodes have the same number
-        node = min(self.places.get(rank, rank // on_each), len(hosts) - 1)
-        return node, hosts[node]
-
 
 def gather(run: RunDir, attempt: AttemptRecord, slurm: str = "") -> Evidence:
     """Read what there is about an attempt."""

@@ -121,12 +121,6 @@ def cancelled(run: RunDir) -> set[str]:
     return {job for record in Cancellation.read(run.path) for job in record.jobs}
 
 
-def has_successor(run: RunDir, job: str) -> bool:
-    """Return True if a later job of a chain continues the run after this one."""
-    names = [record.job for record in Submission.read(run.path)]
-    return job in names[:-1]
-
-
 def alone(run: RunDir, newest: AttemptRecord | None = None) -> RanksAlone | None:
     """Return the record of ranks that never met in the newest attempt, which may be given."""
     newest = newest or newest_attempt(run)

@@ -16,7 +16,7 @@ from rollcall.launch.runs import find, restarts
 from rollcall.launch.runs.states import Condition
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import Restart, Submission
-from rollcall.records.run import INTEGER_LIMIT, ForgottenStep
+from rollcall.records.run import INTEGER_LIMIT, ForgottenStep, LoggedStep
 from rollcall.records.run_dir import RunDir
 
 SHARES = {
@@ -110,7 +110,7 @@ class _Book:
         self.step = 0  # the newest
         self._most = 0  # the newest step of all attempts
         self._counted: list[tuple[int, int, float]] = []  # steps from, to, productive seconds
-        lines = [*run.read_metrics(), *ForgottenStep.read(run.path)]
+        lines = [*LoggedStep.read(run.path), *ForgottenStep.read(run.path)]
         logged = {(line.time, line.step): {**vars(line), "event": LOGGED} for line in lines}
         self._signs = sorted([*events, *logged.values()], key=itemgetter("time"))
         self._restarts = Restart.read(run.path)

@@ -4,7 +4,6 @@ Logs have no time stamps. For each second in which logs of a node grew, a line b
 time and their sizes.
 """
 
-import contextlib
 import os
 import re
 import sys
@@ -46,17 +45,10 @@ class Output:
         """Print what was added since the last time; as text in a notebook, which takes no bytes."""
         stream: Any = getattr(sys.stdout, "buffer", sys.stdout)
         for path, position in self._positions.items():
-            with contextlib.suppress(FileNotFoundError):  # it has not begun
-                file = self._files.get(path) or path.open("rb", buffering=0)
-                # Not file.read, which asks for the size of the file first.
-                while text := self._free(path, os.pread(file.fileno(), 1 << 20, position)):
-                    position += len(text)
-                    stream.write(text.decode(errors="replace") if stream is sys.stdout else text)
-                self._positions[path] = position
-                if self._is_local:
-                    self._files[path] = file
-                else:  # on NFS, only a file that was just opened is sure to be up to date
-                    file.close()
+            while text := self._free(path, self._read(path, position)):
+                position += len(text)
+                stream.write(text.decode(errors="replace") if stream is sys.stdout else text)
+            self._positions[path] = position
         stream.flush()
 
     def show_rest(self, is_wanted: bool) -> None:
@@ -66,6 +58,21 @@ class Output:
             self.show()
         for path in [] if is_wanted else self._held:
             print(f"rank {rank_of(path)} lost the others; its traceback: {path}", flush=True)
+
+    def _read(self, path: Path, position: int) -> bytes:
+        """Return further text; none if the file has not begun, or cannot be read now."""
+        try:
+            file = self._files.get(path) or path.open("rb", buffering=0)
+            # Not file.read, which asks for the size of the file first.
+            text = os.pread(file.fileno(), 1 << 20, position)
+        except OSError:
+            self._files.pop(path, None)
+            return b""
+        if self._is_local:
+            self._files[path] = file
+        else:  # on NFS, only a file that was just opened is sure to be up to date
+            file.close()
+        return text
 
     def _free(self, path: Path, text: bytes) -> bytes:
         """Return the part of new text that need not be held back."""

@@ -27,6 +27,10 @@ class Processes:
         controllers, job = self._controllers, run.job.resolve()
         return controllers.get(job) or controllers.get(job.parent) or self._supervisors(run)
 
+    def begin(self) -> bool:
+        """Read them; return False if they were read before."""
+        return "_words" not in vars(self) and bool(self._words)
+
     def stopped(self, run: RunDir) -> list[int]:
         """Return those of a run's processes that somebody has stopped, as with SIGSTOP."""
         pids = {*self.of(run), *self._supervisors(run)}

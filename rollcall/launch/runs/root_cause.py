@@ -221,8 +221,10 @@ def _stuck(evidence: Evidence, ranks: Sequence[RankFailure]) -> Iterator[RootCau
 
 def _silent(evidence: Evidence, rank: int, time: float = 0.0, code: int = 0) -> RankFailure:
     """Return a report about a rank that wrote none itself."""
-    node, host = evidence.host_of(rank)
-    return RankFailure(time, host, code, "", rank, f"rank-{rank}", node)
+    hosts = evidence.attempt.hosts
+    on_each = max(1, evidence.attempt.ranks // len(hosts))  # if all nodes have the same number
+    node = min(evidence.places.get(rank, rank // on_each), len(hosts) - 1)
+    return RankFailure(time, hosts[node], code, "", rank, f"rank-{rank}", node)
 
 
 def _place(failure: RankFailure) -> str:

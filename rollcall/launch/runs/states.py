@@ -123,7 +123,7 @@ def _from_files(run: RunDir, processes: Processes) -> tuple[Condition, list[Subm
     jobs = find.jobs(run, attempts)
     if not jobs:
         return _started_by_hand(run), jobs
-    condition = _of_newest(run, attempts, jobs[-1], processes)
+    condition = of_newest(run, attempts, jobs[-1], processes)
     if _is_over(run, condition):
         return condition, []
     return condition, [job for job in jobs if not job.is_local]
@@ -145,10 +145,13 @@ def _is_over(run: RunDir, condition: Condition) -> bool:
     return False
 
 
-def _of_newest(
+def of_newest(
     run: RunDir, attempts: Sequence[AttemptRecord], job: SubmittedJob, processes: Processes
 ) -> Condition:
+    """Return the condition of a run's newest job, from its attempts and processes."""
     newest = attempts[-1] if attempts else None
+    if job.is_local and not (newest and newest.state) and processes.begin():
+        newest = find.newest_attempt(run)  # it may have ended before they were read
     note = f"there is no record of how job {job.id} ended"
     nodes = len(newest.hosts) if newest else None
     condition = Condition("lost", note, job, len(attempts), nodes)

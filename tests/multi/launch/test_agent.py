@@ -19,7 +19,7 @@ from checkout import ROOT
 from disks import needs_root
 from ranks import free_port, logged_steps
 
-from rollcall.cli.installation import command, environment
+from rollcall.cli.installation import USER_PROGRAM, command, environment
 from rollcall.launch.commands import cancel
 from rollcall.launch.commands.stacks import ranks_of
 from rollcall.launch.node.processes import ForkClient, children
@@ -215,6 +215,23 @@ def test_a_run_without_submit_is_live_and_its_ranks_are_found(tmp_path: Path, me
             assert states.look([run])[0][0].state != "running"
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("text", "may"),
+    [
+        ("import os, sys\nimport torch.distributed as dist\n", False),
+        ("import torch\noptimizer = torch.optim.SGD\n", True),
+        ("import torch\nfrom theirs import train\n", True),
+    ],
+)
+def test_scripts_without_an_optimizer_need_no_compiler(
+    tmp_path: Path, text: str, may: bool
+) -> None:
+    (tmp_path / "script.py").write_text(text)
+    assert fork.may_optimize([str(tmp_path / "script.py")]) is may
+    assert fork.may_optimize([*USER_PROGRAM, str(tmp_path), "script.py", "--lr=1"]) is may
+    assert fork.may_optimize([*USER_PROGRAM, str(tmp_path), "-m", "script"])
 
 
 @pytest.mark.long

@@ -56,6 +56,7 @@ STEP = float(os.environ.get("GOODPUT_STEP", "0.05"))
 PAUSE = 4.0
 
 
+@pytest.mark.long
 def test_every_second_of_a_run_with_two_kills_and_a_preemption_is_booked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

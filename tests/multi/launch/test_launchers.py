@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from checkout import ROOT
+from checkout import PACED, ROOT
 from ranks import alone
 
 from rollcall.records.run_dir import RunDir
@@ -62,7 +62,7 @@ def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
 def test_ranks_end_with_the_torchrun_that_started_them(tmp_path: Path) -> None:
     """Nobody would stop them, and another start of the run would fight them for its files."""
     start = ["rollcall", "train", "--ranks=2"]  # it becomes torchrun
-    words = ["train.steps=1000000", "log.every=1", "run.name=a", f"run.root={tmp_path}"]
+    words = ["train.steps=1000000", "log.every=1", "run.name=a", f"run.root={tmp_path}", PACED]
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
     run_dir = RunDir(tmp_path, "a")
     with subprocess.Popen([*start, *words], cwd=ROOT, env=env, stdout=subprocess.DEVNULL) as agent:
@@ -95,7 +95,11 @@ def test_a_wrong_number_of_ranks_is_refused(words: list[str], message: str) -> N
     ("program", "lines"),
     [
         (["-m", "train", "optim.lrr=1"], ["rollcall: error: unknown key 'optim.lrr'"]),
-        (["--nproc_per_node=two", "x"], ["torchrun: --nproc_per_node=two: expected a number"]),
+        (
+            ["--nproc_per_node=two", "-m", "x"],
+            ["torchrun: --nproc_per_node=two: expected a number"],
+        ),
+        (["fit"], ["torchrun: fit: no such file; for a module write -m fit"]),
         (["{}/killed.py"], ["torchrun: rank 1 was killed by SIGKILL"]),
     ],
 )
@@ -106,10 +110,27 @@ def test_torchrun_reports_a_failure_in_a_line(
     (tmp_path / "killed.py").write_text(kill)
     words = [word.format(tmp_path) for word in program]
     done = run(["torchrun", "--nproc_per_node=2", *words])
-    assert (done.returncode, done.stdout) == (2 if "two" in done.stderr else 1, "")
+    code = 2 if "two" in done.stderr or "no such file" in done.stderr else 1
+    assert (done.returncode, done.stdout) == (code, "")
     shown = done.stderr.splitlines()
     assert len(shown) == len(lines)
     assert all(expected in line for expected, line in zip(lines, shown, strict=True))
+
+
+def test_torchrun_says_that_it_waits_for_other_nodes() -> None:
+    words = ["torchrun", "--nnodes=2", "--nproc_per_node=1", "-m", "train"]
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    with subprocess.Popen(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr
+        said = waiting.stderr.readline()
+        waiting.terminate()
+    assert said.startswith("torchrun: waiting for 2 nodes at 127.0.0.1:29500; --master_addr names")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_torchrun_finds_no_gpu() -> None:
+    done = run(["torchrun", "--nproc_per_node=gpu", "-m", "train"])
+    assert done.returncode == 2 and "torch sees no GPU on this machine" in done.stderr
 
 
 REFUSED = {
@@ -135,7 +156,7 @@ def test_a_refusal_is_the_last_line_and_shown_once(tmp_path: Path, agent: list[s
     cases = [case for case in REFUSED.items() if case[1]]
     for start in range(STARTS):
         words, expected = cases[(start * 3 + len(agent)) % len(cases)]
-        ranks = 1 + (start * 5 + 3) % 8
+        ranks = 1 + (start * 7 + 1) % 8
         command = [*agent, f"--nproc_per_node={ranks}", "-m", *words.split()]
         done = run([*command], PYTHONPATH=str(tmp_path))
         lines = (done.stdout + done.stderr).splitlines()

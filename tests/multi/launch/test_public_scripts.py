@@ -97,7 +97,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [ROWS[0], *(pytest.param(row, marks=pytest.mark.long) for row in ROWS[1:])],
+    ids=[row.name for row in ROWS],
+)
 def test_a_script_prints_the_same_numbers(tmp_path: Path, row: Row) -> None:
     (tmp_path / "own").mkdir()
     for name, text in {**SCRIPTS, "model.py": MODEL}.items():

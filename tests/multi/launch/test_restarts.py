@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from checkout import PACED, ROOT
 from disks import until
 
 from rollcall.messages.refusal import FENCED
@@ -91,6 +91,7 @@ def test_a_script_starts_again_where_it_asked_for_that(tmp_path: Path) -> None:
 def test_a_fenced_training_gives_way_and_starts_no_further_attempt(tmp_path: Path) -> None:
     words = ["--local", "--nodes=2", "--nproc-per-node=1", "--wait", "--name=a", "digits"]
     words += [f"--root={tmp_path}", "device=cpu", "train.steps=1000000", "checkpoint.every=20"]
+    words.append(PACED)
     run = RunDir(tmp_path, "a")
     with subprocess.Popen([*SUBMIT, *words], stdout=subprocess.DEVNULL) as submit:
         until(lambda: bool(run.read_events("checkpointed")))
@@ -107,7 +108,7 @@ def test_a_node_that_waits_for_the_head_takes_a_signal_along_to_its_ranks(tmp_pa
     job = {"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": str(os.getpid())}
     command = [sys.executable, "-m", "rollcall", "supervise", f"--run-dir={run.path}"]
     command += ["--nproc-per-node=1", "--", "-m", "train", "digits", "device=cpu"]
-    start = partial(subprocess.Popen, [*command, "train.steps=1000000"], cwd=ROOT)
+    start = partial(subprocess.Popen, [*command, "train.steps=1000000", PACED], cwd=ROOT)
     nodes = [{**os.environ, **job, "SUBMITIT_LOCAL_GLOBALID": number} for number in "01"]
     with start(env=nodes[1]) as waiting:
         until(lambda: any(run.job.glob("heartbeats/*/node-1")))

@@ -54,7 +54,8 @@ def test_a_failed_run_goes_on_with_the_code_it_has_or_with_new_code(
 ) -> None:
     submitted = submitter(tmp_path, bare)
     (tmp_path / "fit.py").write_text("raise SystemExit(3)")
-    assert submitted().returncode == 3
+    failed = submitted("--resume")  # nothing is there yet
+    assert failed.returncode == 3 and "there was no run a to resume" in failed.stderr
     (tmp_path / "fit.py").write_text("print('mended')")
     refused = submitted()
     assert (refused.returncode, "add --resume" in refused.stderr) == (2, True)

@@ -74,6 +74,7 @@ def test_servers_end_with_the_chief(tmp_path: Path, nodes: int) -> None:
     assert left(tmp_path) == []
 
 
+@pytest.mark.long
 def test_without_a_chief_workers_train_and_servers_end_with_the_last(tmp_path: Path) -> None:
     done = submit(tmp_path, "--nodes=2", "--roles=ps,worker:2", "--", "servers.py", "0")
     assert done.returncode == 0, done.stdout + done.stderr

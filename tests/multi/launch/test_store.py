@@ -12,13 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkout import ROOT
+from checkout import PACED, ROOT
 
 from rollcall.records.run_dir import RunDir
 from rollcall.system import guard
 from rollcall.system.files import read_lines
 
 TRAIN = ["-m", "train", "digits", "device=cpu", "train.steps=1000000", "checkpoint.every=null"]
+TRAIN += [PACED]
 DEADLINE = 120
 
 
