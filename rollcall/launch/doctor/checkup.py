@@ -137,17 +137,24 @@ def _unusual(values: Mapping[str, str]) -> Iterator[Outlier]:
             yield Outlier(node, value, counts[1][0])
 
 
-def bad_nodes(nodes: Mapping[str, Results]) -> dict[str, str]:
+def bad_nodes(nodes: Mapping[str, Results], *, lasting: bool = False) -> dict[str, str]:
     """Return the nodes that a job should avoid, with reasons: they fail a check, or differ.
 
     A problem of more than half of the nodes belongs to the environment, not to a node.
+
+    Args:
+        nodes: the results by node.
+        lasting: leave out what load alone can cause: a late check, or nodes that do not meet.
     """
     reasons: dict[str, list[str]] = {}
     for name in checks():
+        if lasting and name in MEETINGS:
+            continue
         results = {node: of_node[name] for node, of_node in nodes.items() if name in of_node}
         bad = {node: result.text for node, result in results.items() if result.state == "bad"}
         for node, text in bad.items() if 2 * len(bad) <= len(nodes) else ():
-            reasons.setdefault(node, []).append(f"{name}: {text}")
+            if not (lasting and text.startswith(LATE)):
+                reasons.setdefault(node, []).append(f"{name}: {text}")
     for name, outliers in compare(nodes).items():
         if name in MUST_MATCH and 2 * len(outliers) < len(nodes):
             for node, has, usual in outliers:
@@ -155,6 +162,8 @@ def bad_nodes(nodes: Mapping[str, Results]) -> dict[str, str]:
     return {node: "; ".join(texts[:3]) for node, texts in reasons.items()}
 
 
+MEETINGS = {"connections", "all-reduce", "python"}
+"""Checks in which a node answers others within seconds; a silent node fails the check `python`."""
 MUST_MATCH = {"code", "packages", "python", "mtu", "link-speed"}
 MUST_MATCH |= {"gpu-count", "gpu-model", "driver", "pcie", "nvlink"}
 """Checks whose differences alone are a reason to avoid a node."""

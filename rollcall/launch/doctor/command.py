@@ -6,16 +6,17 @@ Exit code: 0 if nothing is bad, 1 if something is.
 import argparse
 import json
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollcall.cli.parser import parser as command_parser
-from rollcall.launch.doctor import report
 from rollcall.launch.doctor.check import LocalNode
-from rollcall.launch.doctor.checkup import examine
+from rollcall.launch.doctor.checkup import LATE, Outlier, Results, checks, compare, examine
+from rollcall.messages.text import listed, table
 from rollcall.system import hosts
 from rollcall.system.files import write_atomic
 from rollcall.system.process import leave
@@ -51,11 +52,66 @@ def main(argv: Sequence[str]) -> int:
         _say_time(name)
         leave(0)  # a check that hangs must not keep the job
     if options.json:
-        print(report.as_json(results))
+        print(as_json(results))
     else:
-        print("\n".join(report.lines(results, options.all)))
-    return int(report.is_bad(results))
+        print("\n".join(lines(results, options.all)))
+    return int(is_bad(results))
 
 
 def _say_time(name: str) -> None:
     print(f"{MARK} {name} {time.time()!r}", flush=True)
+
+
+def lines(nodes: Mapping[str, Results], shows_all: bool) -> Iterator[str]:
+    """Yield a table of problems and outliers, with `shows_all` of all checks, and the remedies."""
+    outliers = compare(nodes)
+    rows, remedies = [("check", "result", "where", "found")], []
+    for name, check in checks().items():
+        problems = list(_rows(name, nodes, outliers.get(name, []), shows_all))
+        rows += problems
+        wrong = [text for _, result, _, text in problems if result not in ("ok", "not applicable")]
+        if not all(text.startswith(LATE) for text in wrong):
+            source = re.sub(r"\[.+?\]\((.+?)\)", r"\1", check.source)
+            remedies.append(f"{name}: {check.why}. Do this: {check.remedy} [{source}]")
+    yield from table(rows) if len(rows) > 1 else []
+    yield from ["", *remedies] if remedies else []
+    states = [result.state for results in nodes.values() for result in results.values()]
+    counts = {state: states.count(state) for state in ("ok", "warning", "bad", "not applicable")}
+    summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    where = f"{len(nodes)} nodes" if len(nodes) > 1 else next(iter(nodes), "no node")
+    yield f"{where}: {summary}" + (f"; nodes differ in {listed([*outliers])}" if outliers else "")
+
+
+def _rows(
+    name: str, nodes: Mapping[str, Results], outliers: list[Outlier], shows_all: bool
+) -> Iterator[tuple[str, str, str, str]]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    by_node = {outlier.node: outlier for outlier in outliers}
+    for node, results in nodes.items():
+        if name not in results:
+            continue
+        state, text = str(results[name].state), results[name].text
+        is_problem = state in ("warning", "bad")
+        if outlier := by_node.get(node):
+            state, text = (f"{state}, odd", text) if is_problem else ("odd", outlier.has)
+            text += f"; others: {outlier.usual}"
+        if is_problem or outlier or shows_all:
+            groups.setdefault((state, text), []).append(node)
+    for (state, text), where in groups.items():
+        yield name, state, "all" if len(where) == len(nodes) else listed(where, 4), text
+
+
+def as_json(nodes: Mapping[str, Results]) -> str:
+    """Return the results and the outliers of all nodes as JSON."""
+    results = {
+        node: {name: result._asdict() for name, result in of_node.items()}
+        for node, of_node in nodes.items()
+    }
+    odd = {name: [outlier._asdict() for outlier in few] for name, few in compare(nodes).items()}
+    return json.dumps({"nodes": results, "odd": odd}, indent=1)
+
+
+def is_bad(nodes: Mapping[str, Results]) -> bool:
+    """Return True if something is broken, or a node differs from the others."""
+    states = {result.state for results in nodes.values() for result in results.values()}
+    return "bad" in states or bool(compare(nodes))

@@ -15,10 +15,9 @@ from pathlib import Path
 from statistics import median
 
 from rollcall.cli.installation import IS_CHECKOUT, ROOT, command
-from rollcall.launch.doctor import report
 from rollcall.launch.doctor.check import QUICK, THOROUGH, Result
 from rollcall.launch.doctor.checkup import Results
-from rollcall.launch.doctor.command import MARK
+from rollcall.launch.doctor.command import MARK, as_json, is_bad, lines
 from rollcall.launch.scheduler.job import Job, options
 from rollcall.system.files import read_object
 from rollcall.system.process import die_with_parent
@@ -121,7 +120,7 @@ def _listen(process: subprocess.Popen[str], clocks: dict[str, float]) -> None:
             print(line, end="", file=sys.stderr)
 
 
-def report_on(job: Job, root: Path, local: bool, as_json: bool) -> int:
+def report_on(job: Job, root: Path, local: bool, prints_json: bool) -> int:
     """Check the nodes that a job would get, and print a table; return 1 if something is wrong."""
     count = job.nodes + job.spares
     with result_directory(root) as into:
@@ -133,8 +132,8 @@ def report_on(job: Job, root: Path, local: bool, as_json: bool) -> int:
             if not job.allocation:
                 print(f"waiting until {count} nodes are free for the doctor", file=sys.stderr)
             results = ask([_srun(job, count, doctor(root, *words))], into, count, WAITING)
-    print(report.as_json(results) if as_json else "\n".join(report.lines(results, shows_all=False)))
-    return int(report.is_bad(results))
+    print(as_json(results) if prints_json else "\n".join(lines(results, shows_all=False)))
+    return int(is_bad(results))
 
 
 def _srun(job: Job, count: int, words: list[str]) -> list[str]:

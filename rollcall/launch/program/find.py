@@ -11,8 +11,13 @@ from rollcall.config import Config
 from rollcall.config.arguments import named_code
 from rollcall.launch.program.python import ProgramError
 
-STARTERS = ("python", "python3", "torchrun", "srun", "accelerate")
+STARTERS = (
+    *("python", "python3", "torchrun", "srun", "accelerate", "deepspeed", "mpirun", "mpiexec"),
+    *("bash", "sh", "env", "conda", "nohup"),
+)
 """Programs that people write before a script; rollcall starts the ranks itself."""
+
+SHELL_SCRIPTS = (".sbatch", ".slurm", ".sh")
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,18 @@ def find(words: Sequence[str]) -> UserCode:
     if words[0] == "-m":
         if len(words) == 1:
             raise ProgramError("-m: expected the name of a module after it")
+        if words[1].endswith(".py") and Path(words[1]).is_file():
+            raise ProgramError(f"-m {words[1]}: it is a file, not a module; remove -m")
         return UserCode(checkout, directory, tuple(words))
     script = Path(words[0])
-    if script.name in STARTERS and not script.is_file():
+    starter = Path(words[0].partition(" ")[0]).name  # the whole command may be quoted
+    if starter in STARTERS and not script.is_file():
         advice = "write only the script or -m module and its arguments after `--`"
-        raise ProgramError(f"{script.name}: rollcall starts the ranks itself; {advice}")
+        raise ProgramError(f"{starter}: rollcall starts the ranks itself; {advice}")
     if not script.is_file():
         raise ProgramError(f"{script}: no such file; expected a script or -m module after `--`")
+    if script.suffix in SHELL_SCRIPTS:
+        raise ProgramError(f"{script} is a shell script, not a program of Python: sbatch {script}")
     path = script.resolve()
     if not path.is_relative_to(checkout.resolve()):
         advice = f"submit it from its own directory: cd {path.parent}"

@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from submitit.core.utils import FailedJobError
 
 from rollcall.messages.refusal import RefusedError
 from rollcall.records.job import local_output
+from rollcall.system.process import stat
 
 YEAR_MINUTES = 366 * 24 * 60
 LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "PMI", "OMPI_", "SUBMITIT_", "TORCHELASTIC_", "ROLE_")
@@ -79,6 +81,9 @@ class Local(submitit.LocalExecutor):
             with _without_output():
                 job: submitit.Job[None] = self._submit_command(shlex.join(["env", *env, *words]))
             local_output(self.folder, job.job_id, 0).touch()  # by it others know a local job
+            shown = Path(f"/proc/{job.job_id}/cmdline")
+            while stat(job.job_id)[:1] not in ([], ["Z"]) and not shown.read_bytes():
+                time.sleep(0.001)  # until its program begins, it looks as if it had ended
             return job
         finally:
             for number, handler in handlers.items():

@@ -16,7 +16,7 @@ from rollcall.config import Config, ConfigError, arguments, parse
 from rollcall.config.read import is_file
 from rollcall.launch.frameworks import roles
 from rollcall.launch.program import data, find
-from rollcall.launch.program.find import UserCode
+from rollcall.launch.program.find import SHELL_SCRIPTS, UserCode
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job, array_tasks, one_line
 from rollcall.launch.submission import preflight, resources, snapshot, surroundings
@@ -109,7 +109,7 @@ def _is_in_checkout() -> bool:
 
 def _configuration(own: Namespace, words: Sequence[str]) -> tuple[str, Config]:
     for text in words:
-        if "=" not in text and text.endswith((".sbatch", ".slurm", ".sh")):
+        if "=" not in text and text.endswith(SHELL_SCRIPTS):
             raise RefusedError(f"{text} is a job script, not a recipe; submit it: sbatch {text}")
     given = {"run.name": own.name, "run.root": own.root}
     named = [word(key, value) for key, value in given.items() if value]

@@ -150,7 +150,9 @@ def _refusal(job: Job, message: str, chosen: Sequence[Partition]) -> str:
         names = " or ".join(entry.name for entry in chosen)
         kinds = "; or ".join(kind for entry in chosen for kind in entry.kinds)
         nodes = f"{'node' if job.nodes == 1 else f'{job.nodes} nodes'} of partition {names}"
-        return f"no {nodes} can provide all of {_per_node(job)}; its nodes have {kinds}"
+        given = (option.partition("=") for option in options(job))
+        needs = ", ".join(f"--{name} {text}" for name, _, text in given if name in NODE_OPTIONS)
+        return f"no {nodes} can provide all of {needs}; its nodes have {kinds}"
     for said, causes, kind in REFUSALS:
         asked = [f"--{name} {job.options[name]}" for name in causes if name in job.options]
         if said in message and asked:
@@ -163,8 +165,3 @@ def _megabytes(text: str) -> float:
     """Convert memory as sbatch reads it, `64G`. 0 asks for all memory, so it cannot be too much."""
     number, unit = re.findall(r"(\d+)([KMGT]?)", text.upper())[0]
     return int(number) * MEGABYTES[unit]
-
-
-def _per_node(job: Job) -> str:
-    asked = (option.partition("=") for option in options(job))
-    return ", ".join(f"--{name} {value}" for name, _, value in asked if name in NODE_OPTIONS)

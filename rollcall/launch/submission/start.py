@@ -323,6 +323,8 @@ def _prepared(submission: SubmissionPlan) -> Iterator[None]:
             if not is_new:
                 whose = "the code that it has" if submission.code is None else "the current code"
                 note(f"run {run.name} exists: it continues, with {whose}")
+            elif submission.resume:
+                note(f"there was no run {run.name} to resume: it starts from the beginning")
             yield
     except BaseException as error:
         if is_new:
@@ -334,7 +336,7 @@ def _prepared(submission: SubmissionPlan) -> Iterator[None]:
 
 def _cannot_be_written(run: RunDir, error: OSError) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}; --root chooses another directory"
     # The error may name the file that was read.
     place = os.statvfs(next(path for path in run.path.parents if path.exists()))
     left = f"{size(place.f_bavail * place.f_frsize)} and {place.f_favail:,} inodes"

@@ -72,7 +72,11 @@ class Surroundings:
             reported = (*copy.links, *data.named(self.code.words[1:], self.code))
             names = snapshot.ignored(copy.root, ["."])[:1000]
             names = [name for name in names if not snapshot.RESULTS.search(name)]
-            names = [name for name in names if not snapshot.ignores_itself(copy.root / name)]
+            around = {name: (Path(name), *Path(name).parents[:-1]) for name in names}
+            itself = {
+                at for at in chain(*around.values()) if snapshot.ignores_itself(copy.root / at)
+            }
+            names = [name for name in names if itself.isdisjoint(around[name])]
             if paths := data.ignored(names, reported, self.code):
                 lacks = f"git ignores {listed(paths)}, so the copy will not have it"
                 yield f"{lacks}; link what the script reads: --link {paths[0]}"

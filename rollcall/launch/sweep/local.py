@@ -96,7 +96,12 @@ class Array:
             while self._waiting and self._free and not self._is_asked_to_stop:
                 self._start(self._waiting.pop(0), self._free.pop())
             time.sleep(0.5)
-            self._collect()
+            for entry in [entry for entry in self._running if entry.job.done()]:
+                self._running.remove(entry)
+                self._free.append(entry.share)
+                code = exit_code.of_run(entry.run, [entry.job.job_id])
+                self._has_failed |= code != 0
+                self._say(f"{entry.run.name} has ended, exit code {code}")
         return int(self._has_failed or self._is_asked_to_stop)
 
     def _stop(self, *_: object) -> None:
@@ -126,14 +131,6 @@ class Array:
         if self._is_asked_to_stop:  # asked during the start
             self._stop()
         self._say(f"{run.name} runs as process {job.job_id}")
-
-    def _collect(self) -> None:
-        for entry in [entry for entry in self._running if entry.job.done()]:
-            self._running.remove(entry)
-            self._free.append(entry.share)
-            code = exit_code.of_run(entry.run, [entry.job.job_id])
-            self._has_failed |= code != 0
-            self._say(f"{entry.run.name} has ended, exit code {code}")
 
     def _say(self, text: str) -> None:
         print(f"array: {text}", file=sys.stderr, flush=True)

@@ -64,13 +64,14 @@ def test_files_that_the_job_will_not_have_are_named(
     assert "--link cache/images" in told[0] and "Use its absolute path" in told[1]
 
 
+@pytest.mark.parametrize("own", ["/runs/", "# runs/ ignores itself"])
 def test_data_that_git_ignores_is_named_once(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    own: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The paths of data are seldom spelled in arguments: nanoGPT's --dataset is a part of one."""
     (project / "fit.py").write_text("open(os.path.join('data', sys.argv[1], 'train.bin'))")
     large = {"/large/": "large/1/a", "/.venv/": ".venv/x", "/env/": "env/lib/x", "*.pt": "old.pt"}
-    (project / ".gitignore").write_text("\n".join(["*.bin", "/cache/", "/runs/", *large]))
+    (project / ".gitignore").write_text("\n".join(["*.bin", "/cache/", own, *large]))
     for name in (*large.values(), "runs/a/x"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_bytes(bytes(2_000_000))
