@@ -4,15 +4,19 @@
 
 For each table of FOLDER: fit on the others from one neutral start, and print the error on that
 table. The program of the table that is left out has the host's time of the others, the default's
-network and no stall; then the same with all numbers of the default program. The last line is a fit
-on the half of all cells that `--validate` calls fitted. The first lines say how far the rows of a
-table agree: the errors if each row is corrected by those of its nearest rows. Nothing is written.
+network and no stall; then the same with all numbers of the default program. Then follow a fit on
+half of all cells, the intervals for margins.yaml, and the errors of consistent and held-out rows.
+The first lines say how far the rows of a table agree: the errors if each row is corrected by those
+of its nearest rows. Nothing is written.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import math
+import random
 import statistics
 import sys
 from collections import defaultdict
@@ -20,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+from consistent import contradicted, was_fitted
 
 from rollcall.tools.plan import step_time, validate
 from rollcall.tools.plan.machine import Machine, Machines, Software
@@ -36,6 +43,8 @@ COLUMNS = ("layers", "hidden", "seq", "dp", "tp", "pp", "zero", "mbs", "gbs")
 PROFILE = ("hidden", "tp", "mbs")
 """What rows of vTrain share whose times are sums of the same measurements."""
 Numbers = dict[str, float]
+LOW, HIGH = 0.05, 0.95
+"""Nine of ten measured times are between these quantiles."""
 
 
 def with_numbers(machine: Machine, numbers: Numbers) -> Machine:
@@ -89,8 +98,8 @@ def fit(tables: list[list[validate.Row]], numbers: Numbers, fitted: list[str]) -
     return numbers
 
 
-def show(name: str, rows: list[validate.Row], numbers: Numbers) -> None:
-    """Print the errors without and with a factor, and the numbers."""
+def show(name: str, rows: list[validate.Row], numbers: Numbers) -> list[float]:
+    """Print the errors without and with a factor, and the numbers; return the ratios."""
     groups = defaultdict(list)
     found = ratios(rows, numbers)
     keys = [row.key("gpu", "precision", "software") for row in rows]
@@ -105,6 +114,48 @@ def show(name: str, rows: list[validate.Row], numbers: Numbers) -> None:
         f"with a factor {statistics.median(factored):.1%}; "
         + ", ".join(f"{key} {value:.3g}" for key, value in numbers.items())
     )
+    return found
+
+
+class Kinds(dict[str, dict[str, list[float]]]):
+    """Measured over predicted times: for each kind of layout, each table with equal weight."""
+
+    def add(self, rows: list[validate.Row], values: list[float]) -> None:
+        """Add the values of a table's rows."""
+        for row, value in zip(rows, values, strict=True):
+            tables = self.setdefault(row.margin.kind, {})
+            tables.setdefault(row.cells["table"], []).append(value)
+
+    def interval(self, kind: str) -> list[float]:
+        """Return the quantiles of a kind; what one program alone has run is as wide as the rest."""
+        ends = quantiles([*self[kind].values()])
+        if self.hull and len(self[kind]) == 1:
+            shared = [
+                table for tables in self.values() if len(tables) > 1 for table in tables.values()
+            ]
+            others = quantiles(shared)
+            ends = [min(ends[0], others[0]), max(ends[1], others[1])]
+        return [round(end, 2) for end in ends]
+
+    hull = False
+
+
+def quantiles(tables: list[list[float]]) -> list[float]:
+    """Return the ends of the interval, each table with equal weight."""
+    values = sorted((value, 1 / len(table)) for table in tables for value in table)
+    whole = sum(weight for _, weight in values)
+    sums = list(itertools.accumulate(weight for _, weight in values))
+    return [values[bisect.bisect_left(sums, q * whole - 1e-9)][0] for q in (LOW, HIGH)]
+
+
+def beside(rows: list[validate.Row], values: list[float]) -> list[float]:
+    """Return what remains of each error after the factor of another row of its kind and chip."""
+    draw = random.Random(0)
+    groups = defaultdict(list)
+    keys = [(*row.key(*validate.GROUP), row.margin.kind) for row in rows]
+    for key, value in zip(keys, values, strict=True):
+        groups[key].append(value)
+    return [value / draw.choice(groups[key]) for key, value in zip(keys, values, strict=True)]
 
 
 def neighbours(rows: list[validate.Row]) -> float:
@@ -124,13 +175,18 @@ def neighbours(rows: list[validate.Row]) -> float:
 def main() -> None:
     """Print a line for each table."""
     rows = validate.read(sys.argv[1], Machines())[0]
-    bad = validate.contradicted(rows)
+    bad = contradicted(rows)
     tables: dict[str, list[validate.Row]] = defaultdict(list)
     for place, row in enumerate(rows):
         if place not in bad and row.seconds and row.predicted:
             tables[row.cells["table"]].append(row)
     if len(tables) < 2:
         sys.exit(f"{sys.argv[1]}: expected at least two tables, found {len(tables)}")
+    kinds = {"fitted": Kinds(), "other": Kinds(), "calibrated": Kinds()}
+    kinds["other"].hull = True
+    for members in tables.values():
+        some = [row for row in members if was_fitted(row)]
+        kinds["fitted"].add(some, [1 / row.ratio for row in some])
     for name, members in tables.items():
         print(f"{name}: as the nearest {NEIGHBOURS} rows were off: {neighbours(members):.1%}")
     for name, left_out in tables.items():
@@ -143,6 +199,13 @@ def main() -> None:
             numbers |= {own + "host": statistics.fmean(hosts)}
             numbers |= {own + "stall": 0.0, own + "hop": 4e-6} if name == "ultrascale" else {}
         show(f"without {name}", left_out, numbers)
+        # The delays between nodes are the program's, and known to be.
+        mine = {key: numbers[key] for key in numbers if key != own + "stall" and key != own + "hop"}
+        values = [1 / ratio for ratio in ratios(left_out, mine)]
+        half = [place for place, row in enumerate(left_out) if was_fitted(row)]
+        some = [left_out[place] for place in half]
+        kinds["other"].add(some, [values[place] for place in half])
+        kinds["calibrated"].add(some, beside(some, [values[place] for place in half]))
         software = {chip: Machines().software("unknown", chip) for chip in ("A100", "H100")}
         unknown = [
             row._replace(
@@ -152,10 +215,22 @@ def main() -> None:
             )
             for row in left_out
         ]
-        show(f"without {name}, as a program that is not known", unknown, numbers)
-    halves = [[row for row in members if row.was_fitted][::2] for members in tables.values()]
+        found = show(f"without {name}, as a program that is not known", unknown, numbers)
+        inside = [place for place in half if "over nodes" not in left_out[place].margin.kind]
+        kinds["other"].add([left_out[at] for at in inside], [1 / found[at] for at in inside])
+    halves = [[row for row in members if was_fitted(row)][::2] for members in tables.values()]
     numbers = fit(halves, START, list(START))
     show("all", [row for members in tables.values() for row in members], numbers)
+    print("For margins.yaml, from the half of the cells that the fit uses:")
+    for kind in kinds["fitted"]:
+        ends = {name: known.interval(kind) for name, known in kinds.items()}
+        print(f"  {kind}:", "{" + ", ".join(f"{n}: {end}" for n, end in ends.items()) + "}")
+    for name, members in tables.items():
+        for kind, chosen in (
+            ("consistent", members),
+            ("held out", [row for row in members if not was_fitted(row)]),
+        ):
+            print(validate.errors(chosen, chosen) | {"table": name, "rows": kind})
 
 
 if __name__ == "__main__":

@@ -13,32 +13,39 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, ConfigError, parse
+from rollcall.config.checks import LOOPED
 from rollcall.messages.refusal import RefusedError, refuse
-from rollcall.messages.text import did_you_mean, duration, size
+from rollcall.messages.text import duration, size
 from rollcall.records.run import LoggedStep, read_events
 from rollcall.records.run_dir import named as run_named
-from rollcall.tools.plan import memory, report, run_cost, search, step_time, validate
+from rollcall.tools.plan import memory, report, run_cost, search, shapes, step_time, validate
 from rollcall.tools.plan.layout import Layout
 from rollcall.tools.plan.machine import Machine, Machines
-from rollcall.tools.plan.model import Model, named, shapes
+from rollcall.tools.plan.margins import margin
+from rollcall.tools.plan.model import Model
 
-MOST = 10**9
-"""Largest number that an option takes; nothing that a plan counts is larger."""
-MOST_RANKS = 2**16
-"""Ranks of the largest world that `--ranks` imagines."""
+MOST, MOST_RANKS = 10**9, 2**16
+"""Largest number that an option takes, and that `--ranks` does."""
 CHOSEN = {
     "parallel.strategy": "mesh",
     "parallel.mesh": "mesh",
     "parallel.sequence_parallel": "sequence",
+    "parallel.schedule": "schedule",
+    "parallel.stages_per_rank": "schedule",
     "data.micro_batch": "micro",
     "model.activation_checkpointing": "recompute",
 }
 """Keys that a plan chooses unless its command has them, with what they are of a layout."""
+OF_SHAPE = ["data.micro_batch", "model.activation_checkpointing"]
+"""Keys, other than parallel.*, that make a difference for a shape."""
+IMBALANCE = 1.1
+"""Tokens of the fullest rank of experts, relative to the mean, unless measured. Assumed."""
 TOKENS = 4 * 2**20
 """Tokens of a step for a known shape without `--batch`; Llama 3 began with 4M."""
 
@@ -75,14 +82,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
     add_count("--batch", "N", "samples in a step of a known shape")
     add_count("--length", "N", "tokens of a sample of a known shape")
+    add("--shape", metavar="PATH", help="config.json of a Hugging Face model, or its folder")
+    add("--program", metavar="NAME", help="whose efficiency is assumed (default: rollcall)")
+    ratio = partial(_number, "--imbalance", 1)
+    add("--imbalance", type=ratio, metavar="X", help="fullest over mean tokens of experts")
     add("--precision", metavar="FORMAT", help="number format (default: bf16, or the recipe's)")
     add_count("--top", "N", "layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
-    add("--price", type=_price, metavar="P", help="price of a GPU-hour, for --budget")
-    meaning = "failures per node and day, or the name of a published rate (default: rsc-1)"
-    add("--failures", metavar="RATE", help=meaning)
-    add("--machines", metavar="FILE", help="chips, fabrics, software and factors of your own")
+    add(
+        "--price",
+        type=partial(_number, "--price", 0.01),
+        metavar="P",
+        help="price of a GPU-hour, for --budget",
+    )
+    rate = partial(_number, "--failures", 0)
+    add("--failures", type=rate, metavar="RATE", help="failures per node and day (default: 0.0065)")
+    add("--machines", metavar="FILE", help="chips, fabrics and software of your own")
+    add("--calibrate", metavar="RUN", help="a run, or measured over planned time as a number")
     add("--validate", metavar="FOLDER", help="compare with the tables of a folder")
     add("--json", action="store_true", help="print JSON")
     add_count("--ranks", "N", "show what each of N ranks would hold")
@@ -96,11 +113,11 @@ def _count(option: str, word: str) -> int:
     raise RefusedError(f"{option} {word}: expected a whole number from 1 to {MOST:,}")
 
 
-def _price(word: str) -> float:
+def _number(option: str, least: float, word: str) -> float:
     with suppress(ValueError):
-        if 0 < (price := float(word)) < math.inf:
-            return price
-    raise RefusedError(f"--price {word}: expected the price of a GPU-hour, a number above 0")
+        if least <= (number := float(word)) < math.inf:
+            return number
+    raise RefusedError(f"{option} {word}: expected a number from {least:g} on")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -136,113 +153,125 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     first = next((word for word in options.words if "=" not in word), "")
     directory = run_named(first, "config.yaml") if first else None
     if not options.gpu:
-        if directory or first in shapes() or options.gpus or options.nodes:
+        if directory or shapes.find(first) or options.shape or options.gpus or options.nodes:
             raise RefusedError("expected --gpu with the name of a chip, such as --gpu h100")
         return _ranks(options, first)
     if directory:
         return _beside_measured(directory, options, machines)
-    keys: list[str] = []
-    asked: dict[str, object] = {}
-    if first in shapes():
-        precision = options.precision or "bf16"
-        model = named(first, options.length)
-        if len(options.words) > 1:
-            raise RefusedError(f"{first} is a known shape and takes no keys: {options.words[1]}")
-        batch = options.batch or max(1, TOKENS // model.length)
-        first = "RECIPE"
-    else:
-        if options.length:
-            raise RefusedError("--length is for a known shape; a recipe has data.seq_len")
-        keys = [word for word in options.words if "=" in word]
-        _, config = _parse(options.words, first)
-        is_chosen = any(word.startswith("precision=") for word in keys)
-        default = config.precision if is_chosen or config.precision != "fp32" else "bf16"
-        precision = options.precision or default
-        batch = options.batch or config.data.global_batch
-        from rollcall.tools.plan import own_model as plan_model  # late: it imports torch
-
-        model = plan_model.describe(config)
-    machine = machines.machine(
-        options.gpu, "rollcall", precision, options.node_size, options.fabric
-    )
+    keys = [word for word in options.words if "=" in word]
+    name, model, config = _model(first, keys, options)
+    if config.parallel.sync != "step":
+        raise RefusedError("parallel.sync: a plan is of steps that exchange gradients; remove it")
+    batch, precision = config.data.global_batch, config.precision
+    machines.check(program := options.program or "rollcall")
+    machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
+    machine = replace(machine, factor=_factor(options, machines))
     gpus = options.gpus or (options.nodes or 1) * machine.host
-    if given := {word: CHOSEN[key] for word in keys if (key := word.partition("=")[0]) in CHOSEN}:
-        meant = _layout(config, gpus, machine)
-        asked = {name: getattr(meant, name) for name in given.values()}
-        if not isinstance(config.data.micro_batch, int):
-            asked.pop("micro", None)  # the plan finds it out, too
-    choices = search.search(model, gpus, batch, machine, precision, **asked)
-    if not choices and asked:
-        raise RefusedError(
-            f"{' '.join(given)}: none of the layouts that a plan tries has this and fits on {gpus} "
-            f"{machine.chip.name}; remove it to see what does (docs/plan.md)"
-        )
+    given = {word: CHOSEN[key] for word in keys if (key := word.partition("=")[0]) in CHOSEN}
+    asked = _layout(config, gpus, machine) if given else Layout(batch=batch, precision=precision)
+    sequence = asked.sequence or "sequence" not in given.values()
+    asked = replace(asked, sequence=sequence, imbalance=options.imbalance or IMBALANCE)
+    fixed = {*given.values()} - ({"micro"} if config.data.micro_batch == "auto" else set())
+    choices = search.search(model, gpus, machine, asked, *fixed)
     if not choices:
-        raise RefusedError(_nothing_fits(model, machine, gpus, batch, precision))
+        what = f"{' '.join(given)}: " if given else ""
+        raise RefusedError(what + _nothing_fits(model, machine, gpus, asked, *fixed))
     best, nodes, cost = choices[0], math.ceil(gpus / machine.host), None
     if options.budget is not None:
         amount = run_cost.budget(options.budget)
-        failures = run_cost.rate(options.failures or "rsc-1")
+        failures = run_cost.FAILURES if options.failures is None else options.failures
         cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
     shown = choices[: options.top or 5]
     if options.json:
         return report.as_json(shown, model, machine, cost)
     planned = {word.partition("=")[0] for word in best.words()}
     keys = [word for word in keys if word.partition("=")[0] not in planned]
-    words = [f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}", first, *keys]
+    words = [f"--nodes {nodes}", f"--gpus-per-node {min(gpus, machine.host)}", name, *keys]
     lines = [
         report.headline(model, machine, gpus, batch, precision),
         "",
         *report.choices(shown, model, machine),
         "",
+        margin(model, best.layout, machine).text(),
         f"Submit the first: rollcall submit {' '.join([*filter(None, words), *best.words()])}",
     ]
-    if fewest := search.smallest(model, gpus, machine, precision):
+    if fewest := search.smallest(model, gpus, machine, asked):
         lines.append(
             f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {fewest.words()[0]}, "
             f"recompute {fewest.layout.recompute}."
         )
-    if not asked and (changes := search.levers(model, best, machine, machines, precision)):
-        listed = ", ".join(f"{name} ×{speed:.2f}" for name, speed in changes)
-        lines.append(f"For more speed: {listed}.")
     lines += ["", *report.run(cost, gpus, options.price)] if cost else []
-    lines += ["", *report.why(best, model, machine)] if options.why else []
+    lines += ["", *report.why(best, machine)] if options.why else []
     return "\n".join(lines)
+
+
+def _model(first: str, keys: list[str], options: argparse.Namespace) -> tuple[str, Model, Config]:
+    """Return the word to submit, the model, and the configuration of the keys."""
+    shape = shapes.find(first)
+    if not (options.shape or shape):
+        if options.length or options.batch:
+            raise RefusedError("--length and --batch are for a shape; a recipe has keys for them")
+        _, config = _parse(options.words, first)
+        is_chosen = any(word.startswith("precision=") for word in keys)
+        if options.precision or (config.precision == "fp32" and not is_chosen):
+            config = config.model_copy(update={"precision": options.precision or "bf16"})
+        from rollcall.tools.plan import own_model as plan_model  # late: it imports torch
+
+        return first, plan_model.describe(config), config
+    if options.shape and first:
+        raise RefusedError(f"--shape {options.shape} is the model; remove {first}")
+    for key in (word.partition("=")[0] for word in keys):
+        if not (key in OF_SHAPE or key.startswith("parallel.")):
+            raise RefusedError(
+                f"{key}: a shape takes keys of parallel and {' and '.join(OF_SHAPE)}, and --batch, "
+                "--length and --precision"
+            )
+    read, name = (shapes.from_file, options.shape) if options.shape else (shapes.named, first)
+    model = read(name, options.length)
+    batch = options.batch or max(1, TOKENS // model.length)
+    defaults = [f"data.global_batch={batch}", f"precision={options.precision or 'bf16'}"]
+    return "RECIPE", model, parse(["gpt", *defaults, *keys])[1]
 
 
 def _parse(words: Sequence[str], first: str) -> tuple[str, Config]:
     try:
         return parse(words)
     except ConfigError as error:
-        hint = did_you_mean(first, shapes()) if first and "recipe" in str(error) else ""
+        hint = shapes.near(first) if first and "recipe" in str(error) else ""
         raise ConfigError(f"unknown model '{first}'{hint}" if hint else error) from None
 
 
-def _nothing_fits(model: Model, machine: Machine, gpus: int, batch: int, precision: str) -> str:
-    tried = search.layouts(model, gpus, batch, machine, precision)
-    needs = [memory.of(model, layout, machine).total() for layout in tried]
+def _nothing_fits(model: Model, machine: Machine, gpus: int, asked: Layout, *fixed: str) -> str:
+    """Return which rule no layout keeps: of memory, divisibility or batch, and by how much."""
+    needs = [need.total() for _, need in search.layouts(model, gpus, machine, asked, *fixed)]
     if not needs:
-        return f"no mesh divides a batch of {batch} samples over {gpus} GPUs; raise the batch"
+        rule = search.problem(model, asked) if "mesh" in fixed else ""
+        return rule or f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs"
+    has = machine.chip.memory * memory.USABLE
     return (
         f"{model.name} does not fit on {gpus} {machine.chip.name}: the leanest layout needs "
-        f"{size(min(needs))} of the {size(machine.chip.memory * memory.USABLE)} that a GPU has for "
-        "it; use more GPUs or a chip with more memory"
+        f"{size(min(needs))} of the {size(has)} that a GPU has for it, "
+        f"{size(min(needs) - has)} too much; use more GPUs or a chip with more memory"
     )
 
 
 def _layout(config: Config, ranks: int, machine: Machine) -> Layout:
     """Return the layout of a run."""
     degrees = config.parallel.degrees(ranks, min(ranks, machine.node))
-    shard = degrees.get("shard", 1)
-    data = degrees.get("replicate", 1) * shard
+    shard, expert = degrees.get("shard", 1), degrees.get("expert", 1)
+    data = degrees.get("replicate", 1) * shard * expert
+    schedule = config.parallel.schedule_name
     batch, micro = config.data.global_batch, config.data.micro_batch
     return Layout(
         data=data,
         tensor=degrees.get("tensor", 1),
         stages=degrees.get("pipeline", 1),
         context=degrees.get("context", 1),
+        expert=expert,
         zero=config.parallel.stage if shard > 1 else 0,
-        shard=shard if degrees.get("replicate", 1) > 1 else 0,
+        shard=shard * expert if degrees.get("replicate", 1) > 1 else 0,
+        schedule=schedule,
+        chunks=config.parallel.stages_per_rank if schedule in LOOPED else 1,
         micro=micro if isinstance(micro, int) else -(-batch // data),
         batch=batch,
         sequence=config.parallel.sequence_parallel,
@@ -251,16 +280,14 @@ def _layout(config: Config, ranks: int, machine: Machine) -> Layout:
     )
 
 
-def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:
-    """Compare a run's step with its plan, term by term; return the factor between them."""
-    _only(options, "the plan of a run", "gpu", "node_size", "fabric", "json")
-    if len(options.words) > 1:
-        raise RefusedError(f"the plan of a run takes no keys: {options.words[1]}")
+def _measured(
+    directory: Path, options: argparse.Namespace, machines: Machines
+) -> tuple[search.Choice, float, float, Machine]:
+    """Return a run's plan, seconds of its steps, the part in which it waits for data, its chip."""
     config = parse([str(directory / "config.yaml")])[1]
     started = (read_events(directory, "started") or [{"time": 0.0}])[-1]
-    ranks = int(started.get("world_size", 1))
-    precision, node = config.precision, options.node_size
-    machine = machines.machine(options.gpu, "rollcall", precision, node, options.fabric)
+    names = (options.gpu, "rollcall", config.precision, options.node_size, options.fabric)
+    machine = machines.machine(*names)
     chip = str(started.get("chip", "a chip that it did not record"))
     if not machines.is_named(machine.chip, chip):
         raise RefusedError(
@@ -272,27 +299,40 @@ def _beside_measured(directory: Path, options: argparse.Namespace, machines: Mac
     if not late:
         raise RefusedError(f"{directory}: no step has been logged, so there is nothing to compare")
     rate = statistics.median(line.samples_per_second for line in late)
-    measured = config.data.global_batch / rate
     waits = statistics.median(line.data_wait for line in late)
-    layout = _layout(config, ranks, machine)
+    layout = _layout(config, int(started.get("world_size", 1)), machine)
     from rollcall.tools.plan import own_model as plan_model  # late: it imports torch
 
     model = plan_model.describe(config)
-    seconds = step_time.of(model, layout, machine)
-    factor = measured / seconds.total() * machine.factor
-    key = f"{machine.chip.name} {precision} rollcall"
+    seconds, needed = step_time.of(model, layout, machine), memory.of(model, layout, machine)
+    return search.Choice(layout, seconds, needed), config.data.global_batch / rate, waits, machine
+
+
+def _factor(options: argparse.Namespace, machines: Machines) -> float:
+    """Return measured over planned time: of a run, or as a number."""
+    word = options.calibrate or "1"
+    if directory := run_named(word, "config.yaml"):
+        choice, seconds, *_ = _measured(directory, options, machines)
+        return seconds / choice.time
+    return _number("no such run; --calibrate", 0.01, word)
+
+
+def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:
+    """Compare a run's step with its plan, term by term."""
+    _only(options, "the plan of a run", "gpu", "node_size", "fabric", "json")
+    if len(options.words) > 1:
+        raise RefusedError(f"the plan of a run takes no keys: {options.words[1]}")
+    choice, seconds, waits, machine = _measured(directory, options, machines)
+    planned, factor = choice.time, seconds / choice.time
     if options.json:
-        values = {"measured": measured, "predicted": seconds.total(), "terms": dict(seconds)}
-        return json.dumps({**values, "factor": {key: round(factor, 3)}}, indent=2)
-    best = search.Choice(layout, seconds, memory.of(model, layout, machine))
+        values = {"measured": seconds, "predicted": planned, "factor": factor}
+        return json.dumps({**values, "terms": choice.seconds}, indent=2)
     return "\n".join(
         [
-            f"{directory.name}: a step took {duration(measured)}, of which "
-            f"{duration(measured * waits)} waiting for data; the plan says "
-            f"{duration(seconds.total())} on {ranks} {machine.chip.name}.",
-            *report.why(best, model, machine),
-            f"Measured beyond the plan: {duration(abs(measured - seconds.total()))} "
-            f"{'more' if measured > seconds.total() else 'less'}. To plan with it, write "
-            f'`factors: {{"{key}": {factor:.3f}}}` to a file and name it with --machines.',
+            f"{directory.name}: a step took {duration(seconds)}, of which "
+            f"{duration(seconds * waits)} waiting for data; the plan says {duration(planned)} on "
+            f"{choice.layout.ranks} {machine.chip.name}.",
+            *report.why(choice, machine),
+            f"Measured over planned: {factor:.3f}. To plan with it: --calibrate {directory}.",
         ]
     )

@@ -45,7 +45,7 @@ class Machine:
     chip: Chip
     software: Software
     node: int
-    factor: float = 1.0  # measured over predicted time of a step
+    factor: float = 1.0  # measured over predicted time of a step; not 1 if calibrated
 
     @property
     def host(self) -> int:
@@ -54,12 +54,12 @@ class Machine:
 
 
 class Machines:
-    """All chips, fabrics, software and factors that the planner knows."""
+    """All chips, fabrics and software that the planner knows."""
 
     def __init__(self, path: str | None = None) -> None:
         """Read the shipped files and one of the user's; RefusedError if it cannot be used."""
         self._known: dict[str, dict[str, Any]] = yaml_values.load(FILE.read_text())
-        self._known |= {"chips": chips.known(), "factors": {}}
+        self._known["chips"] = chips.known()
         if not path:
             return
         try:
@@ -68,19 +68,11 @@ class Machines:
                     expected = ", ".join(self._known)
                     raise RefusedError(f"{path}: unknown section '{kind}'; expected {expected}")
                 known = self._known[kind]
-                if kind == "factors":
-                    known |= chips.numbers({kind: entries})[kind]
-                    continue
                 _check(kind, entries, [{"source": "", "fitted": ""}, *known.values()])
                 if kind == "chips":
                     chips.update(known, entries)
                 else:
                     known |= {name: known.get(name, {}) | entries[name] for name in entries}
-            for key in self._known["factors"]:
-                chip, precision, software = key.rsplit(" ", 2)
-                is_known = software in self._known["software"]
-                if precision not in self._known["chips"].get(chip, ()) or not is_known:
-                    raise ValueError(f"factors: '{key}' is not of the form 'H100 bf16 rollcall'")
         except OSError as error:
             raise RefusedError(f"--machines {path}: {error.strerror}") from None
         except (AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -88,6 +80,12 @@ class Machines:
                 f"--machines {path}: expected a YAML file with sections such as `chips:`, in the "
                 f"form of docs/plan.md: {' '.join(str(error).split())}"
             ) from None
+
+    def check(self, program: str) -> None:
+        """Raise RefusedError if no entry of the software has this name."""
+        if program not in (known := self._known["software"]):
+            more = did_you_mean(program, known) or f"; choose from {', '.join(known)}"
+            raise RefusedError(f"unknown program '{program}'{more}")
 
     def is_named(self, chip: Chip, name: str) -> bool:
         """Return True if torch reports this chip by the name."""
@@ -135,15 +133,14 @@ class Machines:
         node: int | None = None,
         fabric: str | None = None,
     ) -> Machine:
-        """Return a chip with its software, and the factor that the user's file has for them."""
+        """Return a chip with its software."""
         known = self.chip(chip)
         if precision not in known.flops:
             raise RefusedError(
                 f"{known.name} has no {precision}; choose precision from {', '.join(known.flops)}"
             )
-        factor = self._known["factors"].get(f"{known.name} {precision} {software}", 1.0)
         size = known.node if known.host else node or known.node  # a rack's hosts share the links
-        return Machine(known, self.software(software, known.name, fabric), size, factor)
+        return Machine(known, self.software(software, known.name, fabric), size)
 
 
 def _check(kind: str, entries: Any, known: Iterable[Mapping[str, Any]]) -> None:
@@ -153,11 +150,8 @@ def _check(kind: str, entries: Any, known: Iterable[Mapping[str, Any]]) -> None:
         for key, value in entry.items():
             if key not in sample:
                 raise ValueError(f"{kind}: unknown key '{key}'{did_you_mean(str(key), sample)}")
-            expected = type(sample[key])
-            if expected not in (bool, str):
-                is_right = type(value) in (int, float) and 0 <= value < math.inf
-            else:
-                is_right = type(value) is expected
-            if not is_right:
-                words = {bool: "true or false", str: "text"}.get(expected, "a number from 0 on")
+            expected = type(sample[key]) if type(sample[key]) in (bool, str) else float
+            is_number = type(value) in (int, float) and 0 <= value < math.inf
+            if not (is_number if expected is float else type(value) is expected):
+                words = {bool: "true or false", str: "text", float: "a number from 0 on"}[expected]
                 raise ValueError(f"{name}: {key}: expected {words}, got {value!r}")

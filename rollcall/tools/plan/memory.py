@@ -1,9 +1,10 @@
 """The memory of one rank, in bytes, as terms that add up."""
 
+from rollcall.config.checks import V_SHAPED
 from rollcall.tools.plan.layout import Layout, Terms
 from rollcall.tools.plan.machine import Machine, Software
 from rollcall.tools.plan.model import HALF, Model, Part
-from rollcall.tools.plan.step_time import FULL, cuts, held
+from rollcall.tools.plan.step_time import FULL, cuts, held, local, state
 
 CONTEXT = 0.5e9
 """Bytes of workspaces of CUDA's libraries."""
@@ -15,35 +16,36 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     """Return the terms of the rank that needs most."""
     layers = cuts(model, layout, machine)
     # Inner stages hold fewer micro-batches the later they are: only these can be the largest.
-    ends = {0, layout.stages - 1, layers.index(max(layers))}
+    ends = {0, layout.last, layers.index(max(layers))}
     every = [stage(model, layout, machine, number, layers[number]) for number in sorted(ends)]
     return max(every, key=Terms.total)
 
 
 def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: int) -> Terms:
     """Return the terms of a rank of one stage."""
-    count = held(model, layout, layers, number)
+    weights = held(model, layout, layers, number)
+    count, divided = sum(weights), state(weights, layout)
     is_half = layout.width == HALF
-    shards, zero, software = layout.shards, layout.zero, machine.software
+    zero, software, is_pipeline = layout.zero, machine.software, layout.stages > 1
     terms = Terms()
     copies = software.copies and is_half
-    terms["weights"] = count * (HALF if copies else FULL) / (shards if zero == 3 else 1)
+    terms["weights"] = (divided if zero == 3 else count) * (HALF if copies else FULL)
     if zero == 2 and not copies:  # whole in the format of the products, beside the shards
-        terms["weights"] = count * (layout.width + FULL / shards)
+        terms["weights"] = count * layout.width + divided * FULL
     casts = _casts(layout, software)
     if casts and layout.recompute != "full":  # of what follows the embedding
-        rest = count - (number == 0) * model.first.weights / model.first.ranks(layout.tensor)
+        rest = count - (number == 0) * sum(local(model.first, layout))
         terms["weights"] += HALF * rest
-    whole = software.whole and layout.micro_batches > 1
-    terms["gradients"] = count * software.gradient / (shards if zero >= 2 and not whole else 1)
-    terms["optimizer state"] = count * (12 if copies else 8) / (shards if zero else 1)
-    if zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
-        terms["gathered layers"] = (2 * layout.width + FULL) * model.layer.weights / layout.tensor
-    flying: float = min(layout.micro_batches, layout.stages - number)
+    whole = (software.whole or is_pipeline) and layout.micro_batches > 1
+    terms["gradients"] = (divided if zero >= 2 and not whole else count) * software.gradient
+    terms["optimizer state"] = divided * (12 if copies else 8)
+    if zero == 3 and is_pipeline:  # from the first pass of a step to the last
+        terms["gathered layers"] = layout.width * count
+    elif zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
+        gathered = sum(local(model.layer, layout))
+        terms["gathered layers"] = (2 * layout.width + FULL) * gathered
     wide = layout.width / HALF
-    if layout.chunks > 1:  # the interleaved schedule of https://arxiv.org/abs/2104.04473
-        ahead = 2 * (layout.stages - number) - 1 + (layout.chunks - 1) * layout.stages
-        flying = min(layout.micro_batches, ahead / layout.chunks)
+    flying = min(layout.micro_batches, _ahead(layout, number))
     copied = 1.0 if model.exact_flops else software.kept
     kept = _kept(model.layer, layout, machine, copied)
     attention = model.layer.attention
@@ -60,12 +62,28 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     terms["activations"] = saved * wide
     if number == 0:
         terms["activations"] += _kept(model.first, layout, machine) * flying * wide
-    if number == layout.stages - 1:
-        outputs = model.last.outputs / model.last.ranks(layout.tensor) / layout.context
+    if number == layout.last:
+        outputs = model.last.outputs / layout.tensor / layout.context
         terms["outputs and loss"] = _kept(model.last, layout, machine)
         terms["outputs and loss"] += software.loss_keeps * outputs * layout.micro
     terms["workspaces"] = CONTEXT
     return terms
+
+
+def _ahead(layout: Layout, stage: int) -> float:
+    """Micro-batches whose activations a rank keeps, if there are enough."""
+    if layout.schedule in ("gpipe", "breadth-first"):
+        return layout.micro_batches
+    if layout.schedule == "sequential":
+        return 1
+    if (
+        layout.schedule in V_SHAPED
+    ):  # https://arxiv.org/abs/2401.10241, https://arxiv.org/abs/2412.19437
+        return layout.stages + 0.5
+    if layout.chunks > 1:  # the interleaved schedule of https://arxiv.org/abs/2104.04473
+        ahead = 2 * (layout.stages - stage) - 1 + (layout.chunks - 1) * layout.stages
+        return ahead / layout.chunks
+    return layout.stages - stage
 
 
 def _casts(layout: Layout, software: Software) -> bool:
@@ -75,12 +93,14 @@ def _casts(layout: Layout, software: Software) -> bool:
 
 def _kept(part: Part, layout: Layout, machine: Machine, copied: float = 1.0) -> float:
     """Bytes that a micro-batch keeps in a part, in 16 bits."""
-    software, tensor = machine.software, part.ranks(layout.tensor)
+    software, tensor = machine.software, layout.tensor
     pieces = tensor if layout.sequence else 1
     casts = _casts(layout, software)
     whole = (part.saved * copied + part.stream * casts) / pieces + part.recast * casts
     if not software.regathers:
         whole += part.inputs * (1 - 1 / pieces)
+    uneven = layout.imbalance if layout.expert > 1 else 1
+    whole += part.expert_saved * uneven / (tensor if software.folds else 1)
     return (whole + part.cut_saved / tensor) * layout.micro / layout.context
 
 

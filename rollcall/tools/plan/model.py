@@ -1,19 +1,13 @@
 """A model as the planner sees it: its parts in order, with what one sample costs in each.
 
-Named shapes come from models.yaml; `rollcall.train.planning.trace` describes a model of the user's.
+shapes.py reads known shapes and files of Hugging Face; own_model.py describes a user's model.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import yaml
-
-from rollcall.messages.refusal import RefusedError
-from rollcall.messages.text import did_you_mean
-
-MODELS = Path(__file__).with_name("models.yaml")
+NEEDED = ["layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "length", "gated", "tied"]
+OPTIONAL = ["q_rank", "kv_rank", "experts", "shared_ffn"]
 HALF = 2
 """Bytes of a value in bf16 or fp16."""
 
@@ -25,6 +19,8 @@ class Product(NamedTuple):
     inner: int
     columns: int
     cut: str = ""  # the side that tensor ranks divide: "columns", "inner" or nothing
+    experts: int = 0  # matrices among which the rows are divided
+    often: float = 1.0  # the fraction of the layers that have it
 
 
 class Attention(NamedTuple):
@@ -48,12 +44,11 @@ class Part:
             sequence parallelism. `inputs` of them go into divided products, and `stream` of them
             are sums, which autocast leaves in 32 bits. Tensor ranks divide `cut_saved` more.
         recast: bytes that autocast keeps more, of inputs that several products cast.
+        expert_weights, expert_moved, expert_saved: the same of experts, which expert ranks divide.
+        routed: bytes per sample that an exchange of tokens sends to experts.
         outputs: values of the model's result per sample, which tensor ranks divide. A program's
             loss moves and keeps some bytes for each.
-        whole: every tensor rank holds and computes all of it.
         boundary: bytes per sample that the part hands to the next.
-        tensors: the number of weights as tensors, of which tensor ranks divide `cut_tensors`.
-        units: what FSDP gathers as one.
     """
 
     weights: int
@@ -67,21 +62,19 @@ class Part:
     stream: float = 0
     recast: float = 0
     cut_saved: float = 0
+    expert_weights: int = 0
+    expert_moved: float = 0
+    expert_saved: float = 0
+    routed: float = 0
     outputs: float = 0
     boundary: float = 0
-    messages: int = 0  # all-reduces of `boundary` bytes among tensor ranks, forward and backward
-    whole: bool = False
-    tensors: float = 1
-    cut_tensors: int = 0
-    units: float = 1
-
-    def ranks(self, tensor: int) -> int:
-        """Return the number of tensor ranks that divide this part."""
-        return 1 if self.whole else tensor
+    # All-reduces among tensor ranks, forward and backward, of `boundary` bytes, which is also what
+    # the head gets.
+    messages: float = 0
 
     def flops(self) -> float:
         """Multiplications and additions of the forward pass per sample."""
-        products = sum(2 * rows * inner * columns for rows, inner, columns, _ in self.products)
+        products = sum(2 * p.rows * p.inner * p.columns * p.often for p in self.products)
         return products + (attention_flops(self.attention) if self.attention else 0)
 
 
@@ -97,6 +90,7 @@ class Model:
     Attributes:
         length: tokens per sample; 1 for models without sequences.
         divides: degrees of tensor ranks must divide this number; 1 if the model has no plan.
+        experts: of a layer, which expert ranks must divide.
     """
 
     name: str
@@ -107,6 +101,7 @@ class Model:
     length: int = 1
     divides: int = 1
     tied: bool = False  # the last part uses the weights of the first
+    experts: int = 1
     exact_flops: float = 0.0  # of forward and backward pass per sample, if its code was counted
 
     @property
@@ -114,60 +109,65 @@ class Model:
         """Values of all weights, each counted once."""
         return self.first.weights + self.layer.weights * self.layers + self.last.weights
 
-    @property
-    def parts(self) -> list[Part]:
-        """All parts in order, each layer by itself."""
-        return [self.first, *[self.layer] * self.layers, self.last]
-
-    def with_whole_ends(self) -> "Model":
-        """Return the model as rollcall's tensor ranks hold it; Megatron's divide the vocabulary."""
-        first, last = (dataclasses.replace(end, whole=True) for end in (self.first, self.last))
-        return dataclasses.replace(self, first=first, last=last)
-
     def flops(self) -> float:
         """Of forward and backward pass per sample, without recomputation."""
         forward = [self.first.flops(), self.layer.flops() * self.layers, self.last.flops()]
         return self.exact_flops or 3 * sum(forward)
 
 
-def transformer(
-    name: str,
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int,
-    length: int,
-    gated: bool,
-    tied: bool,
-) -> Model:
+def transformer(name: str, **shape: int) -> Model:
     """Return a decoder-only transformer.
 
     It keeps the activations that Korthikanti et al., https://arxiv.org/abs/2205.05198, count,
-    without the scores, which a fused attention recomputes, and without dropout.
+    without the scores, which a fused attention recomputes, and without dropout. With `kv_rank`,
+    attention is the latent one of DeepSeek-V2, https://arxiv.org/abs/2405.04434. Layers with and
+    without experts are averaged.
+
+    Args:
+        name: what to call it.
+        shape: the numbers of models.yaml; all of attention and experts may be left out.
     """
-    width = hidden // heads
-    shared = kv_heads * width
+    layers, hidden, heads, kv_heads, ffn, vocab, length, gated, tied = (shape[k] for k in NEEDED)
+    q_rank, kv_rank, experts, shared_ffn = (shape.get(k, 0) for k in OPTIONAL)
+    width = shape.get("head_dim") or hidden // heads
+    out = shape.get("value_dim") or width  # of a head
     row = HALF * hidden * length  # bytes of one activation
-    inner = HALF * ffn * length
     ups = 2 if gated else 1
-    projections = hidden + 2 * shared
-    products = (
-        Product(length, hidden, projections, "columns"),
-        Product(length, hidden, hidden, "inner"),
-        Product(length, hidden, ups * ffn, "columns"),
-        Product(length, ffn, hidden, "inner"),
-    )
-    cut = sum(product.inner * product.columns for product in products)
-    attended = HALF * length * (2 * hidden + 2 * shared)  # queries, keys, values, outputs
-    cut_tensors = 6 + gated  # queries, keys, values, outputs, and the perceptron's
+    mixed = 1 - shape.get("dense_layers", 0) / layers if experts else 0.0  # the share with experts
+    dense = 1 - mixed
+    inner = HALF * ffn * length * dense
+    if kv_rank:
+        rotated = shape["rope_dim"]
+        pairs = [(q_rank or hidden, heads * width), (kv_rank, heads * (width - rotated + out))]
+        whole = [Product(length, hidden, kv_rank + rotated)]
+        whole += [Product(length, hidden, q_rank)] if q_rank else []
+    else:
+        pairs, whole = [(hidden, heads * width + kv_heads * (width + out))], []
+    cut_products = [Product(length, *pair, "columns") for pair in pairs]
+    cut_products.append(Product(length, heads * out, hidden, "inner"))
+    if dense:
+        cut_products.append(Product(length, hidden, ups * ffn, "columns", often=dense))
+        cut_products.append(Product(length, ffn, hidden, "inner", often=dense))
+    of_experts, used, routed = [], 0.0, 0.0
+    if mixed:
+        whole.append(Product(length, hidden, experts, often=mixed))  # the router
+        top_k, expert_ffn = shape["top_k"], shape["expert_ffn"]
+        used = HALF * length * mixed * (top_k * expert_ffn + shared_ffn)
+        routed = mixed * top_k * row
+        for rows, size, number in ((length, shared_ffn, 0), (length * top_k, expert_ffn, experts)):
+            if size:
+                up = Product(rows, hidden, ups * size, "", number, mixed)
+                of_experts += [up, Product(rows, size, hidden, "", number, mixed)]
+    cut = round(sum(p.inner * p.columns * p.often for p in cut_products))
+    rest = sum(p.inner * p.columns * p.often for p in [*whole, *of_experts] if not p.experts)
+    spread = round(sum(p.inner * p.columns * p.often * p.experts for p in of_experts))
+    # Queries, keys, values, outputs.
+    attended = HALF * length * (heads + kv_heads) * (width + out)
     layer = Part(
-        weights=cut + 2 * hidden,
+        weights=cut + spread + round(rest) + 2 * hidden,
         cut_weights=cut,
-        products=products,
-        attention=Attention(length, heads, width, kv_heads),
+        products=(*cut_products, *whole, *of_experts),
+        attention=Attention(length, heads, (width + out) // 2, kv_heads),
         # Norms: read and write, then read twice and write; residuals: 3 and 3; rotation or bias.
         moved=(2 * 5 + 2 * 6) * row,
         # Activation of the wide part: with a gate two products of values more.
@@ -177,12 +177,15 @@ def transformer(
         stream=2 * row,
         recast=2 * row,  # of the queries', keys' and values' products
         cut_saved=attended + (4 if gated else 2) * inner,
+        expert_weights=spread,
+        # Rows are copied and sorted twice on the way there, twice back, and so are gradients.
+        expert_moved=(13 if gated else 5) * used + 16 * routed,
+        expert_saved=(4 if gated else 2) * used + 2 * routed,
+        routed=routed,
         boundary=row,
-        messages=4,
-        tensors=cut_tensors + 2,
-        cut_tensors=cut_tensors,
+        messages=4 - 2 * mixed,
     )
-    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row, cut_tensors=1)
+    first = Part(vocab * hidden, vocab * hidden, moved=4 * row, boundary=row, messages=1)
     last = Part(
         weights=hidden + (0 if tied else vocab * hidden),
         cut_weights=0 if tied else vocab * hidden,
@@ -190,24 +193,8 @@ def transformer(
         moved=5 * row,
         saved=2 * row,
         outputs=vocab * length,
-        tensors=2 - tied,
-        cut_tensors=1 - tied,
-        units=2 - tied,  # the norm and the head
+        boundary=row,
+        messages=1,
     )
-    return Model(name, first, layer, layers, last, length, kv_heads, tied)
-
-
-def named(name: str, length: int | None = None) -> Model:
-    """Return a model of models.yaml as rollcall spreads it; `length` replaces its own."""
-    known: Mapping[str, dict[str, Any]] = yaml.safe_load(MODELS.read_text())
-    if name not in known:
-        more = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
-        raise RefusedError(f"unknown shape '{name}'{more}")
-    values = {key: value for key, value in known[name].items() if key != "source"}
-    model = transformer(name, **{**values, "length": length or values["length"]})
-    return model.with_whole_ends()
-
-
-def shapes() -> list[str]:
-    """Return the names of the shapes in models.yaml."""
-    return list(yaml.safe_load(MODELS.read_text()))
+    divides = heads if kv_rank else kv_heads
+    return Model(name, first, layer, layers, last, length, divides, bool(tied), experts or 1)

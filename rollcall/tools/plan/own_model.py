@@ -32,14 +32,10 @@ PASSES_OF_STEP = 3
 
 
 def describe(config: Config) -> Model:
-    """Return the model of a configuration.
-
-    Raises:
-        ConfigError: the model cannot run on the meta device.
-    """
+    """Return the model of a configuration; ConfigError if it cannot run on the meta device."""
     world = World(Place("plan", world_size=1, local_world_size=1), torch.device("cpu"))
     source = sets.load(config.data, world, config.seed)
-    if config.model.name == "gpt":
+    if config.model.name in ("gpt", "llama"):
         return _gpt(config, source)
     order = Order.of_run(config, source)
     example = next(training_batches(source, order, range(1), range(order.steps)))
@@ -50,18 +46,16 @@ def describe(config: Config) -> Model:
 
 def _gpt(config: Config, source: Source) -> Model:
     made = config.model
+    ffn = made.ffn_size or 4 * made.hidden_size
+    size = made.expert_size or ffn
+    experts = {"experts": made.experts, "top_k": made.top_k, "expert_ffn": size}
     model = transformer(
-        "gpt",
-        layers=made.num_layers,
-        hidden=made.hidden_size,
-        heads=made.num_heads,
-        kv_heads=made.num_kv_heads,
-        ffn=4 * made.hidden_size,
-        vocab=source.classes,
-        length=source.shape[0],
-        gated=False,
-        tied=False,
-    ).with_whole_ends()
+        made.name,
+        **{"layers": made.num_layers, "hidden": made.hidden_size, "heads": made.num_heads},
+        **{"kv_heads": made.num_kv_heads, "ffn": ffn, "vocab": source.classes},
+        **{"length": source.shape[0], "gated": made.name == "llama", "tied": made.tied},
+        **{**experts, "shared_ffn": made.shared_experts * size},
+    )
     layer = model.layer
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.
     masked = model.layers * attention_flops(layer.attention) if layer.attention else 0
@@ -132,21 +126,14 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved: Counter[str] = Counter()
         self._saved: Counter[str] = Counter()
         self._weights: Counter[str] = Counter()
-        self._tensors: Counter[str] = Counter()
-        self._units: Counter[str] = Counter()
         self._boundary = 0
         inside = {id(weight) for layer in layers for weight in layer.parameters()}
         self._parameters = {id(weight) for weight in model.parameters()}
-        # What is in no unit is gathered as one.
-        unit = {id(weight): group for group in units(model) for weight in group.parameters()}
-        passed, seen = False, set()
+        passed = False
         for weight in model.parameters():
             passed = passed or id(weight) in inside
             part = "layer" if id(weight) in inside else "last" if passed else "first"
             self._weights[part] += weight.numel()
-            self._tensors[part] += 1
-            self._units[part] += unit.get(id(weight)) not in seen
-            seen.add(unit.get(id(weight)))
         self._left = len(layers)
         self._hooks = [layer.register_forward_pre_hook(self._enter) for layer in layers]
         self._hooks += [layer.register_forward_hook(self._leave) for layer in layers]
@@ -203,13 +190,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weights=round(self._weights[name] * rows / share),
             products=tuple(
                 Product(rows_ * count / share, inner, columns)
-                for (rows_, inner, columns, _), count in products.items()
+                for (rows_, inner, columns, *_), count in products.items()
             ),
             moved=PASSES_OF_STEP * HALF * self._moved[name] / share / PASSES,
             saved=HALF * self._saved[name] / share,
             boundary=HALF * self._boundary / rows if name == "layer" else 0.0,
-            tensors=self._tensors[name] / count,
-            units=self._units[name] / count,
         )
 
 

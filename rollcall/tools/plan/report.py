@@ -5,12 +5,11 @@ import math
 from collections.abc import Sequence
 
 from rollcall.messages.text import duration, size, table
-from rollcall.tools.plan import traffic
 from rollcall.tools.plan.machine import Machine
+from rollcall.tools.plan.margins import margin
 from rollcall.tools.plan.model import Model
 from rollcall.tools.plan.run_cost import RunCost
 from rollcall.tools.plan.search import Choice
-from rollcall.tools.plan.step_time import cuts
 
 
 def speed(choice: Choice, model: Model, machine: Machine) -> tuple[float, float]:
@@ -32,11 +31,14 @@ def headline(model: Model, machine: Machine, gpus: int, batch: int, precision: s
 def choices(best: Sequence[Choice], model: Model, machine: Machine) -> list[str]:
     """Return a table of layouts."""
     unit = "tokens/s per GPU" if model.length > 1 else "samples/s per GPU"
-    rows = [["", "mesh", "micro", "recompute", "step", unit, "of peak", "memory", "most time in"]]
+    rows = [["", "mesh", "micro", "recompute", "step", "9 in 10", unit, "of peak", "memory"]]
+    rows[0].append("most time in")
     for number, choice in enumerate(best, 1):
         rate, used = speed(choice, model, machine)
-        layout = choice.layout
-        mesh = choice.words()[0].partition("=")[2]
+        layout, likely = choice.layout, margin(model, choice.layout, machine)
+        words = [word for word in choice.words() if word.startswith("parallel.")]
+        shown = [word.partition("=")[2] for word in words]
+        mesh = " ".join(word for word in shown if word not in ("zero3", "true"))
         others = {**choice.seconds, "matrix products": 0.0}
         rows.append(
             [
@@ -45,6 +47,7 @@ def choices(best: Sequence[Choice], model: Model, machine: Machine) -> list[str]
                 str(layout.micro),
                 layout.recompute,
                 duration(choice.time),
+                f"{duration(choice.time * likely.low)}–{duration(choice.time * likely.high)}",
                 f"{rate * model.length / layout.ranks:,.0f}",
                 f"{used:.0%}",
                 size(choice.bytes.total()),
@@ -54,8 +57,8 @@ def choices(best: Sequence[Choice], model: Model, machine: Machine) -> list[str]
     return table(rows)
 
 
-def why(choice: Choice, model: Model, machine: Machine) -> list[str]:
-    """Return the terms of a rank's memory and step, and the bytes that it sends."""
+def why(choice: Choice, machine: Machine) -> list[str]:
+    """Return the terms of a rank's memory and step."""
     rows = []
     for title, terms, show, of in (
         ("memory of the fullest rank", choice.bytes, size, f"of {size(machine.chip.memory)}"),
@@ -67,11 +70,6 @@ def why(choice: Choice, model: Model, machine: Machine) -> list[str]:
             for key, value in terms.items()
         ]
         rows.append(["  sum", show(terms.total()), of])
-    if sent := traffic.of_step(model, choice.layout, cuts(model, choice.layout, machine)):
-        rows.append(["messages of the rank with most", "", ""])
-        for (kind, ranks, _), (count, total) in sent.items():
-            rows.append([f"  {kind}, {ranks:,} ranks", size(total), f"{count:,.0f}"])
-        rows.append(["  sum", size(sent.total()), ""])
     return table(rows)
 
 
@@ -98,7 +96,8 @@ def as_json(best: Sequence[Choice], model: Model, machine: Machine, cost: RunCos
         rate, used = speed(choice, model, machine)
         sums = {"seconds": choice.time, "bytes": choice.bytes.total(), "samples_per_second": rate}
         terms = {"terms": choice.seconds, "memory": choice.bytes, "fraction_of_peak": used}
-        plans.append({"words": choice.words(), **sums, **terms})
+        likely = margin(model, choice.layout, machine)._asdict()
+        plans.append({"words": choice.words(), **sums, **terms, "margin": likely})
     whole = cost and {**cost._asdict(), "seconds": cost.whole}
     facts = {"parameters": model.weights, "flops_per_sample": model.flops()}
     return json.dumps({"model": model.name, **facts, "layouts": plans, "run": whole}, indent=2)

@@ -7,13 +7,8 @@ from typing import NamedTuple
 from rollcall.messages.refusal import RefusedError
 from rollcall.tools.plan.model import Model
 
-FAILURES = {
-    "rsc-1": 6.50e-3,  # https://arxiv.org/abs/2410.21680, section III: per node-day, A100
-    "rsc-2": 2.34e-3,
-    # https://arxiv.org/abs/2407.21783, section 3.3.4: 419 in 54 days on 16,384 H100, 2,048 nodes.
-    "llama-3": 419 / 54 / 2048,
-}
-"""Interruptions for each day of each node."""
+FAILURES = 6.5e-3
+"""Interruptions for each day of each node, of Meta's cluster RSC-1, https://arxiv.org/abs/2410.21680."""
 STATE = 12
 """Bytes of a checkpoint for each weight: the weight and Adam's two moments in fp32."""
 PAUSE = 5.0
@@ -47,18 +42,6 @@ def budget(text: str) -> float:
             return number
     raise RefusedError(
         f"--budget {text}: expected a number of tokens or samples such as 15T or 300e9"
-    )
-
-
-def rate(word: str) -> float:
-    """Read failures per node and day: a published rate's name, or a number."""
-    if word in FAILURES:
-        return FAILURES[word]
-    with suppress(ValueError):
-        if 0 <= (number := float(word)) < math.inf:
-            return number
-    raise RefusedError(
-        f"--failures {word}: expected failures per node and day, or {', '.join(FAILURES)}"
     )
 
 

@@ -1,21 +1,25 @@
 """All sensible layouts of a model on a number of GPUs, the fastest first."""
 
-import dataclasses
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
 
+from rollcall.config.checks import SPLIT_BACKWARD
 from rollcall.config.mesh import show
 from rollcall.messages.refusal import RefusedError
 from rollcall.tools.plan import memory, step_time
 from rollcall.tools.plan.layout import Layout, Terms
-from rollcall.tools.plan.machine import Machine, Machines
+from rollcall.tools.plan.machine import Machine
 from rollcall.tools.plan.model import Model
 
 LONG = 8192
 """Tokens from which on it can pay to divide a sequence over ranks."""
+SCHEDULES = [("1f1b", 1), *(("interleaved", chunks) for chunks in (2, 4, 8))]
+SCHEDULES += [(name, 2) for name in ("zero-bubble", "zbv", "dualpipev")]
+"""Schedules of pipelines to try, with the stages of a rank."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Choice:
     """A layout that fits, with what it needs."""
 
@@ -31,9 +35,10 @@ class Choice:
     def words(self) -> list[str]:
         """Return the `key=value` words that give a run this layout."""
         layout = self.layout
-        shards = (layout.shard or layout.data) if layout.zero else 1
-        degrees = {"pipeline": layout.stages, "replicate": layout.data // shards, "shard": shards}
-        degrees |= {"context": layout.context, "tensor": layout.tensor}
+        shards = (layout.shard or layout.data) // layout.expert if layout.zero else 1
+        replicas = layout.data // shards // layout.expert
+        degrees = {"pipeline": layout.stages, "replicate": replicas, "shard": shards}
+        degrees |= {"expert": layout.expert, "context": layout.context, "tensor": layout.tensor}
         mesh = {name: degree for name, degree in degrees.items() if degree > 1}
         words = [
             f"parallel.mesh={show(mesh)}" if mesh else "parallel.strategy=single",
@@ -41,37 +46,34 @@ class Choice:
             f"data.micro_batch={layout.micro}",
             f"precision={layout.precision}",
         ]
-        if layout.zero:  # the recipe may have another strategy; the first word names the layout
-            words.insert(int(layout.zero == 3), f"parallel.strategy=zero{layout.zero}")
+        if layout.zero:  # the recipe may have another strategy
+            words.insert(1, f"parallel.strategy=zero{layout.zero}")
         if layout.tensor > 1:
             words.append("parallel.sequence_parallel=true")
+        if layout.schedule != "1f1b":
+            words.append(f"parallel.schedule={layout.schedule}")
+        if layout.chunks > 2:
+            words.append(f"parallel.stages_per_rank={layout.chunks}")
         if layout.recompute == "full":
             words.append("model.activation_checkpointing=blocks")
         return words
 
 
-def search(
-    model: Model, gpus: int, batch: int, machine: Machine, precision: str, **asked: object
-) -> list[Choice]:
+def search(model: Model, gpus: int, machine: Machine, asked: Layout, *fixed: str) -> list[Choice]:
     """Return the layouts that fit, the fastest first; of equal meshes only the fastest.
 
-    All have the attributes of `Layout` that are asked for.
-
-    Raises:
-        RefusedError: the number of GPUs, or the batch, cannot be divided.
+    All have the batch, the precision and the imbalance of the one that is asked for, and its
+    `fixed` attributes. RefusedError is raised if the GPUs do not fill nodes.
     """
-    host = machine.host
-    if gpus > host and gpus % host:
-        whole = gpus // host * host
+    if gpus > machine.host and gpus % machine.host:
+        whole = gpus // machine.host * machine.host
         raise RefusedError(
-            f"--gpus {gpus}: expected a multiple of the {host} GPUs of a node, such as "
-            f"{whole} or {whole + host}"
+            f"--gpus {gpus}: expected a multiple of the {machine.host} GPUs of a node, such as "
+            f"{whole} or {whole + machine.host}"
         )
     best: dict[tuple[int, ...], Choice] = {}
-    for layout in layouts(model, gpus, batch, machine, precision):
-        needed = memory.of(model, layout, machine)
-        is_asked = all(getattr(layout, name) == value for name, value in asked.items())
-        if not is_asked or not memory.fits(needed, machine):
+    for layout, needed in layouts(model, gpus, machine, asked, *fixed):
+        if not memory.fits(needed, machine):
             continue
         choice = Choice(layout, step_time.of(model, layout, machine), needed)
         if layout.mesh not in best or choice.time < best[layout.mesh].time:
@@ -79,73 +81,104 @@ def search(
     return sorted(best.values(), key=lambda choice: choice.time)
 
 
+def problem(model: Model, layout: Layout) -> str:
+    """Return which rule of rollcall a layout breaks, and by how much; empty if none."""
+    tensor, stages, count = layout.tensor, layout.stages, layout.micro_batches
+    pieces, schedule = stages * layout.chunks, layout.schedule
+    heads = model.layer.attention.heads if model.layer.attention else 0
+    if model.divides % tensor:
+        return f"tensor={tensor} does not divide {model.divides} key-value heads"
+    if heads % (tensor * layout.context):
+        return f"tensor={tensor} times context={layout.context} does not divide {heads} heads"
+    if model.experts % layout.expert:
+        return f"expert={layout.expert} does not divide {model.experts} experts"
+    if layout.batch < layout.data:
+        return f"a batch of {layout.batch} is too small for {layout.data} data ranks"
+    if stages == 1:
+        return ""
+    least = 2 * stages if schedule == "dualpipev" else stages
+    rounds = max(1, count // stages)
+    if pieces > model.layers + 2:  # the ends count as layers
+        return f"{pieces} stages need a layer each, but the model has {model.layers}"
+    if count < least and schedule not in ("gpipe", "sequential"):
+        return f"{schedule} needs {least} micro-batches, but the batch makes {count}"
+    if schedule in ("interleaved", "zero-bubble") and count % rounds:
+        return f"{schedule} needs a multiple of {rounds} micro-batches, but the batch makes {count}"
+    if schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute != "none"):
+        return f"{schedule} works neither with zero3 nor with recomputation"
+    return ""
+
+
 def layouts(
-    model: Model, gpus: int, batch: int, machine: Machine, precision: str
-) -> Iterator[Layout]:
-    """Yield the sensible layouts: tensor groups inside a node, powers of two, full shares."""
-    node = min(gpus, machine.node)
-    for tensor in _powers(node):
-        if model.divides % tensor:
+    model: Model, gpus: int, machine: Machine, asked: Layout, *fixed: str
+) -> Iterator[tuple[Layout, Terms]]:
+    """Yield what rollcall can run, with the memory that it needs.
+
+    Tensor groups are inside a node, and degrees are powers of two. Of micro-batches that do not fit
+    there is only the smallest; without a pipeline, only the largest that fits. A pipeline
+    recomputes only if nothing fits without.
+    """
+    schedules = [(asked.schedule, asked.chunks)] if "schedule" in fixed else SCHEDULES
+    recomputes = [asked.recompute] if "recompute" in fixed else ["none", "full"]
+    for mesh in [asked] if "mesh" in fixed else _meshes(model, gpus, machine, asked):
+        share = -(-mesh.batch // mesh.data)
+        most = share if mesh.stages == 1 else min(share, 8)  # pipelines need many micro-batches
+        micros = [asked.micro] if "micro" in fixed else _powers(most)
+        leanest = replace(mesh, micro=micros[0], recompute=recomputes[-1], chunks=1)
+        leanest = replace(leanest, schedule="1f1b")
+        needed = memory.of(model, leanest, machine)
+        if not memory.fits(needed, machine):
+            if not problem(model, leanest):
+                yield leanest, needed
             continue
-        for stages in _powers(min(model.layers, gpus // tensor)):
-            for context in _powers(8 if model.length >= LONG and model.divides > 1 else 1):
-                heads = model.layer.attention.heads if model.layer.attention else context
-                if heads % (tensor * context):
-                    continue
-                data, rest = divmod(gpus, tensor * stages * context)
-                if rest or not data or batch < data:
-                    continue
-                base = Layout(data, tensor, stages, context, batch=batch, precision=precision)
-                yield from _of_mesh(base, -(-batch // data), node // tensor)
+        for schedule, chunks in schedules if mesh.stages > 1 else [("1f1b", 1)]:
+            largest = 0
+            for recompute in recomputes:
+                tried = []
+                if largest and mesh.stages > 1:
+                    break
+                for micro in [size for size in micros if size > largest]:
+                    layout = replace(mesh, schedule=schedule, chunks=chunks, micro=micro)
+                    layout = replace(layout, recompute=recompute)
+                    if problem(model, layout):
+                        continue
+                    tried.append((layout, memory.of(model, layout, machine)))
+                    if not memory.fits(tried[-1][1], machine):
+                        break
+                    largest = micro
+                yield from tried if mesh.stages > 1 else tried[-2:]
 
 
-def _of_mesh(base: Layout, share: int, near: int) -> Iterator[Layout]:
-    """Yield a mesh with every way to divide the weights, micro-batch and recomputation."""
-    ways = [(0, 0)]
-    if base.data > 1:
-        ways.append((3, 0))
-        if base.ranks == base.data:
-            ways.append((2, 0))
-        ways += [(3, near * k) for k in _powers(base.data // near) if base.data % (near * k) == 0]
-    for zero, shard in (way for way in ways if way[1] not in (1, base.data)):
-        for micro in _powers(share):
-            if base.stages > 1 and -(-share // micro) < base.stages:
+def _meshes(model: Model, gpus: int, machine: Machine, asked: Layout) -> Iterator[Layout]:
+    """Yield meshes with every way to divide the weights."""
+    node = min(gpus, machine.node)
+    contexts = _powers(8 if model.length >= LONG and model.divides > 1 else 1)
+    stages = _powers(min(model.layers, gpus))
+    for tensor, count, context in product(_powers(node), stages, contexts):
+        data, rest = divmod(gpus, tensor * count * context)
+        for expert in [] if rest else _powers(min(data, model.experts)):
+            base = replace(asked, data=data, tensor=tensor, context=context, expert=expert)
+            base = replace(base, sequence=True)
+            is_odd = expert > 1 and data & (data - 1)  # the units of an expert must divide, too
+            if is_odd or data % expert or problem(model, base):
                 continue
-            for recompute in ("none", "full"):
-                yield dataclasses.replace(
-                    base, zero=zero, shard=shard, micro=micro, recompute=recompute
-                )
+            ways = [(0, 0)]
+            if data > expert:
+                ways += [(3, 0), (2, 0)] + [(1, 0)] * (gpus == data and expert == 1)
+                near = max(expert, node // tensor)
+                ways += [(3, near * k) for k in _powers(data // near) if data % (near * k) == 0]
+            for zero, shard in ways:
+                if shard not in (1, expert, data):
+                    yield replace(base, stages=count, zero=zero, shard=shard)
 
 
-def smallest(model: Model, gpus: int, machine: Machine, precision: str) -> Choice | None:
+def smallest(model: Model, gpus: int, machine: Machine, asked: Layout) -> Choice | None:
     """Return the fastest layout on the fewest GPUs that fit one sample per rank."""
     for count in [*_powers(machine.node), *range(2 * machine.node, gpus + 1, machine.node)]:
-        if count <= gpus and (fitting := search(model, count, count, machine, precision)):
+        least = replace(asked, batch=count)
+        if count <= gpus and (fitting := search(model, count, machine, least, "schedule")):
             return fitting[0]
     return None
-
-
-def levers(
-    model: Model, best: Choice, machine: Machine, machines: Machines, precision: str
-) -> list[tuple[str, float]]:
-    """Return changes with the speed that each would bring, the most effective first."""
-    gpus, batch = best.layout.ranks, best.layout.batch
-    tried = [(f"{2 * gpus} GPUs", machine, 2 * gpus, batch, precision)]
-    tried.append((f"{2 * gpus} GPUs and twice the batch", machine, 2 * gpus, 2 * batch, precision))
-    for chip in map(machines.chip, ("H100", "B200")):
-        if chip.name != machine.chip.name and precision in chip.flops:
-            is_usual = machine.node == machine.chip.node
-            node = chip.node if is_usual else min(machine.node, chip.node)
-            other = dataclasses.replace(machine, chip=chip, node=node)  # a factor cancels out
-            tried.append((f"{gpus} {chip.name}", other, gpus, batch, precision))
-    if precision == "bf16" and "fp8" in machine.chip.flops:
-        tried.append(("precision=fp8", machine, gpus, batch, "fp8"))
-    speeds = []
-    for name, other_machine, count, samples, format_ in tried:
-        with suppress(RefusedError):  # these GPUs do not fill whole nodes
-            for choice in search(model, count, samples, other_machine, format_)[:1]:
-                speeds.append((name, samples / choice.time / (batch / best.time)))
-    return sorted(speeds, key=lambda pair: -pair[1])
 
 
 def _powers(limit: int) -> list[int]:

@@ -34,6 +34,11 @@ FULL = 4
 """Bytes of a value in fp32, in which gradients are added up."""
 BUCKET = 25e6
 """Bytes of gradients that one all-reduce carries: DDP's default."""
+BUBBLES = {"zero-bubble": 1 / 3, "zbv": 1 / 5, "dualpipev": 2 / 3}
+"""Bubble relative to interleaved 1F1B with equally many pieces, by the papers' formulas with
+equal times of forward pass and both halves of the backward pass; ZBV's would be 0."""
+Held = tuple[float, float]
+"""Weights of a rank without experts, and of its experts."""
 MIXED = 4
 """Norm that joins the host's and the GPU's time of a layer, whose kernels differ in size."""
 
@@ -43,7 +48,7 @@ def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
 
     Neighbours are `apart` ranks from each other; each brings one link to other nodes.
     """
-    if ranks == 1:
+    if ranks <= 1:
         return 0.0
     rate, hop = machine.chip.inside * LINKS_INSIDE, HOP_INSIDE
     local = max(1, min(ranks, machine.node // apart))
@@ -53,27 +58,42 @@ def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
     return START + (ranks - 1) * (size / ranks / rate + hop)
 
 
+def all_to_all(size: float, ranks: int, apart: int, machine: Machine) -> float:
+    """Seconds in which each rank sends `size` bytes, evenly to all ranks, over its own link."""
+    if ranks == 1:
+        return 0.0
+    local = max(1, min(ranks, machine.node // apart))
+    near = (local - 1) / (machine.chip.inside * LINKS_INSIDE)
+    far = (ranks - local) / (machine.chip.between * LINKS_BETWEEN)
+    hops = (local - 1) * HOP_INSIDE + (ranks > local) * machine.software.hop
+    seconds: float = START + size / ranks * (near + far) + hops
+    return seconds
+
+
 def work(part: Part, layout: Layout, machine: Machine) -> Terms:
     """Seconds of a GPU for one micro-batch of a part, forward and backward."""
-    chip, software, tensor = machine.chip, machine.software, part.ranks(layout.tensor)
+    chip, software, tensor = machine.chip, machine.software, layout.tensor
     moving, wide = chip.bandwidth * MOVING, layout.width / HALF
     share = layout.micro / layout.context
-    is_layer = part.messages > 0
+    is_layer = part.attention is not None
     again = int(is_layer and layout.recompute == "full")
     is_fp8 = layout.precision == "fp8" and is_layer
     half = "bf16" if layout.precision == "fp8" else layout.precision
     peak = chip.flops[layout.precision if is_fp8 else half]
     terms = Terms()
-    for number, (rows, inner, columns, cut) in enumerate(part.products):
-        m = share * rows
+    # Tensor ranks of rollcall compute whole experts; others divide the tokens.
+    tokens = (layout.imbalance if layout.expert > 1 else 1) / (tensor if software.folds else 1)
+    for number, (rows, inner, columns, cut, experts, often) in enumerate(part.products):
+        m = share * rows * (tokens if experts else 1)
+        matrices = max(1, experts / layout.expert)
         k = inner / (tensor if cut == "inner" else 1)
         n = columns / (tensor if cut == "columns" else 1)
-        moved = layout.width * (m * k + k * n + m * n)
+        moved = layout.width * (m * k + matrices * k * n + m * n)
         if is_fp8 and not software.tuned:  # operands are read in 16 bits and written in 8, twice
-            moved += 2 * HALF * (m * k + k * n)
+            moved += 2 * HALF * (m * k + matrices * k * n)
         # Nothing keeps the output of a layer's last product, so torch does not compute it again.
-        is_kept = part.attention and software.early and number == len(part.products) - 1
-        times = 3 + (0 if is_kept else again)
+        is_last = number == len(part.products) - 1 and cut == "inner"
+        times = often * (3 + (0 if part.attention and software.early and is_last else again))
         terms.add("matrix products", times * (2 * m * k * n / peak / chip.product + moved / moving))
     if attention := part.attention:
         forwards = 1 if layout.recompute == "none" else 2
@@ -86,7 +106,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
             terms["attention"] = (forwards + 2) * 2 * flops / chip.product  # nothing is skipped
             terms["attention"] += (forwards + 2) / 3 * software.scores * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
-    moved = (whole + part.cut_moved / tensor) * wide * share
+    moved = (whole + part.cut_moved / tensor + part.expert_moved * tokens) * wide * share
     moved *= (3 + again) / 3 * software.passes * PASSES
     moved += software.loss_moves * part.outputs * share / tensor
     terms["other operations"] = moved / moving
@@ -94,6 +114,11 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         size = part.boundary * wide * share
         exchange = (2 + again) * part.messages * ring(size, tensor, 1, machine)
         terms["tensor collectives"] = software.exposed * exchange
+    if part.routed and layout.expert > 1:  # there and back, and so do the gradients
+        apart = tensor * layout.context
+        size = part.routed * wide * share * tokens
+        exchange = (4 + 2 * again) * all_to_all(size, layout.expert, apart, machine)
+        terms["expert collectives"] = software.routed * exchange
     if part.attention and layout.context > 1:
         length, heads, width, kv_heads = part.attention
         # Keys and values go around beside the attention, or everything changes its cut before it.
@@ -110,24 +135,31 @@ def cuts(model: Model, layout: Layout, machine: Machine) -> list[int]:
     stages, layers = layout.stages, model.layers
     if not machine.software.balanced:
         return [layers // stages + (stage < layers % stages) for stage in range(stages)]
-    head = sum(product.inner * product.columns for product in model.last.products)
-    share = (layers + head / model.layer.cut_weights) / stages
-    ends = [min(layers, round(share * (stage + 1))) for stage in range(stages - 1)]
-    return [end - start for start, end in zip([0, *ends], [*ends, layers], strict=True)]
-
-
-def held(model: Model, layout: Layout, layers: int, stage: int) -> float:
-    """Return the number of weights of a stage on one rank, before ZeRO divides them."""
-    parts = [(model.layer, layers)]
-    is_last = stage == layout.stages - 1
-    if stage == 0 or (is_last and model.tied):
-        parts.append((model.first, 1))
-    if is_last:
-        parts.append((model.last, 1))
-    return sum(
-        count * (part.weights - part.cut_weights * (1 - 1 / part.ranks(layout.tensor)))
-        for part, count in parts
+    head, layer = (
+        sum(p.rows * p.inner * p.columns * p.often for p in part.products)
+        for part in (model.last, model.layer)
     )
+    share = (layers + head / (layer or 1)) / stages
+    ends = [min(layers, round(share * (stage + 1))) for stage in range(stages - 1)]
+    counts = [end - start for start, end in zip([0, *ends], [*ends, layers], strict=True)]
+    return counts if layout.last else counts[::-1]
+
+
+def held(model: Model, layout: Layout, layers: int, stage: int) -> Held:
+    """Return a stage's weights on one rank before ZeRO divides them."""
+    parts = [(model.layer, layers)]
+    if stage == 0 or (stage == layout.last and model.tied):
+        parts.append((model.first, 1))
+    if stage == layout.last:
+        parts.append((model.last, 1))
+    shares = [(*local(part, layout), count) for part, count in parts]
+    return sum(n * weights for weights, _, n in shares), sum(n * spread for _, spread, n in shares)
+
+
+def local(part: Part, layout: Layout) -> Held:
+    """Return a part's weights on one rank before ZeRO divides them."""
+    rest = part.weights - part.expert_weights - part.cut_weights * (1 - 1 / layout.tensor)
+    return rest, part.expert_weights / layout.expert
 
 
 def of(model: Model, layout: Layout, machine: Machine) -> Terms:
@@ -140,27 +172,27 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     stall = host + software.stall * tensor if stalls else 0.0
     known: dict[tuple[int, bool, bool], Terms] = {}
     slots = []
-    most = 0.0
+    most: Held = (0.0, 0.0)
     for stage, layers in enumerate(cuts(model, layout, machine)):
-        ends = (layers, stage == 0, stage == stages - 1)
+        ends = (layers, stage == 0, stage == layout.last)
         if ends not in known:
             weights = held(model, layout, layers, stage)
-            most = max(most, weights)
+            most = max(most, weights, key=sum)
             slot = Terms({name: seconds * layers for name, seconds in layer.items()})
             for name, seconds in [*first.items()] * ends[1] + [*last.items()] * ends[2]:
                 slot.add(name, seconds)
             if layout.zero < 3 and count > 1:  # read the gradient, read and write the sum
                 # A product that adds up its gradient itself does not write it in its own format.
                 alone = -layout.width if software.adds else layout.width
-                slot["adding gradients"] = weights * (2 * software.reduce + alone) / moving
+                slot["adding gradients"] = sum(weights) * (2 * software.reduce + alone) / moving
             busy = slot.total()
             launched = layers + (ends[1] + ends[2]) / 2
             joined = (busy**MIXED + (launched * host) ** MIXED) ** (1 / MIXED)
             slot["waiting for the host"] = max(joined, launched * stall) - busy
             if layout.zero == 3:
-                ends_weights = ends[1] * model.first.weights + ends[2] * model.last.weights
-                gathers = layers * _gathers(model.layer.weights, layout, machine)
-                gathers += _gathers(ends_weights, layout, machine)
+                at_ends = ends[1] * model.first.weights + ends[2] * model.last.weights
+                gathers = layers * _gathers(local(model.layer, layout), layout, machine)
+                gathers += _gathers((at_ends / tensor, 0), layout, machine)
                 slot["data collectives"] = _beside(gathers, slot.total())
             if stages > 1:
                 messages = layout.chunks * _message(model, layout, machine)
@@ -172,12 +204,19 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     slowest = max(totals)
     slot = slots[totals.index(slowest)]
     terms = Terms({name: seconds * count for name, seconds in slot.items()})
-    terms["pipeline bubble"] = (sum(totals) - slowest) / layout.chunks
+    bubble = BUBBLES.get(layout.schedule, count if layout.schedule == "sequential" else 1)
+    terms["pipeline bubble"] = (sum(totals) - slowest) / layout.chunks * bubble
     if layout.zero < 3:
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
-        terms["data collectives"] = _beside(_exchange(model, most, layout, machine), hidden)
-    terms["optimizer"] = most / layout.shards * UPDATE / moving
+        terms["data collectives"] = _beside(_exchange(most, model.layer, layout, machine), hidden)
+    terms["optimizer"] = state(most, layout) * UPDATE / moving
     return Terms({name: seconds * machine.factor for name, seconds in terms.items() if seconds})
+
+
+def state(weights: Held, layout: Layout) -> float:
+    """Return the number of weights whose optimizer state a rank has."""
+    rest, spread = weights
+    return (rest + spread * layout.expert) / layout.shards if layout.zero else rest + spread
 
 
 def _beside(exchange: float, computation: float) -> float:
@@ -185,29 +224,42 @@ def _beside(exchange: float, computation: float) -> float:
     return max(SLOWED * min(exchange, computation), exchange - computation)
 
 
-def _gathers(weights: int, layout: Layout, machine: Machine) -> float:
-    """Seconds in which ZeRO 3 gathers a layer twice and scatters its gradients."""
-    group, tensor, sent = layout.shards, layout.tensor, machine.software.reduce
-    values = weights / tensor
-    exchange = 2 * ring(values * layout.width, group, tensor, machine)
-    exchange += ring(values * sent, group, tensor, machine)
-    replicas = layout.data * layout.context // group  # they add up their shards' gradients
-    added = 2 * ring(values * sent / group, replicas, group * tensor, machine)
-    return exchange + added / layout.micro_batches
+def _gathers(weights: Held, layout: Layout, machine: Machine) -> float:
+    """Seconds in a micro-batch in which ZeRO 3 gathers a layer and scatters its gradients."""
+    tensor, sent, count = layout.tensor, machine.software.reduce, layout.micro_batches
+    # A pipeline keeps the weights from the first pass on, and adds up gradients without messages.
+    is_pipeline = layout.stages > 1
+    gathers = 1 + 1 / count if is_pipeline else 2
+    scatters = 1 / count if is_pipeline or machine.software.whole else 1
+    seconds = 0.0
+    for values, degree in zip(weights, (1, layout.expert), strict=True):
+        if not values:
+            continue
+        group, apart = max(1, layout.shards // degree), tensor * degree
+        seconds += gathers * ring(values * layout.width, group, apart, machine)
+        seconds += scatters * ring(values * sent, group, apart, machine)
+        replicas = layout.data * layout.context // layout.shards  # they add up their gradients
+        added = 2 * ring(values * sent / group, replicas, group * apart, machine)
+        seconds += added / count
+    return seconds
 
 
-def _exchange(model: Model, weights: float, layout: Layout, machine: Machine) -> float:
+def _exchange(weights: Held, layer: Part, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
-    group, tensor = layout.data * layout.context, layout.tensor
-    size: float = weights * machine.software.reduce
-    back = weights * layout.width if layout.zero else size
-    exchange = ring(size, group, tensor, machine) + ring(back, group, tensor, machine)
-    if layout.zero == 2:  # a ring for each layer, and no bucket
-        units = weights / (model.layer.weights / tensor) - 1
-        return exchange + units * 2 * ring(0, group, tensor, machine)
-    nodes = min(group * tensor / machine.node, group)
-    hop: float = machine.software.hop * 2 * math.log2(max(1, nodes))  # of a tree between nodes
-    return exchange + size / BUCKET * hop
+    seconds = 0.0
+    for values, degree in zip(weights, (1, layout.expert), strict=True):
+        group, apart = layout.data * layout.context // degree, layout.tensor * degree
+        size: float = values * machine.software.reduce
+        back = values * layout.width if layout.zero else size
+        seconds += ring(size, group, apart, machine) + ring(back, group, apart, machine)
+        if layout.zero == 2:  # a ring for each layer, and no bucket
+            units = max(1, values / (sum(local(layer, layout)))) - 1
+            seconds += units * 2 * ring(0, group, apart, machine)
+            continue
+        nodes = min(group * apart / machine.node, group)
+        hop: float = machine.software.hop * 2 * math.log2(max(1, nodes))  # of a tree between nodes
+        seconds += size / BUCKET * hop
+    return seconds
 
 
 def _message(model: Model, layout: Layout, machine: Machine) -> float:

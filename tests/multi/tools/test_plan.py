@@ -7,12 +7,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import planned_traffic as traffic
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
 from ranks import alone, together, train
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import (
     FlopCounterMode,
     flop_registry,
@@ -22,7 +24,6 @@ from torch.utils.flop_counter import (
 
 from rollcall.config import Config, parse
 from rollcall.tools.plan import own_model as plan_model
-from rollcall.tools.plan import traffic
 from rollcall.tools.plan.layout import Layout
 from rollcall.tools.plan.model import Model
 from rollcall.train import models
@@ -61,7 +62,7 @@ def test_a_thousand_ranks_are_refused_as_there(tmp_path: Path) -> None:
 
 KINDS = {
     "all-reduce": ("allreduce_", "all_reduce"),
-    "all-gather": ("_allgather_base_", "all_gather_into_tensor"),
+    "all-gather": ("_allgather_base_", "all_gather_into_tensor", "all_gather"),
     "all-to-all": ("alltoall_base_", "all_to_all_single"),
     "reduce-scatter": ("_reduce_scatter_base_", "reduce_scatter_tensor"),
 }
@@ -73,6 +74,8 @@ class Sent(Collectives):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional":
             self.bytes[func.overloadpacket.__name__] += args[0].nbytes
+        if func.overloadpacket.__name__ == "allgather_":  # into a list of tensors
+            self.bytes["all_gather"] += sum(tensor.nbytes for tensor in tree_leaves(args[0]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -156,7 +159,8 @@ def _step(config: Config, world: World, degrees: Any) -> list[Any]:
 
 def _planned(model: Model, layout: Layout) -> dict[str, float]:
     found = defaultdict[str, float](float)
-    passes = traffic.of_passes(model.parts, [range(len(model.parts))], layout)
+    parts = traffic.Sized.of(model)
+    passes = traffic.of_passes(parts, [range(len(parts))], layout)
     for (kind, *_), (_, size) in passes.items():
         found[kind] += size
     return found

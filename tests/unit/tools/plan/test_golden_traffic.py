@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+import planned_traffic as planned
 import pytest
 import torch
 import traffic
+from planned_traffic import Messages, Sized
 from torch import nn
 
 from rollcall.config import Config, parse
 from rollcall.config.checks import LOOPED
 from rollcall.tools.plan import own_model as plan_model
-from rollcall.tools.plan import traffic as planned
 from rollcall.tools.plan.layout import Layout
-from rollcall.tools.plan.model import HALF, Attention, Model, Part
-from rollcall.tools.plan.traffic import Messages
+from rollcall.tools.plan.model import HALF, Attention, Model
 from rollcall.train import models
 from rollcall.train.data import sets
 from rollcall.train.parallel import replicate, schedules
@@ -133,16 +133,16 @@ def _built(config: Config) -> tuple[nn.Module, torch.Tensor]:
     return models.build(config.model, source), rows.inputs
 
 
-def gpt_parts(model: Model) -> list[Part]:
+def gpt_parts(model: Model) -> list[Sized]:
     """Return the layers of gpt, which a pipeline divides before the head."""
-    last, row = model.last, model.layer.boundary
-    norm = replace(last, weights=last.weights - last.cut_weights, whole=False, boundary=row)
+    first, *layers, last = Sized.of(model)
+    norm = replace(last, weights=last.weights - last.cut_weights, outputs=0, messages=0)
     norm = replace(norm, cut_weights=0, products=(), tensors=1, cut_tensors=0, units=1)
     head = replace(last, weights=last.cut_weights, tensors=1, units=1)
-    return [model.first, *[model.layer] * model.layers, norm, head]
+    return [first, *layers, norm, head]
 
 
-def odd_parts(whole: list[Part], tied: bool, used: bool) -> tuple[list[Part], list[Part]]:
+def odd_parts(whole: list[Sized], tied: bool, used: bool) -> tuple[list[Sized], list[Sized]]:
     """Return the layers of `odd` or `tied`, and those without frozen weights.
 
     With `used`, weights that the loss does not use have no gradient either.
@@ -168,14 +168,14 @@ def odd_parts(whole: list[Part], tied: bool, used: bool) -> tuple[list[Part], li
     return held, learns
 
 
-def cnn_parts(config: Config, split: bool) -> list[Part]:
+def cnn_parts(config: Config, split: bool) -> list[Sized]:
     """Return the layers of the small cnn; those of its tensor plan are the last two."""
     model, rows = _built(config)
     found = []
     for group in groups_of(model, rows, _world(), "flops"):
         weights = [weight for layer in group.layers.values() for weight in layer.parameters()]
         values = sum(weight.numel() for weight in weights)
-        part = Part(values, boundary=HALF * group.outputs, tensors=len(weights), cut_tensors=0)
+        part = Sized(values, boundary=HALF * group.outputs, tensors=len(weights), cut_tensors=0)
         found.append(part)
     if split:  # columns with their bias; rows without it, a DTensor all the same
         values = found[-1].weights - 10
@@ -186,21 +186,21 @@ def cnn_parts(config: Config, split: bool) -> list[Part]:
     return found
 
 
-def own_parts(config: Config, tensor: int) -> list[Part]:
+def own_parts(config: Config, tensor: int) -> list[Sized]:
     """Return the blocks of a model of the user's, and what is in none of them."""
     model, rows = _built(config)
     blocks = list(units(model))
     hidden, length = config.model.hidden_size, rows.shape[1]
     inside = {id(weight) for block in blocks for weight in block.parameters()}
     rest = [weight for weight in model.parameters() if id(weight) not in inside]
-    found = [Part(sum(weight.numel() for weight in rest), tensors=len(rest))]
+    found = [Sized(sum(weight.numel() for weight in rest), tensors=len(rest))]
     heads, width = config.model.num_heads, hidden // config.model.num_heads
     for block in blocks:
         weights = dict(block.named_parameters())
         cut = [name for name in weights if name.startswith(("up", "down"))]
         # The bias of rows is whole on every rank.
         values = sum(weights[name].numel() for name in cut if name != "down.bias")
-        part = Part(
+        part = Sized(
             sum(weight.numel() for weight in weights.values()),
             values,
             attention=Attention(
@@ -221,8 +221,8 @@ class Cell(NamedTuple):
     config: Config
     world_size: int
     layout: Layout
-    parts: list[Part]
-    trained: list[Part]
+    parts: list[Sized]
+    trained: list[Sized]
 
 
 def cell(name: str) -> Cell:
@@ -244,7 +244,7 @@ def cell(name: str) -> Cell:
         plain = parse([*inner, *setups[run].words])[1]
         found = trained = cnn_parts(plain, layout.tensor > 1)
         if model == "sometimes":
-            found.append(Part(10 * 10 + 10, tensors=2))
+            found.append(Sized(10 * 10 + 10, tensors=2))
     return Cell(config, setups[run].world_size, layout, found, trained)
 
 

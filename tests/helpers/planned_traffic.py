@@ -1,17 +1,44 @@
-"""The messages of a rank in a training step under rollcall's own strategies.
+"""The messages of a rank in a training step under rollcall's own strategies, as closed forms.
 
 Small ones that a model or a loss of the user's may add are left out: DDP's search for unused
 weights, its buffers, and the weights that a loss returns.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from rollcall.tools.plan.layout import Layout
 from rollcall.tools.plan.model import HALF, Model, Part
 from rollcall.tools.plan.step_time import BUCKET, FULL
+
+
+@dataclasses.dataclass(frozen=True)
+class Sized(Part):
+    """A part of which the messages are counted, too.
+
+    Attributes:
+        tensors: the number of weights as tensors, of which tensor ranks divide `cut_tensors`.
+        units: what FSDP gathers as one.
+    """
+
+    tensors: float = 1
+    cut_tensors: int = 0
+    units: float = 1
+
+    @staticmethod
+    def of(model: Model) -> list["Sized"]:
+        """Return the parts of a gpt, in order."""
+        first, *layers, last = [
+            vars(part) for part in (model.first, *[model.layer] * model.layers, model.last)
+        ]
+        untied = 1 - model.tied
+        return [
+            Sized(**first, cut_tensors=1),
+            *[Sized(**layer, tensors=8, cut_tensors=6) for layer in layers],
+            Sized(**last, tensors=1 + untied, cut_tensors=untied, units=1 + untied),
+        ]
 
 
 class Group(NamedTuple):
@@ -47,26 +74,11 @@ class Messages(dict[Group, Sent]):
         return sum(sent.size for sent in self.values())
 
 
-def of_step(model: Model, layout: Layout, layers: Sequence[int] = ()) -> Messages:
-    """Return the messages of the rank with most bytes.
-
-    `layers` counts the layers of each piece of a pipeline, in order.
-    """
-    parts = model.parts
-    ends = [0, *(1 + end for end in accumulate(layers[:-1])), len(parts)]
-    pieces = [range(*bounds) for bounds in pairwise(ends)]
-    ranks = [pieces[stage :: layout.stages] for stage in range(layout.stages)]
-    every = [
-        _merged(of_passes(parts, held, layout), of_update(parts, held, layout)) for held in ranks
-    ]
-    return max(every, key=Messages.total)
-
-
 def of_passes(
-    parts: Sequence[Part],
+    parts: Sequence[Sized],
     held: Sequence[range],
     layout: Layout,
-    trained: Sequence[Part] | None = None,
+    trained: Sequence[Sized] | None = None,
 ) -> Messages:
     """Return the messages of the forward and backward passes of a step.
 
@@ -76,10 +88,9 @@ def of_passes(
     learns = trained or parts
     messages = Messages()
     _add_gradients(messages, _own(parts, held), _own(learns, held), layout)
-    row = _activations(max(part.boundary for part in parts), layout)
     for number in (number for piece in held for number in piece):
         is_entry = number == 0 and not learns[0].tensors  # its input needs no gradient
-        _add_sums(messages, parts[number], layout, 0 if is_entry else row)
+        _add_sums(messages, parts[number], layout, is_entry)
         if layout.sequence:  # of weights that see only a piece of each sequence
             part = learns[number]
             count, values = part.tensors - part.cut_tensors, part.weights - part.cut_weights
@@ -97,7 +108,7 @@ def of_passes(
     return messages
 
 
-def of_update(parts: Sequence[Part], held: Sequence[range], layout: Layout) -> Messages:
+def of_update(parts: Sequence[Sized], held: Sequence[range], layout: Layout) -> Messages:
     """Return the messages of the gradient's norm and of the new weights.
 
     FSDP and tensor parallelism add up a number for each tensor that they divide. Only `parts` that
@@ -107,8 +118,7 @@ def of_update(parts: Sequence[Part], held: Sequence[range], layout: Layout) -> M
     tensor, shards = layout.tensor, layout.shards
     tensors = sum(part.tensors for part in held_parts)
     split = sum(
-        (0 if part.whole else part.cut_tensors)
-        + (part.tensors - part.cut_tensors) * layout.sequence
+        part.cut_tensors + (part.tensors - part.cut_tensors) * layout.sequence
         for part in held_parts
     ) * (tensor > 1)
     if layout.zero >= 2:
@@ -121,22 +131,23 @@ def of_update(parts: Sequence[Part], held: Sequence[range], layout: Layout) -> M
     return messages
 
 
-def _add_sums(messages: Messages, part: Part, layout: Layout, row: float) -> None:
-    """Add what tensor ranks exchange; `row` bytes go into the head, or back to the embedding."""
-    often, again = layout.micro_batches, part.messages > 0 and layout.recompute == "full"
+def _add_sums(messages: Messages, part: Sized, layout: Layout, is_entry: bool) -> None:
+    """Add what tensor ranks exchange; nothing goes back to the `is_entry`, a frozen embedding."""
+    often, again = layout.micro_batches, bool(part.attention) and layout.recompute == "full"
+    if part.outputs:  # two numbers in fp32 for each token's loss
+        size = layout.tensor * 2 * FULL * part.products[-1].rows * HALF / layout.width
+        messages.add("all-gather", layout.tensor, 1, often, _activations(size, layout))
     # The output of a layer's last product is not computed again.
     sums, size = part.messages + again, _activations(part.boundary, layout)
     if not layout.sequence:
         messages.add("all-reduce", layout.tensor, 1, sums * often, sums * size)
         return
     messages.add("reduce-scatter", layout.tensor, 1, sums * often, sums * size)
-    gathers = part.messages + 2 * again
+    gathers = part.messages * (not is_entry) + 2 * again
     messages.add("all-gather", layout.tensor, 1, gathers * often, gathers * size)
-    if part.whole and row:
-        messages.add("all-gather", layout.tensor, 1, often, row)
 
 
-def _add_exchanges(messages: Messages, part: Part, layout: Layout) -> None:
+def _add_exchanges(messages: Messages, part: Sized, layout: Layout) -> None:
     """Add queries, keys, values and outputs, which change their cut, there and back."""
     if not (attention := part.attention):
         return
@@ -157,7 +168,7 @@ def _activations(size: float, layout: Layout) -> float:
 
 
 def _add_gradients(
-    messages: Messages, held: Sequence[Part], trained: Sequence[Part], layout: Layout
+    messages: Messages, held: Sequence[Sized], trained: Sequence[Sized], layout: Layout
 ) -> None:
     """Add what FSDP, or DDP, sends of weights and gradients, which are added up in fp32."""
     group, shards, apart = layout.data * layout.context, layout.shards, layout.tensor
@@ -176,15 +187,13 @@ def _add_gradients(
     messages.add("all-reduce", group // shards, apart * shards, sent, size / shards)
 
 
-def _own(parts: Sequence[Part], held: Sequence[range]) -> list[Part]:
+def _own(parts: Sequence[Sized], held: Sequence[range]) -> list[Sized]:
     return [parts[number] for piece in held for number in piece]
 
 
-def _values(parts: Iterable[Part], layout: Layout) -> float:
+def _values(parts: Iterable[Sized], layout: Layout) -> float:
     """Return the number of weights on a rank of a tensor group."""
-    return sum(
-        part.weights - part.cut_weights * (1 - 1 / part.ranks(layout.tensor)) for part in parts
-    )
+    return sum(part.weights - part.cut_weights * (1 - 1 / layout.tensor) for part in parts)
 
 
 def _merged(*several: Messages) -> Messages:
