@@ -84,8 +84,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after these batches."""
-        passes = state["passes"]  # one number in older checkpoints
-        self._passes, self._done = passes if isinstance(passes, list) else (passes, 0)
+        self._passes, self._done = state["passes"]
         self._is_open = False
 
     def _batches(self) -> list[list[int]]:

@@ -46,18 +46,10 @@ class Reader:
     def read(self, selection: Selection) -> ReadResult:
         """Read a batch, with the next sample for an unreadable one; ConfigError without any."""
         if isinstance(self._dataset, BatchDataset):
-            with suppress(Exception):  # `_one_by_one` looks for the unreadable sample
-                batch = self._dataset.__getitems__(selection.samples)
-                if isinstance(batch, Batch):
-                    return ReadResult(self._whole(batch, selection.weights), [])
-        return self._one_by_one(selection)
-
-    def _whole(self, batch: Batch, weights: torch.Tensor) -> Batch:
-        if self._form.is_whole:
-            return Batch((batch.inputs, batch.targets), (), weights)
-        return Batch(batch.inputs, batch.targets, weights)
-
-    def _one_by_one(self, selection: Selection) -> ReadResult:
+            with suppress(Exception):  # one by one, they show which sample is unreadable
+                whole = self._dataset.__getitems__(selection.samples)
+                if isinstance(whole, Batch):
+                    return ReadResult(self._whole(whole, selection.weights), [])
         weights = selection.weights.clone()
         parts: list[Any] = []
         problems: list[tuple[int, str]] = []
@@ -74,6 +66,11 @@ class Reader:
         batch = Batch(*self._put_together(parts, selection), weights)
         position = self._dataset.position() if isinstance(self._dataset, Stream) else None
         return ReadResult(batch, problems, position)
+
+    def _whole(self, batch: Batch, weights: torch.Tensor) -> Batch:
+        if self._form.is_whole:
+            return Batch((batch.inputs, batch.targets), (), weights)
+        return Batch(batch.inputs, batch.targets, weights)
 
     def _put_together(self, parts: list[Any], selection: Selection) -> tuple[Any, Any]:
         try:

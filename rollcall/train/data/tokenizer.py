@@ -23,14 +23,19 @@ def load(folder: str, key: str) -> Any:
 
 
 def package(name: str, key: str) -> Any:
-    """Import a package that a key needs; ConfigError if that fails."""
+    """Import a package that a key needs; ConfigError if that fails, or if it is too old."""
     try:
-        return importlib.import_module(name)
+        library = importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
             f"{key} needs the package {name}, which cannot be imported ({error}): install it with "
             f"`pip install {name}`"
         ) from error
+    # In older ones, packed rows attend to each other, and no cache fits all models.
+    if name == "transformers" and [*map(int, library.__version__.split(".")[:2])] < [4, 56]:
+        problem = f"needs transformers 4.56 or newer, found {library.__version__}"
+        raise ConfigError(f"{key} {problem}; pip install -U transformers")
+    return library
 
 
 @contextmanager

@@ -1,12 +1,15 @@
-"""Token files: consecutive unsigned 16-bit integers, as nanoGPT and others write them."""
+"""Token files: consecutive unsigned integers, as nanoGPT and `rollcall tokenize` write them."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.config.schema import ConfigError, Data
+from rollcall.system.files import read_object
+from rollcall.train.data.sets.tokenize import FACTS, TYPES
 from rollcall.train.data.sets.windows import consecutive_windows
 from rollcall.train.data.source import ReadFiles, Source, data_set
 from rollcall.train.ranks.world import World
@@ -27,11 +30,14 @@ def tokens(config: Data, world: World) -> Source:
     if config.path is None:
         raise ConfigError(
             "data.name=tokens needs data.path: a directory with train.bin and val.bin, files of "
-            "unsigned 16-bit tokens"
+            "unsigned 16-bit tokens, or train.u32 and val.u32, as `rollcall tokenize` writes them"
         )
-    paths = [Path(config.path) / name for name in ("train.bin", "val.bin")]
+    folder = Path(config.path)
+    suffix = next((kind for kind in TYPES if (folder / f"train{kind}").exists()), ".bin")
+    paths = [folder / f"{split}{suffix}" for split in ("train", "val")]
     seq_len, splits = config.seq_len, [mapped(path) for path in paths]
-    classes = config.num_classes or _count(splits, world)
+    known = (read_object(folder / FACTS) or {}).get("vocabulary")
+    classes = config.num_classes or known or _count(splits, world)
     train, validation = (
         consecutive_windows(split, seq_len, classes, str(path))
         for split, path in zip(splits, paths, strict=True)
@@ -39,17 +45,17 @@ def tokens(config: Data, world: World) -> Source:
     return Source(train, validation, shape=(seq_len,), classes=classes, is_shifted=True)
 
 
-def mapped(path: Path) -> NDArray[np.uint16]:
+def mapped(path: Path) -> NDArray[Any]:
     """Map the tokens of a file into memory; ConfigError if it is not a token file."""
     try:
-        return np.memmap(path, np.dtype("<u2"), "r")
+        return np.memmap(path, TYPES.get(path.suffix, TYPES[".bin"]), "r")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
-    except ValueError as error:  # it is empty, or has an odd number of bytes
-        raise ConfigError(f"{path}: expected 16-bit tokens: {error}") from None
+    except ValueError as error:  # it is empty, or has a part of a token
+        raise ConfigError(f"{path}: expected whole tokens: {error}") from None
 
 
-def _count(splits: Sequence[NDArray[np.uint16]], world: World) -> int:
+def _count(splits: Sequence[NDArray[Any]], world: World) -> int:
     """Return the largest token plus one; rank 0 reads the files for all ranks."""
     largest = 0
     if world.is_main:

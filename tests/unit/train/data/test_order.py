@@ -12,8 +12,12 @@ from torch.utils.data import TensorDataset
 
 from rollcall.config import ConfigError
 from rollcall.train.data.loader import Loader
-from rollcall.train.data.order import Order, training_batches, validation_batches
-from rollcall.train.data.permutation import Permutation
+from rollcall.train.data.order import (
+    Order,
+    Permutation,
+    training_batches,
+    validation_batches,
+)
 from rollcall.train.data.source import InMemory, Source
 from rollcall.train.data.stream import Stream
 from rollcall.train.ranks.world import Place, World

@@ -178,8 +178,13 @@ def test_text_of_any_files(world: World, tmp_path: Path) -> None:
 
 def test_token_files(world: World, tmp_path: Path) -> None:
     stream = np.arange(1000, 1101, dtype=np.uint16)
-    stream.tofile(tmp_path / "train.bin")
-    stream[:21].tofile(tmp_path / "val.bin")
+    (tmp_path / "wide").mkdir()
+    for split, tokens in (("train", stream), ("val", stream[:21])):
+        tokens.tofile(tmp_path / f"{split}.bin")
+        (tokens.astype(np.uint32) + 2**16).tofile(tmp_path / "wide" / f"{split}.u32")
+    (tmp_path / "wide" / "tokens.json").write_text('{"vocabulary": 70000}')
+    wide = load(world, name="tokens", path=str(tmp_path / "wide"), seq_len=10)
+    assert validation(wide).inputs[1].tolist() == [*range(66546, 66556)] and wide.classes == 70000
     source = load(world, name="tokens", path=str(tmp_path), seq_len=10)
     assert (source.train_size, source.validation_size, source.classes) == (10, 2, 1101)
     assert validation(source).inputs.tolist() == [[*range(1000, 1010)], [*range(1010, 1020)]]
@@ -230,7 +235,7 @@ def test_synthetic_tokens(world: World) -> None:
         ({"name": "text", "path": "{here}/odd"}, "fewer than 50 samples of data.seq_len=128"),
         ({"name": "tokens"}, "data.name=tokens needs data.path"),
         ({"name": "tokens", "path": "{here}"}, "train.bin: cannot read: No such file"),
-        ({"name": "tokens", "path": "{here}/odd.d"}, "train.bin: expected 16-bit tokens"),
+        ({"name": "tokens", "path": "{here}/odd.d"}, "train.bin: expected whole tokens"),
         (
             {"name": "digits", "augment": True},
             "data.name=digits has no augmentation; remove it, or choose cifar10, cifar100, folder",
