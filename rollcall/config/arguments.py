@@ -63,6 +63,7 @@ class Code(NamedTuple):
     signature: inspect.Signature
     is_class: bool
     text: str
+    is_object: bool = False  # neither a class nor a function
 
 
 UNKNOWN = object()
@@ -96,7 +97,8 @@ def code_of(loaded: Any) -> Code | None:
         signature = inspect.signature(called)
     except (ValueError, TypeError):
         return None
-    return Code(signature, is_class, inspect.getdoc(loaded) or "")
+    is_object = not is_class and not inspect.isroutine(loaded)
+    return Code(signature, is_class, inspect.getdoc(loaded) or "", is_object)
 
 
 def cannot_take(code: Code, count: int) -> str:
@@ -132,6 +134,8 @@ def checked(key: str, args_key: str, name: str, args: Mapping[str, Any], find: F
             _converted(f"{args_key}.{arg}", parameter, args[arg])
             values[arg] = args[arg]
         elif parameter.default is parameter.empty:
+            if code.is_object and not slot.is_called_later:
+                raise ConfigError(f"{key}={name}: expected a class or a function, got an object")
             raise ConfigError(
                 f"{args_key}.{arg}: {name} needs this argument; set it, or give the parameter a "
                 f"default. rollcall passes {', '.join(slot.given)} by these names"
@@ -244,9 +248,9 @@ def check_surroundings(config: Any) -> None:
     is_one = path and ":" not in config.data.name and not re.search(r"[*?\[,]", path)
     if is_one and not is_there(Path(path)):
         raise ConfigError(f"data.path: cannot read {path}: no such file or directory")
-    for key, entry in config.log.to.items():
+    for entry in config.log.to.values():
         if entry.name in SLOTS["log.to"].known and not importlib.util.find_spec(entry.name):
-            raise ConfigError(plugin.needs(f"log.to.{key}={entry.name}", entry.name))
+            raise ConfigError(plugin.needs(f"log.to={entry.name}", entry.name))
 
 
 def describe(name: str) -> str:
@@ -277,7 +281,8 @@ def _full_name(key: str, name: str) -> str:
     if ":" in name or name in known:
         return known.get(name, name)
     if "." in name.strip("."):
-        meant = ":".join(name.rsplit(".", 1))
+        module, _, last = name.removeprefix("./").replace("/", ".").rpartition(".")
+        meant = f"{module}:{'NAME' if last == 'py' else last}"
         raise ConfigError(f"{key}: unknown '{name}'; write package.module:attribute, here {meant}")
     if key == "model.name":  # torchvision's are checked where torchvision is imported
         return ""

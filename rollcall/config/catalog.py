@@ -22,6 +22,7 @@ MODELS = {
     "cnn": "rollcall.train.models.cnn:cnn",
     "mlp": "rollcall.train.models.mlp:mlp",
     "gpt": "rollcall.train.models.gpt:gpt",
+    "llama": "rollcall.train.models.llama:llama",
     "transformers": "rollcall.train.models.huggingface:transformers",
 }
 """Functions `(config.model, source) -> nn.Module`. The models of torchvision need no entry."""

@@ -17,6 +17,10 @@ DATA_KEYS = {
 }
 """Keys that only some of the data sets use."""
 DDP_KEYS = ("bucket_mb", "static_graph", "compression")
+OUTER_KEYS = ("outer_lr", "outer_momentum")
+EXPERT_KEYS = (
+    *("top_k", "expert_size", "shared_experts", "balance_rate", "balance_loss", "router_z_loss"),
+)
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules whose stages run over the ranks and back: the first rank also has the last stage."""
 SPLIT_BACKWARD = ("zero-bubble", *V_SHAPED)
@@ -32,6 +36,7 @@ def check(config: Config) -> None:
     _check_allowed_changes(config)
     _check_batch(config)
     _check_mesh(config.parallel)
+    _check_sync(config)
     _check_unused_parallel_keys(config.parallel)
     _check_schedule(config)
     _check_exact(config)
@@ -110,18 +115,47 @@ def _check_mesh(parallel: Parallel) -> None:
             f"parallel.mesh={parallel.mesh} is for several ranks, but "
             f"parallel.strategy={parallel.strategy} is for one; remove one of the two"
         )
-    if parallel.stage == 1 and ("tensor" in names or "pipeline" in names):
+    if parallel.stage == 1 and {"tensor", "pipeline", "expert"} & {*names}:
         raise ConfigError(
             "parallel.strategy=zero1 shards the optimizer of whole models, so the mesh cannot have "
-            "tensor or pipeline; choose zero2 or zero3"
+            "tensor, pipeline or expert; choose zero2 or zero3"
         )
+
+
+def _check_sync(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.sync == "step":
+        return
+    names = {*parse(parallel.mesh_text)}
+    if "replicate" not in names or names - {"replicate", "shard"} or parallel.stage == 1:
+        raise ConfigError(
+            f"parallel.sync={parallel.sync} needs replicas that can train alone, which "
+            f"{parallel.choice} does not have; choose ddp, hsdp, or a mesh such as "
+            "replicate=2,shard=rest"
+        )
+    for key, is_set in (
+        ("exact=true", config.exact),
+        ("precision=fp16", config.precision == "fp16"),
+        ("model.experts", config.model.experts),
+        ("model.sync_batchnorm=true", config.model.sync_batchnorm),
+        ("model.sync_buffers", config.model.sync_buffers),
+        ("train.gather=true", config.train.gather),
+        ("faults.spike_factor", config.faults.spike_factor),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{key} makes all replicas agree in every step, but with parallel.sync="
+                f"{parallel.sync} they meet only every {parallel.sync_every} steps; remove one of "
+                "the two keys"
+            )
 
 
 def _check_unused_parallel_keys(parallel: Parallel) -> None:
     names = parse(parallel.mesh_text)
-    is_cut = "tensor" in names or "pipeline" in names
+    is_cut = bool({"tensor", "pipeline", "expert"} & {*names})
     has_fsdp = "shard" in names and parallel.stage > 1
     has_ddp = not has_fsdp and not is_cut and bool({"replicate", "shard", "context"} & {*names})
+    has_ddp, is_apart = has_ddp and parallel.sync == "step", parallel.sync != "step"
     is_looped = parallel.schedule_name in LOOPED
     for keys, is_used, users, choice in (
         (("cpu_offload",), has_fsdp, "zero2, zero3 and hsdp", "choose one of them"),
@@ -129,6 +163,8 @@ def _check_unused_parallel_keys(parallel: Parallel) -> None:
         (("schedule", "balance"), "pipeline" in names, "pipelines", "choose pipeline or split"),
         (("stages_per_rank",), is_looped, ", ".join(LOOPED), "set parallel.schedule to one"),
         (("sequence_parallel",), "tensor" in names, "tensor parallelism", "choose tensor"),
+        (("sync_every", "sync_compression"), is_apart, "local-sgd and diloco", "set parallel.sync"),
+        (OUTER_KEYS, parallel.sync == "diloco", "diloco", "set parallel.sync=diloco"),
     ):
         for key in keys:
             if _is_set(parallel, key) and not is_used:
@@ -230,6 +266,12 @@ def _check_train(config: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
+    for key in () if config.model.experts else EXPERT_KEYS:
+        if _is_set(config.model, key):
+            raise ConfigError(
+                f"model.{key} is an option of experts, which this model does not have; set "
+                "model.experts, or remove the key"
+            )
     names = parse(config.parallel.mesh_text)
     cut = [name for name in ("tensor", "pipeline", "context") if name in names]
     for key, is_set, cannot in (

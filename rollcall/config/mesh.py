@@ -11,7 +11,7 @@ from rollcall.messages.text import did_you_mean
 
 # From the outermost to the innermost: neighboring ranks, which are mostly on one node, share the
 # dimension that communicates most.
-DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+DIMENSIONS = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 REST, NODE = "rest", "node"
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rollcall.config import arguments, checks, refusals, trust, yaml_values
 from rollcall.config.keys import describe
 from rollcall.config.refusals import about_option
-from rollcall.config.schema import Config, ConfigError, entries
+from rollcall.config.schema import LLAMA, Config, ConfigError, entries
 from rollcall.messages.text import did_you_mean, dotted
 from rollcall.system.files import is_there
 
@@ -38,6 +38,7 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
     source = _source(words)
     values = _read(source)
     _assign_all(values, words)
+    _take_shape(values, words)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -52,9 +53,23 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
     return Path(source).stem, arguments.complete(config)
 
 
+def _take_shape(values: dict[str, Any], words: Sequence[str]) -> None:
+    """Add the numbers of `model.size`, which replace the file's only if a word names the size."""
+    model: Any = values.get("model")
+    shape = LLAMA.get(str(model.get("size"))) if isinstance(model, dict) else None
+    if shape:
+        given: dict[str, Any] = {}
+        _assign_all(given, words)
+        named: Any = given.get("model", {})
+        known = named if "size" in named else model
+        values["model"] = model | {key: number for key, number in shape.items() if key not in known}
+
+
 def tokenizer_folder(config: Config) -> str | None:
-    """Return data.args.tokenizer, or else model.init or model.args.base if it has a tokenizer."""
-    folders = (str(name or "") for name in (config.model.init, config.model.args.get("base")))
+    """Return data.args.tokenizer, or model.init, model.args.base or token files that have one."""
+    tokens = config.data.path if config.data.name == "tokens" else None
+    names = (config.model.init, config.model.args.get("base"), tokens)
+    folders = (str(name or "") for name in names)
     filled = (path for path in folders if path and any(Path(path).expanduser().glob("tokenizer*")))
     return config.data.args.get("tokenizer") or next(filled, None)
 
@@ -69,6 +84,7 @@ def origins(words: Sequence[str]) -> dict[str, str]:
     origin |= dict.fromkeys(_leaves(_read(source)), str(_path(source)))
     given: dict[str, Any] = {}
     _assign_all(given, words)
+    _take_shape(given, words)
     return origin | dict.fromkeys(_leaves(given), "command line")
 
 
@@ -115,7 +131,7 @@ def _not_found(source: str) -> str:
     if is_file(source):
         path = Path(source)
         hint = did_you_mean(source, (str(other) for other in path.parent.glob("*.y*ml")))
-        if not hint and path.stem in recipes():
+        if path.stem in recipes():
             hint = f"; '{path.stem}' without directory and suffix is a recipe"
         return f"{source}: no such file{hint}"
     if Path(f"{source}.yaml").is_file():
@@ -123,6 +139,11 @@ def _not_found(source: str) -> str:
     name, *value = re.split("[: ]+", source, maxsplit=1)
     if value and name in {item.name for item in describe()}:
         return f"'{source}': expected key=value, here {name}={value[0]}"
+    if source.endswith(".py"):
+        return (
+            f"{source} is code, not a recipe: `rollcall submit -- {source}` runs a script, and "
+            f"model.name={Path(source).stem}:NAME trains a model in it"
+        )
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
     return f"unknown recipe '{source}'{did_you_mean(source, recipes()) or choices}"
 

@@ -37,6 +37,24 @@ class OnResume(enum.Enum):
     REFUSE = "refuse, unless run.allow_changes names the key: it changes the order of the samples"
 
 
+def _llama(scaling: float, tied: bool, *numbers: int) -> dict[str, Any]:
+    names = "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size"
+    rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": scaling}
+    rope["original_max_position_embeddings"] = 8192.0
+    rest = {"tied": tied, "norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": rope}
+    return {**dict(zip(names, numbers, strict=True)), **rest}
+
+
+LLAMA = {
+    "1b": _llama(32.0, True, 16, 2048, 32, 8, 8192),
+    "3b": _llama(32.0, True, 28, 3072, 24, 8, 8192),
+    "8b": _llama(8.0, False, 32, 4096, 32, 8, 14336),
+    "70b": _llama(8.0, False, 80, 8192, 64, 8, 28672),
+    "405b": _llama(8.0, False, 126, 16384, 128, 8, 53248),
+}
+"""The shapes of `model.size`: Llama 3.1, and up to 3b Llama 3.2."""
+
+
 class Section(BaseModel):
     """A group of keys. Unknown keys are refused, and values cannot change after the check."""
 
@@ -185,14 +203,44 @@ class Model(Section):
     args: dict[str, Any] = {}
     """Arguments of your own model. It also receives `config`, this section, and `source`, the data
     set, if it has parameters of these names."""
+    size: Literal["1b", "3b", "8b", "70b", "405b"] | None = None
+    """Shape of a Llama 3: numbers for the keys from hidden_size to tied that you do not set."""
     hidden_size: int = _key(128, ge=1)
-    """Width of the hidden layer, or of the blocks of gpt."""
+    """Width of the hidden layer, or of the blocks of gpt and llama."""
     num_layers: int = _key(4, ge=1)
-    """Number of blocks of gpt."""
+    """Number of blocks of gpt and llama."""
     num_heads: int = _key(4, ge=1)
-    """Number of attention heads of gpt."""
+    """Number of attention heads of gpt and llama."""
     num_kv_heads: int = _key(2, ge=1)
-    """Number of key and value heads of gpt, shared by groups of attention heads."""
+    """Number of key and value heads of gpt and llama, shared by groups of attention heads."""
+    ffn_size: int | None = _key(None, ge=1)
+    """Inner width of the perceptrons of gpt and llama. Default: 4 times model.hidden_size."""
+    norm_eps: float | None = _key(None, gt=0)
+    """Added to the mean square in the norms of gpt and llama. Default: the machine epsilon."""
+    rope_theta: float = _key(10_000.0, gt=0)
+    """Base of the wavelengths of the rotary positions of gpt and llama."""
+    rope_scaling: dict[str, float] = {}
+    """Lengthening of the longest waves of these positions as in Llama 3.1, by the names of its
+    config.json: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+    tied: bool = False
+    """Let the head of gpt or llama have the weights of the embedding."""
+    experts: int = _key(0, ge=0)
+    """Number of experts in each block of gpt, of which a token passes only model.top_k; 0 for one
+    perceptron that all tokens pass."""
+    top_k: int = _key(2, ge=1)
+    """Number of experts that a token passes."""
+    expert_size: int | None = _key(None, ge=1)
+    """Hidden units of an expert. Default: model.ffn_size, or 4 times
+    model.hidden_size."""
+    shared_experts: int = _key(0, ge=0)
+    """Number of experts that every token passes beside its own."""
+    balance_rate: float = _key(1e-3, ge=0)
+    """How far the bias of an expert moves in a step, so that all get as many tokens; 0 turns the
+    balance off."""
+    balance_loss: float = _key(0.0, ge=0)
+    """Weight of a loss that grows with uneven loads of experts within a sequence."""
+    router_z_loss: float = _key(0.0, ge=0)
+    """Weight of a loss that grows with the outputs of the router of experts."""
     dropout: float = _key(0.0, ge=0, lt=1)
     """Probability that dropout zeroes a hidden unit."""
     init: str | None = _key(None, min_length=1, on_resume=OnResume.IGNORE)
@@ -360,6 +408,18 @@ class Parallel(Section):
     """Promise to ddp that every step uses the same weights."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = _key("none", on_resume=OnResume.TELL)
     """Compression of the gradients that ddp sends. It changes the result."""
+    sync: Literal["step", "local-sgd", "diloco"] = _key("step", on_resume=OnResume.TELL)
+    """When replicas exchange what they learned: step averages the gradients of every step;
+    local-sgd and diloco let replicas train alone for parallel.sync_every steps, then average their
+    weights, diloco with an outer optimizer (docs/seldom.md)."""
+    sync_every: int = _key(500, ge=1, on_resume=OnResume.TELL)
+    """Number of steps that replicas train alone."""
+    sync_compression: Literal["none", "bf16", "int4"] = _key("none", on_resume=OnResume.TELL)
+    """Format in which they send the change of their weights. It changes the result."""
+    outer_lr: float = _key(0.7, gt=0, on_resume=OnResume.TELL)
+    """Learning rate of the outer optimizer of diloco, SGD with Nesterov momentum."""
+    outer_momentum: float = _key(0.9, ge=0, lt=1, on_resume=OnResume.TELL)
+    """Its momentum."""
     check: Literal["auto", "warn", "off"] = "auto"
     """Before the first step, check that the ranks together compute what one would: auto refuses the
     run if not, warn prints a warning (docs/checks.md)."""

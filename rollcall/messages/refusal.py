@@ -30,6 +30,10 @@ class ConfigError(RefusedError, ValueError):
     """An invalid configuration; the message names the expected value and the remedy."""
 
 
+class RankError(ConfigError):
+    """A refusal by one rank in a forward or backward pass, in which the others wait for it."""
+
+
 def sentences(error: Exception | str) -> str:
     """Return the lines that explain a refusal."""
     return "\n".join(f"rollcall: error: {line}" for line in str(error).splitlines())

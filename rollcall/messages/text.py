@@ -22,7 +22,7 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: s
     import difflib  # here: only mistakes need it
 
     words = list(known)
-    swapped = [other for other in words if sorted(other) == sorted(word)]
+    swapped = [other for other in words if sorted(other.lower()) == sorted(word.lower())]
     match = swapped or difflib.get_close_matches(word, words, 1, cutoff)
     return f", did you mean '{prefix}{match[0]}'?" if match else ""
 

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 import rollcall.messages.requirements as _packages  # noqa: F401
@@ -18,7 +19,7 @@ from rollcall import config as schema
 from rollcall.cli.commands import TRAIN
 from rollcall.cli.installation import IS_CHECKOUT, ROOT, environment
 from rollcall.config import Config, ConfigError, arguments, help
-from rollcall.messages.refusal import FENCED, PATIENCE, REFUSED, refuse
+from rollcall.messages.refusal import FENCED, PATIENCE, REFUSED, RankError, refuse
 from rollcall.messages.text import announce, is_first_rank
 from rollcall.records.run_dir import FencedError
 from rollcall.system import process
@@ -34,8 +35,8 @@ INTERRUPTED = (
     "rollcall: stopped without saving; to continue from the newest checkpoint, if there is one, "
     "use the same command with run.name=RUN"
 )
-RANKS = re.compile(r"--(?:ranks|nproc(?:[-_]per[-_]node)?)(?:=(.*))?")
-"""Matches the option that starts ranks, also in torchrun's spelling."""
+RANKS = re.compile(r"(?:--(?:ranks|nproc(?:[-_]per[-_]node)?)|-np?)(?:=(.*))?")
+"""Matches the option that starts ranks, also in the spelling of torchrun, mpiexec and srun."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -54,7 +55,9 @@ def _main(words: Sequence[str]) -> int:
     if words and words[0] in TRAIN:
         return int(importlib.import_module(f"rollcall.{TRAIN[words[0]].module}").main(words[1:]))
     if "--help" in words or "-h" in words:
-        return help.main(words)
+        return help.main(
+            [word for last, word in pairwise(["", *words]) if not RANKS.fullmatch(last)]
+        )
     if numbers := [number for number, word in enumerate(words) if RANKS.fullmatch(word)]:
         _start_ranks(words, numbers[0])
     if "--print-schema" in words:
@@ -140,6 +143,9 @@ def on_all_ranks(device: str, work: "Callable[[World, StopSignals], int]") -> in
         except FaultError as error:
             refusal, code = error, EXIT_CODES["failed"]
     if refusal is not None:  # not before: the launcher's signals end a rank that waits
-        refuse(refusal, patience=0 if signals.received else PATIENCE)
+        is_alone = isinstance(refusal, RankError)
+        refuse(refusal, everywhere=not is_alone, patience=0 if signals.received else PATIENCE)
+        if is_alone:  # the others wait in a collective, so this process must end first
+            return code
     world.leave()
     return code

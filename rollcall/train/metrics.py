@@ -151,7 +151,9 @@ class Metrics:
             },
         )
         self._task.log(line)
-        figures = "".join(f"  {name} {value:.4g}" for name, value in measured.items())
+        # Numbers of layers, such as expert_imbalance/block0, are in the report.
+        shown = {k: v for k, v in measured.items() if k.partition("/")[0] not in {*measured} - {k}}
+        figures = "".join(f"  {name} {value:.4g}" for name, value in shown.items())
         if not self._bar:
             self._run.say(
                 f"step {step.number}/{self._last}  loss {fixed(step.loss)}{figures}  "

@@ -1,6 +1,6 @@
 """Everything that updates change: weights, buffers, optimizer, average, scale and spikes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,8 +18,11 @@ from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import Ema, drop_gathered
 from rollcall.train.numerics.hidden import Audit, Hidden
 from rollcall.train.numerics.losses import Objective
+from rollcall.train.outer import Outer
+from rollcall.train.parallel.part import flatten, unflatten
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.run import Run
 from rollcall.train.recovery.spikes import Spikes
 
@@ -34,7 +37,8 @@ class Buffers:
             for name, _ in module.named_buffers(recurse=False)
             if name not in torch_private.temporary_buffers(module)
         ]
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []  # the values of all, a vector of each type
+        self._like: list[torch.Tensor] = []  # the buffers that had them
 
     def now(self) -> list[torch.Tensor]:
         """Return the buffers."""
@@ -42,25 +46,36 @@ class Buffers:
 
     def keep(self) -> None:
         """Copy the buffers."""
-        self._kept = [buffers[name].clone() for buffers, name in self._owners]
+        if self._owners:
+            self._like = [*map(local_of, self.now())]
+            self._kept = flatten(self._like)
 
     def restore(self, where: torch.Tensor) -> None:
         """Restore the copies if `where` is true, on the device."""
-        for (buffers, name), kept in zip(self._owners, self._kept, strict=True):
-            buffer = buffers[name]
-            if buffer.shape == kept.shape:
-                buffer.copy_(torch.where(where.to(buffer.device), kept, buffer))
+        if self._owners:
+            self._restore(where)
+
+    def _restore(self, where: torch.Tensor) -> None:
+        pairs = zip(map(local_of, self.now()), unflatten(self._kept, self._like), strict=True)
+        same = [(buffer, kept.to(buffer)) for buffer, kept in pairs if buffer.shape == kept.shape]
+        now = [buffer for buffer, _ in same]
+        vectors = zip(flatten(kept for _, kept in same), flatten(now), strict=True)
+        chosen = [torch.where(where.to(kept.device), kept, new) for kept, new in vectors]
+        if now:  # a few kernels for all, and not a few for each
+            torch_private.copy_all(now, [*unflatten(chosen, now)])
 
 
 class Written:
     """The inputs, attributes and weights that forward() writes to, which a repeated step needs.
 
-    The first step shows whether there are any.
+    The passes before the first step and that step show whether there are any.
     """
 
-    def __init__(self, model: nn.Module, loss: object) -> None:
+    def __init__(self, model: nn.Module, loss: object, known: Collection[str]) -> None:
+        """Keep the weights whose names are `known`, and others that the first step writes to."""
         self._model, self._roots = model, {"model": model, "loss": loss}
-        self._weights: list[torch.Tensor] | None = None  # those written to; None before the first
+        self._weights = {name: w for name, w in model.named_parameters() if name in known}
+        self._is_first = True
         # What the newest steps began with: a step may be repeated after the next has been computed.
         self._kept: dict[int, tuple[Hidden, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
@@ -68,7 +83,7 @@ class Written:
         """Copy all before a step, or restore it if the step is repeated; return its batch."""
         self.restore(number)
         self._kept = {known: kept for known, kept in self._kept.items() if known == number - 1}
-        copies = [(weight, weight.detach().clone()) for weight in self._weights or ()]
+        copies = [(weight, weight.detach().clone()) for weight in self._weights.values()]
         self._kept[number] = self._hidden, _ = Hidden(self._roots), copies
         self._batch = batch.map(torch.clone)
         self._before = [torch_private.version(weight) for weight in self._model.parameters()]
@@ -76,12 +91,20 @@ class Written:
 
     def are_any(self) -> bool:
         """Return False if the step has written to nothing, so that none has to be kept."""
-        if self._weights is None:
+        found = self.names() or any(map(torch_private.version, self._batch.tensors))
+        self._is_first = False
+        return bool(found)
+
+    def names(self) -> list[str]:
+        """Return the names of weights, buffers and attributes that the newest step has changed."""
+        if self._is_first:
             # The first forward() may have made weights, which is refused after the step.
-            weights = zip(self._model.parameters(), self._before, strict=False)
-            self._weights = [w for w, number in weights if torch_private.version(w) != number]
-        is_input = any(map(torch_private.version, self._batch.tensors))
-        return bool(self._weights) or is_input or bool(self._hidden.changed())
+            pairs = zip(self._model.named_parameters(), self._before, strict=False)
+            written = (
+                named for named, before in pairs if torch_private.version(named[1]) != before
+            )
+            self._weights |= dict(written)
+        return [*self._weights, *self._hidden.changed()]
 
     @torch.no_grad()
     def restore(self, number: int) -> None:
@@ -105,8 +128,10 @@ class TrainingState:
         self.buffers = Buffers(strategy.trained)
         turns, decay = bool(objective.loss.turns), config.optim.ema
         self.ema = Ema(strategy.model, decay, turns) if decay else None
+        is_apart, device = strategy.replicas_apart is not None, run.world.device
+        self.outer = Outer(strategy, config.parallel, device) if is_apart else None
         factor = config.faults.spike_factor
-        self.spikes = Spikes(factor, run.world.device) if factor else None
+        self.spikes = Spikes(factor, device) if factor else None
         self._weights = {*dict(strategy.trained.named_parameters())}
         self._run = run
         self._restored: dict[str, Any] = {}  # states of objects in the newest checkpoint
@@ -149,14 +174,27 @@ class TrainingState:
     def evaluated(self) -> AbstractContextManager[None]:
         """Give the model the weights to evaluate while the context is open."""
         self.strategy.share(self.buffers.now())
-        ema = self.ema if self._config.optim.evaluate_ema else None
-        return ema.in_place() if ema else nullcontext()
+        self._average_ema()
+        average = self.ema if self._config.optim.evaluate_ema else self.outer
+        return average.in_place() if average else nullcontext()
+
+    def meet(self, step: int) -> None:
+        """Let replicas that train alone meet, if that is due after this step."""
+        if self.outer and self.outer.meet(step):
+            self.strategy.share(self.buffers.now())
+
+    def _average_ema(self) -> None:
+        # The mean of the replicas' averages is the average of their mean, whenever it is taken.
+        if self.ema and self.outer:
+            self.outer.average(self.ema.state().values())
 
     def read(self) -> dict[str, Any]:
         """Return all under global names, to save or to fill in place."""
         self.strategy.share(self.buffers.now())  # so that all saved ones belong together
         optim.complete_state(self.local_optimizer)
+        self._average_ema()
         state = self.strategy.state(self.optimizer)
+        state = self.outer.spread(state) if self.outer else state
         more: dict[str, Any] = {
             "ema": self.ema,
             "scaler": self.objective.scaler,
@@ -169,13 +207,16 @@ class TrainingState:
             state[OBJECTS] = {name: value.state_dict() for name, value in self._stateful.items()}
         return state
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Load what `read` returned and a checkpoint has filled."""
+    def load(self, state: dict[str, Any], step: int) -> None:
+        """Load what `read` returned and a checkpoint of this step has filled."""
+        state = self.outer.of_replica(state) if self.outer else state
         if not self._config.checkpoint.save_frozen:  # torch wants all weights
             whole = self.strategy.state(self.optimizer)
             state = {**state, "model": {**whole["model"], **state["model"]}}
         self.strategy.load_state(self.optimizer, state)
         drop_gathered(self.strategy.model)
+        if self.outer:
+            self.outer.restore(state, step)
         self._restored = state.get(OBJECTS, {})
         self.adopt(self.objects)
 

@@ -14,6 +14,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,9 +186,12 @@ class Gradient:
         """Do not count targets if the data promise that `all_count`."""
         self._run, self._order, self._state = run, order, state
         self._strategy, self._objective = state.strategy, state.objective
-        self._all_count = all_count
-        self._device, self._ranks = run.world.device, run.world.world_size
-        self._written: Written | None = Written(state.strategy.model, state.objective.loss.function)
+        self._all_count = all_count and state.strategy.apart == 1
+        # Ranks that take a step together.
+        self._device, self._ranks = run.world.device, run.world.world_size // state.strategy.apart
+        self._sum = partial(dist.all_reduce, group=state.strategy.group, async_op=True)
+        strategy, function = state.strategy, state.objective.loss.function
+        self._written: Written | None = Written(strategy.model, function, strategy.written)
         size = run.config.data.micro_batch
         self.micro_batch = None if size == "auto" else size  # samples at once; None for all
         self.loss: torch.Tensor  # the sum of the weighted losses of this rank's samples
@@ -242,7 +246,7 @@ class Gradient:
         """Return how many samples count over all ranks, each in so far as its targets do."""
         if self._objective.loss.is_weighted:  # the loss returns the weights
             own, _ = self._objective.sums_of_weights(self._device)
-            self._add_up(own * self._strategy.counts_loss)
+            self._add_up(own * self._strategy.counts_loss * self._strategy.apart)
         if self._counting:
             self._counting.wait()
         counted = self._counted
@@ -250,17 +254,19 @@ class Gradient:
 
     def _add_up(self, own: torch.Tensor) -> None:
         self._counted = own
-        self._counting = dist.all_reduce(own, async_op=True) if self._ranks > 1 else None
+        self._counting = self._sum(own) if self._ranks > 1 else None
 
-    def drop(self) -> None:
-        """Undo `compute`, which must be called again before an update."""
-        self.is_dropped = True
+    def drop(self) -> list[str]:
+        """Undo `compute`, to be called again before an update; return names of what it changed."""
+        self.is_dropped, changed = True, list[str]()
         self._state.optimizer.zero_grad()
         self._strategy.forget()
         if self._written:
+            changed = self._written.names()
             self._written.restore(self._number)
         self._state.buffers.restore(torch.ones((), dtype=torch.bool, device=self._device))
         self._run.measures.end_step(is_used=False)
+        return changed
 
 
 class Updater:
@@ -332,13 +338,13 @@ class Updater:
     def report(self) -> Numbers:
         """Return the numbers of the newest update; few updates are asked for them."""
         loss, norm, is_exhausted, is_unused, count = self._newest
-        ranks, is_main = self._world.world_size, self._world.is_main
+        ranks, counts = self._world.world_size, self._state.strategy.counts
         return Numbers(
             loss=loss,
             grad_norm=norm.to(loss) / ranks,
             skipped=self.skipped / ranks,
             exhausted=is_exhausted,
             unused=is_unused,
-            count=count if is_main else 0.0,
-            counted=self._counted if is_main else 0.0,
+            count=count * counts,
+            counted=self._counted * counts,
         )

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rollcall.config import ConfigError
@@ -51,6 +51,7 @@ class Trainer:
         self._audit = self.state.audit() if self._run.world.is_main else None
         action = self._steps_with_rollbacks()
         step = self._run.progress.step
+        self.state.meet(step)  # if a signal ended the steps before that
         self.saver.finish(step, **self.task.facts(step))
         if action is Action.CONTINUE and not self.task.patience.reason:
             action = self._evaluate()
@@ -92,7 +93,8 @@ class Trainer:
             self._audit = None
 
     def _between(self, step: int) -> None:
-        """Evaluate and save after a step, if that is due."""
+        """Let replicas meet, evaluate and save after a step, if that is due."""
+        self.state.meet(step)
         self._tell_unsaved(step)
         if self.task.is_evaluation_due(step):
             self.steps.settle(now=True)
@@ -103,12 +105,16 @@ class Trainer:
             self._save(step)
 
     def _save(self, step: int) -> None:
+        run_dir = self._run.run_dir
         try:
-            self._run.run_dir.check_claim()
+            run_dir.check_claim()
         except FencedError:
             raise
         except OSError:  # the claim is checked again before publishing, and a save may fail
-            pass
+            if not run_dir.config.exists():  # somebody has removed the directory of a live run
+                with suppress(OSError):
+                    self._run.claim_directory()
+                    self._run.warn(f"{run_dir.path} was removed; it is made again for this save")
         self.steps.settle(now=True)  # save only a state that all ranks know to be good
         if not self._recovery.row:
             with clock.away():
@@ -133,7 +139,7 @@ class Trainer:
         if checkpoint:
             self._run.progress.step = checkpoint.step
             self.task.continue_from(checkpoint.step, checkpoint.engine.facts)
-            self.state.load(checkpoint.state)
+            self.state.load(checkpoint.state, checkpoint.step)
         return checkpoint
 
 

@@ -78,6 +78,8 @@ def train(recipe: str, config: Config, world: World, signals: StopSignals) -> St
     try:
         if world.is_main:
             run.say(f"rollcall: {parts.strategy.describe()}")
+            if outer := parts.trainer.state.outer:
+                run.say(f"rollcall: {outer.describe()}")
             if advice := not run.config.exact and precision.advice(run.config.precision, device):
                 run.say(f"rollcall: {advice}")
         try:
@@ -285,29 +287,24 @@ def _open(run: Run) -> None:
             if run_dir.checkpoints.exists():
                 next(run_dir.checkpoints.iterdir(), None)  # refused, rather than started again
             run_dir.forget_verdict()
-            run_dir.claim()
-            write_atomic(run_dir.config, config.to_yaml())
+            run.claim_directory()
             chip = chip_name(world.device)
             run.record("started", world_size=world.world_size, launcher=launcher, chip=chip)
         except OSError as error:
             place = error.filename or run_dir.path
-            problem = f"{place}: the run directory cannot be used: {error.strerror}"
+            problem = f"{place}: the run directory cannot be used: {error.strerror}; run.root "
+            problem += "chooses another"
     world.raise_together(problem)
-    _keep_output(run)
+    # As supervisors do, keep what the ranks print, so that `rollcall logs` can show it.
+    attempt = int(world.broadcast_text(str(run_dir.next_attempt()) if world.is_main else ""))
+    if not run_dir.keeps(1):
+        node = world.rank // world.place.local_world_size
+        keep_output(run_dir.log(attempt, node, world.rank))
     ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
     run.say(
         f"rollcall: {ranks} ({launcher}), {world.device.type}, "
         f"{config.parallel.mesh or config.parallel.strategy}; run directory {run_dir.path}"
     )
-
-
-def _keep_output(run: Run) -> None:
-    """Keep what the ranks print, as supervisors do, so that `rollcall logs` can show it."""
-    world, run_dir = run.world, run.run_dir
-    attempt = int(world.broadcast_text(str(run_dir.next_attempt()) if world.is_main else ""))
-    if not run_dir.keeps(1):
-        node = world.rank // world.place.local_world_size
-        keep_output(run_dir.log(attempt, node, world.rank))
 
 
 def _conclude(run: Run, parts: _Parts, state: State, weights: str, seconds: float) -> None:

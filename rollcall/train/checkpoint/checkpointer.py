@@ -169,18 +169,13 @@ class Checkpointer:
     def _state_of(self, part: Part) -> dict[str, Any]:
         if isinstance(part, nn.Module):
             return state_dict.get_model_state_dict(part)
-        if isinstance(part, torch.optim.Optimizer):
-            return self._optimizer_state(part)
-        return part if isinstance(part, dict) else part.state_dict()
-
-    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        has_begun = bool(optimizer.state)
-        optim.complete_state(optimizer)
-        state: dict[str, Any] = state_dict.get_optimizer_state_dict(
-            self._models, optimizer, options=OPTIONS
-        )
+        if not isinstance(part, torch.optim.Optimizer):
+            return part if isinstance(part, dict) else part.state_dict()
+        has_begun = bool(part.state)
+        optim.complete_state(part)
+        state = state_dict.get_optimizer_state_dict(self._models, part, options=OPTIONS)
         if not has_begun:
-            optimizer.state.clear()
+            part.state.clear()
         return {**state, BEGUN: has_begun}
 
     def _load(self, part: Part, state: dict[str, Any]) -> None:

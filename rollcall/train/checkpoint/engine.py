@@ -27,6 +27,10 @@ WritePart = Callable[[Path], object]
 OBJECTS = "objects"
 """The part of a run's state with what objects of the user's return as `state_dict`."""
 
+OUTER, REPLICAS = "outer", "replicas-"
+"""Parts with the state of an outer optimizer, and of each of so many replicas that train alone.
+Runs that have neither, or another number of replicas, can still load the rest."""
+
 
 @dataclass(frozen=True)
 class Hooks:
@@ -89,18 +93,12 @@ class Engine:
         sources = [(chunk, view.toreadonly) for chunk, view in zip(chunks, views, strict=True)]
         part = partial(write.write_part, rank=self._world.rank, chunks=sources, values=values)
         versions = {"torch": torch.__version__, "world_size": self._world.world_size}
-        self._start(
-            step, start, part, {"step": step, "time": time.time()} | versions | facts, began
-        )
+        self.start(step, part, {"step": step, "time": time.time()} | versions | facts, start, began)
 
     def amend(self, step: int, **facts: Any) -> None:
         """Add facts to the save of a step in flight; all ranks call it, before any settles it."""
         if self._pending and self._pending.step == step:
             self._pending.facts.update(facts)
-
-    def begin_copy(self, step: int, write_part: WritePart, facts: dict[str, Any]) -> None:
-        """Start a save in which a thread writes this rank's part from another disk."""
-        self._start(step, ThreadJob, write_part, facts, time.monotonic())
 
     def signals(self) -> list[float]:
         """Return 0 or 1 for the save in flight: this rank's part written, published, failed."""
@@ -150,7 +148,8 @@ class Engine:
     ) -> str:
         """Fill `state` in place and return the damage that any rank met; empty if all is intact.
 
-        Everything that the checkpoint holds must be in the state of some rank.
+        Parts of replicas that the checkpoint does not hold are removed from the state. Everything
+        that the checkpoint holds must be in the state of some rank.
 
         Args:
             fill: fill the state, not only check what it needs.
@@ -172,6 +171,10 @@ class Engine:
                     stored = manifest.read(path, whole)
                     if stored.step != step:
                         raise Damaged(f"{manifest.NAME} belongs to step {stored.step}")
+                    held = {key.key[0] for key in stored.tensors.values()}
+                    for part in {*state} - held:
+                        if not complete and part.startswith((OUTER, REPLICAS)):
+                            del state[part]
                     names = read.load(path, stored, state, whole, fill)
                 except Damaged as error:
                     damage = f"{self.store.host_note}{error}"
@@ -220,18 +223,25 @@ class Engine:
             layout.clean(self.store.directory)
         self._world.barrier()
 
-    def _start(
-        self, step: int, start: StartJob, write_part: WritePart, facts: dict[str, Any], began: float
+    def start(
+        self,
+        step: int,
+        write_part: WritePart,
+        facts: dict[str, Any],
+        job: StartJob = ThreadJob,
+        began: float | None = None,
     ) -> None:
+        """Start a save in which a job, by default a thread, writes this rank's part."""
         if not self._owner:
             self._owner = self._world.broadcast_text(layout.owner())
         self._count += 1
         save_id = f"{zlib.crc32(f'{self._owner}{self._count}'.encode()):08x}"
         writer = f"{self.store.writer(self._owner)}-{save_id}"
         written = layout.unpublished(self.store.directory, step, writer)
-        job = start(partial(write_part, written))
         publish = partial(self._publish, written, step, facts, save_id)
-        self._pending = PendingSave(self.store, step, facts, written, job, publish, began)
+        began = time.monotonic() if began is None else began
+        writing = job(partial(write_part, written))
+        self._pending = PendingSave(self.store, step, facts, written, writing, publish, began)
 
     def _publish(self, written: Path, step: int, facts: dict[str, Any], save_id: str) -> None:
         store, check = self.store, self._hooks.before_publishing

@@ -130,7 +130,7 @@ class LocalTier:
         for copy in self._copying:
             source, note = self.store.path_of(copy.step), self.store.host_note
             part = partial(_copy, source, note, self.store.world.rank, copy.share)
-            self._shared.begin_copy(copy.step, part, copy.facts)
+            self._shared.start(copy.step, part, copy.facts)
 
     def stop_copying(self) -> None:
         """Start no further copy."""

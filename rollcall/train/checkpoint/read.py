@@ -120,10 +120,8 @@ def load(
         fresh = flat.pop(name)
         if fill and isinstance(fresh, torch.Tensor):
             fresh.detach().zero_()  # a failed load of another checkpoint may have filled it
-    # Older checkpoints of runs lack the tensors of a loss, such as weights of classes.
-    if "config" in stored.facts and all(
-        tensor.key[0] != "loss" for tensor in stored.tensors.values()
-    ):
+    # A run may have begun with a loss that has no tensors.
+    if "config" in stored.facts and all(key.key[0] != "loss" for key in stored.tensors.values()):
         flat = {name: value for name, value in flat.items() if not name.startswith("loss.")}
     _compare(directory, stored, flat, whole)
     forms = metadata.Metadata({name: _metadata(stored, name) for name in flat})

@@ -89,7 +89,10 @@ class Saver:
         for tier in tiers:
             tier.clean()
         # What objects hold has any form, and need not be there before it is restored.
-        restored = restore(tiers, self._named_state)
+        restored = restore(
+            tiers,
+            lambda: {name: part for name, part in self._make_state().items() if name != OBJECTS},
+        )
         if restored:
             restored.state[OBJECTS] = restored.engine.objects(restored.step)
         step = restored.step if restored else 0
@@ -103,9 +106,6 @@ class Saver:
         for tier in tiers:
             tier.store.retire()
         return restored
-
-    def _named_state(self) -> State:
-        return {name: part for name, part in self._make_state().items() if name != OBJECTS}
 
     def report(self) -> Saves:
         """Return this rank's view of the saves in flight, and whether rank 0's clock is up."""
@@ -211,12 +211,9 @@ class Saver:
         if result is None:
             return
         self._is_slow = False
-        if engine is self.checkpoints:
-            self._ended_on_shared(result)
-        elif self._local:
+        if self._local and engine is not self.checkpoints:
             self._ended_locally(self._local, result)
-
-    def _ended_on_shared(self, result: SaveResult) -> None:
+            return
         step, self.problem = result.step, ""
         self._deadline.save_seconds = result.seconds
         if result.problem:

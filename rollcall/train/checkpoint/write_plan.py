@@ -54,21 +54,19 @@ class WritePlan:
             self._form = form
             held = torch.zeros(int(maxima[0]), 2, dtype=torch.int64)
             held[: len(sizes)] = torch.tensor(list(sizes.items()), dtype=torch.int64).view(-1, 2)
-            by_rank = self._world.gather(held).tolist()
-            self._divide([dict(pair for pair in pairs if pair != [0, 0]) for pairs in by_rank])
+            rows = self._world.gather(held).tolist()
+            by_rank = [dict(pair for pair in pairs if pair != [0, 0]) for pairs in rows]
+            shares = divide(by_rank, self._nodes)
+            self._written = self.copied = frozenset(shares[self._world.rank])
+            if self._nodes:
+                # Only what a rank writes is divided again, so that each rank copies its own file.
+                both = zip(by_rank, shares, strict=True)
+                written = [{chunk: size_of[chunk] for chunk in share} for size_of, share in both]
+                self.copied = frozenset(divide(written)[self._world.rank])
         return (
             [item for item in tensors if identify(item[0].key, item[0].offset) in self._written],
             [item for item in values if identify(item[0]) in self._written],
         )
-
-    def _divide(self, held: list[dict[int, int]]) -> None:
-        shares = divide(held, self._nodes)
-        self._written = self.copied = frozenset(shares[self._world.rank])
-        if self._nodes:
-            # Only what a rank writes is divided again, so that each rank copies its own file.
-            pairs = zip(held, shares, strict=True)
-            written = [{chunk: sizes[chunk] for chunk in share} for sizes, share in pairs]
-            self.copied = frozenset(divide(written)[self._world.rank])
 
 
 def chunks(state: dict[str, Any]) -> tuple[Tensors, Values]:

@@ -19,6 +19,7 @@ from rollcall.messages.text import size
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
+from rollcall.train.parallel.experts import Balance
 from rollcall.train.parallel.part import Fill, flatten, unflatten
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.clock import BACKWARD, OTHER, clock
@@ -54,7 +55,13 @@ class Exact(Strategy):
         self._own = range(world.rank * each, (world.rank + 1) * each)
         self.stream = 0  # random numbers depend on the virtual shard, not on the rank
         self._on_step = on_step
-        be_deterministic()
+        # Only kernels that always give the same bits on the same kind of device, and one thread on
+        # the CPU: more threads divide a sum into more parts.
+        torch.set_num_threads(1)
+        # cuBLAS reads this at its first multiplication: https://docs.nvidia.com/cuda/cublas/
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
     @property
     def shares(self) -> tuple[range, int]:
@@ -91,7 +98,7 @@ class Exact(Strategy):
 
     def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
         """Compute the gradient of the mean loss over `count` samples, summed shard by shard."""
-        step_seed = torch.initial_seed()
+        step_seed, self._scale = torch.initial_seed(), 1 / count
         parameters = [weight for weight in self.trained.parameters() if weight.requires_grad]
         whole = Batch.joined(micro_batches)
         # A copy is aligned like any allocation. A view may not be, and a kernel that works on
@@ -115,6 +122,9 @@ class Exact(Strategy):
         total, used, *gradients = unflatten(self._exchange(tree.sum()), like)
         for weight, gradient, uses in zip(parameters, gradients, used.tolist(), strict=True):
             weight.grad = gradient if uses else None  # no shard has used it
+        for part in self._parts:
+            if isinstance(part, Balance):
+                part.finish(self.model)
         self._on_step(self.model, shards, losses)
         # The caller sums this over all ranks; zeros from the other ranks change no bit.
         return total * (self.world.rank == 0)
@@ -167,18 +177,6 @@ class Tree:
         """Return the sum of all leaves."""
         ((_, root),) = self._sums
         return root
-
-
-def be_deterministic() -> None:
-    """Restrict torch to kernels that always give the same bits on the same kind of device.
-
-    This includes one thread on the CPU: more threads divide a sum into more parts.
-    """
-    torch.set_num_threads(1)
-    # cuBLAS reads this at its first multiplication: https://docs.nvidia.com/cuda/cublas/
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 def _take_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:

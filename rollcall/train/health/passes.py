@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from rollcall.train.ranks.device import local_of, whole_of
 from rollcall.train.torch_private import tree_leaves
@@ -26,6 +27,7 @@ class Sketch(NamedTuple):
     sums: torch.Tensor
     norm: float
     turn: int = 0  # the number of an output's call in the pass
+    first: int = 0  # the number of a gradient's first row on this rank
 
 
 class Pass(NamedTuple):
@@ -35,13 +37,15 @@ class Pass(NamedTuple):
     changed: dict[str, torch.Tensor]  # the weights and buffers that forward() has written to
     gradients: dict[str, Sketch]  # none of a forward pass without a backward pass
     loss: float = 0.0
-    weight: float = 1.0  # the sum of the weights of the losses
-    doubled: float = 0.0  # half the loss if the loss function gets each sample twice
+    total: float = 0.0  # the sum of the losses
+    weight: float = 1.0  # the sum of their weights
+    doubled: float = 0.0  # half the total if the loss function gets each sample twice
     has_drawn: bool = False  # random numbers that differ in a piece of the samples
+    is_random: bool = False  # any random numbers
 
 
 @contextmanager
-def outputs(model: nn.Module, sketched: bool = True) -> Iterator[dict[str, list[Sketch]]]:
+def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
     """Collect sketches of the outputs of all modules that are called while the context is open."""
     outputs_of: dict[str, list[Sketch]] = {}  # by module
     turns, has_gradient = itertools.count(), torch.is_grad_enabled()
@@ -50,7 +54,7 @@ def outputs(model: nn.Module, sketched: bool = True) -> Iterator[dict[str, list[
         if torch.is_grad_enabled() != has_gradient:  # a pipeline passes zeros to learn the shapes
             return
         sketches = outputs_of.setdefault(name, [])
-        for tensor in tree_leaves(outputs) if sketched else ():
+        for tensor in tree_leaves(outputs):
             if len(sketches) < CALLS and isinstance(tensor, torch.Tensor):
                 local = local_of(tensor)
                 if local.is_floating_point():
@@ -76,12 +80,23 @@ def sketch(tensor: torch.Tensor) -> Sketch:
 
 @torch.no_grad()
 def gradients(model: nn.Module, device: torch.device) -> dict[str, Sketch]:
-    """Return sketches of whole gradients, gathered one at a time."""
-    sketches = {}
+    """Return sketches of this rank's rows of gradients; none before a backward pass."""
+    sketches = dict[str, Sketch]()
+    if all(weight.grad is None for weight in model.parameters()):
+        return sketches
     for name, weight in model.named_parameters():
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        sketches[name] = sketch(whole_of(gradient).to(device))  # offloaded ones are on the CPU
+        first, rows = _rows(gradient.reshape(-1, 1) if gradient.ndim < 2 else gradient)
+        sketches[name] = sketch(rows.to(device))._replace(first=first)  # some are on the CPU
     return sketches
+
+
+def _rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return this rank's rows of a tensor after the number of the first, or all of them."""
+    if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
+        mesh = tensor.device_mesh
+        return -(-len(tensor) // mesh.size()) * mesh.get_local_rank(), tensor.to_local()
+    return 0, whole_of(tensor)
 
 
 def tolerance(model: nn.Module, rounds: bool = False) -> float:

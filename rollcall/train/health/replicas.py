@@ -40,6 +40,8 @@ class Replicas:
 
     def __init__(self, run: Run, strategy: Strategy) -> None:
         self._run, self._strategy = run, strategy
+        # Replicas that train alone skip steps alone, and all ranks must learn about it.
+        self.wants_every_step = strategy.apart > 1
         self._turn = 0  # fingerprints taken
         self._tensor = ""
         self._compared: list[tuple[str, int]] | None = None

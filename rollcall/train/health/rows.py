@@ -26,12 +26,12 @@ def dependence(
 
     None if neither the loss nor the output of the model differs; `of_outputs` leaves out the loss.
     """
-    total = sum(part.loss for part in alone)
-    size = sum(abs(part.loss) for part in alone) or 1.0
+    total = sum(part.total for part in alone)
+    size = sum(abs(part.total) for part in alone) or 1.0
     of_weight = abs(whole.weight - sum(part.weight for part in alone)) / (whole.weight or 1)
-    of_loss = [abs(whole.loss - other) / size for other in (total, whole.doubled)]
+    of_loss = [abs(whole.total - other) / size for other in (total, whole.doubled)]
     error_of_loss = _largest([*of_loss, of_weight])
-    if not math.isfinite(whole.loss):
+    if not math.isfinite(whole.total):
         return None
     different = {
         sketch.turn: (name, error)

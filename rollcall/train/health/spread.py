@@ -30,7 +30,7 @@ from rollcall.train.health import crosscheck, rows
 from rollcall.train.health.passes import Pass, Sketch, gradients, outputs, sketch, tolerance
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.randomness import kept, set_seed
-from rollcall.train.parallel.part import evaluating
+from rollcall.train.parallel.part import evaluating, explain
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.run import Run
@@ -48,7 +48,7 @@ class Spread:
     def __init__(self, run: Run, strategy: Strategy, example: Batch, others: Batch) -> None:
         """Check with the two samples of an example, and see which modules others use."""
         self._run, self._world, self._strategy = run, run.world, strategy
-        self._others = others
+        self._others = others.map(lambda rows: rows[2:])  # they begin with those of the example
         self.example, self._samples = example, example.map(torch.clone)
         axes = {*parse(run.config.parallel.mesh_text)}
         self._is_pipeline = "pipeline" in axes
@@ -80,9 +80,10 @@ class Spread:
 
         def examine() -> tuple[str, Pass]:
             with whole(model, world.device):
-                problem = self._find_dependence(model)
-                compute = partial(self._strategy.plain_pass, model)
-                return problem, self._pass(model, compute, self._samples)
+                compute = partial(self._strategy.plain_pass, model, backward=True)
+                plain = self._pass(model, compute, self._samples)
+                model.zero_grad()
+                return self._find_dependence(model, plain), plain
 
         result = self._try(examine)
         model.zero_grad()
@@ -113,7 +114,8 @@ class Spread:
             if spread is not None:
                 self._refuse_difference(plain, spread)
                 model.zero_grad()
-            if spread is not None and strategy.copies > 1:
+            is_random = self._world.has_any(plain.is_random)
+            if spread is not None and strategy.copies > 1 and is_random:
                 spread = self._try(lambda: self._pass(model, compute, samples, draws=True))
                 self._refuse(self._disagreement(plain, spread) if spread else "")
             self._is_due = spread is not None
@@ -139,6 +141,7 @@ class Spread:
             self._seconds += time.perf_counter() - begun
         except (MemoryError, RuntimeError) as error:
             if not memory.is_exhausted(error):
+                explain(error)
                 raise
             problem = f"rank {self._world.rank} has too little memory for it"
         return None if self._left_out(problem) else result
@@ -169,12 +172,7 @@ class Spread:
         return ""
 
     def _pass(
-        self,
-        model: nn.Module,
-        compute: Callable[[Batch], Any],
-        batch: Batch,
-        draws: bool = False,
-        sketched: bool = True,
+        self, model: nn.Module, compute: Callable[[Batch], Any], batch: Batch, draws: bool = False
     ) -> Pass:
         """Pass some samples forward, or both ways if `compute` does that, and note what happens.
 
@@ -185,24 +183,25 @@ class Spread:
         set_seed(self._run.config.seed, "check")
         with examined(model, self._strategy.loss.function, device, draws) as seen, modes:
             undrawn = _next_numbers()
-            with outputs(model, sketched) as of_modules:
+            with outputs(model) as of_modules:
                 sums = compute(batch.to(device).map(torch.clone))
             has_drawn = seen.has_drawn or undrawn != _next_numbers()
-            of_pass = Pass(of_modules, seen.changed(), {}, has_drawn=has_drawn)
-            if isinstance(sums, tuple):  # of a pass forward
-                return of_pass._replace(loss=sums[0], weight=sums[1], doubled=sums[2])
-            return of_pass._replace(loss=float(sums), gradients=gradients(model, device))
+            numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
+            return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or seen.is_random)
 
-    def _find_dependence(self, model: nn.Module) -> str:
+    def _find_dependence(self, model: nn.Module, plain: Pass | None = None) -> str:
         """Return a problem if a sample's results depend on the other samples of its batch."""
         strategy, used = self._strategy, list[Pass]()
-        compute = partial(strategy.plain_sums, model)
+        compute = partial(strategy.plain_pass, model)
         try:  # with gradients, as in training: a loss may ask for that
-            whole = self._pass(model, compute, self._samples)
+            # Of a recomputation, a backward pass would change buffers once more.
+            same = plain if plain and not plain.changed else None
+            whole = same or self._pass(model, compute, self._samples)
             alone = [self._pass(model, compute, batch) for batch in self._samples.split(1)]
             if strategy.gathers:  # a layer that some samples use may be rare
-                others = self._others.split(1)
-                used = [self._pass(model, compute, batch, sketched=False) for batch in others]
+                data = self._run.config.data
+                size = int(data.micro_batch or len(strategy.rows(data.global_batch)))
+                used = [self._pass(model, compute, part) for part in self._others.split(size)]
         except Exception as error:  # the user's code may raise anything
             is_memory = isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error)
             if is_memory or isinstance(error, ConfigError):
@@ -314,7 +313,8 @@ class Spread:
             "the norm of its gradient": abs(norm - total) / scale,
         }
         for name, mine in spread.gradients.items():
-            difference = float((mine.sums - plain.gradients[name].sums).norm())
+            whole = plain.gradients[name].sums[mine.first : mine.first + len(mine.sums)]
+            difference = float((mine.sums - whole).norm())
             errors[f"the gradient of {name}"] = difference / scale
         weights = dict(self._strategy.model.named_parameters())
         for name in plain.changed.keys() & weights.keys():

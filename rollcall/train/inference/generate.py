@@ -200,9 +200,10 @@ def tokens(
     """Yield the tokens that the model generates after `prompt`, the same on every rank.
 
     They end only where a model of transformers has no more positions. The options are the
-    command's. `caches` keeps the keys and values of a causal model of transformers; other models
-    compute the last `model.source.shape[0]` tokens again for each new one. Raise ConfigError if the
-    model does not return logits.
+    command's. `caches` keeps the keys and values of causal models of transformers, and of other
+    models that have a method new_cache(), as long as the text has positions. Without a cache the
+    last `model.source.shape[0]` tokens are computed again for each new one. Raise ConfigError if
+    the model does not return logits.
     """
     import torch
     import torch.distributed as dist
@@ -211,21 +212,17 @@ def tokens(
     from rollcall.train.numerics.randomness import derive
 
     generator = torch.Generator().manual_seed(derive(seed, "generate"))
-    cache: dict[str, Any] = {}
+    cache = _own_cache(model) if caches else {}
+    window = model.source.shape[0] if cache else math.inf
     if caches and (name := _cache_argument(model)):
         network: Any = _network(model)
         library: Any = importlib.import_module("transformers")
-        if "config" not in inspect.signature(library.DynamicCache).parameters:
-            raise ConfigError(
-                f"generate needs transformers 4.56 or newer, found {library.__version__}; "
-                "pip install -U transformers"
-            )
         cache = {name: library.DynamicCache(config=network), "use_cache": True}
-    length = 0 if cache else model.source.shape[0]
     text, new = list(prompt), list(prompt)
     most = _most(model)
     while len(text) < most:
-        if not cache:
+        if not cache or len(text) > window:
+            cache, length = {}, model.source.shape[0]
             new = text[-length:]
             # Always the full length, which meshes can divide; causal attention ignores the padding.
             rows = torch.tensor([new + [0] * (length - len(new))], device=world.device)
@@ -251,6 +248,17 @@ def tokens(
 def _network(model: "Trained") -> Any:
     """Return the configuration of a model of transformers; None for other models."""
     return getattr(model.strategy.model, "config", None)
+
+
+def _own_cache(model: "Trained") -> dict[str, Any]:
+    """Return a new cache of a model that has one, unless sequences or layers are spread."""
+    degrees, parallel = model.strategy.degrees, model.config.parallel
+    spread = degrees.get("context", 1) * degrees.get("pipeline", 1) > 1
+    network: Any = model.strategy.model
+    takes_one = "cache" in inspect.signature(network.forward).parameters
+    if not (hasattr(network, "new_cache") and takes_one) or spread or parallel.sequence_parallel:
+        return {}
+    return {"cache": network.new_cache()}
 
 
 def _cache_argument(model: "Trained") -> str:

@@ -1,5 +1,6 @@
 """Load the model of a run from its newest checkpoint, spread over the ranks."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -90,7 +91,16 @@ def load(
     if checkpoints.store.newest() is None:
         raise ConfigError(f"{run_dir.path} has no checkpoint yet; train it first")
     precision.prepare(config.precision, world.device)
-    strategy = Strategy(config, world, losses.Objective(losses.of(config)))
+    try:
+        strategy = Strategy(config, world, losses.Objective(losses.of(config)))
+    except ConfigError as error:
+        if config.parallel.mesh is None:
+            raise
+        if world.is_main:
+            print(f"rollcall: each rank holds the whole model, because {error}", file=sys.stderr)
+        whole = config.parallel.model_copy(update={"strategy": "ddp", "mesh": None})
+        config = config.model_copy(update={"parallel": whole})
+        strategy = Strategy(config, world, losses.Objective(losses.of(config)))
     source = None
     if not with_data:  # the run's record of its data may be enough to read files
         facts = world.broadcast(run_dir.read_events("data")[-1:] if world.is_main else [])

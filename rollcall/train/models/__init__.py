@@ -85,7 +85,10 @@ def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
     """Compile each block of a spread model, or the whole model if it has no blocks."""
-    for block in list(units(model)) or [model]:
+    every = list(units(model)) or [model]
+    # An embedding, a norm or a head is one kernel; as a DTensor it does not compile alone (2.14).
+    blocks = [block for block in every if any(True for _ in block.children())]
+    for block in blocks or every:
         block.forward = torch.compile(block.forward, backend=backend)
 
 

@@ -4,7 +4,7 @@ Chen et al., Training deep nets with sublinear memory cost, https://arxiv.org/ab
 selective: Korthikanti et al., https://arxiv.org/abs/2205.05198.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from torch.utils import checkpoint
 
 from rollcall.config.schema import ConfigError
 from rollcall.messages.text import listed
+from rollcall.train import torch_private
 from rollcall.train.numerics.examination import Drawn
 from rollcall.train.numerics.hidden import Hidden, left_alone
 from rollcall.train.parallel.shard import units
-from rollcall.train.torch_private import COSTLY, MESSAGES, BatchNorm, tree_leaves, version
+from rollcall.train.torch_private import COSTLY, MESSAGES, PROFILER, BatchNorm, version
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # Multiplications take most of the time of a forward pass; messages keep other ranks waiting.
@@ -30,6 +31,8 @@ SAVED_OPERATIONS = {
     torch.ops.aten.convolution.default,
     *COSTLY,
 }
+# FSDP2 profiles its gathers, of which a block with units inside has fewer when it is recomputed.
+checkpoint.SAC_IGNORED_OPS.update(PROFILER)
 
 
 def recompute(model: nn.Module, mode: str) -> None:
@@ -67,17 +70,22 @@ class _Checkpointed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        marks = None if torch.compiler.is_compiling() or self in MOVES else _marks(self)
-        options: dict[str, Any] = {"context_fn": partial(_contexts, self, marks)}
+        options: dict[str, Any] = {"context_fn": SELECTIVE} if self.mode == "selective" else {}
         if torch.compiler.is_compiling():  # compiled code changes no buffer twice
-            options = {"context_fn": SELECTIVE} if self.mode == "selective" else {}
-        again = partial(checkpoint.checkpoint, super().forward, use_reentrant=False, **options)
+            options |= kwargs
+            return checkpoint.checkpoint(super().forward, *args, use_reentrant=False, **options)
+        marks = None if self in MOVES else _marks(self)
+        options = {"context_fn": partial(_contexts, self, marks)}
+        # torch refuses a tensor that changes before it is used again, if it gets it by itself.
+        leaves, form = torch_private.tree_flatten((args, kwargs))
+        call = partial(_call, super().forward, form)
+        again = partial(checkpoint.checkpoint, call, *leaves, use_reentrant=False, **options)
         if marks is None:
-            return again(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            return again()
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         before = [*map(_mark, given)]
         with Drawn(self, draws=True) as seen:
-            outputs = again(*args, **kwargs)
+            outputs = again()
         written = sorted(seen.written() & {*dict(self.named_parameters())})
         if [*map(_mark, given)] != before or written:
             what = f"its weights {listed(written)}" if written else "its inputs in place"
@@ -87,6 +95,11 @@ class _Checkpointed(nn.Module):
                 "compute something else: make it change none, or remove the key"
             )
         return outputs
+
+
+def _call(forward: Callable[..., Any], form: Any, *leaves: Any) -> Any:
+    args, kwargs = torch_private.tree_unflatten(leaves, form)
+    return forward(*args, **kwargs)
 
 
 Marks = list[tuple[Any, int]]

@@ -77,6 +77,9 @@ def transformers(
 
 def facts(model: nn.Module) -> dict[str, Any]:
     """Return the facts about a model of transformers for a checkpoint: its config.json."""
+    made: Any = model
+    if hasattr(made, "hugging_face"):  # a model of rollcall's
+        return {"hugging_face": made.hugging_face, "hugging_face_names": {**made.stored_names}}
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}

@@ -59,6 +59,7 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.layout is torch.strided
         }
         self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_random = False  # whether anything was drawn
         self.has_drawn = False  # numbers that are not in EXPECTED
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,9 +74,13 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_random:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
-        for dropped in {"dropout_p", *(("p",) if name == "native_dropout" else ())} & given.keys():
+        for dropped in {"dropout_p", *(("p",) if name == "native_dropout" else ())} & {*names}:
+            if dropped not in given:  # attention with a mask leaves out the default, 0
+                return func(*args, **kwargs)
             at = names.index(dropped)
+            self.is_random |= bool(given[dropped])
             return func(*args[:at], 0.0, *args[at + 1 :], **kwargs)
+        self.is_random = True
         result = func(*args, **kwargs)
         if name in EXPECTED:
             value = EXPECTED[name](given)

@@ -51,7 +51,7 @@ def per_sample_loss(
     if not torch.is_grad_enabled():
         label_smoothing = z_loss = 0.0
     scores, classes = outputs.flatten(0, -2) if targets.ndim > 1 else outputs, targets.flatten()
-    if z_loss or scores.numel() > cross_entropy.CHUNK:
+    if z_loss or isinstance(scores, DTensor) or scores.numel() > cross_entropy.CHUNK:
         losses = cross_entropy.in_chunks(scores, classes, label_smoothing, z_loss)
     else:
         losses = functional.cross_entropy(

@@ -1,5 +1,8 @@
 """The mesh of the weights, and the parts that spread the model over it."""
 
+import math
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rollcall.config import Config
@@ -7,6 +10,7 @@ from rollcall.config.mesh import DIMENSIONS, PRESETS
 from rollcall.config.plugin import load_attribute
 from rollcall.train.numerics.losses import Loss
 from rollcall.train.parallel.context import Context
+from rollcall.train.parallel.experts import Spread
 from rollcall.train.parallel.gradients import Turns
 from rollcall.train.parallel.part import Part
 from rollcall.train.parallel.replicate import Replicate
@@ -14,21 +18,35 @@ from rollcall.train.parallel.shard import Shard, ShardOptimizer
 from rollcall.train.parallel.tensor import Tensor
 from rollcall.train.ranks.world import World
 
+SHARING = {"expert", "context"}
+"""Dimensions whose ranks share the weights of layers without experts as data ranks do."""
+
 
 def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
-    """Return the mesh of the weights, without `context`, whose ranks hold replicas or shards."""
+    """Return the mesh of the weights, without SHARING, whose ranks hold replicas or shards.
+
+    Weights of experts are on `experts_mesh`.
+    """
     if not degrees:
         return None
-    pieces = degrees.get("context", 1)
     over = "shard" if "shard" in degrees else "replicate"
-    found = {name: degrees.get(name, 1) for name in DIMENSIONS if name != "context"}
-    found[over] *= pieces
-    named = {*degrees, over} if "context" in degrees else {*degrees}
-    if "replicate" not in named or not named & {"tensor", "pipeline"}:
+    found = {name: degrees.get(name, 1) for name in DIMENSIONS if name not in SHARING}
+    found[over] *= math.prod(degrees.get(name, 1) for name in SHARING)
+    named = {*degrees, over} if SHARING & {*degrees} else {*degrees}
+    if "replicate" not in named or not named & {"tensor", "pipeline", "expert"}:
         # Otherwise keep all: FSDP then replaces DDP, which supports neither the DTensors of split
         # layers nor a pipeline of two micro-batches (torch 2.15). A mesh of one shard is a replica.
         found = {name: degree for name, degree in found.items() if name in named}
     return init_device_mesh(world.device.type, tuple(found.values()), mesh_dim_names=tuple(found))
+
+
+def experts_mesh(degrees: dict[str, int], world: World) -> DeviceMesh:
+    """Return the mesh of the weights of experts: `expert` divides them, `context` does not."""
+    sizes = {name: degrees.get(name, 1) for name in DIMENSIONS}
+    ranks = torch.arange(world.world_size).view(*sizes.values())
+    ranks = ranks.movedim(DIMENSIONS.index("context"), DIMENSIONS.index("expert")).flatten(2, 3)
+    names = tuple(name for name in DIMENSIONS if name != "context")
+    return DeviceMesh(world.device.type, ranks, mesh_dim_names=names)
 
 
 def parts(
@@ -39,13 +57,18 @@ def parts(
     found: list[Part] = []
     names = (mesh.mesh_dim_names or ()) if mesh else ()
     if mesh and "tensor" in degrees:
-        found.append(Tensor(mesh["tensor"], config, degrees.get("context", 1)))
+        found.append(Tensor(mesh["tensor"], config, degrees.get("context", 1), loss.converts))
     if "context" in degrees:
         whole = init_device_mesh(
             world.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
         )
         found.append(Context(whole["context"], config, degrees.get("tensor", 1)))
-    data = tuple(name for name in names if name in ("replicate", "shard"))
+    averaged = ("replicate", "shard") if options.sync == "step" else ("shard",)
+    data = tuple(name for name in names if name in averaged)
+    of_experts = experts_mesh(degrees, world) if "expert" in degrees else None
+    if of_experts:
+        shards = of_experts["shard"].size()
+        found.append(Spread(of_experts["expert"], shards, config.model.name))
     code = preset.part or (preset.single_process_part if world.world_size == 1 else "")
     if code:
         found.append(load_attribute(code, "parallel.strategy")(config, world, mesh))
@@ -53,7 +76,8 @@ def parts(
         # A mesh of one shard has nothing to free after a forward pass.
         stage = options.stage if mesh["shard"].size() > 1 else 2
         rounds, kept = config.precision == "bf16", options.conditional_patterns
-        found.append(Shard(mesh[data], stage, options.cpu_offload, rounds, kept))
+        on = of_experts[data] if of_experts else None
+        found.append(Shard(mesh[data], stage, options.cpu_offload, rounds, kept, on))
     # Without DDP if exact mode sums gradients itself, or one rank has nothing to add.
     elif data and not config.exact and (world.world_size > 1 or options.compression != "none"):
         found.append(Replicate(options, world.device))

@@ -24,7 +24,7 @@ from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
 from rollcall.train.parallel.part import Part, nearest_multiples
-from rollcall.train.torch_private import replaced
+from rollcall.train.torch_private import all_to_all, replaced
 
 ATTENTION = functional, "scaled_dot_product_attention"
 """It is replaced: a TorchFunctionMode would be off where a backward pass repeats a forward."""
@@ -175,24 +175,12 @@ class Context(Part):
         # divide, so the number of query heads per key head is the same on each rank.
         times = math.lcm(key.shape[HEADS], self._degree) // key.shape[HEADS]
         key, value = (x.repeat_interleave(times, HEADS) for x in (key, value))
-        whole = [_Exchange.apply(x, HEADS, LENGTH, self._group) for x in (query, key, value)]
-        mixed = scaled_dot_product_attention(*whole, **options)
-        found: torch.Tensor = _Exchange.apply(mixed, LENGTH, HEADS, self._group)
-        return found
+        query, key, value = (_exchange(x, HEADS, LENGTH, self._group) for x in (query, key, value))
+        mixed = scaled_dot_product_attention(query, key, value, **options)
+        return _exchange(mixed, LENGTH, HEADS, self._group)
 
 
-class _Exchange(torch.autograd.Function):
+def _exchange(x: torch.Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Cut a tensor, send each rank its part, and concatenate the parts received."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cut: int, joined: int, group: Any) -> torch.Tensor:
-        ctx.how = cut, joined, group
-        sent = torch.stack(x.chunk(dist.get_world_size(group), cut))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(), joined)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        cut, joined, group = ctx.how
-        return _Exchange.apply(gradient, joined, cut, group), None, None, None
+    sent = torch.stack(x.chunk(dist.get_world_size(group), cut))
+    return torch.cat(all_to_all(sent, None, None, group).unbind(), joined)

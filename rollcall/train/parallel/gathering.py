@@ -41,3 +41,9 @@ def of_all_ranks(outputs: Any, batch: Batch) -> tuple[Any, Batch]:
         targets = tree_map_only(torch.Tensor, lambda rows: rows[real], whole.targets)
         return outputs, Batch(outputs, targets, weights[real])
     return whole.inputs, whole._replace(weights=weights)
+
+
+def twice(outputs: Any, batch: Batch) -> tuple[Any, Batch]:
+    """Return the rows with a copy of each: also of two rows, every one then has others like it."""
+    both: Batch = batch._replace(inputs=outputs).map(lambda rows: torch.cat([rows, rows]))
+    return both.inputs, both

@@ -1,5 +1,6 @@
 """Clip gradients to a global norm, on any mesh."""
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,9 @@ from rollcall.train.numerics.losses import Loss
 from rollcall.train.parallel.part import Part, flatten, unflatten
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.torch_private import norms
+
+# A norm over two dimensions of a mesh takes two sums, for which torch asks to flatten the mesh.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -42,9 +46,9 @@ def clip(
     norms = [norm.to(norms[0].device) for norm in norms]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if pipeline is not None:
-        square = norm.square()
+        square = norm.double().square()  # stages may have weights of different types
         dist.all_reduce(square, group=pipeline)
-        norm = square.sqrt()
+        norm = square.sqrt().float()
     if max_norm is None and divisor is None:
         return norm
     divisor = torch.ones_like(norm) if divisor is None else divisor.to(norm.device)

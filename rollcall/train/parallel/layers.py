@@ -115,8 +115,17 @@ def _counted(groups: Groups, x: torch.Tensor) -> tuple[list[int], list[int]]:
     operations, outputs = [], []
     for group in groups:
         with FlopCounterMode(display=False) as counter:
-            for layer in group.values():
-                x = layer(x)
+            for name, layer in group.items():
+                try:
+                    x = layer(x)
+                except RuntimeError as error:
+                    if "meta" not in str(error):
+                        raise
+                    raise ConfigError(
+                        "a pipeline needs the shapes of a model before its weights exist, but the "
+                        f"forward() of layer {name} depends on values: choose ddp or a zero "
+                        f"strategy ({error})"
+                    ) from error
         operations.append(counter.get_total_flops())
         outputs.append(x.numel())
     return operations, outputs

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollcall.config.schema import ConfigError
+from rollcall.messages.refusal import RankError
 from rollcall.train.data.source import Batch
 from rollcall.train.ranks.device import local_of
 
@@ -21,12 +21,23 @@ class UnusedWeights(RuntimeError):
 
 
 def explain(error: BaseException) -> None:
-    """Raise ConfigError for an error of a backward pass whose cause is known."""
-    if "ready only once" in str(error):
-        raise ConfigError(
+    """Raise RankError for an error of a backward pass whose cause is known."""
+    cause = str(error.__cause__ or error)  # a pipeline raises another one from it
+    if "ready only once" in cause:
+        raise RankError(
             "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do "
             "beside weights that the loss does not use or uses twice: call it with "
             "use_reentrant=False, or choose parallel.strategy=zero2"
+        ) from error
+    if "When use_reentrant=True" in cause:
+        raise RankError(
+            "the model calls torch.utils.checkpoint with use_reentrant=True, which a pipeline "
+            "cannot do: call it with use_reentrant=False"
+        ) from error
+    if "modified by an inplace operation" in cause:
+        raise RankError(
+            "the model changes a tensor in place that the backward pass still needs, such as an "
+            f"input of a block that is computed again: make a new tensor instead ({cause})"
         ) from error
 
 

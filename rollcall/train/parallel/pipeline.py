@@ -14,6 +14,7 @@ from rollcall.config.checks import LOOPED
 from rollcall.train.data.source import Batch
 from rollcall.train.parallel import schedules
 from rollcall.train.parallel.layers import balance, groups_of, span
+from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import is_view, overrides
 
@@ -48,6 +49,7 @@ class Pipeline:
         self._stages: list[_Accumulating] = []
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
         self.losses = 0  # how many the newest step computed on this rank
+        self.passes = 0  # of each layer in the newest step
 
     @property
     def at_once(self) -> int:
@@ -122,6 +124,7 @@ class Pipeline:
         if self._run is None:
             self._run = self._scheduled(modules, device)
         total, self.losses = torch.zeros((), device=device), 0
+        self.passes = len(runs) * self.at_once
         for number, batch in enumerate(runs, 1):
             for stage in self._stages:
                 stage.sends = number == len(runs)
@@ -160,7 +163,7 @@ class Pipeline:
         mine = dict(zip(self.mine, modules, strict=True))
         for stage, owner in enumerate(self._owners):
             if stage in mine:
-                x = mine[stage](x).float()
+                x = whole_of(mine[stage](x)).float()
             x = self._broadcast(x, owner, stage in mine)
         return x
 
@@ -179,10 +182,17 @@ class Stage(nn.Sequential):
     """Layers one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last layer, never a view: schedules detach it in place."""
+        """Return the output of the last layer, contiguous and never a view.
+
+        Schedules detach it in place and send it, and the gradient of the input.
+        """
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
         for layer in self:
             x = layer(x)
-        return x.clone() if is_view(x) else x
+        is_sent = x.is_contiguous() and not is_view(x)
+        return x if is_sent else x.clone(memory_format=torch.contiguous_format)
 
 
 class _Accumulating(overrides.Stage):

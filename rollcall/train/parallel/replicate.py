@@ -60,6 +60,7 @@ class Replicate(Part):
             module,
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
             bucket_cap_mb=self._options.bucket_mb,
+            gradient_as_bucket_view=True,  # one copy of all gradients less
             static_graph=self._options.static_graph,
             find_unused_parameters=self._searches,
         )

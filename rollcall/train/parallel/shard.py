@@ -4,7 +4,8 @@ ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277.
 """
 
 import fnmatch
-from collections import Counter
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,12 +23,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Cut
 
 from rollcall.config import ConfigError
 from rollcall.messages.text import size
 from rollcall.train.data.source import Batch
+from rollcall.train.parallel.experts import layers_of
 from rollcall.train.parallel.gradients import sum_gradients
 from rollcall.train.parallel.part import MakeOptimizer, Part, local_bytes
+from rollcall.train.ranks.device import local_of
+from rollcall.train.torch_private import reduce_unused
 from rollcall.train.torch_private.overrides import Zero1
 
 TRACES = 65521
@@ -50,13 +55,15 @@ class Shard(Part):
         offload: bool,
         gathers_bf16: bool,
         conditional: Sequence[str] = (),
+        of_experts: DeviceMesh | None = None,
     ) -> None:
         """Shard over the last dimension of the mesh; a first dimension replicates the shards.
 
         With `gathers_bf16`, weights are gathered in bf16; gradients are still reduced in fp32. The
-        weights that fit the patterns `conditional` stay whole.
+        weights that fit the patterns `conditional` stay whole; experts are sharded on their own
+        mesh, if they have one.
         """
-        self._mesh = mesh
+        self._mesh, self._of_experts = mesh, of_experts
         self._stage = stage
         pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         self._policy = pinned if offload else OffloadPolicy()
@@ -68,7 +75,8 @@ class Shard(Part):
         self._whole: list[nn.Parameter] = []  # weights that are not sharded
         self._named: list[tuple[str, nn.Parameter]] = []  # all, once they are sharded
         self._patterns, self._conditional = conditional, set[nn.Parameter]()
-        self._used: list[bool] = []
+        self._used: list[int] = []  # in how many steps, for each weight
+        self._has_gradient = defaultdict[torch.Tensor, bool](bool)  # of weights of units, in a step
         self._is_last = True
         # Which units this rank has gathered, in which order, and which weights it has used: all
         # ranks must do the same, or the shards of different weights are mixed up.
@@ -85,26 +93,32 @@ class Shard(Part):
                 raise ConfigError(f"parallel.conditional: no weight of the model fits {pattern}")
             self._conditional |= {named[name] for name in names}
         self._names = {module: name for name, module in model.named_modules()}
+        if self._of_experts:  # cut along the second dimension, because the mesh cuts the first
+            for layer in layers_of(model):
+                self._shard(layer.perceptrons, self._of_experts, lambda _: Cut(1))
         for unit in [unit for unit in units(model) if not _shares_weights(unit, model)]:
             if not self._conditional.issuperset(unit.parameters()):
-                self._shard(unit)
+                self._shard(unit, self._mesh)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shard the remaining weights."""
-        self._shard(module)
+        self._shard(module, self._mesh)
         self._roots.append(module)
         return module
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, cut: Any = None) -> None:
         fully_shard(
             module,
-            mesh=self._mesh,
+            mesh=mesh,
+            shard_placement_fn=cut,
             reshard_after_forward=self._stage == 3,
             offload_policy=self._policy,
             mp_policy=self._formats,
             ignored_params=_odd([*_left(module)]) | self._conditional,
         )
         name = self._names.get(module, "")
+        if not self.rounds:  # zeros would be of another type than sums over micro-batches
+            reduce_unused(module, self._has_gradient)
         self.calls[name] = 0
         module.register_forward_pre_hook(partial(self._note, name, len(self.calls)))
 
@@ -128,14 +142,20 @@ class Shard(Part):
         if self._whole and self._mesh.size() > 1:
             groups = [self._mesh.get_group(number) for number in range(self._mesh.ndim)]
             sum_gradients(self._whole, groups, 1 / self._mesh.size())
-        self._used = [weight.grad is not None for _, weight in self._named]
-        self.trace = hash((self.trace, *self._used)) % TRACES
+        noted = self._has_gradient
+        used = [noted.get(weight, weight.grad is not None) for _, weight in self._named]
+        self._used = [*map(operator.add, self._used or used, used)]
+        for weight, has_gradient in noted.items():
+            # Other numbers than zeros are of a rank that has used it: the norm, too, needs them.
+            if not has_gradient and weight.grad is not None and not local_of(weight.grad).any():
+                weight.grad = None
+        noted.clear()
+        self.trace = hash((self.trace, *used)) % TRACES
         return False
 
     def uses(self) -> dict[str, int]:
-        """Return how often each unit was gathered, and which weights the newest step has used."""
-        weights = zip(self._named, self._used, strict=True)
-        return self.calls | {name: int(is_used) for (name, _), is_used in weights}
+        """Return how often each unit was gathered, and how many steps have used each weight."""
+        return self.calls | {n: used for (n, _), used in zip(self._named, self._used, strict=True)}
 
     def around(self, last: bool) -> AbstractContextManager[None]:
         """Keep whole gradients on each rank until the last backward pass scatters them."""

@@ -27,7 +27,8 @@ from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.parallel.assembly import parts, weights_mesh
 from rollcall.train.parallel.buffers import SharedBuffers
-from rollcall.train.parallel.gathering import of_all_ranks
+from rollcall.train.parallel.experts import Balance, Experts
+from rollcall.train.parallel.gathering import of_all_ranks, twice
 from rollcall.train.parallel.gradients import LossWeights, by_mesh, clip
 from rollcall.train.parallel.part import (
     Fill,
@@ -52,11 +53,12 @@ LOSS = "train_loss"
 ONE = {
     "replicate": "replica",
     "shard": "shard",
+    "expert": "part of the experts",
     "context": "piece of the sequences",
     "tensor": "tensor part",
     "pipeline": "pipeline part",
 }
-MANY = {"context": "pieces of the sequences"}
+MANY = {"expert": "parts of the experts", "context": "pieces of the sequences"}
 
 
 class Strategy:
@@ -78,12 +80,19 @@ class Strategy:
         # activations; ranks with pieces of activations fork theirs.
         self.stream, self._copy = divmod(world.rank, pieces * copies)
         self.data_rank = self.stream % self.data_ranks  # the number of this rank's share
+        # Replicas that take steps alone (see outer.py), and the ranks that take them with this one.
+        is_apart = config.parallel.sync != "step"
+        self.apart = self.degrees["replicate"] if is_apart else 1
+        self.counts = 1 / self.apart if world.rank * self.apart % world.world_size == 0 else 0.0
         if self.data_ranks > config.data.global_batch:
             raise ConfigError(
                 f"data.global_batch={config.data.global_batch}: expected at least "
                 f"{self.data_ranks}, one sample for each share of the batch"
             )
         self._mesh = mesh = weights_mesh(self.degrees, world)
+        self.replicas_apart = mesh["replicate"] if mesh and is_apart else None
+        is_cut = mesh is not None and is_apart and "shard" in (mesh.mesh_dim_names or ())
+        self.group = mesh["shard"].get_group() if mesh and is_cut else None
         self._stage = config.parallel.stage
         self._pipeline: Pipeline | None = None
         if mesh and stages > 1:
@@ -99,14 +108,12 @@ class Strategy:
         self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
         self.counts_loss = self._copy % copies == 0  # of copies of a loss, one counts in a sum
         self._autocast, self._optim = autocast(config.precision, world.device), config.optim
-        self._gathers = config.train.gather
+        self._gather = of_all_ranks if config.train.gather else None
         if config.model.sync_buffers and (config.exact or stages > 1):
             raise ConfigError("model.sync_buffers works neither in a pipeline nor with exact=true")
         if config.model.sync_buffers and world.world_size > 1:  # finishes before DDP may refuse
             self._parts.insert(0, SharedBuffers(config.model.sync_buffers, self._averaged))
-        if self._gathers and (
-            config.exact or loss.loss.takes_model or copies * pieces * stages > 1
-        ):
+        if self._gather and (config.exact or loss.loss.takes_model or copies * pieces * stages > 1):
             raise ConfigError(
                 "train.gather=true expects a loss of (outputs, targets) and ranks that hold whole "
                 "samples and layers: choose ddp or a zero strategy, without exact=true"
@@ -118,6 +125,11 @@ class Strategy:
             raise ConfigError(
                 f"train.loss={loss.loss.name} trains networks in turn: choose single, ddp or a "
                 "zero strategy, without exact=true, parallel.compression and faults.spike_factor"
+            )
+        if is_apart and (loss.loss.turns or loss.loss.module):
+            raise ConfigError(
+                f"train.loss={loss.loss.name} has weights of its own or trains networks in turn, "
+                f"which parallel.sync={config.parallel.sync} cannot: remove parallel.sync"
             )
         self._offloads = config.parallel.cpu_offload
         self._loss = loss
@@ -169,6 +181,17 @@ class Strategy:
                 "piece before it, which is on another rank with context parallelism: let the data "
                 "set return the next tokens as targets, for train.loss=cross_entropy"
             )
+        experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
+        if "context" in self.degrees and any(m.balance_loss or m.z_loss for m in experts.values()):
+            raise ConfigError(
+                "the losses of experts are about whole sequences, which context cuts: remove "
+                "model.balance_loss and model.router_z_loss, or choose another mesh"
+            )
+        if experts and self.replicas_apart:
+            raise ConfigError(
+                "parallel.sync: the replicas balance the experts of this model in every step; "
+                "remove the key"
+            )
         self._whole = sum(parameter.nbytes for parameter in model.parameters())
         self.model, modules = model, [model]
         if self._is_pipeline:
@@ -205,9 +228,23 @@ class Strategy:
                 modules = [part.wrap(module) for module in modules]
         if not before_parts and shards:
             give_values()
+        held = {*model.modules()}  # layers of other pipeline stages are not
+        if experts:
+            layers = {name: (m.number, m if m in held else None) for name, m in experts.items()}
+            of_step = self._passes_of_step, self._factor
+            self._parts.append(Balance(layers, self.copies, *of_step, self.world.device))
         self._callables = [model] if turns else modules
         self.trained = self._with_loss(model)
         self._groups = by_mesh(self.trained.parameters())
+        self.written: set[str] = set()  # what forward() has written to in the passes of `warm_up`
+
+    def _passes_of_step(self) -> int:
+        return self._pipeline.passes if self._pipeline else 0  # 0: every pass is of the step
+
+    def _factor(self) -> float | torch.Tensor:
+        """Return the factor of a sample's loss in the gradient of this step."""
+        scaler = self._loss.scaler
+        return self._scale * scaler.scale if scaler else self._scale
 
     def _with_loss(self, model: nn.Module) -> nn.Module:
         module = self._loss_module
@@ -242,7 +279,8 @@ class Strategy:
         """Run the backward passes that parts need, so that the first step is like any other."""
         example = example.to(self.world.device)
         left = passes = max((part.warm_ups for part in self._parts), default=0)
-        with examined(self.model, self._loss.loss.function, self.world.device, draws=True):
+        function = self._loss.loss.function
+        with examined(self.model, function, self.world.device, draws=True) as seen:
             while left:
                 left, unused = left - 1, False
                 try:
@@ -256,8 +294,9 @@ class Strategy:
                 if self.world.has_any(unused):
                     self.allow_unused()
                     left = passes
+            self.written = seen.written()
 
-    def example_pass(self, example: Batch) -> torch.Tensor:
+    def example_pass(self, example: Batch) -> tuple[float]:
         """Leave the gradient of the mean loss of these samples; return the mean loss, in fp32.
 
         Every rank passes the same samples. No later pass computes anything else because of it.
@@ -274,54 +313,52 @@ class Strategy:
             if self._pipeline:
                 self._pipeline.forget_shapes()
         dist.all_reduce(total)
-        return self._per_weight(self.model, total / count, dist.all_reduce)
+        sums = self._loss.sums_of_weights(total.device)
+        self._loss.weights.clear()
+        dist.all_reduce(sums)
+        return (float(self._per_weight(self.model, total / count, sums)),)
 
-    def plain_pass(self, model: nn.Module, example: Batch) -> torch.Tensor:
-        """Compute the same with a model that is not spread."""
-        with self._in_fp32():
-            loss = self._loss_of(model, example) / len(example.weights)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self._loss_module:
-            self._loss_module.zero_grad()
-        return self._per_weight(model, loss.detach(), lambda sums: sums)
+    def plain_pass(
+        self, model: nn.Module, batch: Batch, backward: bool = False
+    ) -> tuple[float, float, float, float]:
+        """Return the loss of a model that is not cut, and the sums of losses and of their weights.
 
-    def plain_sums(self, model: nn.Module, batch: Batch) -> tuple[float, float, float]:
-        """Return the sums of the losses of a model that is not cut, and of their weights.
-
-        Last comes half the loss of all outputs together with a copy of them.
+        Last comes half the loss of all outputs together with a copy of them. A `backward` pass
+        leaves the gradient of the loss.
         """
         self._loss.weights.clear()
-        with self._in_fp32(), self._autocast():
-            if self._loss.loss.takes_model:
-                doubled = total = self._loss.of_model(model, batch)
-            else:
-                outputs = outputs_of(model, batch)
-                with left_alone({"": self._loss.loss.function}):  # it may count its calls
-                    doubled = total = self._sum_of_losses(outputs, batch)
-            weight = float(self._loss.sums_of_weights(total.device)[0])
-            if not self._loss.loss.takes_model and isinstance(outputs, torch.Tensor):
-                twice = Batch.joined([batch._replace(inputs=outputs)] * 2)
-                doubled = self._sum_of_losses(twice.inputs, twice) / 2
+        takes_model, rows = self._loss.loss.takes_model, len(batch.weights)
+        with self._in_fp32():
+            with left_alone({"": self._loss.loss.function}):  # it may count its calls
+                if takes_model:
+                    outputs, total = None, self._loss.of_model(model, batch)
+                else:
+                    outputs = outputs_of(model, batch)
+                    total = self._sum_of_losses(outputs, batch)
+                if backward:
+                    (total / rows).backward()  # type: ignore[no-untyped-call]
+            sums, doubled = self._loss.sums_of_weights(total.device), total
+            if isinstance(outputs, torch.Tensor):
+                doubled = self._sum_of_losses(*twice(outputs, batch)) / 2
         self._loss.weights.clear()
-        return total.item(), weight, doubled.item()
+        if backward and self._loss_module:
+            self._loss_module.zero_grad()
+        loss = self._per_weight(model, total.detach() / rows, sums)
+        return loss.item(), total.item(), float(sums[0]), doubled.item()
 
     @contextmanager
     def _in_fp32(self) -> Iterator[None]:
-        before, self._autocast, self._gathers = (self._autocast, self._gathers), nullcontext, False
+        before = self._autocast, self._gather
+        self._autocast, self._gather = nullcontext, twice if self._gather else None
         try:
             yield
         finally:
-            self._autocast, self._gathers = before
+            self._autocast, self._gather = before
 
-    def _per_weight(
-        self, model: nn.Module, loss: torch.Tensor, add_up: Callable[[torch.Tensor], Any]
-    ) -> torch.Tensor:
+    def _per_weight(self, model: nn.Module, loss: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Divide a loss and the gradients by the mean weight, if the loss returns weights."""
         if not self._loss.loss.is_weighted:
             return loss
-        sums = self._loss.sums_of_weights(loss.device)
-        self._loss.weights.clear()
-        add_up(sums)
         mean = float(sums[0] / sums[1])
         for weight in model.parameters():
             if weight.grad is not None:
@@ -405,7 +442,7 @@ class Strategy:
         gradient is NaN on every rank, and `allow_unused` is needed.
         """
         clock.enter(self._before)
-        scale = self._averaged / count
+        scale = self._scale = self._averaged / count
         micro_batches = [self._share(batch) for batch in micro_batches]
         if self._pipeline:
             with self._around(last=True), self._autocast():
@@ -414,7 +451,7 @@ class Strategy:
                 )
             # torch calls the loss once more in the first step, to infer shapes (2.15).
             del self._loss.weights[: -self._pipeline.losses]
-        elif self._gathers and len(micro_batches) > 1:
+        elif self._gather and len(micro_batches) > 1:
             total = self._of_cached_outputs(micro_batches, scale)
         else:
             totals, last = [], len(micro_batches) - 1
@@ -487,8 +524,8 @@ class Strategy:
         return self._sum_of_losses(outputs, batch)
 
     def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        if self._gathers:
-            outputs, batch = of_all_ranks(outputs, batch)
+        if self._gather:
+            outputs, batch = self._gather(outputs, batch)
         outputs = outputs if self._loss.loss.converts else in_fp32(outputs)
         return self._loss(outputs, batch.targets, batch.weights)
 
@@ -531,7 +568,9 @@ class Strategy:
 
         Return whether that worked; then the gradient is NaN on every rank. A pipeline cannot.
         """
-        if self._pipeline or not all(part.finish_with_nan(self.model) for part in self._parts):
+        if self._pipeline or self.apart > 1:  # the other replicas have taken the step
+            return False
+        if not all(part.finish_with_nan(self.model) for part in self._parts):
             return False
         weight = next(weight for weight in self.model.parameters() if weight.requires_grad)
         weight.grad = torch.full_like(weight, torch.nan)
@@ -563,11 +602,14 @@ class Strategy:
         They neither divide it, nor compute a buffer of other samples.
         """
         names = frozenset((self._mesh and self._mesh.mesh_dim_names) or ()) - {"pipeline"}
+        names -= {"replicate"} if self.replicas_apart else set()
         if is_buffer:
             return names & {"tensor"}
         if isinstance(tensor, DTensor):
             cut = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
             names -= {name for name, placement in cut if not placement.is_replicate()}
+            if "expert" in (tensor.device_mesh.mesh_dim_names or ()):  # part of one of the others
+                names -= {"shard" if "shard" in self.degrees else "replicate"}
         return names
 
     def add(self, terms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,9 @@ Megatron-LM, https://arxiv.org/abs/1909.08053. A model declares its layers in `t
 other modules compute the same on every rank of the dimension, so their dropout draws the same masks
 there. Between a columns and a rows layer each rank draws random numbers for its own units.
 
+An embedding and the head may divide the vocabulary. A loss of rollcall's then computes with each
+rank's part of the logits; for other losses, and in an evaluation, they are gathered.
+
 With sequence parallelism, https://arxiv.org/abs/2205.05198, each rank computes the modules between
 the pairs, such as norms, for its own piece of every sequence, with its own random numbers. The
 sum is then split in two: a reduce-scatter after rows and an all-gather before columns.
@@ -12,6 +15,7 @@ sum is then split in two: a reduce-scatter after rows and an all-gather before c
 import fnmatch
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,16 +31,19 @@ from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
 from rollcall.train.parallel.part import Part, nearest_multiples
-from rollcall.train.torch_private import version
+from rollcall.train.ranks.device import whole_of
+from rollcall.train.torch_private import tree_map_only, version
+from rollcall.train.torch_private.overrides import FirstInput
 from rollcall.train.weights.deferred import tensors_of
 
-COLUMNS, ROWS = "columns", "rows"
-SCATTER, GATHER = "scatter", "gather"
+COLUMNS, ROWS, VOCABULARY = "columns", "rows", "vocabulary"
+SCATTER, GATHER, SHARE = "scatter", "gather", "gather for columns"
 PIECE = Shard(1)
 """The layout of pieces of sequences: (rows, length, hidden), cut along the length."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     COLUMNS: parallel.ColwiseParallel,
     ROWS: parallel.RowwiseParallel,
+    SHARE: lambda: FirstInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
 }
 SEQUENCE_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     COLUMNS: parallel.ColwiseParallel,
@@ -50,10 +57,16 @@ SEQUENCE_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     GATHER: lambda: parallel.PrepareModuleInput(
         input_layouts=PIECE, desired_input_layouts=Replicate(), use_local_output=True
     ),
-    # One all-gather for several columns; their gradients are added before they are scattered.
-    "gather for columns": lambda: parallel.PrepareModuleInput(
-        input_layouts=PIECE, desired_input_layouts=Replicate()
+    # Each rank computes all of the sequence, and keeps its piece.
+    "whole": lambda: parallel.PrepareModuleInputOutput(
+        input_layouts=PIECE,
+        desired_input_layouts=Replicate(),
+        use_local_input=True,
+        output_layouts=Replicate(),
+        desired_output_layouts=PIECE,
     ),
+    # One all-gather for several columns; their gradients are added before they are scattered.
+    SHARE: lambda: FirstInput(input_layouts=PIECE, desired_input_layouts=Replicate()),
 }
 
 
@@ -62,10 +75,13 @@ class Tensor(Part):
 
     suspicion = "columns layers in tensor_plan whose outputs do not go to a rows layer unit by unit"
 
-    def __init__(self, mesh: DeviceMesh, config: Config, pieces: int) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, config: Config, pieces: int, keeps_logits: bool = False
+    ) -> None:
         self._mesh = mesh
+        self._keeps_logits = keeps_logits  # divided, since the loss computes with a part of them
         self._model = config.model
-        self._sequence = config.parallel.sequence_parallel
+        self._sequence, self._compiles = config.parallel.sequence_parallel, config.train.compile
         self._input: tuple[Any, ...] = ()  # of columns: the newest one, its version, its DTensor
         self._pieces = pieces  # the degree of context parallelism, which also divides sequences
         self._plan: Any = {}  # names of layers, with * as a wildcard, each with columns or rows
@@ -97,16 +113,27 @@ class Tensor(Part):
     def _check_layers(self, model: nn.Module, degree: int) -> None:
         matches = _matches(model, self._plan)
         for pattern, cut in self._plan.items():
-            problem = "" if cut in STYLES else f"expected {' or '.join(STYLES)}"
+            known = COLUMNS, ROWS, VOCABULARY
+            problem = "" if cut in known else f"expected {' or '.join(known)}"
             if not any(fnmatch.fnmatch(name, pattern) for name, *_ in matches):
                 problem = "the model has no such layer"
             if problem:
                 raise ConfigError(f"tensor_plan has {pattern}: {cut}, but {problem}")
         for name, cut, layer in matches:
-            if not isinstance(layer, nn.Linear):
+            kinds: Any = (nn.Linear, nn.Embedding) if cut == VOCABULARY else (nn.Linear,)
+            if not isinstance(layer, kinds):
+                names = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
                 raise ConfigError(
-                    f"tensor_plan: expected {name} to be an nn.Linear, got a {type(layer).__name__}"
+                    f"tensor_plan: expected {name} to be an {names}, got a {type(layer).__name__}"
                 )
+            if cut == VOCABULARY:
+                width = len(layer.weight)
+                if width <= -(-width // degree) * (degree - 1):  # torch gives the last ranks less
+                    raise ConfigError(
+                        f"layer {name} has a vocabulary of {width}, too small for tensor={degree}: "
+                        "a rank would have none of it; choose a smaller degree"
+                    )
+                continue
             width = layer.out_features if cut == COLUMNS else layer.in_features
             if width % degree:
                 raise ConfigError(
@@ -134,19 +161,43 @@ class Tensor(Part):
         # A split layer returns a view, and FSDP2 around it warns of in-place writes (torch 2.15);
         # models with a plan do not write in place there.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        plan, styles = self._plan, STYLES
+        # Without pieces, modules still give one input to several columns, but gather nothing.
+        changes = {name: SHARE for name, cut in self._sequence_plan.items() if cut == SHARE}
         if self._sequence:
-            plan, styles = {**plan, **self._sequence_plan}, SEQUENCE_STYLES
-        found = {}
-        for name, cut, layer in _matches(model, plan):
-            found[name] = styles[cut]()
-            if cut == COLUMNS:
+            changes = self._sequence_plan
+        styles = SEQUENCE_STYLES if self._sequence else STYLES
+        divided = {name for name, cut, _ in _matches(model, self._plan) if cut == VOCABULARY}
+        found, cuts = {}, _matches(model, {**self._plan, **changes})
+        shares = {name for name, cut, _ in cuts if cut == SHARE}
+        columns = Counter(name.rpartition(".")[0] for name, cut, _ in cuts if cut == COLUMNS)
+        for name, cut, layer in cuts:
+            found[name] = self._vocabulary(layer) if name in divided else styles[cut]()
+            parent = name.rpartition(".")[0]
+            if cut == COLUMNS and columns[parent] > 1 and parent not in shares:
                 layer.register_forward_pre_hook(self._share_input)
         weights = [places for places, one in tensors_of(model) if isinstance(one, nn.Parameter)]
         parallel.parallelize_module(model, self._mesh, found)
+        for layer in map(model.get_submodule, divided if self._compiles else ()):
+            if isinstance(layer, nn.Embedding):
+                # Compiled code loses the gradient of a sum that is still under way (torch 2.14).
+                layer.register_forward_hook(lambda *call: call[2].clone())
         for places in weights:  # each of the places has its own copy now
             _share_again(model, *places)
         self._fork_where_pieces_begin(model)
+
+    def _vocabulary(self, layer: nn.Module) -> ParallelStyle:
+        outside = PIECE if self._sequence else Replicate()
+        if isinstance(layer, nn.Embedding):
+            return parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
+        return parallel.ColwiseParallel(
+            input_layouts=outside,
+            output_layouts=Shard(-1) if self._keeps_logits else Replicate(),
+            use_local_output=not self._keeps_logits,
+        )
+
+    def gather(self, outputs: Any) -> Any:
+        """Return whole logits."""
+        return tree_map_only(DTensor, whole_of, outputs)
 
     def _fork_where_pieces_begin(self, model: nn.Module) -> None:
         self._fork = Fork(self._mesh.device_type, "tensor", self._mesh.get_local_rank())
@@ -154,6 +205,10 @@ class Tensor(Part):
         if self._sequence:  # also between the pairs
             begin, end = SCATTER, GATHER
         cuts = _matches(model, self._sequence_plan if self._sequence else self._plan)
+        draws = any(isinstance(layer, nn.Dropout) and layer.p for layer in model.modules())
+        if vars(type(model)).get("only_dropout_draws", False) and not draws:
+            cuts = []  # a fork would break the graph of what is compiled
+        self._forks = bool(cuts)
         self._begins = {layer for _, cut, layer in cuts if cut == begin}
         for layer in self._begins:
             layer.register_forward_hook(self._enter)
@@ -162,7 +217,7 @@ class Tensor(Part):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Fork the random numbers of a pipeline stage whose inputs or outputs are pieces."""
-        if self._sequence:
+        if self._sequence and self._forks:
             if self._begins.isdisjoint(module.modules()):
                 module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave)
@@ -214,8 +269,13 @@ class Tensor(Part):
         cuts = _matches(model, self._plan)
         if not cuts:
             return ""
-        forward = sum(layer.out_features for _, cut, layer in cuts if cut == ROWS)
-        backward = sum(layer.in_features for _, cut, layer in cuts if cut == COLUMNS)
+        # An embedding sums its output like rows, the head the gradient of its input like columns.
+        rows = [layer for _, cut, layer in cuts if cut == ROWS]
+        ends = [layer for _, cut, layer in cuts if isinstance(layer, nn.Embedding)]
+        columns = [layer for *_, layer in cuts if layer not in (*rows, *ends)]
+        forward = sum(layer.out_features for layer in rows)
+        forward += sum(layer.embedding_dim for layer in ends)
+        backward = sum(layer.in_features for layer in columns)
         how = "(as reduce-scatters and all-gathers) " * self._sequence
         return (
             f"Each rank holds 1/{self._mesh.size()} of layers {', '.join(self._plan)}; per "

@@ -6,7 +6,10 @@ import math
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +19,6 @@ from rollcall.config import ConfigError
 from rollcall.records.phases import Phases
 from rollcall.records.profile import RankProfile
 from rollcall.train import torch_private
-from rollcall.train.profiling.flames import Flames
 from rollcall.train.ranks.activity import doing
 from rollcall.train.ranks.clock import COMMUNICATION, OTHER, clock
 from rollcall.train.ranks.run import Run
@@ -25,6 +27,8 @@ MAX_STEPS = 1000
 """The largest number of steps of a profile: traces are large."""
 ELEMENT_BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
 """Bytes of an element by its type, in small letters; 1 for other types."""
+SAMPLE_EVERY = 0.002
+"""Seconds between two samples."""
 
 
 class Profiler:
@@ -253,3 +257,30 @@ def _exposed(kernels: Iterable[dict[str, Any]]) -> float:
         running[is_nccl] += change
         before = at
     return total / 1e6
+
+
+class Flames:
+    """A thread that counts the Python stacks of the thread that made it."""
+
+    def __init__(self) -> None:
+        self._target = threading.get_ident()
+        self._stacks: Counter[str] = Counter()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLE_EVERY):
+            frame: FrameType | None = sys._current_frames().get(self._target)
+            names = []
+            while frame:
+                code = frame.f_code
+                names.append(f"{code.co_qualname} ({Path(code.co_filename).name})")
+                frame = frame.f_back
+            self._stacks[";".join(reversed(names))] += 1
+
+    def end(self) -> str:
+        """End the sampling; return a line for each stack, with the number of its samples."""
+        self._ended.set()
+        self._thread.join()
+        return "".join(f"{stack} {count}\n" for stack, count in self._stacks.items())

@@ -8,6 +8,7 @@ import torch
 from rollcall.config import Config
 from rollcall.messages.text import fitted
 from rollcall.records.run_dir import RunDir
+from rollcall.system.files import write_atomic
 from rollcall.train.ranks.measures import Measures, Reduce
 from rollcall.train.ranks.world import World
 
@@ -34,6 +35,12 @@ class Run:
     run_dir: RunDir
     progress: Progress = field(default_factory=Progress)
     measures: Measures = field(default_factory=Measures)
+
+    def claim_directory(self) -> None:
+        """Make the run directory this attempt's; OSError if that fails. Only rank 0 calls it."""
+        self.run_dir.create()
+        self.run_dir.claim()
+        write_atomic(self.run_dir.config, self.config.to_yaml())
 
     def record(self, event: str, /, **fields: object) -> None:
         """Append an event to the run directory; only rank 0 does."""

@@ -154,17 +154,19 @@ class World:
                 "process trains; start it with srun, or use slurm/multi_node.sbatch",
                 file=sys.stderr,
             )
-        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        given: dict[str, Any] = {"backend": "gloo"}
+        if world.device.type == "cuda":  # NCCL connects now, also for the groups of a mesh
+            given = {"backend": "cpu:gloo,cuda:nccl", "device_id": world.device}
         if place.world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **given)
             return world
         try:
             dist.init_process_group(
-                backend,
                 store=None if place.launcher == "torchrun" else _meet(place),
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=JOIN_TIMEOUT,
+                **given,
             )
         except hosts.HostError as error:
             raise ConfigError(f"rank {place.rank}: {error}") from error

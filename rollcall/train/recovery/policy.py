@@ -40,8 +40,8 @@ class Repeatable(Protocol):
     def compute(self, batch: Batch, number: int) -> None:
         """Compute the gradient of this rank's rows for a step, which counts from 1."""
 
-    def drop(self) -> None:
-        """Undo what `compute` did."""
+    def drop(self) -> list[str]:
+        """Undo what `compute` did; return the names of what it changed."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Recovery:
 
         If not some weight `is_unused`, memory ran out: raise MemoryError if it did with one sample.
         """
-        self._gradient.drop()
+        changed = listed(self._gradient.drop())
         if self._objective.scaler:
             self._objective.scaler.undo()
         if is_unused:
@@ -122,6 +122,9 @@ class Recovery:
             )
         size = self._gradient.micro_batch = math.ceil(rows / 2)
         text = f"step {number} ran out of memory; repeating it with {size} samples at once"
+        if changed := self._world.first_problem(changed):
+            more = f"forward() changes {changed} once in each of these, so the result differs"
+            text = f"{text}; {more}"
         self._run.tell("out_of_memory", text, step=number, micro_batch=size)
 
     def tell_unused(self, names: list[str]) -> None:

@@ -7,9 +7,11 @@ import or a run fails with the missing name in a torch that has not.
 
 import importlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,28 @@ in the backward pass."""
 norms = torch._foreach_norm
 """Returns the norm of each tensor, of one device and type; `get_total_norm` takes ten times as long
 to group a few small tensors."""
+PROFILER = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""Operations of `torch.profiler.record_function`."""
+copy_all = torch._foreach_copy_
+"""Copies to each tensor of a list in a few kernels."""
 scaled_mm = torch._scaled_mm
 """Multiplies matrices in 8 bits; the public function has no CPU kernel in 2.11."""
-MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
-"""Namespaces of the operations that talk to other ranks; with others they would be repeated."""
+MESSAGES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+"""Namespaces of the operations that return what other ranks send. Those of "c10d" write to a given
+tensor instead, so a recomputed block must repeat them."""
+
+
+def all_to_all(
+    x: torch.Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Exchange rows with the ranks of a group, `sent` to each and `received` of each; None: equal.
+
+    Gradients travel back. Recomputed blocks keep the result, and do not exchange again.
+    """
+    return functional_collectives.all_to_all_single_autograd(x, received, sent, group)
 
 
 @contextmanager
@@ -174,6 +194,27 @@ def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
     """
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(module, names)
+
+
+def reduce_unused(unit: Any, uses: defaultdict[torch.Tensor, bool]) -> None:
+    """Let a unit of FSDP2 add up zeros for weights without a gradient; `uses` notes which have one.
+
+    So ranks that use different weights of a unit send messages of one size: with other sizes, gloo
+    ends the process. It does nothing before torch 2.14.
+    """
+    if not hasattr(unit, "set_reduce_scatter_unused_params"):
+        return
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def noted(group: Any, reduce: Callable[[], None]) -> None:
+        for weight in group.fsdp_params:
+            gathered = getattr(weight, "_unsharded_param", weight.sharded_param)
+            gradients = gathered.grad, weight.unsharded_accumulated_grad
+            uses[weight.sharded_param] |= gradients[0] is not None or gradients[1] is not None
+        reduce()
+
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group.post_backward = partial(noted, group, group.post_backward)
 
 
 def expect_gradients(ddp: DistributedDataParallel, used: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from rollcall.train.torch_private import BatchNorm
 
@@ -33,6 +34,14 @@ class Zero1(ZeroRedundancyOptimizer):
             for weight in group["params"]
             if weight.requires_grad
         ]
+
+
+class FirstInput(PrepareModuleInput):
+    """Prepares the first input of a module, and passes on the others, such as a mask."""
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: Any) -> Any:
+        first = super()._prepare_input_fn(inputs[:1], device_mesh)  # type: ignore[no-untyped-call]
+        return (*first, *inputs[1:])
 
 
 class BatchNormOfAll(BatchNorm):

@@ -6,6 +6,7 @@ A tensor starts from `model.init` if it is stored there, and from random numbers
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from rollcall.config import Config, ConfigError
 from rollcall.messages.text import listed, size
+from rollcall.train.checkpoint.tools import export
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import REGISTRIES, put, tree_leaves, tree_map_only
@@ -164,6 +166,8 @@ def start(run: Run, make: Callable[[], nn.Module]) -> Start:
 def read_init(begin: Start, config: Config, world: World) -> None:
     """Let a model start from `model.init`; raise ConfigError on all ranks if that does not fit."""
     with world.together():
+        if check := getattr(begin.model, "check_stored", None):
+            check(Path(str(config.model.init)).expanduser())
         source = stored.open_(str(config.model.init), config.model.name)
         names = match(begin.model, source.shapes, config)
         begin.report = describe(begin.model, source, names)
@@ -202,8 +206,16 @@ def match(
     matches: dict[str, str] = {}
     missing: list[str] = []
     used_patterns: set[str] = set()
+    rules = getattr(model, "stored_names", {})  # for the names of Hugging Face
     tensors = [
-        ([*names, *(name.replace(ADAPTED, "") for name in names if ADAPTED in name)], tensor)
+        (
+            [
+                *names,
+                *(name.replace(ADAPTED, "") for name in names if ADAPTED in name),
+                *(export.renamed(name, rules) for name in names if rules),
+            ],
+            tensor,
+        )
         for names, tensor in tensors_of(model)
         if persistent & {*names}
     ]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -40,19 +40,6 @@ ACCEPTED = (
     "folder of torch.distributed.checkpoint, a run or one of its checkpoints, or the name of "
     "torchvision's weights for model.name, such as DEFAULT"
 )
-
-
-class Stored(Protocol):
-    """Weights in files."""
-
-    where: str  # for messages
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the tensors, by name."""
-
-    def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors of the same shapes; of a DTensor only this rank's part."""
 
 
 class Mapped:
@@ -109,6 +96,11 @@ class Distributed:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that it loads without other ranks
             dcp.load(dict(wanted), storage_reader=self._reader, no_dist=True)
+
+
+Stored = Mapped | CheckpointWeights | Distributed
+"""Weights in files. `where` names them in messages, `shapes` has the shapes of the tensors by name,
+and `fill` fills tensors of the same shapes; of a DTensor only this rank's part."""
 
 
 class _Reader(dcp.FileSystemReader):

@@ -122,7 +122,6 @@ def _train_with_batchnorm(_rank: int, folder: Path) -> None:
             model = world.replicate(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
             optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
             loader = Loader(data, 8, world, shuffle=True)
-            loader.load_state_dict({"passes": 0})  # as older checkpoints have it
             checkpoints = Checkpointer(place, world, m=model, optimizer=optimizer, loader=loader)
             step = checkpoints.restore()
             while step < last:

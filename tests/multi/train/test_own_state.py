@@ -50,7 +50,7 @@ def test_a_loss_with_weights_trains_and_resumes(
     assert losses(tmp_path, *attempts, words=words) == pytest.approx(expected, rel=SAME)
 
 
-def test_older_checkpoints_lack_the_weights_of_classes(tmp_path: Path) -> None:
+def test_a_run_may_continue_with_a_loss_that_has_weights(tmp_path: Path) -> None:
     words = [*WORDS, "model.name=user_state:Net", f"run.root={tmp_path}", "run.name=run"]
     train(1, [*words, f"train.steps={HALF}"], tmp_path / "logs")
     words += ["train.loss=user_state:OfClasses", f"train.steps={STEPS}"]

@@ -117,7 +117,7 @@ def test_answers_name_keys_and_values_that_exist() -> None:
     for words in (*tables["keys"], *tables["elsewhere"]):
         for word in words.split():
             # The nearest-word hint handles a key without its section, except for lr.
-            assert word in ("lr", "micro_batch", "steps") or word not in last_parts, word
+            assert word in ("lr", "micro_batch", "root", "steps") or word not in last_parts, word
     for key, answers in tables["values"].items():
         for words in answers:
             assert not set(words.split()) & set(keys[key].split(" | ")), key
@@ -322,8 +322,25 @@ def test_a_recipe_of_your_own_needs_its_suffix(
 def test_packages_and_data_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     _, config = parse(["log.to=mlflow"])
-    with pytest.raises(ConfigError, match=r"log.to.mlflow=mlflow needs the package mlflow: pip"):
+    with pytest.raises(ConfigError, match=r"log.to=mlflow needs the package mlflow: pip"):
         arguments.check_surroundings(config)
     _, config = parse(["data.name=folder", "data.path=/absent"])
     with pytest.raises(ConfigError, match=r"data.path: cannot read /absent: no such file"):
         arguments.check_surroundings(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "width", "layers"),
+    [
+        (["model.size=1b"], 2048, 16),
+        (['model.size="1b"'], 2048, 16),
+        (["model={size: 1b, name: llama}"], 2048, 16),
+        (["model.size=1b", "model.num_layers=2"], 2048, 2),
+        (["model={size: 1b, num_layers: 2}"], 2048, 2),
+    ],
+)
+def test_a_size_gives_the_numbers_that_no_word_sets(
+    words: list[str], width: int, layers: int
+) -> None:
+    _, config = parse(words)
+    assert (config.model.hidden_size, config.model.num_layers) == (width, layers)

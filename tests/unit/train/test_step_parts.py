@@ -17,6 +17,7 @@ import user_code
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from user_tasks import Returned
@@ -408,6 +409,39 @@ def test_only_a_multiple_of_a_positive_loss_is_a_spike() -> None:
             assert [*map(int, steps)] == found
     finally:
         world.leave()
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that compute something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_buffers_are_kept_and_restored_by_a_few_kernels() -> None:
+    """As many for many layers as for one, whether they are restored or not."""
+    counts = set()
+    for layers in (1, 20):
+        model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)))
+        buffers = Buffers(model)
+        kernels = Kernels()  # type: ignore[no-untyped-call]
+        for is_bad in (True, False):
+            kernels.count = 0
+            before = [one.clone() for one in buffers.now()]
+            with kernels:
+                buffers.keep()
+            model(torch.full((4, 3), torch.nan))
+            after = [one.clone() for one in buffers.now()]
+            with kernels:
+                buffers.restore(torch.tensor(is_bad))
+            expected = before if is_bad else after
+            for found, wanted in zip(buffers.now(), expected, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+            counts.add(kernels.count)
+    assert len(counts) == 1 and max(counts) < 12
 
 
 def test_a_buffer_that_a_forward_pass_replaces_is_restored() -> None:

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import wraps
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
@@ -198,6 +201,12 @@ def test_norms_are_those_of_each_tensor() -> None:
     assert [one.item() for one in torch_private.norms(tensors)] == [5, 13]
 
 
+def test_all_tensors_of_a_list_are_copied_to() -> None:
+    tensors = [torch.zeros(2), torch.zeros((), dtype=torch.int64)]
+    torch_private.copy_all(tensors, [torch.tensor([3.0, 4.0]), torch.tensor(5)])
+    assert [one.tolist() for one in tensors] == [[3, 4], 5]
+
+
 def test_matrices_are_multiplied_in_8_bits() -> None:
     a, scale = torch.eye(16).to(torch.float8_e4m3fn), torch.tensor(3.0)
     product = torch_private.scaled_mm(
@@ -217,6 +226,20 @@ def test_ddp_ignores_buffers_and_expects_gradients(world: None) -> None:  # noqa
     torch.autograd.backward(weights, [torch.full_like(one, torch.nan) for one in weights])
     assert all(one.grad is not None and one.grad.isnan().all() for one in weights)
     ddp(torch.ones(2, 2)).sum().backward()  # the pass was complete
+
+
+def test_a_unit_adds_up_zeros_for_weights_without_a_gradient(world: None) -> None:  # noqa: ARG001
+    first, spare = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    unit, noted = nn.Sequential(first, spare), defaultdict[Any, bool](bool)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
+    torch_private.reduce_unused(unit, noted)
+    unit.forward = first.forward  # type: ignore[method-assign]
+    unit(torch.ones(3, 2)).sum().backward()
+    if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.14
+        uses = [(first.weight, True), (first.bias, True), (spare.weight, False)]
+        assert list(noted.items()) == uses
+        gradient: Any = spare.weight.grad
+        assert gradient.full_tensor().tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_collectives_are_counted_and_time_out(world: None) -> None:  # noqa: ARG001

@@ -49,6 +49,7 @@ def test_losses_are_those_of_a_cpu(
         found = losses(tmp_path, "gpu", "device=cuda", *words.split())
     assert not cuda.reports
     assert not cuda.ranges
+    assert cuda.joined == ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))
     assert found == pytest.approx(on_cpu, rel=1e-5)
 
 

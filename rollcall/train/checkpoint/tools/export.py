@@ -3,9 +3,10 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -68,11 +69,6 @@ def export(path: Path, target: Path, form: str, is_whole: bool = False) -> int:
         return FORMATS[form](_Chosen(path, stored, is_whole, tensors), target)
 
 
-def _to_safetensors(chosen: _Chosen, target: Path) -> int:
-    step = str(chosen.stored.step)
-    return _write_safetensors(chosen.path, target, chosen.tensors, step=step)
-
-
 def _to_torch(chosen: _Chosen, target: Path) -> int:
     """Write values too, for torch.load(weights_only=True)."""
     with _new_file(target) as file:
@@ -91,6 +87,10 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
     """
     path, stored, _, tensors = chosen
     config = stored.about("hugging_face")
+    rules = stored.about("hugging_face_names")
+    tensors = {renamed(name, rules): tensor for name, tensor in tensors.items()}
+    if rules and config["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight", None)
     if "adapter" in stored.facts:
         raise ConfigError(f"{path} holds adapters; add --merge, or choose --format peft")
     if not config:
@@ -154,7 +154,9 @@ def _to_dcp(chosen: _Chosen, target: Path) -> int:
 
 
 FORMATS: dict[str, Callable[[_Chosen, Path], int]] = {
-    "safetensors": _to_safetensors,
+    "safetensors": lambda chosen, target: _write_safetensors(
+        chosen.path, target, chosen.tensors, step=str(chosen.stored.step)
+    ),
     "pt": _to_torch,
     "hf": _to_hugging_face,
     "peft": _to_peft,
@@ -172,6 +174,13 @@ class _Lazy(dcp.DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         [(_, numbers)] = whole(self._chosen.path, [self._chosen.tensors[write_item.index.fqn]])
         return numbers
+
+
+def renamed(name: str, rules: Mapping[str, str]) -> str:
+    """Return a name after all substitutions."""
+    for pattern, replacement in rules.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _shards(chosen: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:

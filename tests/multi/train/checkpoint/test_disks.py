@@ -149,6 +149,22 @@ def test_a_claim_that_cannot_be_read(tmp_path: Path) -> None:
     assert f"No such file or directory: '{claim}'" in reason
 
 
+def test_a_removed_run_directory_is_made_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, "run")
+    ranks = Ranks(2, [*WORDS, f"run.root={tmp_path}"], tmp_path / "logs")
+    try:
+        until(lambda: bool(layout.published(run_dir.checkpoints)))
+        (tmp_path / "run").rename(tmp_path / "removed")  # at once, while the ranks go on writing
+        until(lambda: run_dir.config.exists() and bool(layout.published(run_dir.checkpoints)))
+        ranks.processes[0].terminate()
+        assert ranks.wait() == [75, 75]
+    finally:
+        ranks.kill()
+    assert f"{run_dir.path} was removed; it is made again for this save" in ranks.output()
+    verdict = run_dir.read_verdict()
+    assert verdict and max(layout.published(run_dir.checkpoints)) == verdict.step
+
+
 @needs_root
 def test_the_end_of_the_job_is_not_waited_for(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "run")

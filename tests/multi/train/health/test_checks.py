@@ -6,13 +6,14 @@ import contextlib
 import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import user_surprises
-from ranks import logged_steps, together
+from ranks import Ranks, logged_steps, together
 from torch.nn import functional
 
 from rollcall.config import ConfigError, parse
@@ -61,6 +62,7 @@ def by_hand(case: Any, batch: int) -> list[float]:
     return losses
 
 
+GATHERED = "train.loss=user_surprises:contrastive", "train.gather=true"
 REFUSED = {
     "scale-of-training-in-a-pipeline": (
         words("Scales", "pipeline", "data.micro_batch=2"),
@@ -103,7 +105,7 @@ REFUSED = {
         "train.loss=user_surprises:Running depends on the other samples of a batch",
     ),
     "running-mean-before-a-gathered-loss": (
-        words("Centers", "ddp", "train.loss=user_surprises:contrastive", "train.gather=true"),
+        words("Centers", "ddp", *GATHERED),
         "forward() changes the buffers mean by the samples that it sees",
     ),
     "running-mean": (
@@ -152,24 +154,53 @@ REFUSED = {
         "parallel.strategy=zero2 gathers weights on all ranks together, but only some samples use "
         "heads.",
     ),
+    "unequal-heads-zero2": (
+        words("UnequalHeads", "zero2", "data.micro_batch=1"),
+        "parallel.strategy=zero2 gathers weights on all ranks together, but only some samples use "
+        "heads.",
+    ),
+    "unequal-heads-zero3": (
+        words("UnequalHeads", "zero3"),
+        "parallel.strategy=zero3 gathers weights on all ranks together, but only some samples use "
+        "heads.",
+    ),
+    "hook-before-a-gathered-loss": (  # of samples of two classes, which attract no other
+        words("Hooked", "zero3", *GATHERED),
+        "parallel.strategy=zero3 computes something else than one rank would: the norm of its",
+    ),
 }
 
 
 AGAIN = "model.activation_checkpointing=blocks"
 CONTRASTIVE = (user_surprises.Net, user_surprises.contrastive)
-GATHERED = "train.loss=user_surprises:contrastive", "train.gather=true"
 EQUAL: dict[str, tuple[Any, list[str]]] = {
     "replaced-buffer-zero3": (user_surprises.Replaces, words("Replaces", "zero3")),
     "replaced-buffer-ddp": (user_surprises.Replaces, words("Replaces", "ddp")),
+    "stages-of-different-types": (
+        user_surprises.DoubleStage,
+        words("DoubleStage", "pipeline", "data.micro_batch=2"),
+    ),
     "counter-ddp": (user_surprises.Remembers, words("Remembers", "ddp")),
     "counter-zero3": (user_surprises.Remembers, words("Remembers", "zero3")),
     "input-in-place-zero3": (user_surprises.Doubles, words("Doubles", "zero3")),
     "input-in-place-repeated": (user_surprises.InPlace, words("InPlace", "ddp")),
     "input-in-place-out-of-memory": (user_surprises.Exhausted, words("Exhausted", "ddp")),
     "weight-that-follows-repeated": (user_surprises.Follows, words("Follows", "ddp")),
+    "weight-that-follows-from-the-start": (
+        user_surprises.FollowsFromTheStart,
+        words("FollowsFromTheStart", "ddp"),
+    ),
     "weight-that-gets-other-memory": (
         user_surprises.ReplacingBlocks,
         words("ReplacingBlocks", "ddp"),
+    ),
+    "logits-ddp": (
+        (user_surprises.Scored, lambda out, y: functional.cross_entropy(out.logits, y)),
+        words("Scored", "ddp", "train.loss=user_surprises:of_logits"),
+    ),
+    "logits-zero3": (
+        (user_surprises.Scored, lambda out, y: functional.cross_entropy(out.logits, y)),
+        words("Scored", "zero3"),
     ),
     "fp64-zero3": (user_surprises.Exact, words("Exact", "zero3")),
     "recomputed-blocks": (
@@ -202,6 +233,10 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
         user_surprises.Heads,
         words("Heads", "zero2", "parallel.conditional=heads.*"),
     ),
+    "unequal-heads-that-stay-whole": (
+        user_surprises.UnequalHeads,
+        words("UnequalHeads", "zero3", "parallel.conditional=heads.*", "data.micro_batch=1"),
+    ),
     "contrastive-ddp": (CONTRASTIVE, words("Net", "ddp", *GATHERED)),
     "contrastive-zero3-micro": (
         CONTRASTIVE,
@@ -232,6 +267,9 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
 MIXED = {
     "heads-unseen": words("Heads", "zero3", "data.global_batch=2", "parallel.check=off"),
     "branches-unseen": words("Branches", "zero2", "data.global_batch=2", "parallel.check=off"),
+    "branches-of-unequal-sizes": words(
+        *("UnequalBranches", "zero3", "data.global_batch=2", "parallel.check=off")
+    ),
 }
 ACCEPTED = {
     "batchnorm-dropout-and-noise-ddp": words("Batches", "ddp"),
@@ -240,6 +278,7 @@ ACCEPTED = {
     "weight-of-training-context": words("ExtraWords", "context"),
     "unusual-code": words("Unusual", "ddp"),
     "warning": words("Spread", "ddp", "parallel.check=warn"),
+    "teacher-out-of-memory": words("FollowsAndExhausts", "ddp"),
     "repeated-samples": words(
         *("Centers", "ddp", "model.sync_buffers={mean: mean}", "data.global_batch=7")
     ),
@@ -263,6 +302,19 @@ BROKEN = {
         words("DoublingBlocks", "ddp", AGAIN),
         f"{TWICE}Doubling changes its inputs in place, so",
     ),
+    "recomputed-blocks-whose-inputs-change-later": (
+        words("ShiftingBlocks", "ddp", AGAIN),
+        "the model changes a tensor in place that the backward pass still needs, such as an input",
+    ),
+    "recomputed-blocks-whose-inputs-change-later-zero3": (
+        words("ShiftingBlocks", "zero3", AGAIN),
+        "the model changes a tensor in place that the backward pass still needs, such as an input",
+    ),
+    "layers-that-look-at-values-in-a-pipeline": (
+        words("LookingLayers", "pipeline", "data.micro_batch=2"),
+        "a pipeline needs the shapes of a model before its weights exist, but the forward() of "
+        "layer 1 depends on values: choose ddp",
+    ),
     "reentrant-with-unused-weights": (
         words("Reentrant", "ddp"),
         "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do",
@@ -278,6 +330,13 @@ CASES |= MIXED | COUNTED | {name: given for name, (given, _) in BROKEN.items()}
 CASES |= {name: given for name, (_, given) in EQUAL.items()} | ACCEPTED
 
 
+@contextlib.contextmanager
+def redirect(printed: io.StringIO) -> Iterator[None]:
+    """Collect all that is printed."""
+    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+        yield
+
+
 def do_all(rank: int, folder: Path) -> None:
     """Be a rank that does all cases, and notes how each ends."""
     world = World.join("cpu")
@@ -286,7 +345,7 @@ def do_all(rank: int, folder: Path) -> None:
     for name, given in CASES.items():
         _, config = parse([*given, f"run.root={folder}", f"run.name={name}"])
         printed = io.StringIO()
-        with StopSignals() as signals, contextlib.redirect_stderr(printed):
+        with StopSignals() as signals, redirect(printed):
             try:
                 ends[name] = training.train("digits", config, world, signals)
             except ConfigError as error:
@@ -329,6 +388,26 @@ def test_what_no_check_could_allow_ends_the_run(case: str, ends: Ends) -> None:
     assert ends[0][case].startswith(BROKEN[case][1])
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("OverwritingStage", "changes a tensor in place"),
+        (
+            "ReentrantStage",
+            "calls torch.utils.checkpoint with use_reentrant=True, which a pipeline",
+        ),
+    ],
+)
+def test_an_error_in_one_stage_of_a_pipeline_ends_all_ranks(
+    tmp_path: Path, model: str, message: str
+) -> None:
+    given = words(model, "pipeline", "data.micro_batch=2", f"run.root={tmp_path}")
+    ranks = Ranks(2, given, tmp_path / "logs")
+    codes = ranks.wait()
+    assert codes[1] == 2 and codes[0] != 0, codes
+    assert f"rollcall: error: the model {message}" in ranks.log(1).read_text()
+
+
 @pytest.mark.parametrize("case", [*EQUAL, *ACCEPTED])
 def test_what_is_accepted_trains(case: str, ends: Ends) -> None:
     reasons, folder = ends
@@ -347,6 +426,14 @@ def test_samples_that_are_repeated_to_divide_a_batch_are_announced(ends: Ends) -
     assert "repeat samples" not in warned["shared-mean-ddp"]
 
 
+def test_smaller_micro_batches_that_change_the_result_are_announced(ends: Ends) -> None:
+    warned = json.loads((ends[1] / "warned-0.json").read_text())
+    text = "; forward() changes teacher.weight once in each of these, so the result differs"
+    text = f"ran out of memory; repeating it with 2 samples at once{text}"
+    assert text in warned["teacher-out-of-memory"]
+    assert "forward() changes" not in warned["input-in-place-out-of-memory"]
+
+
 @pytest.mark.parametrize("case", COUNTED)
 def test_few_samples_pass_before_the_first_step(case: str, ends: Ends) -> None:
     (reasons, folder), steps = ends, STEPS * (BATCH if "tensor" in case else BATCH // 2)
@@ -354,3 +441,4 @@ def test_few_samples_pass_before_the_first_step(case: str, ends: Ends) -> None:
     for rank in range(2):
         passed = json.loads((folder / f"passed-{rank}.json").read_text())[case]
         assert steps < sum(passed) <= steps + 20, passed
+        assert len(passed) <= STEPS + 6, passed

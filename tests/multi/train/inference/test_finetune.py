@@ -19,7 +19,6 @@ import torch
 from checkout import ROOT
 from ranks import logged_steps, train
 
-from rollcall.config import ConfigError
 from rollcall.records.run_dir import RunDir
 from rollcall.train.checkpoint.tools.command import main as checkpoint
 from rollcall.train.data.source import Batch
@@ -69,10 +68,6 @@ def test_a_cache_and_a_merge_change_nothing(place: Path, monkeypatch: pytest.Mon
             for temperature in (0.0, 1.0)
             for caches in (True, False)
         ]
-        with monkeypatch.context() as patch:
-            patch.setattr(library, "DynamicCache", lambda: None)  # as before 4.56
-            with pytest.raises(ConfigError, match=r"needs transformers 4\.56 or newer, found"):
-                next(tokens(model, world, prompt))
         last = [*islice(tokens(model, world, ids.flatten().tolist() * 4 + prompt, 0.0), 99)]
     world.leave()
     with torch.no_grad():
@@ -120,6 +115,16 @@ def test_text_goes_in_and_comes_out(
     monkeypatch.setattr("sys.stdin", os.fdopen(ours))
     assert generate(["run", "--chat", "--length", "3"]) == 0
     assert capsys.readouterr().err.count(" tokens, ") == 2
+
+
+def test_an_old_library_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Packed rows would attend to each other without a word."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.55.4")
+    assert generate(["run", "--prompt", PROMPT]) == 2
+    assert "needs transformers 4.56 or newer, found 4.55.4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Predictions are in order and each is there once, for every strategy and after every stop."""
+"""Predictions come in order and once, for every strategy and after every stop."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from sklearn.datasets import load_digits
 from user_tasks import Sentences
 
 from rollcall.system.files import read_lines
+from rollcall.train.inference import trained
+from rollcall.train.inference.generate import tokens
+from rollcall.train.ranks.world import World
 
 VALIDATION = 359
 
@@ -58,6 +62,7 @@ def test_one_process_predicts_what_the_evaluation_counted(
     [
         (3, ("--batch", "7", "data.num_workers=1")),
         (1, ("--batch", "99999999999")),
+        (1, ("parallel.mesh=pipeline=2,tensor=2",)),  # as of a run that trained on more ranks
         (2, ("parallel.strategy=zero3",)),
         (4, ("parallel.mesh=pipeline=2,tensor=2", "data.micro_batch=8")),
     ],
@@ -172,13 +177,35 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [(1, ()), (2, ("parallel.strategy=zero3",)), (2, ("parallel.mesh=tensor=2",))],
+    [
+        (1, ()),
+        (2, ("parallel.strategy=zero3",)),
+        (2, ("parallel.mesh=tensor=2",)),
+        (2, ("parallel.mesh=tensor=2", "parallel.sequence_parallel=true")),
+        (2, ("parallel.mesh=context=2",)),
+    ],
 )
 def test_generated_text(tmp_path: Path, writer: Path, ranks: int, more: tuple[str, ...]) -> None:
     words = ["generate", str(writer), "--prompt", "def one(", "--length", "45"]
     output = train(ranks, [*words, "--temperature", "0", *more], tmp_path / "logs")
     assert "def one(two): return three\ndef one(two): return three\n" in output
     assert "45 tokens, " in output
+
+
+def test_a_token_is_computed_once_as_long_as_the_text_has_positions(writer: Path) -> None:
+    run_dir, config = trained.find(str(writer), ["device=cpu"])
+    world = World.join("cpu")
+    texts, lengths = [], list[int]()
+    with trained.load(run_dir, config, world, with_data=False) as model:
+        model.strategy.model.register_forward_pre_hook(
+            lambda _, inputs, named: lengths.append((*inputs, *named.values())[0].shape[1]),
+            with_kwargs=True,
+        )
+        for caches in (True, False):
+            texts.append([*islice(tokens(model, world, [*b"def"], 2.0, caches=caches), 20)])
+    world.leave()
+    assert texts[0] == texts[1]
+    assert lengths == [3] + [1] * 13 + [16] * 26
 
 
 def test_seed_and_temperature_choose_the_text(tmp_path: Path, writer: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from checkout import ROOT
+from checkout import PACED, ROOT
 from disks import until
 from ranks import Ranks, logged_steps, train
 
@@ -27,8 +27,7 @@ def wait_for(event: str, run: RunDir, count: int) -> None:
 
 def test_a_second_attempt_fences_the_first_one_off_and_leaves_in_time(tmp_path: Path) -> None:
     run = RunDir(tmp_path, "it")
-    words = ["device=cpu", "train.steps=1000000", "checkpoint.every=20", "run.name=it"]
-    words += ["train.callbacks=tests.helpers.user_tasks:Paced"]
+    words = ["device=cpu", "train.steps=1000000", "checkpoint.every=20", "run.name=it", PACED]
     command = [sys.executable, "-m", "train", *words, f"run.root={tmp_path}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 

@@ -72,7 +72,8 @@ def test_blocks_of_a_kind_are_compiled_once(recomputed: str) -> None:
     for _ in range(2):
         model(torch.zeros(ROWS, LENGTH, dtype=torch.int64)).sum().backward()
     kinds = {type(block) for block in model.children()}
-    assert (backend.frame_count, len(kinds), counters["graph_break"]) == (4, 4, {})
+    # The embedding, the norm and the head are one kernel each already.
+    assert (backend.frame_count, len(kinds), counters["graph_break"]) == (1, 4, {})
 
 
 @pytest.mark.parametrize("mode", ["blocks", "selective"])

@@ -67,6 +67,14 @@ def test_a_mesh_that_does_not_fit_is_refused(words: str, expected: str) -> None:
             "parallel.sequence_parallel is an option of tensor parallelism",
         ),
         (["strategy=tensor", "static_graph=true"], "parallel.static_graph is an option of ddp"),
+        (["sync=diloco", "strategy=zero3"], "needs replicas that can train alone"),
+        (["sync=diloco", "mesh=replicate=2,tensor=2"], "choose ddp, hsdp, or a mesh such as"),
+        (["sync=diloco", "mesh=replicate=2,shard=2", "strategy=zero1"], "can train alone"),
+        (["sync=diloco", "compression=bf16"], "parallel.compression is an option of ddp"),
+        (["sync=local-sgd", "outer_lr=1"], "parallel.outer_lr is an option of diloco"),
+        (["sync=step model.balance_loss=0.1"], "model.balance_loss is an option of experts"),
+        (["sync_every=5"], "parallel.sync_every is an option of local-sgd and diloco"),
+        (["sync=diloco model.sync_batchnorm=true"], "makes all replicas agree in every step"),
     ],
 )
 def test_contradictions_are_refused(words: list[str], expected: str) -> None:

@@ -1,0 +1,193 @@
+"""Replicas that train alone and meet seldom: local SGD and DiLoCo.
+
+Between two meetings, a replica takes steps on its own share of every batch. Local SGD
+(https://arxiv.org/abs/1805.09767) then continues with the mean of the weights. DiLoCo
+(https://arxiv.org/abs/2311.08105) takes the distance from the weights of the last meeting to the
+mean for a gradient, and lets an outer SGD with Nesterov momentum apply it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollcall.config.schema import Parallel
+from rollcall.messages.text import size
+from rollcall.train.checkpoint.engine import OUTER, REPLICAS
+from rollcall.train.numerics.ema import drop_gathered
+from rollcall.train.parallel.part import flatten, local_bytes, unflatten
+from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks.activity import doing
+from rollcall.train.ranks.clock import COMMUNICATION, OTHER, clock
+from rollcall.train.ranks.device import local_of
+from rollcall.train.torch_private import copy_all
+
+BUCKET = 2**26
+"""Bytes of weights that are averaged at once, which bounds the memory for messages."""
+BLOCK = 128
+"""Numbers that share a scale in 4 bits."""
+MOMENTUM = f"{OUTER}-momentum"
+PARTS = ("model", "optim")
+"""The parts of a state that differ between replicas in the middle of a round."""
+
+
+class Outer:
+    """The outer optimizer, on every rank; all ranks make each call together."""
+
+    def __init__(self, strategy: Strategy, options: Parallel, device: torch.device) -> None:
+        """Begin a round with the current weights, which are the same on all replicas."""
+        assert strategy.replicas_apart is not None
+        self._model, self._options, self._device = strategy.model, options, device
+        self._group = strategy.replicas_apart.get_group()
+        self._name = f"{REPLICAS}{strategy.apart}"
+        self._number = str(strategy.replicas_apart.get_local_rank())
+        is_mean = options.sync == "local-sgd"
+        self._lr = 1.0 if is_mean else options.outer_lr
+        self._decay = 0.0 if is_mean else options.outer_momentum
+        drop_gathered(self._model)
+        # The weights of the last meeting, and the momentum, by the names of the weights.
+        self._anchor = {name: weight.detach().clone() for name, weight in self._weights()}
+        zeros = {} if is_mean else self._anchor
+        self._momentum = {name: torch.zeros_like(tensor) for name, tensor in zeros.items()}
+        self._met = 0  # the step of the last meeting
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._model.named_parameters():
+            if weight.requires_grad:
+                yield name, weight
+
+    @doing("meeting the other replicas")
+    @torch.no_grad()
+    def meet(self, step: int) -> bool:
+        """Take an outer step if the round is over after this step; return whether it was."""
+        if step - self._met < self._options.sync_every:
+            return False
+        clock.enter(COMMUNICATION)
+        drop_gathered(self._model)  # so that the parameters are shards
+        for some in _buckets([*self._weights()]):
+            weights = [local_of(weight) for _, weight in some]
+            anchors = [local_of(self._anchor[name]) for name, _ in some]
+            momenta = [local_of(self._momentum[name]) for name, _ in some if self._momentum]
+            gradients = [*map(torch.sub, anchors, weights)]
+            self._average(gradients, self._options.sync_compression)
+            for momentum, gradient in zip(momenta, gradients, strict=False):
+                momentum.mul_(self._decay).add_(gradient)
+                gradient.add_(momentum, alpha=self._decay)
+            for weight, anchor, gradient in zip(weights, anchors, gradients, strict=True):
+                weight.copy_(anchor.sub_(gradient, alpha=self._lr))
+        self._met = step
+        clock.enter(OTHER)
+        return True
+
+    @torch.no_grad()
+    def average(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replace floating-point tensors by the means over the replicas, in place."""
+        for some in _buckets([("", tensor) for tensor in tensors if tensor.is_floating_point()]):
+            self._average([local_of(tensor) for _, tensor in some])
+
+    def _average(self, tensors: Sequence[torch.Tensor], how: str = "none") -> None:
+        vectors = flatten(tensors)
+        for number, vector in enumerate(vectors):  # shards may lie in the host's memory
+            mean = _mean(vector.to(self._device), self._group, how)
+            vectors[number] = mean.to(vector)
+        for tensor, mean in zip(tensors, unflatten(vectors, tensors), strict=True):
+            tensor.copy_(mean)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the mean of the replicas' weights within this context."""
+        drop_gathered(self._model)
+        weights = [local_of(weight.detach()) for _, weight in self._weights()]
+        before = [weight.clone() for weight in weights]
+        self.average(weights)
+        try:
+            yield
+        finally:
+            drop_gathered(self._model)
+            copy_all(weights, before)
+
+    def spread(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with means, and with what this replica and the outer optimizer have.
+
+        A checkpoint saves it, or fills it in place.
+        """
+        replica, means = {}, {}
+        named = self._model.named_parameters(remove_duplicate=False)
+        alike = {name for name, weight in named if not weight.requires_grad}
+        for part in PARTS:
+            named = ((n, tensor) for n, tensor in state[part].items() if n not in alike)
+            tensors = {n: tensor for n, tensor in named if isinstance(tensor, torch.Tensor)}
+            copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            self.average(copies.values())
+            replica[part], means[part] = tensors, {**state[part], **copies}
+        outer: dict[str, Any] = {OUTER: {"anchor": self._anchor, "met": self._met}}
+        outer |= {MOMENTUM: self._momentum} if self._momentum else {}
+        return {**state, **means, **outer, self._name: {self._number: replica}}
+
+    def of_replica(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a filled state with what this replica had, or the means if they were others."""
+        replica = state.get(self._name, {}).get(self._number, {})
+        return {**state, **{part: {**state[part], **replica.get(part, {})} for part in PARTS}}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """Continue the round of a filled state; begin one if the run has had none before."""
+        self._met = int(state[OUTER]["met"]) if OUTER in state else step
+        for name, weight in () if OUTER in state else self._weights():
+            local_of(self._anchor[name]).copy_(local_of(weight))
+        for momentum in () if MOMENTUM in state else self._momentum.values():
+            local_of(momentum).zero_()
+
+    def describe(self) -> str:
+        """Describe the meetings."""
+        options, sent = self._options, local_bytes(self._model, of_gradients=True)
+        how = "" if options.sync_compression == "none" else f" in {options.sync_compression}"
+        return (
+            f"The replicas train alone and meet every {options.sync_every} steps ({options.sync}), "
+            f"with a mean of {size(sent)} of weights{how}."
+        )
+
+
+def _buckets(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, Any]]]:
+    bucket, total = list[tuple[str, torch.Tensor]](), 0
+    for name, tensor in tensors:
+        if bucket and total + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append((name, tensor))
+        total += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _mean(vector: torch.Tensor, group: dist.ProcessGroup, how: str) -> torch.Tensor:
+    """Return the mean of a vector over the ranks of a group, the same on all of them."""
+    ranks = dist.get_world_size(group)
+    if how == "int4":
+        message = pack(vector)
+        messages = [torch.empty_like(message) for _ in range(ranks)]
+        dist.all_gather(messages, message, group=group)
+        return torch.stack([unpack(other, len(vector)) for other in messages]).mean(0)
+    sent = vector.bfloat16() if how == "bf16" else vector
+    dist.all_reduce(sent, group=group)
+    return sent.to(vector) / ranks
+
+
+def pack(vector: torch.Tensor) -> torch.Tensor:
+    """Return a vector as bytes: its numbers in 4 bits, then the scale of each BLOCK in fp32."""
+    padded = torch.nn.functional.pad(vector.float(), (0, -len(vector) % BLOCK)).view(-1, BLOCK)
+    scales = padded.abs().amax(1, keepdim=True) / 7
+    codes = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny)).round() + 8
+    high, low = codes.to(torch.uint8).view(-1, 2).unbind(1)
+    return torch.cat([high * 16 + low, scales.view(-1).view(torch.uint8)])
+
+
+def unpack(message: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the `length` numbers that `pack` made a message of, in fp32."""
+    blocks = -(-length // BLOCK)
+    codes, scales = message.tensor_split([blocks * BLOCK // 2])
+    numbers = torch.stack([codes // 16, codes % 16], 1).float().view(blocks, BLOCK) - 8
+    # A copy, because the bytes of fp32 numbers must be aligned.
+    return (numbers * scales.clone().view(torch.float32).view(-1, 1)).view(-1)[:length]

@@ -1,0 +1,376 @@
+"""Mixtures of experts, and experts spread over ranks.
+
+Each token passes through a few of many perceptrons (Shazeer et al., 2017,
+https://arxiv.org/abs/1701.06538); none is dropped. Biases of the router balance their loads. They
+move after each step, as in DeepSeek-V3, https://arxiv.org/abs/2412.19437; losses may help. With a
+mesh dimension `expert`, each of its ranks holds some of the experts of each layer, and tokens
+travel to them and back by two all-to-alls (GShard, https://arxiv.org/abs/2006.16668).
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
+
+from rollcall.config.schema import ConfigError
+from rollcall.messages.text import listed
+from rollcall.train.data.source import Batch
+from rollcall.train.parallel.part import Part, nearest_multiples
+from rollcall.train.ranks.device import local_of
+from rollcall.train.ranks.measures import measure
+from rollcall.train.torch_private import all_to_all
+
+UNIT = 2**-20
+"""Nats in which entropies are added up: sums of integers do not depend on their order."""
+DEAD = 100
+"""Steps after which an expert that no token has chosen is named."""
+
+
+class Experts(nn.Module):
+    """Perceptrons of which each token passes the `top_k` with the highest scores; their router."""
+
+    bias: torch.Tensor
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        number: int,
+        top_k: int = 2,
+        *,
+        shared: int = 0,
+        gated: bool = False,
+        scores: str = "softmax",
+        balance_rate: float = 1e-3,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        """Create the layer.
+
+        Both losses are means over sequences of x (sequences, …, width), so a result does not depend
+        on how a batch is cut. They change gradients, not the output; padding has none.
+
+        Args:
+            width: numbers of a token, before and after the layer.
+            hidden: units of an expert.
+            number: experts.
+            top_k: experts that a token passes.
+            shared: experts that every token passes beside them.
+            gated: SiLU with a gate, https://arxiv.org/abs/2002.05202, instead of GELU.
+            scores: softmax or sigmoid of the router's outputs.
+            balance_rate: how far the biases move in a step; 0 does not balance.
+            balance_loss: weight of the loss of uneven loads within a sequence (DeepSeek-V3, 2.1.2).
+            z_loss: weight of the loss of large outputs of the router (ST-MoE,
+                https://arxiv.org/abs/2202.08906, 2.2).
+
+        Raises:
+            ValueError: `top_k` or `scores` is not possible.
+        """
+        super().__init__()
+        if not 1 <= top_k <= number:
+            raise ValueError(f"top_k={top_k}: expected 1 to {number}, the number of experts")
+        if scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores={scores}: expected softmax or sigmoid")
+        self.number, self.top_k, self.scores = number, top_k, scores
+        self.balance_rate, self.balance_loss, self.z_loss = balance_rate, balance_loss, z_loss
+        # The factor of a sample's loss in the gradient; None for the mean over the samples of x.
+        self.scale: Callable[[], float | torch.Tensor] | None = None
+        self.router = nn.Linear(width, number, bias=False)
+        self.perceptrons = Perceptrons(width, hidden, number, gated)
+        self.shared = Perceptrons(width, shared * hidden, 1, gated) if shared else None
+        self.register_buffer("bias", torch.zeros(number))
+        self._group: dist.ProcessGroup | None = None  # ranks that hold the other experts
+        # Totals of the newest passes: an own training loop may never take them.
+        self._totals: deque[torch.Tensor] = deque(maxlen=1024)
+
+    def spread(self, group: dist.ProcessGroup) -> None:
+        """Send each token to the ranks of its experts, which are divided evenly, in order."""
+        self._group = group
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes depend on the router
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, width) to the same shape."""
+        tokens = x.flatten(0, -2)
+        with torch.autocast(_device(x), enabled=False):  # rounding would change the choice
+            logits = functional.linear(tokens.float(), self.router.weight.float())
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        chosen = (scores.detach() + self.bias).topk(self.top_k, -1).indices
+        weights = scores.gather(-1, chosen)
+        if self.top_k > 1:  # the weight of one expert must follow its score, or nothing trains it
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens.repeat_interleave(self.top_k, 0).index_select(0, order)
+        outputs = self._exchanged(rows, _count(chosen.flatten(), self.number))
+        outputs = outputs.index_select(0, order.argsort()).view(len(tokens), self.top_k, -1)
+        y = (outputs * weights.unsqueeze(-1)).sum(1).type_as(x)
+        if self.shared:
+            y = y + self.shared(tokens, chosen.new_full((1,), len(tokens)))
+        y = y.view_as(x)
+        if self.training and y.requires_grad and self.router.weight.requires_grad:
+            if self.balance_loss or self.z_loss:
+                y = _Penalized.apply(y, self._penalties(len(x), logits, scores, chosen), self.scale)
+            y.register_hook(partial(self._note, chosen, scores.detach()))  # type: ignore[no-untyped-call]
+        return y
+
+    def _penalties(
+        self, rows: int, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of both losses for each sequence of a batch."""
+        chosen = chosen.view(rows, -1)
+        loads = torch.zeros(rows, self.number, device=logits.device)
+        loads.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=loads.dtype))
+        shares = (scores / scores.sum(-1, keepdim=True)).view(rows, -1, self.number).mean(1)
+        uneven = (loads * shares).sum(1) * self.number / chosen.shape[1]
+        large = logits.logsumexp(-1).square().view(rows, -1).mean(1)
+        return self.balance_loss * uneven + self.z_loss * large
+
+    def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Pass rows, sorted by expert, through the experts wherever these are."""
+        group = self._group
+        if group is None or rows.is_meta:
+            return self.perceptrons(rows, counts)  # type: ignore[no-any-return]
+        ranks = dist.get_world_size(group)
+        theirs = all_to_all(counts, None, None, group).view(ranks, -1)
+        sums = torch.stack([counts.view(ranks, -1).sum(1), theirs.sum(1)])
+        sent, received = sums.tolist()  # the only wait for a GPU
+        rows = all_to_all(rows, received, sent, group)
+        # They come sorted by rank, then by expert.
+        numbers = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
+        numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(rows))
+        order = numbers.argsort(stable=True)
+        outputs = self.perceptrons(rows.index_select(0, order), theirs.sum(0))
+        return all_to_all(outputs.index_select(0, order.argsort()), sent, received, group)
+
+    def _note(self, chosen: torch.Tensor, scores: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Count tokens in the backward pass, where padding has no gradient, and none counts twice.
+
+        A forward pass may be repeated, to save memory. The entropy of a token counts for each of
+        its experts.
+        """
+        has_gradient = (gradient.flatten(0, -2) != 0).any(-1, keepdim=True)
+        numbers = chosen.where(has_gradient, self.number)
+        entropies = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1, keepdim=True)
+        entropies = (entropies / UNIT * self.top_k).long().where(has_gradient, 0)
+        counts = _count(numbers.flatten(), self.number + 1)
+        self._totals.append(torch.cat([counts[:-1], entropies.sum(0)]))
+
+    def take_totals(self, passes: int = 0) -> torch.Tensor:
+        """Return, and forget, totals of the newest passes, or of all for 0.
+
+        They are the tokens of each expert, then the sum of the entropies of the router's scores.
+        """
+        totals = [*self._totals][-passes:]
+        self._totals.clear()
+        return sum(totals, self.bias.new_zeros(self.number + 1, dtype=torch.int64))
+
+    def take_counts(self) -> torch.Tensor:
+        """Return, and forget, the tokens of each expert in all passes."""
+        return self.take_totals()[:-1]
+
+    def move_biases(self, counts: torch.Tensor) -> None:
+        """Raise the bias of experts with fewer tokens than the mean, and lower the others'."""
+        self.bias += self.balance_rate * (counts.double().mean() - counts).sign().to(self.bias)
+
+
+class _Penalized(torch.autograd.Function):
+    """Adds a loss of each sequence that has a gradient to the loss, wherever that is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, penalties: torch.Tensor, scale: Any) -> torch.Tensor:
+        ctx.scale, ctx.kind = scale, penalties.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        counts = (gradients[0] != 0).flatten(1).any(1).to(ctx.kind)
+        return gradients[0], counts * (ctx.scale() if ctx.scale else 1 / len(counts)), None
+
+
+class Perceptrons(nn.Module):
+    """Perceptrons of two layers and no biases, as one tensor for each of the layers."""
+
+    def __init__(self, width: int, hidden: int, number: int, gated: bool) -> None:
+        super().__init__()
+        self.gated = gated
+        units = hidden * (2 if gated else 1)
+        self.up = nn.Parameter(torch.empty(number, width, units).uniform_(-1, 1) * width**-0.5)
+        self.down = nn.Parameter(torch.empty(number, hidden, width).uniform_(-1, 1) * hidden**-0.5)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Map (rows, width) to the same shape; the first counts[0] rows are for the first one."""
+        hidden = _products(rows, local_of(self.up), counts)
+        if self.gated:
+            gate, hidden = hidden.chunk(2, -1)
+            hidden = functional.silu(gate) * hidden
+        else:
+            hidden = functional.gelu(hidden)
+        return _products(hidden, local_of(self.down), counts)
+
+
+def _products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled(_device(rows)):
+        kind = torch.get_autocast_dtype(_device(rows))
+        rows, weights = rows.to(kind), weights.to(kind)
+    is_aligned = all(size % 8 == 0 for size in weights.shape[1:])  # to 16 bytes
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned:
+        return functional.grouped_mm(rows, weights, offs=counts.cumsum(0).int())
+    # The meta device only asks for shapes and costs.
+    sizes = [len(rows)] + [0] * (len(weights) - 1) if rows.is_meta else counts.tolist()
+    parts = torch.split(rows, sizes)
+    return torch.cat([part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)])
+
+
+def _device(x: torch.Tensor) -> str:
+    return "cpu" if x.is_meta else x.device.type
+
+
+def _count(numbers: torch.Tensor, limit: int) -> torch.Tensor:
+    """Return how often each number below the limit occurs, without waiting for a GPU."""
+    counts = torch.zeros(limit, dtype=torch.int64, device=numbers.device)
+    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
+def layers_of(model: nn.Module) -> list[Experts]:
+    """Return the layers of experts of a model, or of this rank's part of it."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+class Balance(Part):
+    """Moves the biases of all layers of experts after each step, and measures their imbalance."""
+
+    changes_passes = False
+
+    def __init__(
+        self,
+        layers: Mapping[str, tuple[int, Experts | None]],
+        copies: int,
+        passes: Callable[[], int],
+        scale: Callable[[], float | torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Balance the layers of a model.
+
+        Args:
+            layers: the number of experts by the layer's name, and the layer, if this rank has it.
+            copies: ranks that count the same tokens.
+            passes: returns how many of the newest counts are of the step; 0 means all.
+            scale: returns the factor of a sample's loss in the gradient of the step.
+            device: where tokens are counted.
+        """
+        self._layers, self._copies, self._passes = layers, copies, passes
+        self._names = [f"{name} {n}" for name, (size, _) in layers.items() for n in range(size)]
+        # The steps in which no token has chosen an expert, and all steps.
+        self._idle = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+        self._steps = 0
+        for _, layer in layers.values():
+            if layer:
+                layer.scale = scale
+
+    @torch.no_grad()
+    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Add up the tokens of each expert over all ranks."""
+        none = partial(torch.zeros, dtype=torch.int64, device=self._idle.device)
+        passes = self._passes()
+        layers = self._layers.values()
+        held = [layer.take_totals(passes) if layer else none(size + 1) for size, layer in layers]
+        totals = torch.cat(held)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(totals)
+        sums = torch.split(totals // self._copies, [size + 1 for size, _ in layers])
+        parts = [total[:-1] for total in sums]
+        loads, entropies = [], []
+        for (name, (_, layer)), part, total in zip(self._layers.items(), parts, sums, strict=True):
+            if layer:
+                layer.move_biases(part)
+            # A layer without gradients, before frozen weights alone, counts no tokens.
+            loads.append(part.max() / part.double().mean().clamp(min=1e-9))
+            entropies.append(total[-1] * UNIT / part.sum().clamp(min=1))
+            measure(f"expert_imbalance/{name}", loads[-1])
+            measure(f"router_entropy/{name}", entropies[-1])
+        measure("expert_imbalance", torch.stack(loads).max())
+        measure("router_entropy", torch.stack(entropies))
+        idle = torch.cat([(part == 0) & part.any() for part in parts])
+        measure("idle_experts", idle.sum())
+        self._idle = torch.where(idle, self._idle + 1, 0)
+        self._steps += 1
+        if self._steps % DEAD == 0:  # seldom, because it waits for a GPU
+            dead = [self._names[n] for n in (self._idle >= DEAD).nonzero().flatten().tolist()]
+            if dead and dist.get_rank() == 0:
+                text = f"no token has chosen {listed(dead, 4)} in the last {DEAD} steps"
+                remedy = "raise model.balance_rate, or choose fewer experts"
+                print(f"rollcall: warning: {text}: {remedy}", file=sys.stderr, flush=True)
+        return False
+
+    def finish_with_nan(self, model: nn.Module) -> bool:
+        """Take part in the sum; the step is skipped."""
+        return not self.finish(model)
+
+
+class Spread(Part):
+    """The experts of each layer, divided over the ranks of one dimension."""
+
+    suspicion = "a layer of experts that only some ranks call"
+
+    def __init__(self, mesh: DeviceMesh, shards: int, name: str) -> None:
+        """Divide over the mesh; `shards` ranks share each expert, for the model of this name."""
+        self._mesh, self._shards, self._name = mesh, shards, name
+        self._layers: list[Experts] = []  # of this rank
+
+    def check(self, model: nn.Module, _example: Batch) -> None:
+        """Raise ConfigError if the model has no experts, or their number does not divide."""
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
+        degree = self._mesh.size()
+        if not layers:
+            raise ConfigError(
+                f"the mesh has expert={degree}, but model.name={self._name} has no experts: set "
+                "model.experts for gpt, use rollcall.Experts in your model, or remove expert"
+            )
+        for name, layer in layers.items():
+            if layer.number % degree:
+                raise ConfigError(
+                    f"{name} has {layer.number} experts, which do not divide by expert={degree}; "
+                    f"choose {nearest_multiples(layer.number, degree)} experts"
+                )
+            for weight in layer.perceptrons.parameters():
+                if weight.shape[1] % self._shards:
+                    raise ConfigError(
+                        f"{name} has experts of {weight.shape[1]} units, which do not divide by "
+                        f"the {self._shards} ranks that share an expert; choose "
+                        f"{nearest_multiples(weight.shape[1], self._shards)}"
+                    )
+
+    def apply(self, model: nn.Module) -> None:
+        """Keep this rank's experts."""
+        self._layers = layers_of(model)
+        for layer in self._layers:
+            for name, weight in [*layer.perceptrons.named_parameters()]:
+                part = distribute_tensor(weight, self._mesh, [Shard(0)], src_data_rank=None)
+                setattr(
+                    layer.perceptrons, name, nn.Parameter(part, requires_grad=weight.requires_grad)
+                )
+            layer.spread(self._mesh.get_group())
+
+    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Divide the gradients, which are sums over the ranks of the dimension, as means are."""
+        for layer in self._layers:
+            for weight in layer.perceptrons.parameters():
+                if weight.grad is not None:
+                    local_of(weight.grad).div_(self._mesh.size())
+        return False
+
+    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
+        """Describe the exchange of tokens."""
+        values = sum(layer.router.in_features * layer.top_k for layer in self._layers)
+        return (
+            f"Each rank holds 1/{self._mesh.size()} of the experts of a layer; per micro-batch two "
+            f"all-to-alls a layer, together {2 * values} values per token, and two in the backward "
+            "pass."
+        )
