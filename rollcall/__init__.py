@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollcall.train.checkpoint.checkpointer import Checkpointer as Checkpointer
     from rollcall.train.data.loader import Loader as Loader
     from rollcall.train.data.order import Order as Order
+    from rollcall.train.parallel.experts import Experts as Experts
     from rollcall.train.ranks.measures import measure as measure
     from rollcall.train.ranks.signals import StopSignals as StopSignals
     from rollcall.train.ranks.world import World as World
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Checkpointer": "rollcall.train.checkpoint.checkpointer",
     "Config": "rollcall.config",
+    "Experts": "rollcall.train.parallel.experts",
     "Loader": "rollcall.train.data.loader",
     "Order": "rollcall.train.data.order",
     "RefusedError": "rollcall.messages.refusal",
@@ -38,9 +40,10 @@ _MODULES |= dict.fromkeys(
     ("Job", "RunError", "map", "run", "runs", "submit"), "rollcall.launch.api.job"
 )
 
-__all__ = ["Checkpointer", "Config", "Job", "Loader", "Order", "RefusedError", "RunDir", "RunError"]
+__all__ = ["Checkpointer", "Config", "Experts", "Job", "Loader", "Order", "RefusedError", "RunDir"]
+__all__ += ["RunError", "StopSignals", "World", "checkpoint_dir", "measure"]
 # Not `map`: `import *` must not replace Python's own.
-__all__ += ["StopSignals", "World", "checkpoint_dir", "measure", "run", "runs", "submit"]
+__all__ += ["run", "runs", "submit"]
 
 
 def __getattr__(name: str) -> object:

@@ -16,11 +16,12 @@ TRAIN = {
     "plan": Command(
         "tools.plan.command",
         "plan a run: layouts, memory, time, cost",
-        words="tools.plan.model:shapes",
+        words="tools.plan.shapes:KNOWN.keys",
     ),
     "explain": Command("config.explain", "show every key's value and where it comes from"),
     "verify": Command("train.exact.verify", "prove that two ways to train are equal"),
     "matrix": Command("tools.bench.matrix", "resume runs of each strategy under each other one"),
+    "tokenize": Command("train.data.sets.tokenize", "write text as token files for training"),
     "predict": Command("train.inference.predict", "write a trained model's outputs"),
     "generate": Command("train.inference.generate", "continue a text with a trained model"),
     "checkpoint": Command(

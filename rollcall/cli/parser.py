@@ -15,7 +15,10 @@ class Parser(argparse.ArgumentParser):
         start, _, words = message.partition("unrecognized arguments: ")
         if not start and words.startswith("-"):
             options = re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())
-            message += did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
+            hint = did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
+            message += hint or f"; choose {', '.join(sorted(set(options)))}"
+        if message.endswith(": RUN"):
+            message += "; `rollcall status` lists the runs"
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 

@@ -25,7 +25,9 @@ PLAIN = {*LAUNCH, "explain", "checkpoint", "completion"} - {"batch", "supervise"
 
 OTHER_WORDS = {
     "resume": "; a run resumes if you repeat its command with run.name=RUN, or submit --name RUN",
-    **dict.fromkeys(("run", "launch", "start"), "; use train here, or submit for a cluster"),
+    **dict.fromkeys(("run", "launch", "start", "fit"), "; use train here, or submit for a cluster"),
+    **dict.fromkeys(("sbatch", "srun", "torchrun", "python"), "; use submit"),
+    "help": "; `rollcall --help` lists the commands, `rollcall COMMAND --help` its options",
     **dict.fromkeys(("ls", "list", "ps", "queue", "runs"), "; use status"),
     **dict.fromkeys(("kill", "stop", "scancel"), "; use cancel"),
     **dict.fromkeys(("eval", "evaluate", "test", "infer"), "; use predict"),
@@ -70,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"rollcall {version()}, in {ROOT}")
         return 0
     if words:
-        known = [name for name, command in COMMANDS.items() if command.by_people]
+        known = [] if words[0][:1] == "-" else [key for key in COMMANDS if COMMANDS[key].by_people]
         hint = OTHER_WORDS.get(words[0]) or did_you_mean(words[0], known)
         hint = hint or "; `rollcall --help` lists the commands"
         print(f"rollcall: error: unknown command '{words[0]}'{hint}", file=sys.stderr)

@@ -5,13 +5,14 @@ clones of the repositories in public_scripts.yaml, each under its own name; a ro
 not there is skipped. The packages that the scripts import must be installed, or lie in PYTHONPATH.
 Data sets that the scripts would download are replaced by small random ones of the same form.
 
-Each side runs in its own copy of the repository. What a row's pattern finds in the output of every
-rank must be equal to the last digit. Exit code: 1 if a row differs.
+Each side runs in its own copy of the repository. The matches of a row's pattern in the output of
+every rank must be equal to the last digit. Exit code: 1 if a row differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -65,10 +66,43 @@ def text(folder: Path) -> None:
         words = (
             " ".join(source.choices(["a", "cat", "sat", "on", "it"], k=12)) for _ in range(lines)
         )
-        (folder / f"{name}.txt").write_text("\n".join(words) + "\n")
+        # The last line is what minGPT continues.
+        (folder / f"{name}.txt").write_text("\n".join([*words, "O God, O God!"]) + "\n")
 
 
-DATA = {"mnist": mnist, "images": images, "text": text}
+def wikitext(folder: Path) -> None:
+    """Write random words in the file that Lightning's demo would download: 4,200 rows of 35."""
+    source = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (" ".join(source.choices("abcdefgh", k=34)) for _ in range(4200))
+    (folder / "wikitext-2.txt").write_text("\n".join(lines) + "\n")
+
+
+def chats(folder: Path) -> None:
+    """Write a tiny causal model, its tokenizer, texts, and pairs of answers."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    source, words = random.Random(0), [*"abcdefgh"]
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<pad>", "<end>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<end>"
+    ).save_pretrained(folder / "tiny")
+    torch.manual_seed(0)
+    shape = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(vocab_size=len(vocabulary), pad_token_id=1, eos_token_id=2, **shape)
+    GPT2LMHeadModel(config).save_pretrained(folder / "tiny")
+    for kind, columns in (("texts", ["text"]), ("pairs", ["prompt", "chosen", "rejected"])):
+        (folder / kind).mkdir()
+        rows = [{it: " ".join(source.choices(words, k=8)) for it in columns} for _ in range(64)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / kind / "train.jsonl").write_text(lines)
+
+
+DATA = {"mnist": mnist, "images": images, "text": text, "wikitext": wikitext, "chats": chats}
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import checkpoint
 
 from rollcall.config import ConfigError, parse
+from rollcall.messages.refusal import RankError
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.train import training
@@ -44,7 +45,7 @@ from rollcall.train.weights.deferred import Draws
 
 WIDTH, CLASSES, ROWS, HELD, STEPS, RANKS = 8, 4, 40, 10, 6, 2
 AT_ONCE = 5
-ABORTED = "aborted"
+ABORTED, ALONE = "aborted", "refused by one rank"
 CLOSE = 2e-5
 """The largest relative difference of losses that rounding may cause after some steps."""
 STRATEGIES = ("ddp", "zero3", "mesh")
@@ -360,7 +361,8 @@ class Random(nn.Module):
         return out
 
     def pipeline_layers(self) -> dict[str, nn.Module]:
-        return {**dict(self.blocks.named_children()), "head": self.head}
+        blocks = {f"blocks.{name}": block for name, block in self.blocks.named_children()}
+        return {**blocks, "head": self.head}
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -509,6 +511,7 @@ class Case:
         losses, optimizers = [*LOSSES], [*OPTIMIZERS]
         keys = ["model.activation_checkpointing=blocks"] * (chance.random() < 0.2)
         keys += ["parallel.conditional=blocks.*"] * (chance.random() < 0.15)
+        meshes = "tensor" if Random(number, seed).tensor_plan else "pipeline", "pipeline"
         return cls(
             number,
             seed,
@@ -517,7 +520,7 @@ class Case:
             chance.choice([6, 7, 8]),
             chance.choice([None, None, 1, 2]),
             chance.choice([None, 0.5]),
-            chance.choice(["tensor", "pipeline"]),
+            chance.choice(meshes),
             tuple(keys),
             chance.random() < 0.3,
         )
@@ -583,7 +586,7 @@ def do_all(rank: int, folder: Path) -> None:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             end = _end(words, world, name, folder)
         _note(rank, folder, name, *end, printed.getvalue())
-        if end[0] in ("failed", ABORTED):  # the other rank may be anywhere
+        if end[0] in ("failed", ABORTED, ALONE):  # the other rank may be anywhere
             sys.exit(1)
     world.leave()
 
@@ -599,7 +602,7 @@ def _end(words: list[str], world: World, name: str, folder: Path) -> tuple[str, 
         with StopSignals() as signals:
             return str(training.train("digits", config, world, signals)), ""
     except ConfigError as error:
-        return "refused", str(error)
+        return ALONE if isinstance(error, RankError) else "refused", str(error)
     except Exception as error:
         is_peer = "Connection reset" in str(error) or "Connection closed" in str(error)
         return ABORTED if is_peer else "failed", traceback.format_exc()
@@ -615,7 +618,11 @@ def _train(ranks: int, plan: Mapping[str, Sequence[str]], folder: Path) -> dict[
         (folder / "cases.json").write_text(json.dumps({name: plan[name] for name in rest}))
         with contextlib.suppress(AssertionError):  # a rank was killed
             together(ranks, do_all, folder)
-        lines = [*map(json.loads, (folder / "ends-0.jsonl").read_text().splitlines())]
+        lines, *others = (
+            [*map(json.loads, path.read_text().splitlines())]
+            for path in sorted(folder.glob("ends-*"))
+        )
+        lines[-1:] = [other[-1] for other in others if other[-1][1] == ALONE] or lines[-1:]
         name, end, *_ = lines[-1]
         if end == ABORTED and not tried[name]:  # there may only have been too little time
             tried[name] += 1

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from checkout import ROOT
+from checkout import PACED, ROOT
 from lab import wait_until
 
 from rollcall.launch.runs import find
@@ -34,6 +34,7 @@ from rollcall.system import guard
 NOBODY = 65534
 ROLLCALL = [sys.executable, "-m", "rollcall"]
 TRAIN = ["digits", "device=cpu", "model.name=mlp", "train.steps=1000000", "checkpoint.every=20"]
+TRAIN += [PACED]
 NEEDED = (sys.base_prefix, sys.prefix)
 MOUNT = """
 for number in 1 2; do mount --bind "${!number}" needed-$number; done
@@ -204,23 +205,34 @@ def _on_ports(run: RunDir, stranger: Stranger) -> Iterator[tuple[str, Callable[[
     yield from _on_store(run, stranger)
 
 
+USE = """
+import os, signal
+from datetime import timedelta
+from torch.distributed import TCPStore
+pids = []
+for port in {ports}:
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        signal.alarm(30)  # other servers let a client of the store wait
+        try:
+            TCPStore({host!r}, port, timeout=timedelta(seconds=3)).{call}
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+codes = [os.waitpid(pid, 0)[1] for pid in pids]
+exit(0 not in codes)
+"""
+
+
 def _on_store(run: RunDir, stranger: Stranger) -> Iterator[tuple[str, Callable[[], bool]]]:
-    """Use the store, whichever port it has: other servers let a client of the store wait."""
+    """Use the store, whichever port it has."""
     uses = {"write into": "set('a', 'b')", "read": "list_keys()"}
     for (what, call), host in itertools.product(uses.items(), ("127.0.0.1", guard.INNER)):
-        codes = [
-            "import signal; from torch.distributed import TCPStore; signal.alarm(30)\n"
-            f"from datetime import timedelta; seconds = timedelta(seconds=3)\n"
-            f"TCPStore({host!r}, {port}, timeout=seconds).{call}"
-            for port in _ports(run)
-        ]
+        code = USE.format(ports=_ports(run), host=host, call=call)
         if host != guard.INNER:  # or all attacks would fail for another reason
-            own = [subprocess.run([sys.executable, "-c", it], capture_output=True) for it in codes]
-            assert 0 in [done.returncode for done in own], own
-        yield (
-            f"{what} the store at {host}",
-            lambda codes=codes: any([*map(stranger.succeeds, codes)]),  # type: ignore[misc]
-        )
+            own = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            assert own.returncode == 0, own.stderr
+        yield f"{what} the store at {host}", lambda code=code: stranger.succeeds(code)  # type: ignore[misc]
 
 
 def _with_commands(run: RunDir, stranger: Stranger) -> Iterator[tuple[str, Callable[[], bool]]]:
@@ -258,7 +270,7 @@ def _with_traps(run: RunDir, stranger: Stranger) -> Iterator[tuple[str, Callable
         code = f"import os, pathlib; p = pathlib.Path({str(shared)!r}); {code}"
         assert stranger.succeeds(code), code
 
-    submit = ("submit", "--local", "--nproc-per-node=1", f"--root={shared}")
+    submit = ("submit", "--local", "--wait", "--nproc-per-node=1", f"--root={shared}")
 
     def made_before() -> bool:
         plant("(p / 'made').mkdir(mode=0o777)")

@@ -12,6 +12,10 @@ SHORT_TEXT = f"data.path={argparse.__file__}"
 """A short text: to evaluate one of the usual length would take most of the time of a test."""
 
 
+PACED = "train.callbacks=tests.helpers.user_tasks:Paced"
+"""Leaves the CPU to others, in a run without an end that a test waits for or acts on."""
+
+
 def script_of_docs(name: str) -> ModuleType:
     """Import a script of docs/, which is no package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")

@@ -334,6 +334,7 @@ class Cuda:
         self.allocated, self.reserved = [0] * devices, [0] * devices  # bytes
         self.peaks = [[0, 0] for _ in range(devices)]
         self.ranges: list[str] = []  # of nvtx, open now
+        self.joined: tuple[str, Any] = "", None  # the backend of the process group, and its GPU
         self.log: list[str] = []  # calls that only a tool outside sees
         self.generators = [torch.Generator().manual_seed(n) for n in range(devices)]
         self.others = 1  # by which sums are multiplied, for ranks that are not there
@@ -713,9 +714,12 @@ class Cuda:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: self._pinned(tensor))
         patch.setattr(dist, "all_reduce", self.collective(dist.all_reduce))
         join = dist.init_process_group
-        patch.setattr(  # NCCL's part is here
-            dist, "init_process_group", lambda _, **given: join("gloo", **given)
-        )
+
+        def join_on(backend: str, device_id: Any = None, **given: Any) -> None:
+            self.joined = backend, device_id  # NCCL's part is here
+            join("gloo", **given)
+
+        patch.setattr(dist, "init_process_group", join_on)
         # Else a module keeps its parameters, and takes over the bytes only.
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)

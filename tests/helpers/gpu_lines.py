@@ -34,6 +34,7 @@ NOTES = "ROLLCALL_GPU_LINES"
 """The folder where the processes of a recording note what they reach."""
 NEVER = "never run"
 REASONS = {
+    "experts._products": "grouped products in bf16, which are kernels of CUDA",
     "torch_private.record_memory": "CUPTI, which needs a driver",
     "replicate._hook": "NCCL on at least two GPUs",
     "world.World.replicate": "DDP, whose buckets are C++",

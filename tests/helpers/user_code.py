@@ -411,16 +411,19 @@ class Dropout(nn.Dropout):
 
 
 def with_dropout(config: Model, source: Source) -> nn.Module:
-    """The small gpt with dropout also after the embedding and after each block."""
+    """The small gpt with dropout also before the first block and after each block."""
     model = gpt(config, source)
+    first = Dropout(config.dropout, "embedding")
+    model.get_submodule("block0").register_forward_pre_hook(
+        lambda layer, inputs: first.train(layer.training)(*inputs)
+    )
     for name, layer in model.named_children():
         dropout = Dropout(config.dropout)
         dropout.name = name
-        if name == "embedding" or name.startswith("block"):
+        if name.startswith("block"):
             layer.register_forward_hook(
                 lambda layer, _, x, dropout=dropout: dropout.train(layer.training)(x)
             )
-        if name.startswith("block"):
             layer.dropout = Dropout(config.dropout)
             layer.dropout.name = f"{name}.hidden"
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy
@@ -68,6 +69,28 @@ class Counted(Net):
         if not hidden.is_meta:
             self.passes.append(len(hidden))
         return hidden
+
+
+@dataclass
+class Scores:
+    """Outputs with logits, as models of Hugging Face return them."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Scored(Net):
+    """Returns an object."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return the logits beside something else."""
+        return Scores(super().forward(x), x)
+
+
+def of_logits(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the losses of the logits, which are all that a loss gets."""
+    assert isinstance(outputs, torch.Tensor), outputs
+    return functional.cross_entropy(outputs, targets, reduction="none")
 
 
 class Scales(Net):
@@ -367,6 +390,103 @@ class Counting(Blocks):
         return logits
 
 
+class Overwriting(nn.Linear):
+    """Changes in place what its backward pass needs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        out = super().forward(x).exp()
+        with torch.no_grad():
+            out.mul_(1)
+        return out
+
+
+class ReentrantLinear(nn.Linear):
+    """Recomputes itself, the old way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+        return logits
+
+
+class ReentrantStage(nn.Sequential):
+    """A pipeline of which the last stage recomputes itself."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), ReentrantLinear(8, CLASSES))
+
+
+class DoubleStage(nn.Sequential):
+    """A pipeline of which one stage has weights of another type, and one an odd layout."""
+
+    def __init__(self) -> None:
+        super().__init__(Transposed(WIDTH, 8), Doubled(8, CLASSES))
+
+
+class Transposed(nn.Linear):
+    """A layer whose output is not contiguous."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the same as the layer."""
+        return torch.addmm(self.bias.unsqueeze(1), self.weight, x.t()).t() * 1
+
+
+class Doubled(nn.Linear):
+    """A layer with a factor in fp64."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__(width, classes)
+        self.factor = nn.Parameter(torch.linspace(1, 2, width).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return (self.weight @ (x * self.factor.float()).t()).t() + self.bias
+
+
+class OverwritingStage(nn.Sequential):
+    """A pipeline of which the last stage has an error in its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), Overwriting(8, CLASSES))
+
+
+class Shifting(Annealing):
+    """A block that adds a vector, which it gets by its name."""
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return super().forward(x + shift)
+
+
+class ShiftingBlocks(Blocks):
+    """Changes the vector that its blocks get."""
+
+    kind = Shifting
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = torch.zeros(WIDTH)
+        for block in self.blocks:
+            x = block(x, shift=shift)
+            shift.add_(1)
+        logits: torch.Tensor = self.last(x)
+        return logits
+
+
+class Looks(nn.Module):
+    """Computes something else for some values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input, twice as large if it is finite."""
+        return x * 2 if x.isfinite().all() else x
+
+
+class LookingLayers(nn.Sequential):
+    """Layers of which one looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), Looks(), nn.Linear(8, CLASSES))
+
+
 class Reentrant(Blocks):
     """Recomputes a block itself, the old way, and has a layer that it does not use."""
 
@@ -451,6 +571,27 @@ class Follows(InPlace):
         return out
 
 
+class FollowsFromTheStart(Follows):
+    """The same; only the passes before the first step, of few samples, use all layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = Net.forward(self, x)
+        return y + self.rare(x) if len(x) < 3 else y
+
+
+class FollowsAndExhausts(Follows):
+    """The same, and runs out of memory in its third pass with four samples."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        FollowsAndExhausts.passes += len(x) == 4 and torch.is_grad_enabled()
+        if len(x) == 4 and FollowsAndExhausts.passes == 3:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        logits: torch.Tensor = Net.forward(self, x) + self.rare(x)
+        return logits
+
+
 class Heads(Net):
     """Each sample uses the head that its first number chooses."""
 
@@ -479,6 +620,33 @@ class Branches(Net):
         name = "left" if hidden.detach().sum() * 10 % 2 > 1 else "right"
         out: torch.Tensor = self.branches[name](hidden)
         return out
+
+
+class UnequalBranches(Branches):
+    """The same, with branches of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches["right"] = nn.Linear(16, 16, bias=False)
+
+
+class UnequalHeads(Heads):
+    """The same, with heads of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = 4, 8, 16
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, size), nn.Linear(size, 16)) for size in sizes
+        )
+
+
+class Hooked(Net):
+    """Changes a gradient by a hook, which a sharded weight does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient * 0.1)  # type: ignore[no-untyped-call]
 
 
 class Greedy(Net):

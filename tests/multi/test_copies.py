@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from wheels import build_sdist, build_wheel, copy_checkout, install
 pytestmark = pytest.mark.long
 
 EDIT = '\nprint("edited:", __file__)\n'
+EDITED = "train/main.py", "launch/submission/command.py"
 PYTHON = sys.executable
 SETTINGS = ["digits", "device=cpu", "train.steps=1", "checkpoint.every=null"]
 
@@ -127,8 +129,9 @@ def test_a_copy_runs_the_code_that_one_edits(tmp_path: Path, make: Callable[[Pat
     folder.mkdir()
     copy = make(folder)
     assert not [path for path in copy.package.rglob("*") if path.is_symlink()]
-    main = copy.package / "rollcall" / "train" / "main.py"
-    main.write_text(main.read_text() + EDIT)
+    main, command = (copy.package / "rollcall" / path for path in EDITED)
+    for path in (main, command):
+        path.write_text(path.read_text() + EDIT)
     here = copy.package if copy.is_checkout else tmp_path
 
     def output(*words: str) -> str:
@@ -142,7 +145,9 @@ def test_a_copy_runs_the_code_that_one_edits(tmp_path: Path, make: Callable[[Pat
 
     for door in copy.doors:
         assert f"edited: {main}\n" in output(*door, "--print-config"), door
-    local = ["--local", "--wait", "--nproc-per-node=1"]
-    for number, submit in enumerate(copy.submit):
-        shown = output(*submit, *local, f"--name=run-{number}", *SETTINGS)
-        assert "edited: " in shown and f"run-{number}" in shown, submit
+    words = ["--local", "--wait", "--nproc-per-node=1", "--name=mine", *SETTINGS]
+    for submit in copy.submit:
+        shown = output(*submit, "--dry-run", *words)
+        assert f"edited: {command}\n" in shown and "mine" in shown, submit
+    shown = output(*copy.submit[0], *words)
+    assert re.search(r"edited: \S+/runs/mine/\S+/rollcall/train/main.py\n", shown), shown

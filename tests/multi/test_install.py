@@ -21,6 +21,7 @@ from rollcall.records.run_dir import RunDir
 pytestmark = pytest.mark.long
 
 WORDS = ["device=cpu", "train.steps=2", "checkpoint.every=null", "model.name=mymodel:Net"]
+LOCAL = ["--local", "--wait", "--nproc-per-node=1"]
 MODEL = """
 from torch import nn
 
@@ -38,11 +39,10 @@ BUILD = """
 def build(nn):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 """
-LAYOUTS = {
-    "train.py": "train.py",
-    "train/ with __init__.py": "train/__init__.py",
-    "train/ without __init__.py": "train/build.py",
-}
+LAYOUTS = [
+    *(("checkout", file) for file in ("train.py", "train/__init__.py", "train/build.py")),
+    ("installed", "train/build.py"),  # it has no `train` of its own that could be taken for theirs
+]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def test_the_wheel_has_one_package_and_one_command(wheel: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("rollcall", "layout"), LAYOUTS, indirect=["rollcall"])
 def test_a_users_files_may_have_the_names_of_rollcalls(
     tmp_path: Path, rollcall: Rollcall, layout: str
 ) -> None:
@@ -136,23 +136,32 @@ def test_a_users_files_may_have_the_names_of_rollcalls(
     assert "console" in shown and "module" in shown
 
 
-def test_a_project_trains_on_two_ranks_is_submitted_and_reproduced(
-    tmp_path: Path, rollcall: Rollcall
-) -> None:
-    place = project(tmp_path / "mine", "train/build.py")
+def submitted(place: Path, rollcall: Rollcall) -> RunDir:
+    """Train a project on two ranks, submit it, and check what was copied for the job."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     rollcall.run(*torchrun, "-m", "rollcall.train", *WORDS, "run.name=two", cwd=place)
-    local = ["--local", "--wait", "--nproc-per-node=1"]
-    rollcall.run(*rollcall.submit, *local, "--nodes=2", "--name=a", *WORDS, cwd=place)
+    rollcall.run(*rollcall.submit, *LOCAL, "--nodes=2", "--name=a", *WORDS, cwd=place)
     run = RunDir(place / "runs", "a")
     assert (run.code / "mymodel.py").read_text() == MODEL
     assert (run.job / "rollcall" / "rollcall" / "cli" / "commands.py").is_file()
     copied = json.loads((run.job / "source.json").read_text())
     assert set(copied["files"]) == {"mymodel.py", "env.py", "launch/own.py", "train/build.py"}
+    return run
 
-    # It continues with the code that it has, or with new code; and it can be made again.
+
+@pytest.mark.parametrize("rollcall", ["checkout"], indirect=True)
+def test_a_project_is_submitted_with_a_checkout(tmp_path: Path, rollcall: Rollcall) -> None:
+    submitted(project(tmp_path / "mine", "train/build.py"), rollcall)
+
+
+def test_a_project_is_submitted_continued_and_reproduced(
+    tmp_path: Path, installed: Rollcall
+) -> None:
+    """It continues with the code that it has, or with new code; and it can be made again."""
+    place, rollcall = project(tmp_path / "mine", "train/build.py"), installed
+    run = submitted(place, rollcall)
     (place / "mymodel.py").write_text("print('edited')\n" + MODEL)
-    again = [*rollcall.submit, *local, "--name=a", "--resume"]
+    again = [*rollcall.submit, *LOCAL, "--name=a", "--resume"]
     assert "edited" not in rollcall.run(*again, *WORDS, "train.steps=3", cwd=place)
     assert "edited" in rollcall.run(*again, "--new-code", *WORDS, "train.steps=4", cwd=place)
     shutil.rmtree(run.path / "code-0")
@@ -171,8 +180,7 @@ def test_a_training_without_modules_of_the_user_needs_no_copy_of_their_directory
     (tmp_path / "datasets").mkdir()
     with (tmp_path / "huge.bin").open("wb") as file:
         file.truncate(10**12)
-    words = ["--local", "--wait", "--nproc-per-node=1", "--name=a", *WORDS[:-1]]
-    rollcall.run(*rollcall.submit, *words, cwd=tmp_path)
+    rollcall.run(*rollcall.submit, *LOCAL, "--name=a", *WORDS[:-1], cwd=tmp_path)
     run = RunDir(tmp_path / "runs", "a")
     assert (run.code / "rollcall" / "cli" / "commands.py").is_file()
     assert not (run.code / "huge.bin").exists()

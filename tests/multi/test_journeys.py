@@ -94,6 +94,7 @@ def test_a_student_with_an_unmodified_script(student: Journey) -> None:
     assert {path.name for path in student.home.iterdir()} == before | {"best.pt", "runs"}
 
 
+@pytest.mark.long
 def test_a_student_by_plugins(student: Journey) -> None:
     """The recipe has six lines, the script does not change, and every start is the same run."""
     recipe = (student.home / "mine.yaml").read_text().splitlines()[1:]
@@ -112,6 +113,7 @@ def test_a_student_by_plugins(student: Journey) -> None:
     assert "7/9" in student.types(f"rollcall train {words} run.name=two train.epochs=3")
 
 
+@pytest.mark.long
 def test_a_student_by_the_library(student: Journey) -> None:
     before, after = (
         (PHOTOS / name).read_text().splitlines() for name in ("photos.py", "photos_library.py")

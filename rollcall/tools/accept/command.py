@@ -1,9 +1,8 @@
 """`rollcall accept`: check a machine or an allocation before you trust it with a run.
 
-It starts one job that checks the machine, the network, every strategy against one process, a kill
-and a resume, exact mode, memory against the plan, and the overhead of a step. The job writes one
-page, accept.md and accept.json in the run directory, which is then printed. Takes the options of
-`rollcall submit`; after `--`: --only, --device and key=value words for every training.
+One job checks the machine, the network, every strategy against one process, a kill and a resume,
+exact mode, memory and the overhead of a step. It writes accept.md and accept.json in the run
+directory. Takes the options of `submit`; after `--`: --only, --device and key=value words.
 
 Exit code: 0 if nothing failed, 1 if something did.
 """

@@ -1,9 +1,8 @@
 """The same training as loops of several kinds, each timed by its model.
 
 Every loop trains on scikit-learn's digits with the same model, global batch, loss and fused AdamW,
-and takes its batches by index from tensors in memory; rows with a DataLoader are named so. The
-model notes wall and CPU time when it has been called often enough, so nothing else is measured
-than steps, and everything that a loop does between two of them.
+and takes its batches by index from memory, if no DataLoader is named. The model notes wall and CPU
+time, so only steps are measured, with all that a loop does between two of them.
 """
 
 import functools

@@ -1,15 +1,12 @@
 """`rollcall bench speedup`: how much faster more ranks train, and why not in proportion.
 
-Each row trains the same model on scikit-learn's digits: one device; nn.DataParallel in one process;
-each strategy of rollcall on more and more ranks. "Strong" keeps the samples of a step, "weak" those
-of a rank. Every rank has the same number of threads. All rows take turns.
+Rows take turns to train one model on scikit-learn's digits: one device, nn.DataParallel, and each
+strategy on more and more ranks. "Strong" keeps the samples of a step, "weak" those of a rank.
 
-Speed-up is samples per second relative to one device. The serial fraction is Karp and Flatt's
-(https://doi.org/10.1145/78607.78614) for strong scaling and Gustafson's
-(https://doi.org/10.1145/42411.42415) for weak scaling. The last column expects from it the speed-up
-of double the ranks. Exposed communication is the time of a step less the time of the bare loop on
-ranks that train alone, side by side. Hidden communication is the rest of the time that the messages
-of the strategy take when nothing runs beside them.
+The serial fraction is Karp and Flatt's (https://doi.org/10.1145/78607.78614) for strong scaling,
+Gustafson's (https://doi.org/10.1145/42411.42415) for weak scaling. Exposed communication is the
+time of a step less that of the bare loop on ranks that train alone, side by side. Hidden
+communication is the rest of the time that the messages take when nothing runs beside them.
 """
 
 import os

@@ -1,10 +1,8 @@
 """`rollcall bench startup`: measure the time from the command to the first step.
 
-torchrun and the supervisor start the same run in turns, so that other load affects both. torchrun
-also starts a bare script; the floor is that script with forked ranks (bare.py). With
-`--more`, they also take turns with `rollcall submit --local`. A second table compares the CPU time
-of `rollcall submit --dry-run` with the import of submitit, and of what a check of the configuration
-needs.
+torchrun and the supervisor start the same run in turns, and torchrun a bare script; the floor is
+that script with forked ranks (bare.py). With `--more`, `rollcall submit --local` takes part. A
+second table compares the CPU time of `rollcall submit --dry-run` with the import of submitit.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """`rollcall drill RUN WHAT`: inject a fault into a live run, and measure the recovery.
 
-The command first says what it is going to do, and asks. The run should recover without help. The
-command prints how long it took until the run's files showed the fault, until the run's nodes were
-free again (if it lost them) and until it trained again, and how many steps it had to repeat.
+The command first says what it is going to do, and asks. The run should recover without help. It
+prints how long it took until the run's files showed the fault, its nodes were free again (if it
+lost them) and it trained again, and how many steps it had to repeat.
 
 Exit code: 0 if the run trains again, 1 if it does not, 2 if nothing was done.
 """

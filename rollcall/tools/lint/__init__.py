@@ -28,9 +28,11 @@ def main(argv: Sequence[str]) -> int:
             print(f"rollcall: error: {path} cannot be read: {reason}", file=sys.stderr)
             code = 2
             continue
-        for line in check(script):
-            print(line)
-            code = max(code, 1)
+        findings = check(script)
+        what = "" if script.is_shell else " in #SBATCH lines, the rest is not a shell script"
+        clean = f"{path}: no findings{what}"
+        print("\n".join(findings) or clean, file=sys.stdout if findings else sys.stderr)
+        code = max(code, bool(findings))
     return code
 
 

@@ -334,14 +334,13 @@ def missing_wait(script: Script) -> Iterator[Finding]:
     )
     for index, launch in enumerate(script.launches):
         later = script.launches[index + 1 :]
-        waits = any(after.end != "&" and _stays(after, stays) for after in later)
+        kept = [after for after in later if after.end != "&"]
+        waits = any(
+            a.trainings or a.step is not None or stays.fullmatch(a.program[0]) for a in kept
+        )
         if launch.end == "&" and launch.trainings and not waits and "function" not in launch.blocks:
             reason = "the script ends while this runs in the background: Slurm kills it at once"
             yield Finding(launch.line, reason, "write wait $! at the end of the script")
-
-
-def _stays(launch: Launch, stays: re.Pattern[str]) -> bool:
-    return bool(launch.trainings or launch.step is not None or stays.fullmatch(launch.program[0]))
 
 
 def hidden_exit_code(script: Script) -> Iterator[Finding]:

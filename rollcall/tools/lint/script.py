@@ -45,9 +45,8 @@ class Script:
         self.disabled: list[int] = []  # lines of comments that look like directives
         self.commands: list[Command] = []  # empty if it is not a shell script, or `unbalanced`
         self.unbalanced: UnbalancedError | None = None
-        shebang = self.lines[0] if text.startswith("#!") else "#!/bin/sh"
-        is_python = path.suffix == ".py" and not text.startswith("#!")
-        self.is_shell = re.search(r"\b(ba|da|k|z)?sh\b", shebang) is not None and not is_python
+        shebang = self.lines[0] if text.startswith("#!") else ("sh", "py")[path.suffix == ".py"]
+        self.is_shell = re.search(r"\b(ba|da|k|z)?sh\b", shebang) is not None
         if self.is_shell:
             try:
                 self.commands = list(commands(text))
@@ -57,8 +56,7 @@ class Script:
 
     def option(self, name: str) -> Directive | None:
         """Return the last directive of this option, which is the one that counts."""
-        matching = [directive for directive in self.directives if directive.option == name]
-        return matching[-1] if matching else None
+        return next((item for item in reversed(self.directives) if item.option == name), None)
 
     def value(self, name: str) -> str:
         """Return the value of an option; empty if the script does not set it."""

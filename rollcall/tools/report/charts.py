@@ -14,8 +14,8 @@ import numpy as np
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import figure, listed
 from rollcall.records.phases import Phases
-from rollcall.tools.report.curves import Curve, Timing
-from rollcall.tools.report.story import Mark
+from rollcall.tools.report.curves import CELLS, Array, Curve, Timing, thin
+from rollcall.tools.report.story import Mark, Points
 
 MISSING = "a report needs the package '{}': pip install matplotlib jinja2"
 try:
@@ -158,20 +158,7 @@ def describe(name: str, curve: Curve) -> str:
 def heat_map(timing: Timing) -> Chart:
     """Draw the time of a step by rank and step, as far as a rank does not wait for others."""
     values = timing.own * 1e3
-    low, high = (float(np.nanpercentile(values, percent)) for percent in (0, 99.5))
-    high = max(high, 1.5 * low, 1e-9)  # or noise would look like a difference
     row, column = divmod(int(np.nanargmax(values)), values.shape[1])
-    start, end = timing.steps[0], max(timing.steps[-1], timing.steps[0] + 1)
-
-    def paint(axes: Any) -> None:
-        shown, box = np.clip(values, low, high), (start, end, timing.ranks - 0.5, -0.5)
-        how = {"aspect": "auto", "interpolation": "none", "cmap": "cividis"}
-        axes.imshow(shown, extent=box, vmin=low, vmax=high, **how)
-        axes.grid(visible=False)
-        axes.set_xlabel("step")
-        axes.set_ylabel("rank")
-        axes.yaxis.get_major_locator().set_params(integer=True)
-
     ranks = [row * timing.group, min((row + 1) * timing.group, timing.ranks) - 1]
     where = f"rank {ranks[0]} to {ranks[1]}" if ranks[1] > ranks[0] else f"rank {ranks[0]}"
     words = (
@@ -183,11 +170,39 @@ def heat_map(timing: Timing) -> Chart:
         words += f" A row shows the slowest of {timing.group} ranks."
     if timing.every > 1:
         words += f" One of {timing.every} measurements was read, because the file is large."
-    data = {"grid": [*map(_short, values)], "steps": _short(timing.steps)}
-    data |= {"group": timing.group, "ranks": timing.ranks}
-    data["scale"] = [f"{figure(low)} ms", f"{figure(high)} ms or more"]
+    data = {"group": timing.group, "ranks": timing.ranks, "unit": " ms"}
+    return _grid("Step time by rank", words, values, timing.steps, data)
+
+
+def by_layer(title: str, layers: dict[str, Points]) -> Chart:
+    """Draw a number by layer and step: the largest of the steps of a cell."""
+    names = sorted(layers, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])
+    known = [thin(layers[name], CELLS[1] // 2) for name in names]
+    steps = max((curve.x for curve in known), key=len)
+    values = np.stack([np.interp(steps, c.x, c.high, np.nan, np.nan) for c in known])
+    largest = figure(float(np.nanmax(values)))
+    words = f"Rows are layers, {names[0]} at the top. The largest value is {largest}."
+    data = {"group": 1, "ranks": len(names), "unit": "", "names": names}
+    return _grid(f"{title} by layer", words, values, steps, data)
+
+
+def _grid(title: str, words: str, values: Array, steps: Array, data: dict[str, Any]) -> Chart:
+    """Draw a heat map of values (rows, steps), of which the largest stands out."""
+    low, high = map(float, np.nanpercentile(values, (0, 99.5)))
+    high = max(high, 1.5 * low, 1e-9)  # or noise would look like a difference
+
+    def paint(axes: Any) -> None:
+        box = (steps[0], max(steps[-1], steps[0] + 1), data["ranks"] - 0.5, -0.5)
+        how = {"aspect": "auto", "interpolation": "none", "cmap": "cividis"}
+        axes.imshow(np.clip(values, low, high), extent=box, vmin=low, vmax=high, **how)
+        axes.grid(visible=False)
+        axes.set(xlabel="step", ylabel="layer" if "names" in data else "rank")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+
+    data |= {"grid": [*map(_short, values)], "steps": _short(steps)}
+    data["scale"] = [f"{figure(low)}{data['unit']}", f"{figure(high)}{data['unit']} or more"]
     height = min(WIDE[1], 70 + 26 * len(values))
-    return _drawn("Step time by rank", words, paint, data, [], True, height)
+    return _drawn(title, words, paint, data, [], True, height)
 
 
 def phases(timing: Timing) -> list[Chart]:

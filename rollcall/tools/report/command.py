@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     words = options.run or [str(run.path) for run in find.find_all(options.root)[-1:]]
     if not words:
-        raise RefusedError(f"found no runs in {options.root}; name a run, or its --root")
+        raise RefusedError(f"found no runs in {Path(options.root).absolute()}; name one, or --root")
     if options.figure is None and (options.log or options.smooth or options.over):
         raise RefusedError("--log, --smooth and --over need --figure FILE, which draws one chart")
     if options.figure is not None:

@@ -10,8 +10,8 @@ function words(data, x, down, range) {
     const column = nearest(data.steps, x);
     const row = Math.min(data.grid.length - 1, Math.max(0, Math.floor((down * data.ranks) / data.group)));
     const first = row * data.group, last = Math.min(first + data.group, data.ranks) - 1;
-    const who = first === last ? `rank ${first}` : `ranks ${first} to ${last}`;
-    return [data.steps[column], `${who}, step ${show(data.steps[column])}\n${show(data.grid[row][column])} ms`];
+    const who = data.names ? data.names[row] : first === last ? `rank ${first}` : `ranks ${first} to ${last}`;
+    return [data.steps[column], `${who}, step ${show(data.steps[column])}\n${show(data.grid[row][column])}${data.unit}`];
   }
   let at = null;
   const lines = (data.series || []).map((s) => {

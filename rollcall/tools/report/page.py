@@ -160,6 +160,8 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
         by_keys = compare.grouped(shown_runs, "seed")
         groups = min(groups, {", ".join(p): runs for p, runs in by_keys.items()}, key=len)
     keys = list(dict.fromkeys(key for run in shown_runs for key in run.drawn))
+    rows = [key for key in keys if key.partition("/")[0] in {*keys} - {key}]
+    keys = [key for key in keys if key not in rows]  # numbers of layers are in heat maps
     keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
     winner, is_one = compare.best(stories), len(stories) == 1
     marks = stories[0].marks if is_one else []
@@ -190,6 +192,10 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
         shown = marks if is_wide else lines
         band = charts.SPREAD if len(groups) < len(shown_runs) else charts.EXTREMES
         result.append(charts.curves(title, named, shown, last, is_wide, may_be_log, band))
+    for key in dict.fromkeys(row.partition("/")[0] for row in rows) if is_one else ():
+        drawn = ((row, stories[0].drawn[row]) for row in rows if row.startswith(f"{key}/"))
+        layers = {row.removeprefix(f"{key}/"): part for row, part in drawn if len(part) > 1}
+        result += [charts.by_layer(title_of(key), layers)] if layers else []
     return result
 
 

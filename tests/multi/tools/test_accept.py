@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkout import HELPERS, ROOT
 from torch import nn
@@ -63,6 +64,7 @@ def accept(root: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]], str
     return done.returncode, {row["check"]: row for row in found["rows"]}, page
 
 
+@pytest.mark.long
 def test_a_wrong_strategy_fails_with_its_cause_and_the_others_pass(tmp_path: Path) -> None:
     planted = "train.callbacks={wrong: {name: test_accept:Planted}}"
     code, rows, page = accept(tmp_path, "--", "--only", "strategy zero", planted)

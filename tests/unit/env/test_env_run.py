@@ -316,7 +316,7 @@ def test_those_who_wait_learn_why_the_builder_failed(machine: Machine) -> None:
     assert all("the disk or your quota is full" in message for message in messages)
     assert (builder.returncode, other.returncode) == (1, 1)
     assert machine.environments() == []
-    assert machine.run("true").returncode == 0  # a new start tries anew
+    assert machine.run("true").returncode == 0  # a new start tries again
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -550,3 +550,45 @@ def test_the_sites_environments_serve_users_who_may_not_write_them(machine: Mach
     assert done.stdout.startswith(str(site)), done.stderr
     (site / "defaults").write_text("ROLLCALL_ENV=/here\n")
     assert "defaults: expected ROLLCALL_ENVS=" in machine.refused("true")
+
+
+TYPED = {
+    "choose.py": "true",
+    "turn.py": "true",
+    "build.py": "true",
+    "extras.py": "--with tiny true",
+    "bin/rollcall": "rollcall --version",  # for bin/torchrun see multi/launch/test_launchers.py
+}
+"""For each program in env/ that env/run uses, the words after it that need it."""
+OTHERS = {
+    *("Dockerfile", "apptainer.def", "conda.yaml", "pixi.toml"),  # see test_env_files.py
+    *("modules", "stage", "wheelhouse"),  # see test_env_scripts.py
+    *("run", "rollcall_checkout.py"),  # see above
+}
+
+
+def test_every_file_of_env_is_needed_by_what_a_user_types(machine: Machine) -> None:
+    here = {path.name for path in (ROOT / "env").iterdir()} - {"__pycache__"}
+    assert here == {name.partition("/")[0] for name in TYPED} | OTHERS
+    assert machine.run("true").returncode == 0
+    [ready] = machine.envs.glob("*/ready")
+    made = ready.parent / ready.read_text().strip()
+    wheel(machine.folder / "wheels", "tiny")
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(machine.folder / "wheels")}
+    for name, words in TYPED.items():
+        copy = machine.folder / name.replace("/", "-") / "checkout"
+        shutil.copytree(ROOT / "env", copy / "env", ignore=shutil.ignore_patterns("__pycache__"))
+        for other in ("rollcall", "pyproject.toml"):
+            (copy / other).symlink_to(ROOT / other)
+        ready.unlink(missing_ok=True)
+        if words != "true":  # with an environment that is there, and has Python's packages
+            shutil.rmtree(made, ignore_errors=True)
+            made.symlink_to(sys.prefix)
+            ready.write_text(made.name)
+        for is_there in (False, True):
+            moved = copy / "env" / name
+            moved.rename(copy / "away") if not is_there else (copy / "away").rename(moved)
+            done = machine.run(*words.split(), root=copy, **offline)
+            assert (done.returncode == 0) == is_there, (name, is_there, done.stderr)
+        if made.is_symlink():
+            made.unlink()

@@ -79,6 +79,20 @@ def test_the_heat_map_shows_a_slow_rank(tmp_path: Path, ranks: int, group: int) 
     assert found.memory["peak in use"].max() > 7e10
 
 
+def test_numbers_of_layers_are_heat_maps(tmp_path: Path) -> None:
+    run = make(tmp_path, "layers")
+    for step in range(21, 400):
+        layers = {f"load/block{n}.experts": 1 + 7 * (n == 2 and step == 300) for n in range(11)}
+        more: dict[str, float | None] = {"load": 8.0, "speed/up": 1.0, **layers}
+        LoggedStep(step, 1.0, 100.0, 1000.0 + step, more=more).append(run.path)
+    text = report(run)
+    assert "The largest value is 8." in text
+    assert text.count("<h3>Load") == 2  # the curve and the map
+    assert "<h3>Speed/up" in text  # no curve "speed": it is a curve as before
+    names = json.loads(re.findall(r'"names":(\[.*?\])', text)[0])
+    assert names == [f"block{n}.experts" for n in range(11)]
+
+
 def test_a_run_on_fewer_ranks_after_a_restart(tmp_path: Path) -> None:
     run = make(tmp_path, "shrunk")
     for step, ranks in ((1, 4), (2, 2)):
@@ -372,7 +386,7 @@ def test_watch_shows_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--root={}/none"], "found no runs in"),
+        (["--root=none"], "/none; name one, or --root"),
         (["nobody"], "there is no run 'nobody'"),
         (["kept", "-o", "{}"], "is a directory"),
         (["kept", "-o", "{}/none/report.html"], "cannot write"),

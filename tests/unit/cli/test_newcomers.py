@@ -1,0 +1,96 @@
+"""Users of torchrun, Slurm, hydra and mpiexec type what they know; one line answers them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rollcall.cli import program as cli
+
+FILES = {
+    "ok.py": "print(1)\n",
+    "net.py": "class Net:\n    def forward(self, x):\n        return x\n\n\nnet = Net()\n",
+    "job.sbatch": "#!/bin/bash\nsrun python ok.py\n",
+}
+ANSWERS = {
+    "train -n 0": "-n: expected a number of ranks such as 4, got '0'",
+    "train -np two digits": "-np: expected a number of ranks such as 4, got 'two'",
+    "train net.py": "net.py is code, not a recipe: `rollcall submit -- net.py` runs a script, and "
+    "model.name=net:NAME",
+    "train digits model.name=./net.py": "model.name: unknown './net.py'; write "
+    "package.module:attribute, here net:NAME",
+    "train digits model.name=src/net.py": "here src.net:NAME",
+    "train digits model.name=net:net": "model.name=net:net: expected a class or a function, got an "
+    "object",
+    "train digits parallel.strategy=DDP": "got 'DDP', did you mean 'ddp'?",
+    "train digits parallel.strategy=fsdp3": "PyTorch's FSDP is zero3",
+    "train digits --config-name digits": "write a recipe or a YAML file without an option",
+    "train digits --root here": "write run.root=here",
+    "fit --model digits": "unknown command 'fit'; use train",
+    "sbatch job.sbatch": "unknown command 'sbatch'; use submit",
+    "help train": "`rollcall COMMAND --help` its options",
+    "logs": "required: RUN; `rollcall status` lists the runs",
+    "submit --local 'python ok.py'": "put `--` before it: rollcall submit --local -- ok.py",
+    "submit --local 'torchrun --nproc_per_node 2 ok.py'": "rollcall submit --local -- ok.py",
+    "submit --local -- 'python ok.py'": "python: rollcall starts the ranks itself; write only the",
+    "submit --local -- job.sbatch": "job.sbatch is a shell script, not a program of Python",
+    "submit --local -- -m ok.py": "-m ok.py: it is a file, not a module; remove -m",
+    "submit --local --env A=1 -- ok.py": "export the variable before the command",
+    "submit --local --conda mine -- ok.py": "activate it before the command",
+    "submit --local --master_port 1 -- ok.py": "the launcher sets it, so leave it out",
+    "submit --local -- mpirun -np 2 ok.py": "mpirun: rollcall starts the ranks itself",
+    "submit --local -- bash job.sbatch": "bash: rollcall starts the ranks itself",
+    "submit --local --cpus none -- ok.py": "--cpus-per-task: expected a whole number",
+    "submit --local --workdir x -- ok.py": "a run works in the copy of its code",
+    "submit --local --follow -- ok.py": "`rollcall submit --wait` shows the output",
+    "train digits --verbose": "every step of progress is shown with log.every=1",
+    "train digits --dry-run": "--print-config` prints the configuration",
+    "train digits.yaml": "'digits' without directory and suffix is a recipe",
+    "--nodes 2": "unknown command '--nodes'; `rollcall --help` lists the commands",
+    "status --everything": "unrecognized arguments: --everything; choose --help, --root, --watch",
+    "submit --local --root /proc/x -- ok.py": "; --root chooses another directory",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", ANSWERS)
+@pytest.mark.usefixtures("place")
+def test_one_line_names_the_thing_and_the_remedy(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = cli.main(shlex.split(line))
+    except SystemExit as end:
+        code = int(end.code or 0)
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1
+    assert ANSWERS[line] in said
+
+
+def test_help_is_shown_beside_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--ranks", "4", "--help"]) == 0
+    assert "Usage: rollcall train" in capsys.readouterr().out
+    assert cli.main(["train", "--nproc_per_node", "2", "--help", "optim.lr"]) == 0
+    assert capsys.readouterr().out.startswith("optim.lr ")
+
+
+def test_lint_says_what_it_has_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", "job.sbatch", "ok.py"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "job.sbatch: no findings",
+        "ok.py: no findings in #SBATCH lines, the rest is not a shell script",
+    ]
+    (place / "bad.sbatch").write_text("#!/bin/bash\n#SBATCH --gpu-per-node=1\n")
+    assert cli.main(["lint", "bad.sbatch"]) == 1
