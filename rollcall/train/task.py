@@ -1,10 +1,11 @@
 """The data of a run: the batches to train on, and the evaluation."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollcall.config.schema import ConfigError
@@ -18,7 +19,7 @@ from rollcall.train.data.stream import Stream, StreamPosition
 from rollcall.train.evaluate import Evaluation, evaluate, shown
 from rollcall.train.numerics import metrics
 from rollcall.train.numerics.losses import NOTHING, Loss
-from rollcall.train.numerics.randomness import set_seed
+from rollcall.train.numerics.randomness import next_numbers, set_seed
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.patience import Patience
 from rollcall.train.ranks.agreement import Action, Step
@@ -30,6 +31,10 @@ QUIET = ("top5", "perplexity")
 """Figures that the summary leaves out."""
 VAIN = 10
 """Steps without any target that counts, after which a run is refused."""
+DRAWS = (
+    "draws random numbers for the rows of a rank, so the result depends on the number of ranks; "
+    "draw them in the data set"
+)
 OnLogged = Callable[[int, Mapping[str, Any]], None]
 """Called with the step and the values of a line of metrics.jsonl."""
 
@@ -84,10 +89,29 @@ class Task:
 
     def example(self, rows: int = 2) -> Batch:
         """Return a batch, of two samples because a model with BatchNorm does not train on one."""
-        loading = Loading(
-            self._run.config.data.model_copy(update={"num_workers": 0}), self._run.config.seed
-        )
-        return next(training_batches(self._source, self.order, range(rows), range(1), loading))
+        return self._example(self._source, rows)
+
+    def _example(self, source: Source, rows: int) -> Batch:
+        data = self._run.config.data.model_copy(update={"num_workers": 0})
+        loading = Loading(data, self._run.config.seed)
+        return next(training_batches(source, self.order, range(rows), range(1), loading))
+
+    def draws_by_rank(self) -> str:
+        """Return a warning if the collate function draws, which it does for the rows of a rank."""
+        form, drawn = self._source.form, list[bool]()
+        if (collate := form.collate) is None:
+            return ""
+
+        @functools.wraps(collate)
+        def watched(samples: list[Any]) -> Any:
+            before = next_numbers()
+            batch = collate(samples)
+            drawn.append(next_numbers() != before)
+            return batch
+
+        self._example(replace(self._source, form=replace(form, collate=watched)), 2)
+        name = self._run.config.data.collate or getattr(collate, "__name__", "")
+        return f"data.collate={name} {DRAWS}" if any(drawn) else ""
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yield this rank's rows of every batch, from the update `first` (from 0) to the last."""

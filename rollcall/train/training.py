@@ -204,6 +204,7 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     task = Task(run, source, strategy, loss, stop, callbacks.logged)
     example = task.example()
     loss.check_targets(example.targets)
+    run.warn(task.draws_by_rank())
     spread = Spread(run, strategy, example, task.example(OTHERS) if strategy.gathers else example)
     begin, factors = _place_model(run, source, spread, strategy, loss)
     if config.parallel.check != "off":

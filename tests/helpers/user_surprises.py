@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 from torch.utils import checkpoint
 
 from rollcall.train.data.source import InMemory, Source
@@ -774,3 +776,40 @@ class Unusual(Net):
         while (fixed - hidden).abs().max() > 1e-2:
             fixed = (fixed + hidden) / 2
         return hidden + self.compiled(fixed)
+
+
+class Parametrized(Net):
+    """Weights that are computed of others, some of them once more in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.first)
+        self.inner = parametrizations.weight_norm(nn.Linear(16, 16))
+        self.turned = parametrizations.orthogonal(nn.Linear(16, 16, bias=False))
+        self.old = nn.utils.spectral_norm(nn.Linear(16, 16))
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.old(self.turned(self.inner(hidden)).tanh())
+        return out
+
+
+class Masked(Net):
+    """Hooks of modules in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda _module, _inputs, out: out * 1.5)
+        self.last.register_full_backward_hook(lambda _module, slopes, _out: (slopes[0] * 0.5,))  # type: ignore[index]
+        self.last.register_forward_pre_hook(lambda _module, inputs: (inputs[0] + 0.1,))
+
+
+def mixed(samples: list[Any]) -> Any:
+    """Mix each sample with another one, as mixup does."""
+    x, y = (torch.stack([torch.as_tensor(sample[part]) for sample in samples]) for part in (0, 1))
+    share = random.betavariate(0.4, 0.4)
+    return share * x + (1 - share) * x.flip(0), y
+
+
+def stacked(samples: list[Any]) -> Any:
+    """Stack the samples, and draw nothing."""
+    return tuple(torch.stack([torch.as_tensor(s[part]) for s in samples]) for part in (0, 1))

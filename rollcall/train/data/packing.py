@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import POSITIONS, Form, SampleError
-from rollcall.train.data.source import Batch, BatchDataset
+from rollcall.train.data.source import Batch
 from rollcall.train.torch_private import tree_map_only
 
 ROUNDING = 1e-3
@@ -35,8 +35,6 @@ class Packed(Dataset[list[Any]]):
 
     def __init__(self, rows: Any, form: Form, name: str) -> None:
         """Group the rows by their lengths: their attribute `lengths`, or all rows are read."""
-        if isinstance(rows, BatchDataset):
-            raise ConfigError(f"data.pack: the rows of data.name={name} have one length; remove it")
         known, lengths = getattr(rows, "lengths", None), list[int]()
         if known is not None and len(known) != len(rows):
             raise ConfigError(

@@ -45,9 +45,10 @@ class Reader:
 
     def read(self, selection: Selection) -> ReadResult:
         """Read a batch, with the next sample for an unreadable one; ConfigError without any."""
-        if isinstance(self._dataset, BatchDataset):
+        batches = self._dataset if isinstance(self._dataset, BatchDataset) else None
+        if batches and self._form.collate is None:
             with suppress(Exception):  # one by one, they show which sample is unreadable
-                whole = self._dataset.__getitems__(selection.samples)
+                whole = batches.__getitems__(selection.samples)
                 if isinstance(whole, Batch):
                     return ReadResult(self._whole(whole, selection.weights), [])
         weights = selection.weights.clone()
@@ -61,7 +62,7 @@ class Reader:
                     problems.append((epoch, self._explain(sample, error)))
                 weights[row] = 0
                 parts.append(self._neighbour(sample, error))
-        if isinstance(self._dataset, BatchDataset):
+        if batches and self._form.collate is None:
             return ReadResult(self._whole(Batch.joined(parts), weights), problems)
         batch = Batch(*self._put_together(parts, selection), weights)
         position = self._dataset.position() if isinstance(self._dataset, Stream) else None
@@ -99,8 +100,11 @@ class Reader:
             if not isinstance(batch, Batch):
                 name = type(self._dataset).__name__
                 raise TypeError(f"{name} returned a {type(batch).__name__}; expected a Batch")
-            return batch
+            if self._form.collate is None:
+                return batch
         set_cpu_seed(self._seed, "sample", epoch, sample)
+        if isinstance(self._dataset, BatchDataset):
+            return batch.map(lambda rows: rows[0])[:2]
         return self._dataset[sample]
 
     def _neighbour(self, sample: int, error: Exception) -> Any:

@@ -11,14 +11,12 @@ import fnmatch
 import hashlib
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -29,7 +27,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.health import crosscheck, rows
 from rollcall.train.health.passes import Pass, Sketch, gradients, outputs, sketch, tolerance
 from rollcall.train.numerics.examination import examined
-from rollcall.train.numerics.randomness import kept, set_seed
+from rollcall.train.numerics.randomness import next_numbers, set_seed
 from rollcall.train.parallel.part import evaluating, explain
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import whole_of
@@ -182,10 +180,10 @@ class Spread:
         modes = nullcontext() if draws else evaluating(model, BatchNorm)
         set_seed(self._run.config.seed, "check")
         with examined(model, self._strategy.loss.function, device, draws) as seen, modes:
-            undrawn = _next_numbers()
+            undrawn = next_numbers()[:2]  # `seen` knows those of torch
             with outputs(model) as of_modules:
                 sums = compute(batch.to(device).map(torch.clone))
-            has_drawn = seen.has_drawn or undrawn != _next_numbers()
+            has_drawn = seen.has_drawn or undrawn != next_numbers()[:2]
             numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
             return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or seen.is_random)
 
@@ -380,12 +378,6 @@ class Spread:
                     "pairs"
                 )
         return ""
-
-
-def _next_numbers() -> list[float]:
-    """Return the next random number of Python and of NumPy, without drawing it."""
-    with kept(torch.device("cpu")):
-        return [random.random(), np.random.random()]
 
 
 def _digest(run: Run) -> str:

@@ -51,6 +51,12 @@ def kept(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def next_numbers() -> list[float]:
+    """Return the next random number of Python, NumPy and torch (CPU), without drawing it."""
+    with kept(torch.device("cpu")):
+        return [random.random(), np.random.random(), float(torch.rand(()))]
+
+
 class Fork:
     """Random numbers of torch for this rank's piece of activations that are cut over ranks.
 

@@ -250,6 +250,14 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["data.name=digits", "data.pack=16"],
         "data.pack: the rows of data.name=digits have one length; remove it",
     ),
+    "padded rows of one length": (
+        ["data.name=digits", "data.pad=80"],
+        "data.pad: the rows of data.name=digits have one length; remove it",
+    ),
+    "target of rows that have theirs": (
+        ["data.name=digits", "data.target=label"],
+        "data.target: the rows of data.name=digits have targets; remove it",
+    ),
     "packed and padded": (
         ["data.pack=16", "data.pad=true"],
         "data.pack and data.pad both make batches of rows; remove one",

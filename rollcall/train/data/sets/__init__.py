@@ -12,7 +12,7 @@ from rollcall.config.plugin import load_attribute
 from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data.form import shape_of
 from rollcall.train.data.reader import Reader, Selection
-from rollcall.train.data.source import Batch, InMemory, ReadFiles, Source
+from rollcall.train.data.source import Batch, BatchDataset, InMemory, ReadFiles, Source
 from rollcall.train.data.stream import PARTS, Stream, adapted
 from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import keystr, tree_flatten_with_path
@@ -39,6 +39,12 @@ def load(config: Data, world: World, seed: int = 0) -> Source:
 def _source(value: Any, config: Data, seed: int) -> Source:
     """Return a source for any value that a data set's function may return."""
     source = value if isinstance(value, Source) else _source_of_sets(value, config.name)
+    if isinstance(source.train, BatchDataset):
+        facts = {"pack": "have one length", "pad": "have one length", "target": "have targets"}
+        for key in (key for key in facts if getattr(config, key)):
+            raise ConfigError(
+                f"data.{key}: the rows of data.name={config.name} {facts[key]}; remove it"
+            )
     collate = source.form.collate
     if config.collate:
         collate = arguments.call("data.collate", "data.collate", config.collate, {})

@@ -261,6 +261,15 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
     "no-memory-for-the-plain-model": (user_surprises.Net, words("Greedy", "zero3")),
     "no-memory-for-the-spread-model": (user_surprises.Net, words("GreedyWhenSpread", "zero3")),
     "heads-ddp": (user_surprises.Heads, words("Heads", "ddp")),
+    **{
+        f"{name}-{strategy}": (getattr(user_surprises, name), words(name, strategy))
+        for name in ("Parametrized", "Masked")
+        for strategy in ("ddp", "zero1", "zero3")
+    },
+    "collate-that-draws-nothing": (
+        user_surprises.Net,
+        words("Net", "ddp", "data.collate=user_surprises:stacked"),
+    ),
 }
 
 
@@ -277,6 +286,7 @@ ACCEPTED = {
     "no-slope-zero3": words("Net", "zero3", "train.loss=user_surprises:zero_loss"),
     "weight-of-training-context": words("ExtraWords", "context"),
     "unusual-code": words("Unusual", "ddp"),
+    "collate-that-draws": words("Net", "zero3", "data.collate=user_surprises:mixed"),
     "warning": words("Spread", "ddp", "parallel.check=warn"),
     "teacher-out-of-memory": words("FollowsAndExhausts", "ddp"),
     "repeated-samples": words(
@@ -424,6 +434,13 @@ def test_samples_that_are_repeated_to_divide_a_batch_are_announced(ends: Ends) -
     warned = json.loads((ends[1] / "warned-0.json").read_text())
     assert "forward() changes mean by these too, so the result" in warned["repeated-samples"]
     assert "repeat samples" not in warned["shared-mean-ddp"]
+
+
+def test_a_collate_function_that_draws_is_announced(ends: Ends) -> None:
+    warned = json.loads((ends[1] / "warned-0.json").read_text())
+    text = "warning: data.collate=user_surprises:mixed draws random numbers for the rows of a rank"
+    assert warned["collate-that-draws"].count(text) == 1
+    assert "draws random numbers" not in warned["collate-that-draws-nothing"]
 
 
 def test_smaller_micro_batches_that_change_the_result_are_announced(ends: Ends) -> None:
