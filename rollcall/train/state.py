@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rollcall.config import ConfigError
 from rollcall.messages.text import listed
 from rollcall.train import torch_private
-from rollcall.train.checkpoint.engine import OBJECTS
+from rollcall.train.checkpoint.contents import OBJECTS
 from rollcall.train.checkpoint.write_plan import chunks
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics import optim

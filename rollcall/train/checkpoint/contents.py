@@ -20,6 +20,10 @@ class Damaged(Exception):
     """A checkpoint is not what was written; the message names the file and the damage."""
 
 
+OBJECTS = "objects"
+"""The part of a run's state with what objects of the user's return as `state_dict`."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A rectangular part of a tensor that one rank writes."""

@@ -16,7 +16,7 @@ from rollcall.config import ConfigError
 from rollcall.messages.text import listed
 from rollcall.train.checkpoint import background, layout, manifest, read, write
 from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
-from rollcall.train.checkpoint.contents import Damaged, Manifest
+from rollcall.train.checkpoint.contents import OBJECTS, Damaged, Manifest
 from rollcall.train.checkpoint.pending_save import PendingSave, SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import WritePlan
@@ -24,9 +24,6 @@ from rollcall.train.checkpoint.write_plan import WritePlan
 MakeState = Callable[[], dict[str, Any]]
 StartJob = Callable[[Callable[[], object]], WriteJob]
 WritePart = Callable[[Path], object]
-OBJECTS = "objects"
-"""The part of a run's state with what objects of the user's return as `state_dict`."""
-
 OUTER, REPLICAS = "outer", "replicas-"
 """Parts with the state of an outer optimizer, and of each of so many replicas that train alone.
 Runs that have neither, or another number of replicas, can still load the rest."""
@@ -158,6 +155,7 @@ class Engine:
         Raises:
             ConfigError: the checkpoint belongs to another model or version, or holds more.
         """
+        self.store.complete(step, partial(self.plan.of_node, state))
         problem = self.store.mismatch(step)
         if problem:
             return problem
@@ -245,7 +243,7 @@ class Engine:
 
     def _publish(self, written: Path, step: int, facts: dict[str, Any], save_id: str) -> None:
         store, check = self.store, self._hooks.before_publishing
-        facts = facts | store.facts(save_id)
+        facts = facts | store.facts(save_id, self.plan.held)
         write.publish(written, store.path_of(step), store.ranks, facts, check, store.whole)
         store.accept(step)
 

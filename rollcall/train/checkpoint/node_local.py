@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rollcall.config import ConfigError
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import write_atomic
-from rollcall.train.checkpoint import layout, manifest, read, write
+from rollcall.train.checkpoint import layout, lending, manifest, read, write
 from rollcall.train.checkpoint.contents import Chunk, Damaged
 from rollcall.train.checkpoint.engine import Engine
 from rollcall.train.checkpoint.pending_save import SaveResult
@@ -46,6 +46,7 @@ class NodeLocalStore(CheckpointStore):
         self.host_note = f"on {world.host}: "
         self._run_id = run_id  # distinguishes this run from an earlier one of the same name
         self._writer_pid = writer_pid
+        self.lent: dict[int, int] = {}  # the lender's rank, by the borrower's
 
     def newest(self) -> int | None:
         """Return the newest step that any node has and that was not refused."""
@@ -62,9 +63,33 @@ class NodeLocalStore(CheckpointStore):
         """Return the host and the process that write here: this node's first rank."""
         return f"{self.world.host}-{self._writer_pid}"
 
-    def facts(self, save_id: str) -> dict[str, Any]:
+    def facts(self, save_id: str, held: int) -> dict[str, Any]:
         """Return the ids of the run and the save, so that parts of two saves are never mixed."""
-        return {"run": self._run_id, "save": save_id}
+        return {"run": self._run_id, "save": save_id, "held": held}
+
+    def complete(self, step: int, held: Callable[[], int]) -> None:
+        """Copy the checkpoint to each node that lacks it, from one whose ranks hold the same."""
+        facts: dict[str, Any] = {}
+        with contextlib.suppress(Damaged, ConfigError):
+            facts = manifest.read(self.path_of(step), whole=False).facts
+        here = int(facts.get("save", "0"), 16), facts.get("held", 0)
+        if len({save for save, _ in self.world.gather(torch.tensor(here)).tolist()}) == 1:
+            return
+        rows = self.world.gather(torch.tensor([*here, held()])).tolist()
+        publishers = sorted({self.nodes.index(node) for node in self.nodes})
+        for lender, borrower in lending.pairs(rows, publishers):
+            self.lent[borrower] = lender
+            if self.world.rank == lender:
+                lending.lend(self.path_of(step), borrower)
+            elif self.world.rank == borrower:
+                self._borrow(step, lender)
+
+    def _borrow(self, step: int, lender: int) -> None:
+        written = layout.unpublished(
+            self.directory, step, f"{self.writer('')}-{os.urandom(4).hex()}"
+        )
+        if lending.borrow(written, lender) is None:
+            layout.publish(written, self.path_of(step))
 
     def mismatch(self, step: int) -> str:
         """Return the problem if the nodes' parts do not belong together; empty if they do.

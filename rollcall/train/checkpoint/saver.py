@@ -7,7 +7,8 @@ from typing import Any
 
 from rollcall.train.checkpoint import node_local
 from rollcall.train.checkpoint.cadence import Best, Cadence
-from rollcall.train.checkpoint.engine import OBJECTS, Engine, Hooks, Restored, restore
+from rollcall.train.checkpoint.contents import OBJECTS
+from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, restore
 from rollcall.train.checkpoint.node_local import LocalTier
 from rollcall.train.checkpoint.pending_save import SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
@@ -103,6 +104,13 @@ class Saver:
         self._best.recall(run.run_dir.checkpoints, run.world)
         if self._local:
             self._local.store.forget_after(step)
+            if lent := self._local.store.lent:
+                nodes = ", ".join(
+                    f"rank {to} got it from that of rank {of}" for to, of in lent.items()
+                )
+                self._run.tell(
+                    "lent", f"the checkpoint of step {step}: the node of {nodes}", step=step
+                )
         for tier in tiers:
             tier.store.retire()
         return restored

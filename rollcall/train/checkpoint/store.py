@@ -70,9 +70,12 @@ class CheckpointStore:
             "a run with another run.name"
         )
 
-    def facts(self, save_id: str) -> dict[str, Any]:  # noqa: ARG002
+    def facts(self, save_id: str, held: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the store's own facts for the manifest of a save."""
         return {}
+
+    def complete(self, step: int, held: Callable[[], int]) -> None:
+        """Give each node its part of a checkpoint, if another node can; see `WritePlan.held`."""
 
     def mismatch(self, step: int) -> str:  # noqa: ARG002
         """Return the problem if the ranks' parts of a checkpoint do not match, on every rank."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from rollcall.config import ConfigError
-from rollcall.train.checkpoint.contents import ITEM_SIZES, Chunk, Key, dotted
+from rollcall.train.checkpoint.contents import ITEM_SIZES, OBJECTS, Chunk, Key, dotted
 from rollcall.train.checkpoint.read import view
 from rollcall.train.ranks.world import World
 
@@ -33,6 +33,7 @@ class WritePlan:
         """Take a number for each rank's node if each node writes all that its ranks hold."""
         # Ids of the chunks and values that this rank copies; all copies make up the state once.
         self.copied: frozenset[int] = frozenset()
+        self.held = 0  # a number for all tensors that the ranks of this node hold
         self._world = world
         self._nodes = nodes
         self._form: bytes | None = None
@@ -55,6 +56,7 @@ class WritePlan:
             held = torch.zeros(int(maxima[0]), 2, dtype=torch.int64)
             held[: len(sizes)] = torch.tensor(list(sizes.items()), dtype=torch.int64).view(-1, 2)
             rows = self._world.gather(held).tolist()
+            self.held = self._number(tensors)
             by_rank = [dict(pair for pair in pairs if pair != [0, 0]) for pairs in rows]
             shares = divide(by_rank, self._nodes)
             self._written = self.copied = frozenset(shares[self._world.rank])
@@ -66,6 +68,21 @@ class WritePlan:
         return (
             [item for item in tensors if identify(item[0].key, item[0].offset) in self._written],
             [item for item in values if identify(item[0]) in self._written],
+        )
+
+    def of_node(self, state: dict[str, Any]) -> int:
+        """Return `held` for a state; all ranks call it together."""
+        self.share(state)
+        return self.held
+
+    def _number(self, tensors: Tensors) -> int:
+        """Return a number for the tensors of this rank's node; what users' objects hold varies."""
+        names = sorted((chunk.key, chunk.offset) for chunk, _ in tensors if chunk.key[0] != OBJECTS)
+        numbers = self._world.gather(torch.tensor([identify(tuple(names))])).flatten().tolist()
+        nodes = self._nodes or [0] * len(numbers)
+        mine = nodes[self._world.rank]
+        return identify(
+            tuple(sorted({n for n, node in zip(numbers, nodes, strict=True) if node == mine}))
         )
 
 
@@ -135,7 +152,7 @@ def divide(held: Sequence[Mapping[int, int]], nodes: Sequence[int] = ()) -> list
     return shares
 
 
-def identify(key: Key, offset: tuple[int, ...] = ()) -> int:
+def identify(key: tuple[object, ...], offset: tuple[int, ...] = ()) -> int:
     """Return the id of a chunk or a value, equal on all ranks; 64 bits make collisions unlikely."""
     digest = hashlib.blake2b(repr((key, offset)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
