@@ -292,6 +292,10 @@ def _check_model(config: Config) -> None:
             "checkpoint.save_frozen=false needs model.init, where a resumed run finds the frozen "
             "parameters; set it, or remove the key"
         )
+    if config.checkpoint.mirror and config.checkpoint.local is None:
+        raise ConfigError(
+            "checkpoint.mirror=true needs checkpoint.local; set it, or remove the key"
+        )
     if config.train.compile and config.parallel.strategy == "dp":
         raise ConfigError(
             "train.compile=true compiles for one GPU, but parallel.strategy=dp copies the model to "

@@ -486,6 +486,9 @@ class Checkpoint(Section):
     local: str | None = _key(None, min_length=1)
     """Directory on a local disk of each node, such as $TMPDIR. Checkpoints are written there first
     and copied to the run directory in the background."""
+    mirror: bool = False
+    """Copy each node's local checkpoint to the next node, too. A host that takes the place of a
+    lost one gets its part from there, even if no replica has it. Needs checkpoint.local."""
 
 
 class Log(Section):

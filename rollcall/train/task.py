@@ -31,10 +31,6 @@ QUIET = ("top5", "perplexity")
 """Figures that the summary leaves out."""
 VAIN = 10
 """Steps without any target that counts, after which a run is refused."""
-DRAWS = (
-    "draws random numbers for the rows of a rank, so the result depends on the number of ranks; "
-    "draw them in the data set"
-)
 OnLogged = Callable[[int, Mapping[str, Any]], None]
 """Called with the step and the values of a line of metrics.jsonl."""
 
@@ -111,7 +107,10 @@ class Task:
 
         self._example(replace(self._source, form=replace(form, collate=watched)), 2)
         name = self._run.config.data.collate or getattr(collate, "__name__", "")
-        return f"data.collate={name} {DRAWS}" if any(drawn) else ""
+        return any(drawn) * (
+            f"data.collate={name} draws random numbers for the rows of a rank, so the result "
+            "depends on the number of ranks; draw them in the data set"
+        )
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Yield this rank's rows of every batch, from the update `first` (from 0) to the last."""

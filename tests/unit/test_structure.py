@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_300, 8_000
+CORE_LINES, TOOLS_LINES = 40_600, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 62,
     "rollcall/cli": 376,
-    "rollcall/config": 2466,
+    "rollcall/config": 2473,
     "rollcall/launch": 1,
     "rollcall/launch/api": 347,
     "rollcall/launch/batch": 672,
@@ -56,8 +56,8 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2148,
     "rollcall/tools/report": 1691,
-    "rollcall/train": 2439,
-    "rollcall/train/checkpoint": 3215,
+    "rollcall/train": 2438,
+    "rollcall/train/checkpoint": 3462,
     "rollcall/train/data": 3070,
     "rollcall/train/exact": 674,
     "rollcall/train/health": 1150,

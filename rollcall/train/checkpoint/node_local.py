@@ -46,6 +46,8 @@ class NodeLocalStore(CheckpointStore):
         self.host_note = f"on {world.host}: "
         self._run_id = run_id  # distinguishes this run from an earlier one of the same name
         self._writer_pid = writer_pid
+        self.mirrored = directory / "mirrored"  # the copies that this node keeps for another one
+        self.all_publishers = sorted({nodes.index(node) for node in nodes})
         self.lent: dict[int, int] = {}  # the lender's rank, by the borrower's
 
     def newest(self) -> int | None:
@@ -68,28 +70,25 @@ class NodeLocalStore(CheckpointStore):
         return {"run": self._run_id, "save": save_id, "held": held}
 
     def complete(self, step: int, held: Callable[[], int]) -> None:
-        """Copy the checkpoint to each node that lacks it, from one whose ranks hold the same."""
-        facts: dict[str, Any] = {}
-        with contextlib.suppress(Damaged, ConfigError):
-            facts = manifest.read(self.path_of(step), whole=False).facts
-        here = int(facts.get("save", "0"), 16), facts.get("held", 0)
-        if len({save for save, _ in self.world.gather(torch.tensor(here)).tolist()}) == 1:
+        """Copy the checkpoint to each node that lacks it, from one that has the same."""
+        directories = self.directory, self.mirrored
+        here = [number for directory in directories for number in _has(directory, step)]
+        if len({save for save, *_ in self.world.gather(torch.tensor(here)).tolist()}) == 1:
             return
         rows = self.world.gather(torch.tensor([*here, held()])).tolist()
-        publishers = sorted({self.nodes.index(node) for node in self.nodes})
-        for lender, borrower in lending.pairs(rows, publishers):
+        for lender, is_mirrored, borrower in lending.loans(rows, self.all_publishers):
             self.lent[borrower] = lender
-            if self.world.rank == lender:
-                lending.lend(self.path_of(step), borrower)
-            elif self.world.rank == borrower:
-                self._borrow(step, lender)
-
-    def _borrow(self, step: int, lender: int) -> None:
-        written = layout.unpublished(
-            self.directory, step, f"{self.writer('')}-{os.urandom(4).hex()}"
-        )
-        if lending.borrow(written, lender) is None:
-            layout.publish(written, self.path_of(step))
+            source = layout.path_of(directories[is_mirrored], step)
+            written = layout.unpublished(self.directory, step, layout.owner())
+            with contextlib.suppress(OSError):  # then `mismatch` says what is missing
+                if lender == borrower == self.world.rank:
+                    shutil.copytree(source, written)
+                elif self.world.rank == lender:
+                    lending.exchange(source, borrower, None, None)
+                elif self.world.rank == borrower:
+                    lending.exchange(None, None, written, lender)
+                if self.world.rank == borrower:
+                    layout.publish(written, self.path_of(step))
 
     def mismatch(self, step: int) -> str:
         """Return the problem if the nodes' parts do not belong together; empty if they do.
@@ -112,9 +111,10 @@ class NodeLocalStore(CheckpointStore):
         """Remove checkpoints newer than the state that the run resumes from."""
         self._refused.clear()
         if self.publishes:
-            for newer, path in self._published().items():
-                if newer > step:
-                    layout.retire(path)
+            for directory in (self.directory, self.mirrored):
+                for newer, path in layout.published(directory).items():
+                    if newer > step:
+                        layout.retire(path)
 
     def remove(self) -> None:
         """Remove everything the run has on this node's disk."""
@@ -135,17 +135,34 @@ class Copy:
 class LocalTier:
     """Node-local checkpoints and their copies on shared storage; all ranks call it together."""
 
-    def __init__(self, engine: Engine, store: NodeLocalStore, shared: Engine) -> None:
+    def __init__(
+        self, engine: Engine, store: NodeLocalStore, shared: Engine, mirrors: bool = False
+    ) -> None:
         self.engine, self.store, self._shared = engine, store, shared
         self._waiting: list[Copy] = []
         self._copying: list[Copy] = []
-        store.held = lambda: {copy.step for copy in (*self._waiting, *self._copying)}
+        self._mirror: lending.Mirror | None = None
+        if mirrors and len(store.all_publishers) > 1:
+            directories = store.directory, store.mirrored
+            self._mirror = lending.Mirror(*directories, store.all_publishers, store.world.rank)
+        store.held = self._held
+
+    def _held(self) -> set[int]:
+        steps = {copy.step for copy in (*self._waiting, *self._copying)}
+        return steps | (self._mirror.pending if self._mirror else set())
 
     def queue(self, result: SaveResult, required: bool) -> None:
         """Queue the save that has just ended; it replaces waiting ones that are not required."""
         copy = Copy(result.step, result.facts, self.engine.plan.copied, required)
         self._waiting = [*(older for older in self._waiting if older.required), copy]
         self.copy_next()
+        if self._mirror:
+            self._mirror.add(result.step)
+
+    def end_mirror(self, seconds: float) -> None:
+        """Wait until the nodes have each other's checkpoints; none is mirrored afterwards."""
+        if self._mirror:
+            self._mirror.finish(seconds)
 
     def copy_next(self) -> None:
         """Start the next copy, unless a save to shared storage is in flight."""
@@ -160,6 +177,14 @@ class LocalTier:
     def stop_copying(self) -> None:
         """Start no further copy."""
         self._waiting = []
+
+
+def _has(directory: Path, step: int) -> tuple[int, int]:
+    """Return the numbers of the save and of the tensors of a step's checkpoint; 0 if none."""
+    with contextlib.suppress(Damaged, ConfigError):
+        facts = manifest.read(layout.path_of(directory, step), whole=False).facts
+        return int(facts["save"], 16), facts.get("held", 0)
+    return 0, 0
 
 
 def _copy(source: Path, host_note: str, rank: int, share: frozenset[int], written: Path) -> None:

@@ -78,7 +78,8 @@ class Saver:
             else:
                 hooks = replace(self._hooks, on_refusal=self._refused_locally)
                 engine = Engine(store, hooks, self.checkpoints.buffer)
-                self._local = LocalTier(engine, store, self.checkpoints)
+                mirrors = run.config.checkpoint.mirror
+                self._local = LocalTier(engine, store, self.checkpoints, mirrors)
         return any(tier.store.newest() is not None for tier in self._tiers())
 
     @doing("loading a checkpoint", may_take_long=True)
@@ -162,6 +163,8 @@ class Saver:
         self.close()
         if self._saved_at != step:
             self._begin(self.checkpoints, step, facts)
+        if self._local:
+            self._local.end_mirror(WAIT)
 
     @doing("saving a checkpoint", may_take_long=True)
     def close(self, seconds: float = LAST_WAIT) -> None:

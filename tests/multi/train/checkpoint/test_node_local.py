@@ -131,34 +131,38 @@ def test_goes_on_from_the_nodes_disks_as_if_nothing_had_been(killed: Killed) -> 
     assert not differences(last, layout.path_of(RunDir(root, "undisturbed").checkpoints, steps))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "lost"), [("ddp", 2, 0), ("hsdp", 4, 3)], ids=["ddp", "hsdp"]
-)
-def test_a_lost_node_gets_its_part_from_a_replica(
-    tmp_path: Path, strategy: str, ranks: int, lost: int
-) -> None:
-    chosen = f"parallel.strategy={strategy}"
-    training = start(tmp_path, 10**6, chosen, ranks=ranks)
+LENT = {
+    "ddp": (2, 0, ["parallel.strategy=ddp"]),
+    "hsdp": (4, 3, ["parallel.strategy=hsdp"]),
+    "mirror": (3, 1, ["checkpoint.mirror=true"]),
+}
+
+
+@pytest.mark.parametrize("name", LENT)
+def test_a_lost_node_gets_its_part_from_another_one(tmp_path: Path, name: str) -> None:
+    ranks, lost, words = LENT[name]
+    training = start(tmp_path, 10**6, *words, ranks=ranks)
     until(lambda: len(saved(tmp_path, local=True)) > 2)
     training.kill()
     run_dir = RunDir(tmp_path, "first")
     shutil.rmtree(run_dir.checkpoints)
+    kept = [on_disk(tmp_path, node) for node in range(ranks) if node != lost]
+    newest = max(max(layout.published(directory)) for directory in kept)
+    if name == "mirror":  # which follows a save a little later
+        newest = max(max(layout.published(directory / "mirrored")) for directory in kept)
     shutil.rmtree(tmp_path / f"disk-{lost}")
-    nodes = [node for node in range(ranks) if node != lost]
-    newest = max(max(layout.published(on_disk(tmp_path, node))) for node in nodes)
-    output = finish(tmp_path, newest + 3, chosen, ranks=ranks)
-    assert events(tmp_path, "resumed")[-1]["step"] == newest
-    assert f"the checkpoint of step {newest}: the node of " in output
-    assert f"rank {lost} got it from that of rank " in output
-    assert not events(tmp_path, "refused")
-    finish(
-        tmp_path, newest + 3, chosen, "run.name=undisturbed", "checkpoint.local=null", ranks=ranks
-    )
-    both = [
-        layout.path_of(RunDir(tmp_path, name).checkpoints, newest + 3)
-        for name in ("first", "undisturbed")
+    end = newest + EVERY + 1
+    output = finish(tmp_path, end, *words, ranks=ranks)
+    resumed = events(tmp_path, "resumed")[-1]["step"]
+    assert newest - EVERY * (name == "mirror") <= resumed <= newest
+    assert f"the checkpoint of step {resumed}: the node of rank {lost} got it from that" in output
+    assert name == "mirror" or not events(tmp_path, "refused")
+    undisturbed = "run.name=undisturbed", "checkpoint.local=null", "checkpoint.mirror=false"
+    finish(tmp_path, end, *words, *undisturbed, ranks=ranks)
+    last = [
+        layout.path_of(RunDir(tmp_path, run).checkpoints, end) for run in ("first", "undisturbed")
     ]
-    assert not differences(*both)
+    assert not differences(*last)
 
 
 def damage(killed: Killed) -> None:
