@@ -349,13 +349,28 @@ class Loss:
         """
         if not self._counts_targets:
             return weights.sum(dtype=torch.float64)
-        size: int = max(1, math.prod(targets.shape[1:]))
-        counted = (valid_share(targets) * size).round() * weights  # whole numbers
-        return counted.sum(dtype=torch.float64) / size
+        return _valid(targets, weights) / max(1, math.prod(targets.shape[1:]))
+
+    def weight(self, targets: Any, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a batch's weights before its passes: fp64; or raise ConfigError."""
+        if not self.is_weighted:
+            return self.count(targets, weights)
+        if self.is_own:
+            raise ConfigError(
+                f"train.loss={self.name} returns weights after the losses of experts need them: "
+                "remove balance_loss and z_loss, or let the loss return no weights"
+            )
+        return _valid(targets[:, 1:] if self.name == "next_token" else targets, weights)
 
     @property
     def _counts_targets(self) -> bool:
         return self._kind == "classes" and not self.is_weighted
+
+
+def _valid(targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    size: int = max(1, math.prod(targets.shape[1:]))
+    counted = (valid_share(targets) * size).round() * weights  # whole numbers
+    return counted.sum(dtype=torch.float64)
 
 
 def build(

@@ -182,7 +182,9 @@ class Strategy:
                 "set return the next tokens as targets, for train.loss=cross_entropy"
             )
         experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
-        if "context" in self.degrees and any(m.balance_loss or m.z_loss for m in experts.values()):
+        self.penalizes = any(m.balance_loss or m.z_loss for m in experts.values())
+        self.mean_weight: float | torch.Tensor = 1.0  # of the samples of the step, if it penalizes
+        if "context" in self.degrees and self.penalizes:
             raise ConfigError(
                 "the losses of experts are about whole sequences, which context cuts: remove "
                 "model.balance_loss and model.router_z_loss, or choose another mesh"
@@ -242,9 +244,9 @@ class Strategy:
         return self._pipeline.passes if self._pipeline else 0  # 0: every pass is of the step
 
     def _factor(self) -> float | torch.Tensor:
-        """Return the factor of a sample's loss in the gradient of this step."""
-        scaler = self._loss.scaler
-        return self._scale * scaler.scale if scaler else self._scale
+        """Return the factor of a sample's penalty in the gradient, which weights divide later."""
+        scale, scaler = self._scale * self.mean_weight, self._loss.scaler
+        return scale * scaler.scale if scaler else scale
 
     def _with_loss(self, model: nn.Module) -> nn.Module:
         module = self._loss_module
