@@ -563,7 +563,10 @@ class Strategy:
         `max_norm=None` only measures it. `divisor` divides the gradient first, as fp16 needs.
         """
         group = self._pipeline.group if self._pipeline else None
-        return clip(self._groups, max_norm, group, divisor)
+        norm = clip(self._groups, max_norm, group, divisor)
+        for part in self._parts:
+            part.finish_norm()
+        return norm
 
     def finish_with_nan(self) -> bool:
         """Complete the communication of `forward_backward`, which failed on this rank, with NaN.
