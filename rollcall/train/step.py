@@ -225,8 +225,8 @@ class Gradient:
         if self._strategy.penalizes:
             own = loss.weight(batch.targets, batch.weights).to(self._device)
             dist.all_reduce(own)
-            own *= self._strategy.data_ranks / self._ranks
-            self._strategy.mean_weight = own.float() / self.samples
+            share = self._strategy.data_ranks / self._ranks
+            self._strategy.mean_weight = (own * share / self.samples).float()
 
         # The passes of each micro-batch.
         rows, size = len(batch.weights), self.micro_batch or len(batch.weights)

@@ -349,7 +349,9 @@ class Loss:
         """
         if not self._counts_targets:
             return weights.sum(dtype=torch.float64)
-        return _valid(targets, weights) / max(1, math.prod(targets.shape[1:]))
+        size: int = max(1, math.prod(targets.shape[1:]))
+        counted = (valid_share(targets) * size).round() * weights  # whole numbers
+        return counted.sum(dtype=torch.float64) / size
 
     def weight(self, targets: Any, weights: torch.Tensor) -> torch.Tensor:
         """Return the sum of a batch's weights before its passes: fp64; or raise ConfigError."""
@@ -360,17 +362,12 @@ class Loss:
                 f"train.loss={self.name} returns weights after the losses of experts need them: "
                 "remove balance_loss and z_loss, or let the loss return no weights"
             )
-        return _valid(targets[:, 1:] if self.name == "next_token" else targets, weights)
+        targets = targets[:, 1:] if self.name == "next_token" else targets
+        return (valid_share(targets) * targets[:1].numel() * weights).sum(dtype=torch.float64)
 
     @property
     def _counts_targets(self) -> bool:
         return self._kind == "classes" and not self.is_weighted
-
-
-def _valid(targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    size: int = max(1, math.prod(targets.shape[1:]))
-    counted = (valid_share(targets) * size).round() * weights  # whole numbers
-    return counted.sum(dtype=torch.float64)
 
 
 def build(

@@ -98,9 +98,6 @@ class Part:
         """
         return False
 
-    def finish_norm(self) -> None:
-        """Finish the gradients after all ranks have added up their norm together."""
-
     def forget(self) -> None:
         """Drop what a gradient that is not finite would carry over to the next step."""
 

@@ -151,8 +151,8 @@ class Shard(Part):
         self.trace = hash((self.trace, *used)) % TRACES
         return False
 
-    def finish_norm(self) -> None:
-        """Leave no gradient to weights that no rank has used."""
+    def drop_unused(self) -> None:
+        """After the norm, which needs the same weights on all ranks, leave unused ones none."""
         for weight in self._zeros:
             # Other numbers than zeros are of a rank that has used it.
             if weight.grad is not None and not local_of(weight.grad).any():

@@ -233,15 +233,14 @@ class Strategy:
         held = {*model.modules()}  # layers of other pipeline stages are not
         if experts:
             layers = {name: (m.number, m if m in held else None) for name, m in experts.items()}
-            of_step = self._passes_of_step, self._factor
-            self._parts.append(Balance(layers, self.copies, *of_step, self.world.device))
+            pipeline = self._pipeline
+            passes = (lambda: pipeline.passes) if pipeline else (lambda: 0)  # 0: all of the step
+            of_step = self.copies, passes, self._factor
+            self._parts.append(Balance(layers, *of_step, self.world.device))
         self._callables = [model] if turns else modules
         self.trained = self._with_loss(model)
         self._groups = by_mesh(self.trained.parameters())
         self.written: set[str] = set()  # what forward() has written to in the passes of `warm_up`
-
-    def _passes_of_step(self) -> int:
-        return self._pipeline.passes if self._pipeline else 0  # 0: every pass is of the step
 
     def _factor(self) -> float | torch.Tensor:
         """Return the factor of a sample's penalty in the gradient, which weights divide later."""
@@ -565,7 +564,8 @@ class Strategy:
         group = self._pipeline.group if self._pipeline else None
         norm = clip(self._groups, max_norm, group, divisor)
         for part in self._parts:
-            part.finish_norm()
+            if isinstance(part, Shard):
+                part.drop_unused()
         return norm
 
     def finish_with_nan(self) -> bool:

@@ -2,7 +2,6 @@
 
 import argparse
 import gzip
-import itertools
 import json
 import os
 import sys
@@ -123,9 +122,9 @@ def _encode(
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     for first in texts:
         batch, size = [first], len(first)
-        while size < AT_ONCE and (more := [*itertools.islice(texts, 1)]):
-            batch += more
-            size += len(more[0])
+        while size < AT_ONCE and (more := next(texts, "")):
+            batch.append(more)
+            size += len(more)
         yield batch
 
 
