@@ -363,7 +363,8 @@ class Loss:
                 "remove balance_loss and z_loss, or let the loss return no weights"
             )
         targets = targets[:, 1:] if self.name == "next_token" else targets
-        return (valid_share(targets) * targets[:1].numel() * weights).sum(dtype=torch.float64)
+        weighted: torch.Tensor = valid_share(targets) * targets[:1].numel() * weights
+        return weighted.sum(dtype=torch.float64)
 
     @property
     def _counts_targets(self) -> bool:
