@@ -55,9 +55,8 @@ def _main(words: Sequence[str]) -> int:
     if words and words[0] in TRAIN:
         return int(importlib.import_module(f"rollcall.{TRAIN[words[0]].module}").main(words[1:]))
     if "--help" in words or "-h" in words:
-        return help.main(
-            [word for last, word in pairwise(["", *words]) if not RANKS.fullmatch(last)]
-        )
+        pairs = pairwise(["", *words])
+        return help.main([word for last, word in pairs if not RANKS.fullmatch(last)])
     if numbers := [number for number, word in enumerate(words) if RANKS.fullmatch(word)]:
         _start_ranks(words, numbers[0])
     if "--print-schema" in words:

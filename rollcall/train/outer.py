@@ -88,12 +88,9 @@ class Outer:
             self._average([local_of(tensor) for _, tensor in some])
 
     def _average(self, tensors: Sequence[torch.Tensor], how: str = "none") -> None:
-        vectors = flatten(tensors)
-        for number, vector in enumerate(vectors):  # shards may lie in the host's memory
-            mean = _mean(vector.to(self._device), self._group, how)
-            vectors[number] = mean.to(vector)
-        for tensor, mean in zip(tensors, unflatten(vectors, tensors), strict=True):
-            tensor.copy_(mean)
+        # Shards may lie in the host's memory.
+        means = [_mean(x.to(self._device), self._group, how).to(x) for x in flatten(tensors)]
+        copy_all([*tensors], [*unflatten(means, tensors)])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -46,16 +46,11 @@ class Buffers:
 
     def keep(self) -> None:
         """Copy the buffers."""
-        if self._owners:
-            self._like = [*map(local_of, self.now())]
-            self._kept = flatten(self._like)
+        self._like = [*map(local_of, self.now())]
+        self._kept = flatten(self._like)
 
     def restore(self, where: torch.Tensor) -> None:
         """Restore the copies if `where` is true, on the device."""
-        if self._owners:
-            self._restore(where)
-
-    def _restore(self, where: torch.Tensor) -> None:
         pairs = zip(map(local_of, self.now()), unflatten(self._kept, self._like), strict=True)
         same = [(buffer, kept.to(buffer)) for buffer, kept in pairs if buffer.shape == kept.shape]
         now = [buffer for buffer, _ in same]
@@ -100,10 +95,7 @@ class Written:
         if self._is_first:
             # The first forward() may have made weights, which is refused after the step.
             pairs = zip(self._model.named_parameters(), self._before, strict=False)
-            written = (
-                named for named, before in pairs if torch_private.version(named[1]) != before
-            )
-            self._weights |= dict(written)
+            self._weights |= dict(n for n, old in pairs if torch_private.version(n[1]) != old)
         return [*self._weights, *self._hidden.changed()]
 
     @torch.no_grad()

@@ -222,6 +222,11 @@ class Gradient:
         if not self._all_count and not loss.is_weighted:
             own = loss.count(batch.targets, batch.weights).to(self._device)
             self._add_up(own * self._strategy.data_ranks / self._ranks)
+        if self._strategy.penalizes:
+            own = loss.weight(batch.targets, batch.weights).to(self._device)
+            dist.all_reduce(own)
+            share = self._strategy.data_ranks / self._ranks
+            self._strategy.mean_weight = (own * share / self.samples).float()
 
         # The passes of each micro-batch.
         rows, size = len(batch.weights), self.micro_batch or len(batch.weights)

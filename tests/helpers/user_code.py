@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset
 
+from rollcall import Experts
 from rollcall.config.schema import Data, Model
 from rollcall.train.data.sets.text import text
 from rollcall.train.data.source import Batch, BatchDataset, InMemory, Source
@@ -166,6 +167,28 @@ def token_losses(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
     """The loss of the tokens that count, and how many they are."""
     losses = functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
     return losses.sum(1), (targets >= 0).sum(1)
+
+
+def half_masked(_: Data, _world: World) -> Source:
+    """Sequences of which half of the targets count."""
+    drawn = torch.Generator().manual_seed(1)
+    inputs = torch.randint(0, 11, (SIZE, 12), generator=drawn)
+    targets = inputs.masked_fill(torch.rand(SIZE, 12, generator=drawn) < 0.5, -100)
+    split = InMemory(inputs, targets)
+    return Source(split, split, shape=(12,), classes=11)
+
+
+class Penalized(nn.Module):
+    """A layer of experts with both losses of its router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.experts = Experts(8, 8, 4, balance_loss=0.3, z_loss=0.3, balance_rate=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map tokens to scores."""
+        return self.head(self.tokens(x) + self.experts(self.tokens(x)))  # type: ignore[no-any-return]
 
 
 def odd(config: Model, source: Source) -> nn.Module:

@@ -632,6 +632,18 @@ class UnequalBranches(Branches):
         self.branches["right"] = nn.Linear(16, 16, bias=False)
 
 
+class Token(Net):
+    """Some samples use one row of an embedding, of which other ranks hold the other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 16)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input, or add the row to it."""
+        return hidden + self.words.weight[0] if hidden.detach().sum() * 10 % 2 > 1 else hidden
+
+
 class UnequalHeads(Heads):
     """The same, with heads of different sizes."""
 

@@ -76,9 +76,7 @@ def _ahead(layout: Layout, stage: int) -> float:
         return layout.micro_batches
     if layout.schedule == "sequential":
         return 1
-    if (
-        layout.schedule in V_SHAPED
-    ):  # https://arxiv.org/abs/2401.10241, https://arxiv.org/abs/2412.19437
+    if layout.schedule in V_SHAPED:  # https://arxiv.org/abs/2401.10241, and 2412.19437
         return layout.stages + 0.5
     if layout.chunks > 1:  # the interleaved schedule of https://arxiv.org/abs/2104.04473
         ahead = 2 * (layout.stages - stage) - 1 + (layout.chunks - 1) * layout.stages

@@ -75,7 +75,8 @@ def _values(config: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, An
             raise ValueError(f"no {' or '.join(rules['keys'][name])}")
     kind = config.get("model_type")
     values["ffn"] = values["ffn"] or 4 * values["hidden"]
-    values["kv_heads"] = values["kv_heads"] or values["heads"]
+    is_shared = config.get("multi_query") and not config.get("new_decoder_architecture")
+    values["kv_heads"] = 1 if is_shared else values["kv_heads"] or values["heads"]
     values["length"] = min(values["length"] or 8192, 8192)  # the file has the positions' limit
     values["gated"] = kind not in rules["not gated"]
     values["tied"] = bool(config.get("tie_word_embeddings", kind in rules["tied"]))

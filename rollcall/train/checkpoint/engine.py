@@ -272,15 +272,15 @@ def restore(
     Raises:
         ConfigError: a checkpoint belongs to another model or version, or none is intact.
     """
-    state: dict[str, Any] | None = None
+    made: dict[str, Any] | None = None
     while True:
         steps = [tier.store.newest() for tier in tiers]
         newest = max((step for step in steps if step is not None), default=None)
         if newest is None:
             break
         tier = tiers[steps.index(newest)]
-        state = state or make_state()
-        problem = ""
+        made = made or make_state()
+        state, problem = {**made}, ""
         if not tier.store.whole and steps.count(None) == len(steps) - 1:
             # If this last checkpoint is damaged, the run starts at step 0 with an unchanged state.
             problem = tier.try_load(newest, state, fill=False)

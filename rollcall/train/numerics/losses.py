@@ -353,6 +353,19 @@ class Loss:
         counted = (valid_share(targets) * size).round() * weights  # whole numbers
         return counted.sum(dtype=torch.float64) / size
 
+    def weight(self, targets: Any, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a batch's weights before its passes: fp64; or raise ConfigError."""
+        if not self.is_weighted:
+            return self.count(targets, weights)
+        if self.is_own:
+            raise ConfigError(
+                f"train.loss={self.name} returns weights after the losses of experts need them: "
+                "remove balance_loss and z_loss, or let the loss return no weights"
+            )
+        targets = targets[:, 1:] if self.name == "next_token" else targets
+        weighted: torch.Tensor = valid_share(targets) * targets[:1].numel() * weights
+        return weighted.sum(dtype=torch.float64)
+
     @property
     def _counts_targets(self) -> bool:
         return self._kind == "classes" and not self.is_weighted

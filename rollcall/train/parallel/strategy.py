@@ -182,7 +182,9 @@ class Strategy:
                 "set return the next tokens as targets, for train.loss=cross_entropy"
             )
         experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
-        if "context" in self.degrees and any(m.balance_loss or m.z_loss for m in experts.values()):
+        self.penalizes = any(m.balance_loss or m.z_loss for m in experts.values())
+        self.mean_weight: float | torch.Tensor = 1.0  # of the samples of the step, if it penalizes
+        if "context" in self.degrees and self.penalizes:
             raise ConfigError(
                 "the losses of experts are about whole sequences, which context cuts: remove "
                 "model.balance_loss and model.router_z_loss, or choose another mesh"
@@ -231,20 +233,19 @@ class Strategy:
         held = {*model.modules()}  # layers of other pipeline stages are not
         if experts:
             layers = {name: (m.number, m if m in held else None) for name, m in experts.items()}
-            of_step = self._passes_of_step, self._factor
-            self._parts.append(Balance(layers, self.copies, *of_step, self.world.device))
+            pipeline = self._pipeline
+            passes = (lambda: pipeline.passes) if pipeline else (lambda: 0)  # 0: all of the step
+            of_step = self.copies, passes, self._factor
+            self._parts.append(Balance(layers, *of_step, self.world.device))
         self._callables = [model] if turns else modules
         self.trained = self._with_loss(model)
         self._groups = by_mesh(self.trained.parameters())
         self.written: set[str] = set()  # what forward() has written to in the passes of `warm_up`
 
-    def _passes_of_step(self) -> int:
-        return self._pipeline.passes if self._pipeline else 0  # 0: every pass is of the step
-
     def _factor(self) -> float | torch.Tensor:
-        """Return the factor of a sample's loss in the gradient of this step."""
-        scaler = self._loss.scaler
-        return self._scale * scaler.scale if scaler else self._scale
+        """Return the factor of a sample's penalty in the gradient, which weights divide later."""
+        scale, scaler = self._scale * self.mean_weight, self._loss.scaler
+        return scale * scaler.scale if scaler else scale
 
     def _with_loss(self, model: nn.Module) -> nn.Module:
         module = self._loss_module
@@ -561,7 +562,11 @@ class Strategy:
         `max_norm=None` only measures it. `divisor` divides the gradient first, as fp16 needs.
         """
         group = self._pipeline.group if self._pipeline else None
-        return clip(self._groups, max_norm, group, divisor)
+        norm = clip(self._groups, max_norm, group, divisor)
+        for part in self._parts:
+            if isinstance(part, Shard):
+                part.drop_unused()
+        return norm
 
     def finish_with_nan(self) -> bool:
         """Complete the communication of `forward_backward`, which failed on this rank, with NaN.

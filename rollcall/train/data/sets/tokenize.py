@@ -2,11 +2,11 @@
 
 import argparse
 import gzip
-import itertools
 import json
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,7 +65,8 @@ def _write(options: argparse.Namespace) -> str:
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"--tokenizer={options.tokenizer} has no end-of-text token (eos_token)")
     options.output.mkdir(parents=True, exist_ok=True)
-    suffix = ".bin" if len(tokenizer) <= 2**16 else ".u32"
+    size = max(len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values()))
+    suffix = ".bin" if size <= 2**16 else ".u32"
     kind, names = TYPES[suffix], [options.output / f"{name}{suffix}" for name in ("train", "val")]
     parts = [path.with_suffix(".part") for path in names]
     try:
@@ -78,7 +79,7 @@ def _write(options: argparse.Namespace) -> str:
                 file.flush()
                 os.fsync(file.fileno())
         tokenizer.save_pretrained(options.output)  # `rollcall generate` reads it from there
-        facts = {"vocabulary": len(tokenizer), "documents": documents}
+        facts = {"vocabulary": size, "documents": documents}
         write_atomic(options.output / FACTS, json.dumps(facts))
         for part, path in zip(reversed(parts), reversed(names), strict=True):
             part.replace(path)
@@ -86,7 +87,7 @@ def _write(options: argparse.Namespace) -> str:
         for part in parts:
             part.unlink(missing_ok=True)
     sizes = (f"{count:,} tokens in {path}" for count, path in zip(counts, names, strict=True))
-    return f"{documents:,} documents: {' and '.join(sizes)} (vocabulary of {len(tokenizer):,})"
+    return f"{documents:,} documents: {' and '.join(sizes)} (vocabulary of {size:,})"
 
 
 def _encode(
@@ -121,29 +122,31 @@ def _encode(
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     for first in texts:
         batch, size = [first], len(first)
-        while size < AT_ONCE and (more := [*itertools.islice(texts, 1)]):
-            batch += more
-            size += len(more[0])
+        while size < AT_ONCE and (more := next(texts, "")):
+            batch.append(more)
+            size += len(more)
         yield batch
 
 
 def _documents(paths: Sequence[Path], key: str) -> Iterator[str]:
     """Yield the texts of the files; ConfigError names the file and line of a bad one."""
     for path in paths:
-        name, opened = path.name.removesuffix(".gz"), gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as file:
-            number = 1
-            try:
-                if not name.endswith(".jsonl"):
-                    yield from filter(str.strip, [file.read()])
-                    continue
-                for number, line in enumerate(file, 1):  # noqa: B007
-                    if line.strip() and (text := json.loads(line)[key]).strip():
+        name, opened = path.name.lower(), gzip.open if path.suffix == ".gz" else open
+        is_lines, number = name.removesuffix(".gz").endswith(".jsonl"), 1
+        wanted = f'an object with the text under "{key}"' if is_lines else "UTF-8"
+        try:
+            with opened(path, "rt", encoding="utf-8") as file:
+                lines = file if is_lines else [file.read()]
+                for number, line in enumerate(lines, 1):  # noqa: B007
+                    text = json.loads(line)[key] if is_lines and line.strip() else line
+                    if text.strip():
+                        text.encode()  # no tokenizer takes half of a surrogate pair
                         yield text
-            except (ValueError, TypeError, KeyError, AttributeError, EOFError) as error:
-                wanted = f'an object with the text under "{key}"' if ".jsonl" in name else "UTF-8"
-                problem = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"{path}:{number}: expected {wanted} ({problem})") from error
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"{path}: expected a whole gzip file ({error})") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{path}:{number}: expected {wanted} ({problem})") from error
 
 
 def _cut_tail(train: BinaryIO, validation: BinaryIO, share: float, kind: np.dtype[Any]) -> None:

@@ -276,6 +276,9 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
 MIXED = {
     "heads-unseen": words("Heads", "zero3", "data.global_batch=2", "parallel.check=off"),
     "branches-unseen": words("Branches", "zero2", "data.global_batch=2", "parallel.check=off"),
+    "words-of-one-shard-unseen": words(
+        "Token", "zero2", "data.global_batch=2", "parallel.check=off"
+    ),
     "branches-of-unequal-sizes": words(
         *("UnequalBranches", "zero3", "data.global_batch=2", "parallel.check=off")
     ),

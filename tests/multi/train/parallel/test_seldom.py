@@ -99,6 +99,17 @@ def test_a_killed_run_continues_in_the_middle_of_a_round(tmp_path: Path) -> None
     check(run_dir, by_hand(fresh(), [(2, 33)], "diloco"))
 
 
+def test_a_damaged_checkpoint_without_replicas_leaves_those_of_an_older_one(tmp_path: Path) -> None:
+    for sync, steps in (("diloco", 8), ("step", 9), ("diloco", STEPS)):  # 8 is in mid-round
+        words = [word for word in WORDS if "sync_every" not in word or sync != "step"]
+        words += [f"parallel.sync={sync}", f"train.steps={steps}", f"run.root={tmp_path}"]
+        train(2, [*words, "run.name=s"], tmp_path / f"logs-{steps}")
+        if sync == "step":
+            data = tmp_path / "s/checkpoints/step-00000009/rank-00000.bin"
+            data.write_bytes(bytes(len(data.read_bytes())))
+    check(RunDir(tmp_path, "s"), by_hand(fresh(), [(2, STEPS)], "diloco"))
+
+
 def count(rank: int, folder: Path) -> None:
     """Be a rank that notes what it sends in the steps of a run, and when the replicas meet."""
     compute, apply, meet = Gradient.compute, Updater.apply, Outer.meet

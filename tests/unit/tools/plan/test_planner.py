@@ -82,6 +82,14 @@ def test_a_config_of_hugging_face_is_the_known_shape(name: str, tmp_path: Path) 
     assert dataclasses.replace(model, name=name) == named(name)
 
 
+def test_heads_of_a_falcon_share_keys_and_values(tmp_path: Path) -> None:
+    """It has one head of keys, though its file says 71."""
+    numbers = {"hidden_size": 4544, "num_hidden_layers": 32, "vocab_size": 65024}
+    numbers |= {"num_attention_heads": 71, "num_kv_heads": 71, "multi_query": True}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", **numbers}))
+    assert shapes.from_file(str(tmp_path)).weights == pytest.approx(6.92e9, rel=2e-3)
+
+
 def test_other_configs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, message in {
         "{": "expected the config.json of a decoder-only transformer",

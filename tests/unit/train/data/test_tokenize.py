@@ -63,6 +63,10 @@ def test_documents_become_tokens_in_order(
         ("a.txt", b"\xff\xfe", ":1: expected UTF-8"),
         ("a.txt", b" \n", "no document has any text"),
         ("b.txt", b"x", "no file matches"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', ":2: expected an object with the text"),
+        ("a.txt.gz", b"no gzip", "a.txt.gz: expected a whole gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 999)[:-9], "a.jsonl.gz: expected a whole gzip file"),
+        ("a.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "a.txt.gz: expected a whole gzip file"),
     ],
 )
 def test_bad_text_is_named_and_leaves_nothing(
@@ -73,6 +77,21 @@ def test_bad_text_is_named_and_leaves_nothing(
     assert main([files, f"--tokenizer={folder}", f"--output={output}"]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists() or not [*output.iterdir()]
+
+
+def test_numbers_of_tokens_may_have_gaps(tmp_path: Path) -> None:
+    library, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"<|end|>": 0, "a": 2, "b": 70_000}, unk_token="a")
+    words = tokenizers.Tokenizer(model)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    whole = library.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>")
+    whole.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "A.JSONL").write_text('{"text": "a b"}\n' * 2)
+    tokens = [f"--tokenizer={tmp_path}/tokenizer", f"--output={tmp_path}/tokens"]
+    assert main([f"{tmp_path}/A.JSONL", *tokens, "--validation=0.5"]) == 0
+    facts = json.loads((tmp_path / "tokens/tokens.json").read_text())
+    assert facts == {"vocabulary": 70_001, "documents": 2}
+    assert [*np.fromfile(tmp_path / "tokens/train.u32", "<u4")] == [2, 70_000, 0]
 
 
 def test_one_long_document_is_cut_trained_on_and_continued(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributions import Categorical
 from torch.nn import functional
+from user_code import SIZE, Penalized, half_masked
 
 from rollcall import Experts
 from rollcall.config import ConfigError
+from rollcall.config.schema import Data
+from rollcall.train.checkpoint.tools import export
+from rollcall.train.main import main
 from rollcall.train.models import activations
 from rollcall.train.parallel import experts
 from rollcall.train.parallel.experts import Spread
+from rollcall.train.weights.deferred import Draws
 
 WIDTH, HIDDEN = 8, 12
 
@@ -167,6 +173,34 @@ def test_losses_of_loads_and_of_large_outputs(scores: str) -> None:
     layer.scale = None  # a mean over the samples of a batch
     [mean] = torch.autograd.grad(loss(layer, slice(2)) / 2, [layer.router.weight])
     torch.testing.assert_close(mean, expected[1] / 2)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "next_token", "user_code:token_losses"])
+def test_losses_of_a_router_do_not_depend_on_how_many_targets_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str
+) -> None:
+    words = ["data.name=user_code:half_masked", "model.name=user_code:Penalized", "device=cpu"]
+    words += ["optim.name=sgd", "optim.lr=1", "optim.momentum=0", "optim.weight_decay=0"]
+    words += ["optim.warmup_steps=0", "optim.schedule=constant", "optim.clip_norm=null"]
+    words += [f"data.global_batch={SIZE}", "data.micro_batch=7", "train.steps=1"]
+    words += [f"train.loss={loss}", f"run.root={tmp_path}", "run.name=it"]
+    if loss == "user_code:token_losses":  # its weights are known too late
+        assert main(["digits", *words]) == 2
+        assert "let the loss return no weights" in capsys.readouterr().err
+        return
+    assert main(["digits", *words]) == 0
+    saved = export.read(tmp_path / "it/checkpoints/step-00000001")["model"]
+    with Draws(0):
+        model = Penalized()
+    split: Any = half_masked(Data(), None).train  # type: ignore[arg-type]
+    inputs, targets = split.inputs, split.targets
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    outputs = model(inputs)
+    if loss == "next_token":
+        outputs, targets = outputs[:, :-1], targets[:, 1:]
+    functional.cross_entropy(outputs.transpose(1, 2), targets).backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(saved[name], weights[name] - weight.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_the_entropy_of_a_router_is_a_mean_over_tokens_that_count(
