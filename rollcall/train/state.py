@@ -46,11 +46,16 @@ class Buffers:
 
     def keep(self) -> None:
         """Copy the buffers."""
-        self._like = [*map(local_of, self.now())]
-        self._kept = flatten(self._like)
+        if self._owners:
+            self._like = [*map(local_of, self.now())]
+            self._kept = flatten(self._like)
 
     def restore(self, where: torch.Tensor) -> None:
         """Restore the copies if `where` is true, on the device."""
+        if self._owners:
+            self._restore(where)
+
+    def _restore(self, where: torch.Tensor) -> None:
         pairs = zip(map(local_of, self.now()), unflatten(self._kept, self._like), strict=True)
         same = [(buffer, kept.to(buffer)) for buffer, kept in pairs if buffer.shape == kept.shape]
         now = [buffer for buffer, _ in same]

@@ -106,8 +106,7 @@ class Steps:
             if number % COLLECT_EVERY == 0:
                 gc.collect(1)  # on all ranks together, so that none waits for another
 
-            # The gradient. While a GPU computes it, all ranks learn about the step before, of which
-            # a fault drops it.
+            # The gradient; meanwhile all ranks learn about the step before, whose fault drops it.
             gradient.compute(batch, number)
             action = self.settle()
             if gradient.is_dropped:
@@ -198,6 +197,8 @@ class Gradient:
         self.samples = 0  # of all ranks
         self.is_dropped = True
         self.is_exhausted = self.is_unused = False
+        self._counted: float | torch.Tensor
+        self._counting: dist.Work | None
 
     @doing("computing gradients")
     def compute(self, batch: Batch, number: int) -> None:
@@ -217,16 +218,12 @@ class Gradient:
         self.samples, problem, self._number = self._order.count(number - 1), "", number
 
         # Begin to count the targets, while the passes are computed.
-        self._counted: float | torch.Tensor = self.samples
-        self._counting: dist.Work | None = None
+        self._counted, self._counting = self.samples, None
         if not self._all_count and not loss.is_weighted:
             own = loss.count(batch.targets, batch.weights).to(self._device)
             self._add_up(own * self._strategy.data_ranks / self._ranks)
         if self._strategy.penalizes:
-            own = loss.weight(batch.targets, batch.weights).to(self._device)
-            dist.all_reduce(own)
-            share = self._strategy.data_ranks / self._ranks
-            self._strategy.mean_weight = (own * share / self.samples).float()
+            self._strategy.weigh(loss.weight(batch.targets, batch.weights), self.samples)
 
         # The passes of each micro-batch.
         rows, size = len(batch.weights), self.micro_batch or len(batch.weights)

@@ -183,7 +183,7 @@ class Strategy:
             )
         experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
         self.penalizes = any(m.balance_loss or m.z_loss for m in experts.values())
-        self.mean_weight: float | torch.Tensor = 1.0  # of the samples of the step, if it penalizes
+        self._mean_weight: float | torch.Tensor = 1.0  # of the samples of the step, if it penalizes
         if "context" in self.degrees and self.penalizes:
             raise ConfigError(
                 "the losses of experts are about whole sequences, which context cuts: remove "
@@ -240,12 +240,20 @@ class Strategy:
         self._callables = [model] if turns else modules
         self.trained = self._with_loss(model)
         self._groups = by_mesh(self.trained.parameters())
+        self._shard = self.sharding
         self.written: set[str] = set()  # what forward() has written to in the passes of `warm_up`
 
     def _factor(self) -> float | torch.Tensor:
         """Return the factor of a sample's penalty in the gradient, which weights divide later."""
-        scale, scaler = self._scale * self.mean_weight, self._loss.scaler
+        scale, scaler = self._scale * self._mean_weight, self._loss.scaler
         return scale * scaler.scale if scaler else scale
+
+    def weigh(self, weight: torch.Tensor, samples: int) -> None:
+        """Note the mean weight of the step's samples, given the sum of those of this rank's."""
+        total = weight.to(self.world.device)
+        dist.all_reduce(total, group=self.group)
+        ranks = self.world.world_size // self.apart
+        self._mean_weight = (total * self.data_ranks / ranks / samples).float()
 
     def _with_loss(self, model: nn.Module) -> nn.Module:
         module = self._loss_module
@@ -563,9 +571,8 @@ class Strategy:
         """
         group = self._pipeline.group if self._pipeline else None
         norm = clip(self._groups, max_norm, group, divisor)
-        for part in self._parts:
-            if isinstance(part, Shard):
-                part.drop_unused()
+        if self._shard:
+            self._shard.drop_unused()
         return norm
 
     def finish_with_nan(self) -> bool:
