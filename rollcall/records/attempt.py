@@ -171,10 +171,10 @@ class Heartbeat:
         return cls(directory / "job" / "heartbeats" / f"{start}.batch-{number}")
 
     @staticmethod
-    def newest(directory: Path) -> float:
-        """Return when any heartbeat of a run was written last, in seconds since 1970; 0 if none."""
-        paths = listed(directory, "job/heartbeats/*") + listed(directory, "job/heartbeats/*/*")
-        return max(map(changed, paths), default=0.0)
+    def newest(directory: Path, start: str = "") -> float:
+        """Return when a heartbeat of a run was written last, in seconds since 1970; 0 if none."""
+        paths = [listed(directory, f"job/heartbeats/{start}*{below}") for below in ("", "/*")]
+        return max(map(changed, sum(paths, [])), default=0.0)
 
     def write(self, count: bytes, address: str = "") -> None:
         """Write the count. Nothing is raised, because a full disk must not end a run."""

@@ -100,6 +100,7 @@ class Disk:
                 raise FileNotFoundError(errno.ENOENT, "no such file", path)
             inode = Inode(self._number())
             self._put(client, path, inode)
+            self._report(path)
         if inode.names is not None and flags & (os.O_WRONLY | os.O_RDWR):
             raise IsADirectoryError(errno.EISDIR, "is a directory", path)
         if flags & os.O_TRUNC:
@@ -187,6 +188,7 @@ class Disk:
             client.names.pop(path, None)  # the answer of the server corrects what was kept
             raise FileExistsError(errno.EEXIST, "exists", path)
         self._put(client, path, Inode(self._number(), {}))
+        self._report(path)
 
     def listdir(self, path: str) -> list[str]:
         inode = self._seen(self._begin("list", path), path)

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -89,13 +89,25 @@ class Cluster:
         is_cut = self.clock.now < max(host.cut_until, other.cut_until)
         return host is other or not (is_cut or other.is_off or other.is_frozen or host.is_off)
 
-    def wait_for_signal(self, seconds: float) -> int | None:
-        process = self.clock.task().process
-        if not process.signals:
+    def wait_for_signal(self, seconds: float, numbers: Container[int]) -> int | None:
+        """Take one of these signals; others stay pending."""
+        process, end = self.clock.task().process, self.clock.now + seconds
+        while True:
+            for at, number in enumerate(process.signals):
+                if number in numbers:
+                    return process.signals.pop(at)
+            if self.clock.now >= end:
+                return None
             process.waiter = self.clock.task()
-            self.clock.park(seconds)
+            self.clock.park(end - self.clock.now)
             process.waiter = None
-        return process.signals.pop(0) if process.signals else None
+
+    def when_reached(self, host: Host, action: Callable[[], object]) -> None:
+        """Do something on a host once it is neither frozen nor cut off; never if it is off."""
+        if host.is_frozen or self.clock.now < host.cut_until:
+            self.clock.at(self.clock.now + 1.0, lambda: self.when_reached(host, action))
+        elif not host.is_off:
+            action()
 
     def kill(self, pid: int, number: int) -> None:
         """Send a signal to a process."""

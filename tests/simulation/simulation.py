@@ -13,7 +13,7 @@ import io
 import re
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -25,7 +25,8 @@ from simulated_slurm import JOB, Slurm, environment
 from simulated_time import Process, StuckError
 from stand_ins import installed
 
-from rollcall.launch.node import supervise
+from rollcall.launch.batch import batch
+from rollcall.launch.node import batch_process, supervise
 from rollcall.launch.node.heartbeat import BEGIN
 from rollcall.launch.node.identity import Node
 from rollcall.launch.runs import resolve, root_cause
@@ -42,10 +43,8 @@ NOTICE = 60.0
 for which disks stall or hosts stand still."""
 WELL = 15.0
 """Seconds for which a node must have been well to be taken for lost without a reason."""
-TWICE = 20.0
-"""Seconds after a claim for which a host may run the ranks of two attempts."""
-LATE = 40.0
-"""Seconds after which an attempt must know of another claim: stalls and late names count."""
+LATE = 5.0
+"""Seconds after which everybody must know of a claim, not counted pauses and late names."""
 LINES = 20
 """Lines of a story."""
 OF_RANKS = ("raise", "exit", "kill-rank", "hang", "stop-rank")
@@ -139,6 +138,8 @@ class Simulation:
     noticed: list[float] = field(default_factory=list)
     members: dict[Process, Member] = field(default_factory=dict)
     unwell: dict[str, float] = field(default_factory=dict)  # until when a host was, by its name
+    numbers: dict[Process, int] = field(default_factory=dict)  # of batch processes
+    claimed: list[float] = field(default_factory=list)  # when each number was taken, from 1 on
     is_done: bool = False
     done_at: float = 0.0
 
@@ -148,14 +149,19 @@ class Simulation:
         self.cluster = Cluster(scenario.seed, count)
         self.cluster.clock.most_events *= count
         may_lose = scenario.spares > 0 or scenario.fewest is not None
-        self.slurm = Slurm(self.cluster, self._supervise, may_lose)
+        self.slurm = Slurm(self.cluster, self._supervise, self._check_step, may_lose)
         for host in self.cluster.hosts:
             host.client.latency, host.client.visibility = scenario.latency, scenario.visibility
         self.cluster.disk.writes.append(self._written)
         self._aware: set[tuple[str, str]] = set()  # who knows of whose death
 
     def go(self) -> Result:
-        clock, members = self.cluster.clock, self.members
+        clock, members, numbers = self.cluster.clock, self.members, self.numbers
+
+        class BatchHeartbeat(batch_process.BatchHeartbeat):
+            def __init__(self, run: RunDir, start: str, number: int, *rest: Any) -> None:
+                numbers[clock.task().process] = number
+                super().__init__(run, start, number, *rest)
 
         class Supervisor(supervise.Supervisor):
             def __post_init__(self) -> None:
@@ -165,6 +171,7 @@ class Simulation:
         with (
             installed(self.cluster, self.slurm),
             mock.patch.object(supervise, "Supervisor", Supervisor),
+            mock.patch.object(batch, "BatchHeartbeat", BatchHeartbeat),
             mock.patch.object(self.cluster, "wait_for_signal", self._listen),
             contextlib.redirect_stderr(io.StringIO()),
             contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())),
@@ -294,7 +301,7 @@ class Simulation:
             self.broken.append(text)
             self.cluster.say(f"BROKEN: {text}")
 
-    def _listen(self, seconds: float) -> int | None:
+    def _listen(self, seconds: float, numbers: Container[int]) -> int | None:
         """Look at what a supervisor believes, each time that it waits."""
         member = self.members.get(self.cluster.clock.task().process)
         supervisor = member.supervisor if member is not None else None
@@ -304,7 +311,7 @@ class Simulation:
             if failure is not None and failure.is_lost and not is_own:
                 self._check_lost(member, failure.host)
             self._check_ranks(member)
-        return Cluster.wait_for_signal(self.cluster, seconds)
+        return Cluster.wait_for_signal(self.cluster, seconds, numbers)
 
     def _check_lost(self, by: Member, name: str) -> None:
         """A node that runs is not obeyed as lost."""
@@ -319,16 +326,35 @@ class Simulation:
             self._break(f"{by.host.name} obeys the report that {name} is lost, which runs")
 
     def _check_ranks(self, member: Member) -> None:
-        """No host runs the ranks of two attempts, unless one of them has lost its claim."""
-        world, now = member.server.world, self.cluster.clock.now
+        """No host runs the ranks of two attempts."""
         for other in self.members.values():
-            older = other.server.world
-            if other.host is member.host and older is not world and other.server.is_alive:
-                is_new = not self.cluster.claims or now < self.cluster.claims[-1][0] + TWICE
-                if world is not None and not is_new and member.server.is_alive:
-                    self._break(f"{member.host.name} runs the ranks of two attempts")
+            is_here = other.host is member.host and other is not member
+            if is_here and other.server.is_alive and member.server.is_alive:
+                self._break(f"{member.host.name} runs the ranks of two attempts")
+
+    def _check_step(self, process: Process, hosts: Sequence[Host]) -> None:
+        """Only the newest batch process starts a step, and only where the one before has ended."""
+        later, now = self.claimed[self.numbers.get(process, 0) :], self.cluster.clock.now
+        if later and now > later[0] + self._late(later[0]):
+            self._break(f"{process.host.name} starts a step, but its batch process was replaced")
+        for member in self.members.values():
+            is_left = member.ended is None and not member.process.is_dead
+            if member.host in hosts and (is_left or member.server.is_alive):
+                self._break(f"a step starts on {member.host.name}, where another one runs")
+
+    def _late(self, since: float) -> float:
+        """Return for how long after a time a claim may be unknown: pauses since then count."""
+        pauses = sum(
+            600.0 if fault.kind == "stop-batch" else fault.seconds
+            for fault in self.scenario.faults
+            if fault.hit is not None and fault.kind in (*OF_HOSTS, "stop-batch", "stop-rank")
+            if fault.hit + fault.seconds > since - LATE
+        )
+        return LATE + self.scenario.visibility + pauses
 
     def _written(self, path: str) -> None:
+        if path == f"{RUN}/job/heartbeats/{JOB}.0.batch-{len(self.claimed) + 1}":
+            self.claimed.append(self.cluster.clock.now)
         if path.startswith((f"{RUN}/verdict", f"{RUN}/checkpoints/")):
             self._check_claim()
         if path == f"{RUN}/verdict.json":
@@ -345,8 +371,9 @@ class Simulation:
             world = member.server.world
             if world is not None and writer.pid in member.server.pids:
                 earlier = [when for when, other in self.cluster.claims if other is not world]
-                is_ours = self.cluster.claims[-1][1] is world
-                if earlier and not is_ours and self.cluster.clock.now > earlier[-1] + LATE:
+                is_ours = self.cluster.claims and self.cluster.claims[-1][1] is world
+                late = self._late(earlier[-1]) if earlier else 0.0
+                if earlier and not is_ours and self.cluster.clock.now > earlier[-1] + late:
                     self._break(f"attempt {world.attempt} writes, but has lost its claim")
 
     def _state(self) -> str:
@@ -393,12 +420,18 @@ class Simulation:
             if member.died is not None and not self.is_done:
                 took = last - member.died
                 # A host that dies while others are down is found when it does not begin.
-                is_late = member.supervisor is None or deaths > 1
+                is_late = not self._has_begun(member) or deaths > 1
                 if took > NOTICE + pauses + is_late * BEGIN:
                     self._break(f"others ran on for {took:.0f} s after {member.host.name} died")
-        if self.noticed and max(self.noticed) > NOTICE + pauses:
+        is_late = any(m.died is not None and not self._has_begun(m) for m in self.members.values())
+        if self.noticed and max(self.noticed) > NOTICE + pauses + is_late * BEGIN:
             self._break(f"a dead node was noticed after {max(self.noticed):.0f} s")
         self.cluster.end(process)
+
+    def _has_begun(self, member: Member) -> bool:
+        """Return True if the others could see a count of this member."""
+        name = f"{RUN}/job/heartbeats/{member.step}/node-{member.number}"
+        return bool(self.cluster.disk.peek(name))
 
     def _pauses(self, hits: list[Fault]) -> float:
         return sum(fault.seconds for fault in hits if fault.kind in OF_HOSTS)

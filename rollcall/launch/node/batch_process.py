@@ -2,11 +2,14 @@
 
 The head's supervisor requeues the job if its batch process has died. If the step can do without the
 first host, which has died with it, a supervisor that lost another node watches the heartbeat. The
-first one to create the file of the next batch process starts that process.
+first one to create the file of the next batch process starts that process; if this one is silent,
+too, the others go on to the file after it. A batch process that was replaced, or waits on a spare
+host, stands by: it takes over once nothing of the run shows a sign of life.
 """
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import Heartbeat
 from rollcall.records.job import BatchRecord, RestartCause
 from rollcall.records.run_dir import RunDir
-from rollcall.system.process import redirect_output, stat
+from rollcall.system.process import redirect_output, stat, wait_for_signal
 from rollcall.system.timer import Every, RunningClock
 
 BATCH_BEAT = 1.0
@@ -39,6 +42,11 @@ ANSWER = 10.0
 """Seconds that a stopped batch process has to continue before its finished job is cancelled."""
 SILENCE_POLL = 0.25
 """Seconds between two looks at the heartbeat of a batch process that may have to be replaced."""
+STANDBY_POLL = 15.0
+"""Seconds between two looks of a batch process that stands by."""
+SIGNS = 3
+"""How often the patience passes without a sign of life until it takes over. Clients of NFS show the
+times of files up to a minute late."""
 OF_THE_JOB = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_CONF", "SLURM_RESTART_COUNT")
 """Prefixes of Slurm's variables that a step's process has in common with the job's script."""
 
@@ -49,18 +57,28 @@ class BatchHeartbeat:
     def __init__(
         self, run: RunDir, start: str, number: int, words: Sequence[str], can_move: bool
     ) -> None:
-        # `number` batch processes of this start of the job have died.
+        # `number` batch processes of this start of the job have died or were replaced.
         self._pulse = Pulse(Heartbeat.of_batch(run.path, start, number), BATCH_BEAT)
         self._successor = Heartbeat.of_batch(run.path, start, number + 1)
         output = str(Path("/proc/self/fd/1").readlink())
         process = _identify(os.getpid())
         self._directory = run.path
         self._record = BatchRecord(start, number, list(words), output, can_move, process)
-        self._record.write(run.path)
+        with contextlib.suppress(OSError):  # a full disk must not end a run
+            self._record.write(run.path)
 
     def is_replaced(self) -> bool:
         """Return True if another host runs the job's batch process by now."""
         return self._successor.exists()
+
+    def stand_aside(self) -> None:
+        """Give no more signs of life."""
+        self._pulse.end(is_over=False)
+
+    def have_standby(self, host: str) -> None:
+        """Have another batch process stand by on a host of the job."""
+        with contextlib.suppress(OSError, SlurmError):
+            _start(host, self._record.output, self._record.words)
 
     def end(self) -> None:
         """Write down that this process has done all that it had to."""
@@ -173,8 +191,8 @@ class BatchWatcher:
 def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
     """Start another batch process here if the job's own is silent and no other host does.
 
-    Return when there is nothing to do, or when the other batch process has ended. `lost` is the
-    host of the lost node, if it is known.
+    Return when another one is alive, or when the one started here has ended. `lost` is the host of
+    the lost node, if it is known.
     """
     known, start = BatchRecord.read(run.path), start_of(job, os.environ)
     if known is None or known.start != start or not known.can_move:
@@ -182,18 +200,47 @@ def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
     # Nothing was heard of this host for long already if the batch process was there.
     was_there = lost is not None and (known.process or "").startswith(f"{lost}:")
     silence = heartbeat.SUSPICION if was_there else heartbeat.patience()
-    is_silent = _is_silent(Heartbeat.of_batch(run.path, start, known.number), silence)
-    is_first = is_silent and Heartbeat.of_batch(run.path, start, known.number + 1).create()
-    if decide("node left", "batch silent", RestartFacts(first=is_first)).action != "take over":
-        return
-    # In a separate step: the dead host's step ends when Slurm notices, or when it comes back.
+    number = known.number
+    while _is_silent(Heartbeat.of_batch(run.path, start, number), silence):
+        number, silence = number + 1, heartbeat.patience()
+        is_first = Heartbeat.of_batch(run.path, start, number).create()
+        if decide("node left", "batch silent", RestartFacts(first=is_first)).action == "take over":
+            # Wait for it: this process is the last of its step, and Slurm would end both together.
+            _start(host, known.output, [f"--number={number}", *known.words]).wait()
+            return
+
+
+def _start(host: str, output: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a batch process on a host of the job.
+
+    It is in a separate step: a dead host's step ends when Slurm notices, or when it comes back.
+    """
     step = [*slurm.step(os.environ["SLURM_JOB_ID"], [host]), "--mem=0", "--output=none"]
-    words = [*command("batch"), f"--number={known.number + 1}", f"--output={known.output}"]
+    line = [*step, *command("batch"), f"--output={output}", *words]
     environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
-    # Wait for it: this process is the last of its step, and Slurm would end both together.
-    subprocess.run(
-        [*step, *words, *known.words], env=environment, start_new_session=True, check=False
-    )
+    return subprocess.Popen(line, env=environment, start_new_session=True)
+
+
+def stand_by(run: RunDir, start: str, number: int) -> int:
+    """Wait until nothing of the run lives; return our number as the batch process from now on.
+
+    `number` is that of a batch process before. SIGTERM, or the job's end, ends this process.
+    """
+    clock, seen, since = RunningClock(2 * STANDBY_POLL), 0.0, 0.0
+    while True:
+        is_asked = wait_for_signal([signal.SIGTERM], STANDBY_POLL) is not None
+        known = BatchRecord.read(run.path)
+        if is_asked or (known is not None and known.start == start and known.has_ended):
+            sys.exit(os.EX_UNAVAILABLE)
+        newest, now = Heartbeat.newest(run.path, f"{start}."), clock.read()
+        if newest != seen or not newest:
+            seen, since = newest, now
+            while Heartbeat.of_batch(run.path, start, number + 1).exists():
+                number += 1
+        elif now - since > SIGNS * heartbeat.patience():
+            with contextlib.suppress(OSError):
+                if Heartbeat.of_batch(run.path, start, number + 1).create():
+                    return number + 1
 
 
 def _is_silent(batch: Heartbeat, silence: float) -> bool:
