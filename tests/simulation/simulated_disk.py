@@ -212,7 +212,9 @@ class Disk:
         return self._status(self._files[number].inode)
 
     def access(self, path: str) -> bool:
-        return self._seen(self._begin("access", path), path) is not None
+        with contextlib.suppress(OSError):  # os.access raises none
+            return self._seen(self._begin("access", path), path) is not None
+        return False
 
     def peek(self, path: str) -> bytes | None:
         """Return the content of a file as the server has it, at once; None without one."""

@@ -27,7 +27,7 @@ from stand_ins import installed
 
 from rollcall.launch.batch import batch
 from rollcall.launch.node import batch_process, supervise
-from rollcall.launch.node.heartbeat import BEGIN
+from rollcall.launch.node.heartbeat import BEGIN, LEFT
 from rollcall.launch.node.identity import Node
 from rollcall.launch.runs import resolve, root_cause
 from rollcall.records.job import JobRecord, Restart
@@ -148,7 +148,7 @@ class Simulation:
         count = scenario.nodes + scenario.spares
         self.cluster = Cluster(scenario.seed, count)
         self.cluster.clock.most_events *= count
-        may_lose = scenario.spares > 0 or scenario.fewest is not None
+        may_lose = count > (scenario.fewest or scenario.nodes)
         self.slurm = Slurm(self.cluster, self._supervise, self._check_step, may_lose)
         for host in self.cluster.hosts:
             host.client.latency, host.client.visibility = scenario.latency, scenario.visibility
@@ -387,12 +387,14 @@ class Simulation:
         restarts = Restart.read(run.path)
         causes = [line.reason or f"{line.cause} {' '.join(line.hosts)}" for line in restarts]
         was_killed = any(fault.kind == "kill-batch" for fault in hits)  # as Slurm would say
+        has_no_disk = any(fault.kind in ("full", "broken") for fault in hits)  # for its last words
         if not (self.is_done or self.slurm.is_requeued or was_killed):
             causes.append(str(root_cause.of_newest(run)))
         for cause in causes:
             first = cause.splitlines()[0]
             self.cluster.say(f"cause: {first}")
-            if not any(self._explains(fault, cause) for fault in hits):
+            is_unsaid = first == "the cause is unknown" and has_no_disk  # a host alone
+            if not is_unsaid and not any(self._explains(fault, cause) for fault in hits):
                 self._break(f"the cause is wrong: {first}")
         deaths = extra = sum(
             fault.kind in OF_NODES for fault in hits
@@ -401,15 +403,17 @@ class Simulation:
         extra += sum(1 + int(f.seconds / 30) for f in hits if f.kind in lasting)
         if sum(cause != "more hosts " for cause in causes) > len(hits) + extra:
             self._break(f"{len(causes)} restarts or ends, but only {len(hits)} faults")
+        is_alone = self.scenario.nodes == 1
         refuses = any(fault.code in (2, 77) for fault in hits)  # the request, or its claim
         has_ended = not (self.is_done or self.slurm.is_requeued)
-        if has_ended and len(hits) == 1 and not refuses:
+        if has_ended and len(hits) == 1 and not refuses and not (has_no_disk and is_alone):
             self._break("one fault ends the run")
         steps = Counter(line.step for line in restarts if line.cause == "crash")
         if steps and max(steps.values()) >= 3:
             self._break("the ranks restart without an end")
         ends = [m.ended for m in self.members.values() if m.ended is not None]
-        if self.is_done and ends and max(ends) > self.done_at + NOTICE / 2 + self._pauses(hits):
+        most = self.done_at + (LEFT + NOTICE if has_no_disk else NOTICE / 2) + self._pauses(hits)
+        if self.is_done and ends and max(ends) > most:
             self._break(f"a supervisor runs {max(ends) - self.done_at:.0f} s after the run is done")
         if not self.is_done and not hits:
             self._break(f"an undisturbed run ends as {self._state() or 'nothing'}")

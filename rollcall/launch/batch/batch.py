@@ -180,6 +180,8 @@ class BatchProcess:
         return self._go_on(run, self._first_command(run))
 
     def _take_over(self, run: RunDir) -> int:
+        if resolve.finished(run):
+            return 0
         hosts = self._next_hosts(run)
         return os.EX_UNAVAILABLE if hosts is None else self._go_on(run, self._restarted_on(hosts))
 
@@ -214,7 +216,7 @@ class BatchProcess:
                 return code
             hosts = self._after(run, code)
             if hosts is None:
-                return code
+                return 0 if resolve.finished(run) else code
             command = self._restarted_on(hosts)
 
     def _restarted_on(self, hosts: Sequence[str]) -> list[str]:
