@@ -87,6 +87,7 @@ class Slurm:
         self.cluster, self._supervise, self._may_lose = cluster, supervise, may_lose
         self._look_at_start = look
         self.state, self.is_requeued = "RUNNING", False
+        self.was_left = False  # by all its processes
         self.steps: dict[int, Child] = {}
         self.batch: list[Process] = []
         self._next_step = 0
@@ -132,6 +133,7 @@ class Slurm:
         processes = [process for host in self.cluster.hosts for process in host.processes]
         if all(process.is_dead for process in processes) and not may_wait:
             self.cluster.say("the time limit of the job ends it: nothing of it is left")
+            self.was_left = True
             self.end()
         for host in down:
             if host.off_since + NODE_TIMEOUT < clock.now and not self._may_lose:
@@ -260,7 +262,9 @@ class Slurm:
                 if what == "supervise":
                     code = self._supervise(task, at, key, step_names)
                 else:
-                    begin = next(i for i, w in enumerate(words) if w.startswith("--output=/"))
+                    begin = next(
+                        i for i, w in enumerate(words) if w.startswith(("--number=", "--output=/"))
+                    )
                     code = self.start(host, words[begin:], task.environ)
                 child.tasks[task] = code
                 self.cluster.end(task)

@@ -30,6 +30,7 @@ from rollcall.launch.node import batch_process, supervise
 from rollcall.launch.node.heartbeat import BEGIN, LEFT
 from rollcall.launch.node.identity import Node
 from rollcall.launch.runs import resolve, root_cause
+from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import JobRecord, Restart
 from rollcall.records.run_dir import RunDir
 
@@ -388,12 +389,15 @@ class Simulation:
         causes = [line.reason or f"{line.cause} {' '.join(line.hosts)}" for line in restarts]
         was_killed = any(fault.kind == "kill-batch" for fault in hits)  # as Slurm would say
         has_no_disk = any(fault.kind in ("full", "broken") for fault in hits)  # for its last words
+        # A node alone that comes down before its first attempt begins has no witness.
+        is_alone = self.scenario.nodes == 1 and not AttemptRecord.read(run.path)
+        is_alone |= self.scenario.nodes == 1 and has_no_disk
         if not (self.is_done or self.slurm.is_requeued or was_killed):
             causes.append(str(root_cause.of_newest(run)))
         for cause in causes:
             first = cause.splitlines()[0]
             self.cluster.say(f"cause: {first}")
-            is_unsaid = first == "the cause is unknown" and has_no_disk  # a host alone
+            is_unsaid = first == "the cause is unknown" and (has_no_disk or is_alone)
             if not is_unsaid and not any(self._explains(fault, cause) for fault in hits):
                 self._break(f"the cause is wrong: {first}")
         deaths = extra = sum(
@@ -403,16 +407,16 @@ class Simulation:
         extra += sum(1 + int(f.seconds / 30) for f in hits if f.kind in lasting)
         if sum(cause != "more hosts " for cause in causes) > len(hits) + extra:
             self._break(f"{len(causes)} restarts or ends, but only {len(hits)} faults")
-        is_alone = self.scenario.nodes == 1
         refuses = any(fault.code in (2, 77) for fault in hits)  # the request, or its claim
         has_ended = not (self.is_done or self.slurm.is_requeued)
-        if has_ended and len(hits) == 1 and not refuses and not (has_no_disk and is_alone):
+        if has_ended and len(hits) == 1 and not (refuses or is_alone):
             self._break("one fault ends the run")
         steps = Counter(line.step for line in restarts if line.cause == "crash")
         if steps and max(steps.values()) >= 3:
             self._break("the ranks restart without an end")
         ends = [m.ended for m in self.members.values() if m.ended is not None]
-        most = self.done_at + (LEFT + NOTICE if has_no_disk else NOTICE / 2) + self._pauses(hits)
+        grace = LEFT + NOTICE if has_no_disk else NOTICE if deaths else NOTICE / 2
+        most = self.done_at + grace + self._pauses(hits)
         if self.is_done and ends and max(ends) > most:
             self._break(f"a supervisor runs {max(ends) - self.done_at:.0f} s after the run is done")
         if not self.is_done and not hits:
@@ -428,6 +432,10 @@ class Simulation:
                 if took > NOTICE + pauses + is_late * BEGIN:
                     self._break(f"others ran on for {took:.0f} s after {member.host.name} died")
         is_late = any(m.died is not None and not self._has_begun(m) for m in self.members.values())
+        alive = sum(not host.is_off for host in self.cluster.hosts)
+        has_guard = self.scenario.spares > 0 and not self.cluster.hosts[-1].is_off
+        if self.slurm.was_left and has_guard and alive >= self.scenario.nodes:
+            self._break("spare hosts wait for ever")
         if self.noticed and max(self.noticed) > NOTICE + pauses + is_late * BEGIN:
             self._break(f"a dead node was noticed after {max(self.noticed):.0f} s")
         self.cluster.end(process)

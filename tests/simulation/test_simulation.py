@@ -17,7 +17,11 @@ KEPT = {
     127: "a node that had been frozen reported a peer that had left, which ended the next step",
     150: "a head that had been frozen started its ranks again beside the next step",
     227: "a second dead host was not asked after a loss, and cost five minutes",
+    1037: "all nodes of a step died, and the spare hosts waited for the time limit",
     1472: "a node whose host was frozen blamed the node that had left because of it",
+    2086: "a batch process stood aside for ever, for a successor that had died before it began",
+    2177: "a head that died before its first heartbeat had no successor",
+    2673: "a host that had been frozen was used again while its last step still ran there",
 }
 """Seeds that broke an invariant once, and the defect that they found."""
 
