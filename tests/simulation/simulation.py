@@ -157,11 +157,11 @@ class Simulation:
         self._aware: set[tuple[str, str]] = set()  # who knows of whose death
 
     def go(self) -> Result:
-        clock, members, numbers = self.cluster.clock, self.members, self.numbers
+        clock, members, note_number = self.cluster.clock, self.members, self._note_number
 
         class BatchHeartbeat(batch_process.BatchHeartbeat):
             def __init__(self, run: RunDir, start: str, number: int, *rest: Any) -> None:
-                numbers[clock.task().process] = number
+                note_number(number)
                 super().__init__(run, start, number, *rest)
 
         class Supervisor(supervise.Supervisor):
@@ -342,6 +342,13 @@ class Simulation:
             is_left = member.ended is None and not member.process.is_dead
             if member.host in hosts and (is_left or member.server.is_alive):
                 self._break(f"a step starts on {member.host.name}, where another one runs")
+
+    def _note_number(self, number: int) -> None:
+        """Each claim belongs to one batch process."""
+        process = self.cluster.clock.task().process
+        if any(held == number and other is not process for other, held in self.numbers.items()):
+            self._break(f"two batch processes have the claim {number}")
+        self.numbers[process] = number
 
     def _late(self, since: float) -> float:
         """Return for how long after a time a claim may be unknown: pauses since then count."""

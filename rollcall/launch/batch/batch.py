@@ -144,46 +144,33 @@ class BatchProcess:
         self._hosts = placement.Hosts(os.environ, facts.nodes, facts.span)
         if facts.span:
             self._expansion = Expansion(self.run, self.job, self._hosts)
-        try:
-            code = self._go_on_or_take_over(self.run)
-        except OSError:  # it ends by itself, and was not killed
-            self._end_heartbeat()
-            raise
-        self._end_heartbeat()
-        return code
-
-    def _end_heartbeat(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.end()
-
-    def _go_on_or_take_over(self, run: RunDir) -> int:
-        number, takes_over = self._options.number, self._own_step is not None
-        stands_by, code = takes_over and not number, None
-        while code is None:
-            number = stand_by(run, self._this_start, number) if stands_by else number
-            of_job = (self._this_start, number, self._words, self._hosts.may_change)
-            self._heartbeat = BatchHeartbeat(run, *of_job)
-            try:
-                code = self._take_over(run) if takes_over else self._start(run)
-            except ReplacedError:
-                self._say("was taken over by another batch process; this one stands by")
-                self._heartbeat.stand_aside()
-                stands_by = takes_over = True
+        code = self._hold_claims(self.run, self._options.number)
         if self._own_step is not None and not self._is_requeued:
             # Slurm waits for the end of the script, which died with its host.
             with contextlib.suppress(SlurmError):
                 if slurm.status(self.job).state == "RUNNING":
                     slurm.tell("scancel", self.job)
-        return code
+        return 0 if code == os.EX_UNAVAILABLE and resolve.finished(self.run) else code
 
-    def _start(self, run: RunDir) -> int:
-        return self._go_on(run, self._first_command(run))
-
-    def _take_over(self, run: RunDir) -> int:
-        if resolve.finished(run):
-            return 0
-        hosts = self._next_hosts(run)
-        return os.EX_UNAVAILABLE if hosts is None else self._go_on(run, self._restarted_on(hosts))
+    def _hold_claims(self, run: RunDir, number: int) -> int:
+        """Be the job's batch process from one claim to the next, until the job ends."""
+        takes_over = self._own_step is not None
+        stands_by = takes_over and not number
+        while True:
+            number = stand_by(run, self._this_start, number) if stands_by else number
+            of_job = (self._this_start, number, self._words, self._hosts.may_change)
+            self._heartbeat = BatchHeartbeat(run, *of_job)
+            has_ended = True
+            try:
+                if not takes_over:
+                    return self._go_on(run, self._first_command(run))
+                hosts = None if resolve.finished(run) else self._next_hosts(run)
+                return self._go_on(run, self._restarted_on(hosts)) if hosts else os.EX_UNAVAILABLE
+            except ReplacedError:
+                self._say("was taken over by another batch process; this one stands by")
+                has_ended, stands_by, takes_over = False, True, True
+            finally:
+                self._heartbeat.end(has_ended)
 
     def _first_command(self, run: RunDir) -> Sequence[str]:
         """Return the step's command line, on other hosts if the preflight finds bad ones."""
@@ -206,8 +193,9 @@ class BatchProcess:
 
     def _go_on(self, run: RunDir, command: Sequence[str]) -> int:
         while True:
-            if self._heartbeat is not None and self._hosts.spare is not None:
-                self._heartbeat.have_standby(self._hosts.spare)
+            alive = [host for host in self._hosts.all if host not in self._hosts.dead]
+            if self._heartbeat is not None and len(alive) > self._hosts.most:
+                self._heartbeat.have_standby(alive[-1])
             code = self._follow(command)
             self._give_way()
             if self._is_requeued:
@@ -216,7 +204,7 @@ class BatchProcess:
                 return code
             hosts = self._after(run, code)
             if hosts is None:
-                return 0 if resolve.finished(run) else code
+                return code
             command = self._restarted_on(hosts)
 
     def _restarted_on(self, hosts: Sequence[str]) -> list[str]:

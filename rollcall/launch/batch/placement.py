@@ -46,12 +46,6 @@ class Hosts:
         return self.least < len(self.all)
 
     @property
-    def spare(self) -> str | None:
-        """A live host that the step leaves idle, if there is one."""
-        alive = [host for host in self.all if host not in self.dead]
-        return alive[-1] if len(alive) > self.most and not self._has_groups else None
-
-    @property
     def lacking(self) -> int:
         """The number of further hosts that the job may have."""
         return max(0, self.wanted - len(self.all) + len(self.dead))

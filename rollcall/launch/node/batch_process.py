@@ -42,11 +42,9 @@ ANSWER = 10.0
 """Seconds that a stopped batch process has to continue before its finished job is cancelled."""
 SILENCE_POLL = 0.25
 """Seconds between two looks at the heartbeat of a batch process that may have to be replaced."""
-STANDBY_POLL = 15.0
-"""Seconds between two looks of a batch process that stands by."""
-SIGNS = 3
-"""How often the patience passes without a sign of life until it takes over. Clients of NFS show the
-times of files up to a minute late."""
+LOOKS = 6
+"""Looks without a sign of life, half the patience apart, after which a batch process that stands by
+takes over: clients of NFS show the times of files up to a minute late."""
 OF_THE_JOB = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_CONF", "SLURM_RESTART_COUNT")
 """Prefixes of Slurm's variables that a step's process has in common with the job's script."""
 
@@ -71,19 +69,17 @@ class BatchHeartbeat:
         """Return True if another host runs the job's batch process by now."""
         return self._successor.exists()
 
-    def stand_aside(self) -> None:
-        """Give no more signs of life."""
-        self._pulse.end(is_over=False)
-
     def have_standby(self, host: str) -> None:
         """Have another batch process stand by on a host of the job."""
         with contextlib.suppress(OSError, SlurmError):
             _start(host, self._record.output, self._record.words)
 
-    def end(self) -> None:
-        """Write down that this process has done all that it had to."""
+    def end(self, has_ended: bool) -> None:
+        """Give no more signs of life; write down whether this process did all that it had to."""
+        self._pulse.end(is_over=False)
         with contextlib.suppress(OSError):
-            replace(self._record, has_ended=True).write(self._directory)
+            if has_ended:
+                replace(self._record, has_ended=True).write(self._directory)
 
 
 class BatchWatcher:
@@ -218,7 +214,8 @@ def _start(host: str, output: str, words: Sequence[str]) -> subprocess.Popen[byt
     step = [*slurm.step(os.environ["SLURM_JOB_ID"], [host]), "--mem=0", "--output=none"]
     line = [*step, *command("batch"), f"--output={output}", *words]
     environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
-    return subprocess.Popen(line, env=environment, start_new_session=True)
+    null = subprocess.DEVNULL
+    return subprocess.Popen(line, stdin=null, env=environment, start_new_session=True)
 
 
 def stand_by(run: RunDir, start: str, number: int) -> int:
@@ -226,21 +223,19 @@ def stand_by(run: RunDir, start: str, number: int) -> int:
 
     `number` is that of a batch process before. SIGTERM, or the job's end, ends this process.
     """
-    clock, seen, since = RunningClock(2 * STANDBY_POLL), 0.0, 0.0
+    seen, looks = 0.0, 0
     while True:
-        is_asked = wait_for_signal([signal.SIGTERM], STANDBY_POLL) is not None
+        is_asked = wait_for_signal([signal.SIGTERM], heartbeat.patience() / 2) is not None
         known = BatchRecord.read(run.path)
         if is_asked or (known is not None and known.start == start and known.has_ended):
             sys.exit(os.EX_UNAVAILABLE)
-        newest, now = Heartbeat.newest(run.path, f"{start}."), clock.read()
-        if newest != seen or not newest:
-            seen, since = newest, now
-            while Heartbeat.of_batch(run.path, start, number + 1).exists():
-                number += 1
-        elif now - since > SIGNS * heartbeat.patience():
-            with contextlib.suppress(OSError):
-                if Heartbeat.of_batch(run.path, start, number + 1).create():
-                    return number + 1
+        newest = Heartbeat.newest(run.path, f"{start}.")
+        seen, looks = newest, looks + 1 if newest == seen != 0.0 else 0
+        while not looks and Heartbeat.of_batch(run.path, start, number + 1).exists():
+            number += 1
+        with contextlib.suppress(OSError):
+            if looks >= LOOKS and Heartbeat.of_batch(run.path, start, number + 1).create():
+                return number + 1
 
 
 def _is_silent(batch: Heartbeat, silence: float) -> bool:
