@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from simulated_disk import Client
 from simulated_hosts import Cluster, Host
 from simulated_time import Process
 
@@ -22,6 +23,8 @@ KILL_WAIT = 30.0
 """Seconds between SIGTERM and SIGKILL when a job ends."""
 NODE_TIMEOUT = 300.0
 """Seconds after which Slurm notices that a host is down."""
+RETRIES = 0.5
+"""How often Slurm ends a step later on a host that it could not reach."""
 Start = Callable[[Process, int, str, Sequence[str]], int]
 """The supervisor of a step: its process, number, the step's key and hosts; returns its code."""
 Look = Callable[[Process, Sequence[Host]], None]
@@ -88,6 +91,7 @@ class Slurm:
         self._look_at_start = look
         self.state, self.is_requeued = "RUNNING", False
         self.was_left = False  # by all its processes
+        self.controller = Host(-1, "ctl", Client())
         self.steps: dict[int, Child] = {}
         self.batch: list[Process] = []
         self._next_step = 0
@@ -196,7 +200,7 @@ class Slurm:
 
     def answer(self, words: list[str]) -> tuple[int, str]:
         """Run a command of Slurm's; return its exit code and what it prints."""
-        text = " ".join(words)
+        text, random = " ".join(words), self.cluster.random
         if words[0] == "squeue":
             if "State:|" in text:
                 return 0, f"{self.state}|None|N/A|N/A\n"
@@ -223,7 +227,9 @@ class Slurm:
                         end = functools.partial(self.cluster.end, task)
                         if "--signal=TERM" in words:
                             end = functools.partial(self.signal, task, signal.SIGTERM)
-                        self.cluster.when_reached(task.host, end)
+                        is_heard = self.cluster.reach(self.controller, task.host)
+                        if is_heard or random.random() < RETRIES:
+                            self.cluster.when_reached(task.host, end)
         return 0, ""
 
     def _runs(self, step: Child) -> bool:

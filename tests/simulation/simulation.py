@@ -335,8 +335,8 @@ class Simulation:
 
     def _check_step(self, process: Process, hosts: Sequence[Host]) -> None:
         """Only the newest batch process starts a step, and only where the one before has ended."""
-        later, now = self.claimed[self.numbers.get(process, 0) :], self.cluster.clock.now
-        if later and now > later[0] + self._late(later[0]):
+        later = self.claimed[self.numbers.get(process, 0) :]
+        if later and self._must_know(later[0]):
             self._break(f"{process.host.name} starts a step, but its batch process was replaced")
         for member in self.members.values():
             is_left = member.ended is None and not member.process.is_dead
@@ -350,15 +350,14 @@ class Simulation:
             self._break(f"two batch processes have the claim {number}")
         self.numbers[process] = number
 
-    def _late(self, since: float) -> float:
-        """Return for how long after a time a claim may be unknown: pauses since then count."""
-        pauses = sum(
-            600.0 if fault.kind == "stop-batch" else fault.seconds
-            for fault in self.scenario.faults
-            if fault.hit is not None and fault.kind in (*OF_HOSTS, "stop-batch", "stop-rank")
-            if fault.hit + fault.seconds > since - LATE
-        )
-        return LATE + self.scenario.visibility + pauses
+    def _must_know(self, since: float) -> bool:
+        """Return True if a claim of this time is known to all: pauses since then do not count."""
+        now, pauses = self.cluster.clock.now, 0.0
+        for fault in self.scenario.faults:
+            if fault.hit is not None and fault.kind in (*OF_HOSTS, "stop-batch"):
+                end = fault.hit + (600.0 if fault.kind == "stop-batch" else fault.seconds)
+                pauses += max(0.0, min(now, end) - max(since, fault.hit))
+        return now - since - pauses > LATE + self.scenario.visibility
 
     def _written(self, path: str) -> None:
         if path == f"{RUN}/job/heartbeats/{JOB}.0.batch-{len(self.claimed) + 1}":
@@ -380,8 +379,7 @@ class Simulation:
             if world is not None and writer.pid in member.server.pids:
                 earlier = [when for when, other in self.cluster.claims if other is not world]
                 is_ours = self.cluster.claims and self.cluster.claims[-1][1] is world
-                late = self._late(earlier[-1]) if earlier else 0.0
-                if earlier and not is_ours and self.cluster.clock.now > earlier[-1] + late:
+                if earlier and not is_ours and self._must_know(earlier[-1]):
                     self._break(f"attempt {world.attempt} writes, but has lost its claim")
 
     def _state(self) -> str:

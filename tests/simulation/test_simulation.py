@@ -45,6 +45,19 @@ def test_a_seed_repeats_a_run_exactly() -> None:
     assert len(first.story) <= 20
 
 
+@pytest.mark.parametrize("when", [60.0, 203.0])
+def test_a_step_that_stood_still_is_fenced_off_by_the_one_on_a_spare_host(when: float) -> None:
+    stories = []
+    for seed in range(6):
+        fault = Fault(when, "freeze", 0, r"\bn0\b", 150.0)
+        result = Simulation(Scenario(seed, 1, 1, None, 400, [fault])).go()
+        assert not result.broken, "\n".join(result.story)
+        assert result.end == "done"
+        stories += result.story
+    assert any("starts on n1" in line for line in stories)
+    assert any("gave way" in line for line in stories) or when > 200, "it ended with its last step"
+
+
 @pytest.mark.parametrize("nodes", [2, 40])
 def test_the_death_of_a_node_is_noticed_as_soon_in_a_large_job(nodes: int) -> None:
     fault = Fault(60.0, "power-off", nodes - 1, rf"\bn{nodes - 1}\b")
