@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_300, 8_000
+CORE_LINES, TOOLS_LINES = 40_330, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -34,11 +34,11 @@ BUDGET: dict[str, int] = {
     "rollcall/config": 2466,
     "rollcall/launch": 1,
     "rollcall/launch/api": 347,
-    "rollcall/launch/batch": 672,
+    "rollcall/launch/batch": 677,
     "rollcall/launch/commands": 1248,
     "rollcall/launch/doctor": 1527,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1637,
+    "rollcall/launch/node": 1680,
     "rollcall/launch/program": 522,
     "rollcall/launch/rank": 872,
     "rollcall/launch/remote": 158,
