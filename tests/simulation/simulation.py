@@ -44,7 +44,7 @@ NOTICE = 60.0
 for which disks stall or hosts stand still."""
 WELL = 15.0
 """Seconds for which a node must have been well to be taken for lost without a reason."""
-LATE = 5.0
+LATE = 1.5
 """Seconds after which everybody must know of a claim, not counted pauses and late names."""
 LINES = 20
 """Lines of a story."""
