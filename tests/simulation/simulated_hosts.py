@@ -23,8 +23,9 @@ from simulated_time import Clock, Process, Task
 
 from rollcall.launch.runs.decision import first_to_fail, has_failed
 from rollcall.messages.refusal import FENCED
-from rollcall.records.attempt import AGENT, RankEnd, RankFailure
+from rollcall.records.attempt import AGENT, NodeState, RankEnd, RankFailure
 from rollcall.records.run_dir import FencedError, RunDir, Verdict
+from rollcall.system.timer import Every
 
 STEP = 0.5
 """Seconds of a step of the simulated training."""
@@ -32,6 +33,8 @@ SAVE_EVERY = 10
 """Steps between two checkpoints."""
 HANG = 40.0
 """Seconds without a step after which the training's watchdog ends the ranks."""
+LEAVE_LOOK = 5.0
+"""Seconds between two looks at whether the other nodes have written their ends."""
 FIRST_PID = 5_000_000
 """The first process id; the kernel's are smaller."""
 
@@ -391,14 +394,23 @@ class Ranks:
         assert self.world is not None
         self.world.left += 1
         if number == 0:  # hosts the store
-            while self.world.left < self.world.count and code in (0, os.EX_TEMPFAIL):
+            others, look = set(range(1, self.world.count)), Every(LEAVE_LOOK, at_once=False)
+            while self.world.left < self.world.count and code in (0, os.EX_TEMPFAIL) and others:
                 clock.sleep(0.2)
+                if look.is_due():
+                    others = {node for node in others if not self._has_ended(node)}
         for process_of_rank in self.ranks:
             self.cluster.end(process_of_rank)
         self._ended.append(code)
         process.is_dead = True
         if not self._parent.is_dead:
             self.cluster.kill(self._parent.pid, signal.SIGCHLD)
+
+    def _has_ended(self, node: int) -> bool:
+        """Return True if a node's supervisor has written that its part ended in order."""
+        assert self.world is not None
+        part = NodeState.read(self._run.path, attempt=self.world.attempt, node=node)
+        return part is not None and part.state in ("finished", "stopped")
 
     def _meet(self, order: Mapping[str, Any], logs: Path) -> None:
         attempt = int(logs.parent.name.removeprefix("attempt-"))

@@ -461,7 +461,7 @@ class Simulation:
         of_batch = fault.kind in (*OF_JOBS, "full", "broken", "power-off")
         if of_batch and cause.startswith(("preempted", "asked to stop", "lost batch process")):
             return True
-        is_lost = fault.kind in (*OF_NODES, "freeze", "cut", "full", "broken")
+        is_lost = fault.kind in (*OF_NODES, "freeze", "cut", "full", "broken", "stop-batch")
         return is_lost and cause in ("lost node ", "more hosts ")
 
     def _story(self) -> list[str]:

@@ -58,6 +58,16 @@ def test_a_step_that_stood_still_is_fenced_off_by_the_one_on_a_spare_host(when: 
     assert any("gave way" in line for line in stories) or when > 60, "it ended with its last step"
 
 
+def test_a_batch_process_that_was_replaced_takes_over_again() -> None:
+    frozen = Fault(20.0, "freeze", 0, r"\bn0\b", 60.0)
+    faults = [frozen, Fault(76.0, "power-off", 1, r"\bn1\b")]
+    result = Simulation(Scenario(1, 2, 0, 1, 200, faults)).go()
+    assert not result.broken, "\n".join(result.story)
+    assert result.end == "done", "\n".join(result.story)
+    starts = [line.split(" on ")[1] for line in result.story if " starts on " in line]
+    assert starts == ["n0, n1", "n1", "n0"]
+
+
 @pytest.mark.parametrize("nodes", [2, 40])
 def test_the_death_of_a_node_is_noticed_as_soon_in_a_large_job(nodes: int) -> None:
     fault = Fault(60.0, "power-off", nodes - 1, rf"\bn{nodes - 1}\b")
