@@ -38,6 +38,11 @@ def test_a_mended_defect_stays_mended(seed: int) -> None:
     assert not result.broken, "\n".join(result.story)
 
 
+def test_a_head_that_the_job_went_on_without_does_not_requeue_it() -> None:
+    result = simulate(11046, 2, 6)
+    assert not result.broken, "\n".join(result.story)
+
+
 def test_a_seed_repeats_a_run_exactly() -> None:
     first, second = (simulate(3) for _ in range(2))
     assert (first.story, first.events) == (second.story, second.events)

@@ -88,6 +88,7 @@ class BatchWatcher:
     def __init__(self, run: RunDir, job: str, record: BatchRecord) -> None:
         self._run, self._job, self._process = run, job, record.process or ""
         self._heartbeat = Heartbeat.of_batch(run.path, record.start, record.number)
+        self._successor = Heartbeat.of_batch(run.path, record.start, record.number + 1)
         self._timer, self._clock = Every(BATCH_POLL), RunningClock()
         self._seen = (b"", 0.0)
         self._was_woken = False
@@ -105,7 +106,7 @@ class BatchWatcher:
 
     def requeue_if_gone(self, comes_back: bool) -> None:
         """Requeue a job that is to come back, in place of a batch process that has died, once."""
-        if not self._next_try.is_due():
+        if not self._next_try.is_due() or self._successor.exists():
             return
         facts = RestartFacts(gone=self._is_gone, comes_back=comes_back)
         if decide("attempt runs", "batch silent", facts).action == "requeue":
@@ -113,6 +114,8 @@ class BatchWatcher:
 
     def finish(self, comes_back: bool) -> None:
         """At the end of this node's part: see to it that the job ends, or comes back."""
+        if self._successor.exists():  # the job goes on without this step
+            return
         first, began, passed = self._count(), self._clock.read(), 0.0
         self._was_woken = False
         limit = ANSWER if self._is_here else max(ANSWER, heartbeat.patience())
