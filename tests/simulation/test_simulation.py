@@ -63,6 +63,14 @@ def test_a_step_that_stood_still_is_fenced_off_by_the_one_on_a_spare_host(when: 
     assert any("gave way" in line for line in stories) or when > 60, "it ended with its last step"
 
 
+def test_a_spare_host_waits_while_a_node_of_the_step_lives() -> None:
+    full = Fault(60.0, "full", 0, r"\bn0\b", 150.0)  # the batch process cannot count there
+    result = Simulation(Scenario(1, 2, 1, None, 500, [full])).go()
+    assert not result.broken, "\n".join(result.story)
+    assert result.end == "done"
+    assert sum(" starts on " in line for line in result.story) == 1, "\n".join(result.story)
+
+
 def test_a_batch_process_that_was_replaced_takes_over_again() -> None:
     frozen = Fault(20.0, "freeze", 0, r"\bn0\b", 60.0)
     faults = [frozen, Fault(76.0, "power-off", 1, r"\bn1\b")]
