@@ -38,7 +38,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/commands": 1248,
     "rollcall/launch/doctor": 1527,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1680,
+    "rollcall/launch/node": 1676,
     "rollcall/launch/program": 522,
     "rollcall/launch/rank": 872,
     "rollcall/launch/remote": 158,

@@ -91,8 +91,7 @@ def _tear_down(lines: Sequence[str], code: int) -> None:
     """Run the lines of `--teardown`; how they end does not change how the job ends."""
     if lines:
         command, env = ["bash", "-c", "\n".join(lines)], {"ROLLCALL_EXIT_CODE": str(code)}
-        ended = subprocess.run(command, env=os.environ | env, preexec_fn=_unblock).returncode
-        if ended:
+        if ended := subprocess.run(command, env=os.environ | env, preexec_fn=_unblock).returncode:
             print(f"batch: the lines of --teardown end with exit code {ended}", file=sys.stderr)
 
 
@@ -160,7 +159,6 @@ class BatchProcess:
             number = stand_by(run, self._this_start, number) if stands_by else number
             of_job = (self._this_start, number, self._words, self._hosts.may_change)
             self._heartbeat = BatchHeartbeat(run, *of_job)
-            has_ended = True
             try:
                 if not takes_over:
                     return self._go_on(run, self._first_command(run))
@@ -168,9 +166,9 @@ class BatchProcess:
                 return self._go_on(run, self._restarted_on(hosts)) if hosts else os.EX_UNAVAILABLE
             except ReplacedError:
                 self._say("was taken over by another batch process; this one stands by")
-                has_ended, stands_by, takes_over = False, True, True
+                stands_by = takes_over = True
             finally:
-                self._heartbeat.end(has_ended)
+                self._heartbeat.end(has_ended=not self._heartbeat.is_replaced())
 
     def _first_command(self, run: RunDir) -> Sequence[str]:
         """Return the step's command line, on other hosts if the preflight finds bad ones."""

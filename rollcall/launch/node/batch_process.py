@@ -2,9 +2,9 @@
 
 The head's supervisor requeues the job if its batch process has died. If the step can do without the
 first host, which has died with it, a supervisor that lost another node watches the heartbeat. The
-first one to create the file of the next batch process starts that process; if this one is silent,
-too, the others go on to the file after it. A batch process that was replaced, or waits on a spare
-host, stands by: it takes over once nothing of the run shows a sign of life.
+first one to create the file of the next batch process starts it; if it is silent, too, the file
+after it counts. A batch process that was replaced, or waits on a spare host, stands by: it takes
+over once nothing of the run shows a sign of life.
 """
 
 import contextlib
@@ -210,22 +210,15 @@ def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
 
 
 def _start(host: str, output: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a batch process on a host of the job.
-
-    It is in a separate step: a dead host's step ends when Slurm notices, or when it comes back.
-    """
+    """Start a batch process on a host, in a step of its own: Slurm may end that of a dead host."""
     step = [*slurm.step(os.environ["SLURM_JOB_ID"], [host]), "--mem=0", "--output=none"]
     line = [*step, *command("batch"), f"--output={output}", *words]
-    environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
-    null = subprocess.DEVNULL
-    return subprocess.Popen(line, stdin=null, env=environment, start_new_session=True)
+    env = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
+    return subprocess.Popen(line, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
 
 
 def stand_by(run: RunDir, start: str, number: int) -> int:
-    """Wait until nothing of the run lives; return our number as the batch process from now on.
-
-    `number` is that of a batch process before. SIGTERM, or the job's end, ends this process.
-    """
+    """Wait until nothing of the run lives; return our number, which is above `number`."""
     seen, looks = 0.0, 0
     while True:
         is_asked = wait_for_signal([signal.SIGTERM], heartbeat.patience() / 2) is not None
