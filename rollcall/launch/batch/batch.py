@@ -200,8 +200,7 @@ class BatchProcess:
                 with contextlib.suppress(SlurmError):  # from now on: the save may have taken long
                     slurm.start_soon(self.job)
                 return code
-            hosts = self._after(run, code)
-            if hosts is None:
+            if (hosts := self._after(run, code)) is None:
                 return code
             command = self._restarted_on(hosts)
 
