@@ -63,6 +63,17 @@ def test_a_step_that_stood_still_is_fenced_off_by_the_one_on_a_spare_host(when: 
     assert any("gave way" in line for line in stories) or when > 60, "it ended with its last step"
 
 
+def test_a_claim_of_a_host_that_dies_at_once_passes_to_the_next_one() -> None:
+    first = Simulation(Scenario(1, 3, 0, 1, 200, [Fault(20.0, "power-off", 0, r"\bn0\b")]))
+    first.go()
+    host = next(process.host for process, number in first.numbers.items() if number == 1)
+    dies = Fault(first.claimed[0] + 0.01, "power-off", host.number, rf"\b{host.name}\b")
+    faults = [Fault(20.0, "power-off", 0, r"\bn0\b"), dies]
+    result = Simulation(Scenario(1, 3, 0, 1, 200, faults)).go()
+    assert not result.broken, "\n".join(result.story)
+    assert result.end == "done", "\n".join(result.story)
+
+
 def test_a_spare_host_waits_while_a_node_of_the_step_lives() -> None:
     full = Fault(60.0, "full", 0, r"\bn0\b", 150.0)  # the batch process cannot count there
     result = Simulation(Scenario(1, 2, 1, None, 500, [full])).go()
