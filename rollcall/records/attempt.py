@@ -171,10 +171,10 @@ class Heartbeat:
         return cls(directory / "job" / "heartbeats" / f"{start}.batch-{number}")
 
     @staticmethod
-    def newest(directory: Path) -> float:
-        """Return when any heartbeat of a run was written last, in seconds since 1970; 0 if none."""
-        paths = listed(directory, "job/heartbeats/*") + listed(directory, "job/heartbeats/*/*")
-        return max(map(changed, paths), default=0.0)
+    def newest(directory: Path, start: str = "") -> float:
+        """Return when a heartbeat of a run was written last, in seconds since 1970; 0 if none."""
+        parts = (listed(directory, f"job/heartbeats/{start}*{below}") for below in ("", "/*"))
+        return max((changed(path) for part in parts for path in part), default=0.0)
 
     def write(self, count: bytes, address: str = "") -> None:
         """Write the count. Nothing is raised, because a full disk must not end a run."""
@@ -225,11 +225,10 @@ class Heartbeat:
     def create(self) -> bool:
         """Make the file; return True if this process was the first."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileExistsError):
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except FileExistsError:
-            return False
-        return True
+            return True
+        return False
 
 
 def _pass_cache(descriptor: int) -> None:

@@ -89,16 +89,13 @@ class Steps:
         self._agreement = Agreement(reports, run.world.device)
 
     def run(self, between: Callable[[int], None]) -> Action:
-        """Train from the newest step to the end, or until all ranks agree to stop.
-
-        Call `between` after each step, to evaluate and save.
-        """
+        """Train to the end, or until all ranks agree to stop; call `between` after each step."""
         progress, gradient = self._progress, self.gradient
         first, log_every = progress.step + 1, self._run.config.log.every
         self._agreement.restart(any(getattr(m, "wants_every_step", False) for m in self._members))
-        if self._task.is_over:  # since an earlier attempt
-            return Action.CONTINUE
         for batch in self._task.batches(progress.step):
+            if self._task.is_over:  # perhaps since an earlier attempt
+                break
             number = progress.step + 1
             if progress.step in self.recovery.left_out:
                 progress.step = number
@@ -126,8 +123,6 @@ class Steps:
                 self.settle(now=True)
                 return action
             between(number)
-            if self._task.is_over:
-                break
         self.settle(now=True)
         return Action.CONTINUE
 

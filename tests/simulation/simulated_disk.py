@@ -100,6 +100,7 @@ class Disk:
                 raise FileNotFoundError(errno.ENOENT, "no such file", path)
             inode = Inode(self._number())
             self._put(client, path, inode)
+            self._report(path)
         if inode.names is not None and flags & (os.O_WRONLY | os.O_RDWR):
             raise IsADirectoryError(errno.EISDIR, "is a directory", path)
         if flags & os.O_TRUNC:
@@ -187,6 +188,7 @@ class Disk:
             client.names.pop(path, None)  # the answer of the server corrects what was kept
             raise FileExistsError(errno.EEXIST, "exists", path)
         self._put(client, path, Inode(self._number(), {}))
+        self._report(path)
 
     def listdir(self, path: str) -> list[str]:
         inode = self._seen(self._begin("list", path), path)
@@ -210,7 +212,9 @@ class Disk:
         return self._status(self._files[number].inode)
 
     def access(self, path: str) -> bool:
-        return self._seen(self._begin("access", path), path) is not None
+        with contextlib.suppress(OSError):  # os.access raises none
+            return self._seen(self._begin("access", path), path) is not None
+        return False
 
     def peek(self, path: str) -> bytes | None:
         """Return the content of a file as the server has it, at once; None without one."""

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -23,8 +23,9 @@ from simulated_time import Clock, Process, Task
 
 from rollcall.launch.runs.decision import first_to_fail, has_failed
 from rollcall.messages.refusal import FENCED
-from rollcall.records.attempt import AGENT, RankEnd, RankFailure
+from rollcall.records.attempt import AGENT, NodeState, RankEnd, RankFailure
 from rollcall.records.run_dir import FencedError, RunDir, Verdict
+from rollcall.system.timer import Every
 
 STEP = 0.5
 """Seconds of a step of the simulated training."""
@@ -32,6 +33,8 @@ SAVE_EVERY = 10
 """Steps between two checkpoints."""
 HANG = 40.0
 """Seconds without a step after which the training's watchdog ends the ranks."""
+LEAVE_LOOK = 5.0
+"""Seconds between two looks at whether the other nodes have written their ends."""
 FIRST_PID = 5_000_000
 """The first process id; the kernel's are smaller."""
 
@@ -89,13 +92,25 @@ class Cluster:
         is_cut = self.clock.now < max(host.cut_until, other.cut_until)
         return host is other or not (is_cut or other.is_off or other.is_frozen or host.is_off)
 
-    def wait_for_signal(self, seconds: float) -> int | None:
-        process = self.clock.task().process
-        if not process.signals:
+    def wait_for_signal(self, seconds: float, numbers: Container[int]) -> int | None:
+        """Take one of these signals; others stay pending."""
+        process, end = self.clock.task().process, self.clock.now + seconds
+        while True:
+            for at, number in enumerate(process.signals):
+                if number in numbers:
+                    return process.signals.pop(at)
+            if self.clock.now >= end:
+                return None
             process.waiter = self.clock.task()
-            self.clock.park(seconds)
+            self.clock.park(end - self.clock.now)
             process.waiter = None
-        return process.signals.pop(0) if process.signals else None
+
+    def when_reached(self, host: Host, action: Callable[[], object]) -> None:
+        """Do something on a host once it is neither frozen nor cut off; never if it is off."""
+        if host.is_frozen or self.clock.now < host.cut_until:
+            self.clock.at(self.clock.now + 1.0, lambda: self.when_reached(host, action))
+        elif not host.is_off:
+            action()
 
     def kill(self, pid: int, number: int) -> None:
         """Send a signal to a process."""
@@ -379,14 +394,23 @@ class Ranks:
         assert self.world is not None
         self.world.left += 1
         if number == 0:  # hosts the store
-            while self.world.left < self.world.count and code in (0, os.EX_TEMPFAIL):
+            others, look = set(range(1, self.world.count)), Every(LEAVE_LOOK, at_once=False)
+            while self.world.left < self.world.count and code in (0, os.EX_TEMPFAIL) and others:
                 clock.sleep(0.2)
+                if look.is_due():
+                    others = {node for node in others if not self._has_ended(node)}
         for process_of_rank in self.ranks:
             self.cluster.end(process_of_rank)
         self._ended.append(code)
         process.is_dead = True
         if not self._parent.is_dead:
             self.cluster.kill(self._parent.pid, signal.SIGCHLD)
+
+    def _has_ended(self, node: int) -> bool:
+        """Return True if a node's supervisor has written that its part ended in order."""
+        assert self.world is not None
+        part = NodeState.read(self._run.path, attempt=self.world.attempt, node=node)
+        return part is not None and part.state in ("finished", "stopped")
 
     def _meet(self, order: Mapping[str, Any], logs: Path) -> None:
         attempt = int(logs.parent.name.removeprefix("attempt-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from simulated_disk import Client
 from simulated_hosts import Cluster, Host
 from simulated_time import Process
 
@@ -21,8 +23,12 @@ KILL_WAIT = 30.0
 """Seconds between SIGTERM and SIGKILL when a job ends."""
 NODE_TIMEOUT = 300.0
 """Seconds after which Slurm notices that a host is down."""
+RETRIES = 0.5
+"""How often Slurm ends a step later on a host that it could not reach."""
 Start = Callable[[Process, int, str, Sequence[str]], int]
 """The supervisor of a step: its process, number, the step's key and hosts; returns its code."""
+Look = Callable[[Process, Sequence[Host]], None]
+"""Called with the batch process and the hosts when a step of supervisors starts."""
 
 
 class Child:
@@ -35,7 +41,7 @@ class Child:
         self.tasks: dict[Process, int | None] = {}
         parent = self._clock.task().process
         self.process = slurm.cluster.start(parent.host, words[0])
-        self.pid, self._parent, self._env = self.process.pid, parent, dict(env or parent.environ)
+        self.pid, self.parent, self._env = self.process.pid, parent, dict(env or parent.environ)
         self._clock.spawn(self.process, lambda: self._run(list(words)))
 
     def _run(self, words: list[str]) -> None:
@@ -50,8 +56,8 @@ class Child:
     def _end(self, code: int) -> None:
         self.returncode = code
         self._slurm.cluster.end(self.process)
-        if not self._parent.is_dead:
-            self._slurm.cluster.kill(self._parent.pid, signal.SIGCHLD)
+        if not self.parent.is_dead:
+            self._slurm.cluster.kill(self.parent.pid, signal.SIGCHLD)
 
     def poll(self) -> int | None:
         if self.returncode is None and self.process.is_dead:
@@ -80,9 +86,12 @@ class Child:
 class Slurm:
     """The controller, and the one job that it knows."""
 
-    def __init__(self, cluster: Cluster, supervise: Start, may_lose: bool) -> None:
+    def __init__(self, cluster: Cluster, supervise: Start, look: Look, may_lose: bool) -> None:
         self.cluster, self._supervise, self._may_lose = cluster, supervise, may_lose
+        self._look_at_start = look
         self.state, self.is_requeued = "RUNNING", False
+        self.was_left = False  # by all its processes
+        self.controller = Host(-1, "ctl", Client())
         self.steps: dict[int, Child] = {}
         self.batch: list[Process] = []
         self._next_step = 0
@@ -93,7 +102,8 @@ class Slurm:
 
         process = self.cluster.clock.task().process
         process.environ = dict(env)
-        self.batch.append(process)
+        if "--number=" in " ".join(argv) or not self.batch:  # else it stands by
+            self.batch.append(process)
         try:
             code = batch.main(argv)
         except SystemExit as error:
@@ -123,8 +133,11 @@ class Slurm:
             self.cluster.say("the batch process was killed: Slurm ends the job")
             self.end()
         down = [host for host in self.cluster.hosts if host.is_off]
-        if all(process.is_dead for host in self.cluster.hosts for process in host.processes):
+        may_wait = down and not self._may_lose  # for NODE_TIMEOUT
+        processes = [process for host in self.cluster.hosts for process in host.processes]
+        if all(process.is_dead for process in processes) and not may_wait:
             self.cluster.say("the time limit of the job ends it: nothing of it is left")
+            self.was_left = True
             self.end()
         for host in down:
             if host.off_since + NODE_TIMEOUT < clock.now and not self._may_lose:
@@ -161,8 +174,11 @@ class Slurm:
 
         def kill() -> None:
             for host in self.cluster.hosts:
-                for process in [] if host.is_off else list(host.processes):
-                    self.cluster.end(process)
+                self.cluster.when_reached(host, functools.partial(end_all, host))
+
+        def end_all(host: Host) -> None:
+            for process in list(host.processes):
+                self.cluster.end(process)
 
         clock.at(clock.now + KILL_WAIT, kill)
 
@@ -184,7 +200,7 @@ class Slurm:
 
     def answer(self, words: list[str]) -> tuple[int, str]:
         """Run a command of Slurm's; return its exit code and what it prints."""
-        text = " ".join(words)
+        text, random = " ".join(words), self.cluster.random
         if words[0] == "squeue":
             if "State:|" in text:
                 return 0, f"{self.state}|None|N/A|N/A\n"
@@ -201,18 +217,19 @@ class Slurm:
         if words[0] == "scancel":
             names = [word for word in words[1:] if not word.startswith("-")]
             if "--batch" in words:
-                for process in self.batch:
-                    self.signal(process, signal.SIGCONT)
+                self.signal(self.batch[0], signal.SIGCONT)
             elif names == [JOB]:
                 self.cluster.say("the job is cancelled")
                 self.end()
             else:
                 for name in names:
                     for task in self.steps[int(name.partition(".")[2])].tasks:
+                        end = functools.partial(self.cluster.end, task)
                         if "--signal=TERM" in words:
-                            self.signal(task, signal.SIGTERM)
-                        elif not task.host.is_off:
-                            self.cluster.end(task)
+                            end = functools.partial(self.signal, task, signal.SIGTERM)
+                        is_heard = self.cluster.reach(self.controller, task.host)
+                        if is_heard or random.random() < RETRIES:
+                            self.cluster.when_reached(task.host, end)
         return 0, ""
 
     def _runs(self, step: Child) -> bool:
@@ -238,6 +255,7 @@ class Slurm:
         step_names = [host.name for host in hosts]
         if what == "supervise":
             self.cluster.say(f"step {number} starts on {', '.join(step_names)}")
+            self._look_at_start(child.parent, hosts)
         for at, host in enumerate(hosts):
             name = f"supervisor {at} of step {number}" if what == "supervise" else "batch again"
             task = self.cluster.start(host, name)
@@ -250,7 +268,9 @@ class Slurm:
                 if what == "supervise":
                     code = self._supervise(task, at, key, step_names)
                 else:
-                    begin = next(i for i, w in enumerate(words) if w.startswith("--number="))
+                    begin = next(
+                        i for i, w in enumerate(words) if w.startswith(("--number=", "--output=/"))
+                    )
                     code = self.start(host, words[begin:], task.environ)
                 child.tasks[task] = code
                 self.cluster.end(task)

@@ -13,7 +13,7 @@ import io
 import re
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -25,10 +25,12 @@ from simulated_slurm import JOB, Slurm, environment
 from simulated_time import Process, StuckError
 from stand_ins import installed
 
-from rollcall.launch.node import supervise
-from rollcall.launch.node.heartbeat import BEGIN
+from rollcall.launch.batch import batch
+from rollcall.launch.node import batch_process, supervise
+from rollcall.launch.node.heartbeat import BEGIN, LEFT
 from rollcall.launch.node.identity import Node
 from rollcall.launch.runs import resolve, root_cause
+from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import JobRecord, Restart
 from rollcall.records.run_dir import RunDir
 
@@ -42,10 +44,8 @@ NOTICE = 60.0
 for which disks stall or hosts stand still."""
 WELL = 15.0
 """Seconds for which a node must have been well to be taken for lost without a reason."""
-TWICE = 20.0
-"""Seconds after a claim for which a host may run the ranks of two attempts."""
-LATE = 40.0
-"""Seconds after which an attempt must know of another claim: stalls and late names count."""
+LATE = 1.5
+"""Seconds after which everybody must know of a claim, not counted pauses and late names."""
 LINES = 20
 """Lines of a story."""
 OF_RANKS = ("raise", "exit", "kill-rank", "hang", "stop-rank")
@@ -139,6 +139,8 @@ class Simulation:
     noticed: list[float] = field(default_factory=list)
     members: dict[Process, Member] = field(default_factory=dict)
     unwell: dict[str, float] = field(default_factory=dict)  # until when a host was, by its name
+    numbers: dict[Process, int] = field(default_factory=dict)  # of batch processes
+    claimed: list[float] = field(default_factory=list)  # when each number was taken, from 1 on
     is_done: bool = False
     done_at: float = 0.0
 
@@ -147,15 +149,20 @@ class Simulation:
         count = scenario.nodes + scenario.spares
         self.cluster = Cluster(scenario.seed, count)
         self.cluster.clock.most_events *= count
-        may_lose = scenario.spares > 0 or scenario.fewest is not None
-        self.slurm = Slurm(self.cluster, self._supervise, may_lose)
+        may_lose = count > (scenario.fewest or scenario.nodes)
+        self.slurm = Slurm(self.cluster, self._supervise, self._check_step, may_lose)
         for host in self.cluster.hosts:
             host.client.latency, host.client.visibility = scenario.latency, scenario.visibility
         self.cluster.disk.writes.append(self._written)
         self._aware: set[tuple[str, str]] = set()  # who knows of whose death
 
     def go(self) -> Result:
-        clock, members = self.cluster.clock, self.members
+        clock, members, note_number = self.cluster.clock, self.members, self._note_number
+
+        class BatchHeartbeat(batch_process.BatchHeartbeat):
+            def __init__(self, run: RunDir, start: str, number: int, *rest: Any) -> None:
+                note_number(number)
+                super().__init__(run, start, number, *rest)
 
         class Supervisor(supervise.Supervisor):
             def __post_init__(self) -> None:
@@ -165,6 +172,7 @@ class Simulation:
         with (
             installed(self.cluster, self.slurm),
             mock.patch.object(supervise, "Supervisor", Supervisor),
+            mock.patch.object(batch, "BatchHeartbeat", BatchHeartbeat),
             mock.patch.object(self.cluster, "wait_for_signal", self._listen),
             contextlib.redirect_stderr(io.StringIO()),
             contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())),
@@ -294,7 +302,7 @@ class Simulation:
             self.broken.append(text)
             self.cluster.say(f"BROKEN: {text}")
 
-    def _listen(self, seconds: float) -> int | None:
+    def _listen(self, seconds: float, numbers: Container[int]) -> int | None:
         """Look at what a supervisor believes, each time that it waits."""
         member = self.members.get(self.cluster.clock.task().process)
         supervisor = member.supervisor if member is not None else None
@@ -304,7 +312,7 @@ class Simulation:
             if failure is not None and failure.is_lost and not is_own:
                 self._check_lost(member, failure.host)
             self._check_ranks(member)
-        return Cluster.wait_for_signal(self.cluster, seconds)
+        return Cluster.wait_for_signal(self.cluster, seconds, numbers)
 
     def _check_lost(self, by: Member, name: str) -> None:
         """A node that runs is not obeyed as lost."""
@@ -319,16 +327,41 @@ class Simulation:
             self._break(f"{by.host.name} obeys the report that {name} is lost, which runs")
 
     def _check_ranks(self, member: Member) -> None:
-        """No host runs the ranks of two attempts, unless one of them has lost its claim."""
-        world, now = member.server.world, self.cluster.clock.now
+        """No host runs the ranks of two attempts."""
         for other in self.members.values():
-            older = other.server.world
-            if other.host is member.host and older is not world and other.server.is_alive:
-                is_new = not self.cluster.claims or now < self.cluster.claims[-1][0] + TWICE
-                if world is not None and not is_new and member.server.is_alive:
-                    self._break(f"{member.host.name} runs the ranks of two attempts")
+            is_here = other.host is member.host and other is not member
+            if is_here and other.server.is_alive and member.server.is_alive:
+                self._break(f"{member.host.name} runs the ranks of two attempts")
+
+    def _check_step(self, process: Process, hosts: Sequence[Host]) -> None:
+        """Only the newest batch process starts a step, and only where the one before has ended."""
+        later = self.claimed[self.numbers.get(process, 0) :]
+        if later and self._must_know(later[0]):
+            self._break(f"{process.host.name} starts a step, but its batch process was replaced")
+        for member in self.members.values():
+            is_left = member.ended is None and not member.process.is_dead
+            if member.host in hosts and (is_left or member.server.is_alive):
+                self._break(f"a step starts on {member.host.name}, where another one runs")
+
+    def _note_number(self, number: int) -> None:
+        """Each claim belongs to one batch process."""
+        process = self.cluster.clock.task().process
+        if any(held == number and other is not process for other, held in self.numbers.items()):
+            self._break(f"two batch processes have the claim {number}")
+        self.numbers[process] = number
+
+    def _must_know(self, since: float) -> bool:
+        """Return True if a claim of this time is known to all: pauses since then do not count."""
+        now, pauses = self.cluster.clock.now, 0.0
+        for fault in self.scenario.faults:
+            if fault.hit is not None and fault.kind in (*OF_HOSTS, "stop-batch"):
+                end = fault.hit + (600.0 if fault.kind == "stop-batch" else fault.seconds)
+                pauses += max(0.0, min(now, end) - max(since, fault.hit))
+        return now - since - pauses > LATE + self.scenario.visibility
 
     def _written(self, path: str) -> None:
+        if path == f"{RUN}/job/heartbeats/{JOB}.0.batch-{len(self.claimed) + 1}":
+            self.claimed.append(self.cluster.clock.now)
         if path.startswith((f"{RUN}/verdict", f"{RUN}/checkpoints/")):
             self._check_claim()
         if path == f"{RUN}/verdict.json":
@@ -345,8 +378,8 @@ class Simulation:
             world = member.server.world
             if world is not None and writer.pid in member.server.pids:
                 earlier = [when for when, other in self.cluster.claims if other is not world]
-                is_ours = self.cluster.claims[-1][1] is world
-                if earlier and not is_ours and self.cluster.clock.now > earlier[-1] + LATE:
+                is_ours = self.cluster.claims and self.cluster.claims[-1][1] is world
+                if earlier and not is_ours and self._must_know(earlier[-1]):
                     self._break(f"attempt {world.attempt} writes, but has lost its claim")
 
     def _state(self) -> str:
@@ -360,12 +393,17 @@ class Simulation:
         restarts = Restart.read(run.path)
         causes = [line.reason or f"{line.cause} {' '.join(line.hosts)}" for line in restarts]
         was_killed = any(fault.kind == "kill-batch" for fault in hits)  # as Slurm would say
+        has_no_disk = any(fault.kind in ("full", "broken") for fault in hits)  # for its last words
+        # A node alone that comes down before its first attempt begins has no witness.
+        is_alone = self.scenario.nodes == 1 and not AttemptRecord.read(run.path)
+        is_alone |= self.scenario.nodes == 1 and has_no_disk
         if not (self.is_done or self.slurm.is_requeued or was_killed):
             causes.append(str(root_cause.of_newest(run)))
         for cause in causes:
             first = cause.splitlines()[0]
             self.cluster.say(f"cause: {first}")
-            if not any(self._explains(fault, cause) for fault in hits):
+            is_unsaid = first == "the cause is unknown" and (has_no_disk or is_alone)
+            if not is_unsaid and not any(self._explains(fault, cause) for fault in hits):
                 self._break(f"the cause is wrong: {first}")
         deaths = extra = sum(
             fault.kind in OF_NODES for fault in hits
@@ -376,13 +414,15 @@ class Simulation:
             self._break(f"{len(causes)} restarts or ends, but only {len(hits)} faults")
         refuses = any(fault.code in (2, 77) for fault in hits)  # the request, or its claim
         has_ended = not (self.is_done or self.slurm.is_requeued)
-        if has_ended and len(hits) == 1 and not refuses:
+        if has_ended and len(hits) == 1 and not (refuses or is_alone):
             self._break("one fault ends the run")
         steps = Counter(line.step for line in restarts if line.cause == "crash")
         if steps and max(steps.values()) >= 3:
             self._break("the ranks restart without an end")
         ends = [m.ended for m in self.members.values() if m.ended is not None]
-        if self.is_done and ends and max(ends) > self.done_at + NOTICE / 2 + self._pauses(hits):
+        grace = LEFT + NOTICE if has_no_disk else NOTICE if deaths else NOTICE / 2
+        most = self.done_at + grace + self._pauses(hits)
+        if self.is_done and ends and max(ends) > most:
             self._break(f"a supervisor runs {max(ends) - self.done_at:.0f} s after the run is done")
         if not self.is_done and not hits:
             self._break(f"an undisturbed run ends as {self._state() or 'nothing'}")
@@ -393,12 +433,22 @@ class Simulation:
             if member.died is not None and not self.is_done:
                 took = last - member.died
                 # A host that dies while others are down is found when it does not begin.
-                is_late = member.supervisor is None or deaths > 1
+                is_late = not self._has_begun(member) or deaths > 1
                 if took > NOTICE + pauses + is_late * BEGIN:
                     self._break(f"others ran on for {took:.0f} s after {member.host.name} died")
-        if self.noticed and max(self.noticed) > NOTICE + pauses:
+        is_late = any(m.died is not None and not self._has_begun(m) for m in self.members.values())
+        alive = sum(not host.is_off for host in self.cluster.hosts)
+        has_guard = self.scenario.spares > 0 and not self.cluster.hosts[-1].is_off
+        if self.slurm.was_left and has_guard and alive >= self.scenario.nodes:
+            self._break("spare hosts wait for ever")
+        if self.noticed and max(self.noticed) > NOTICE + pauses + is_late * BEGIN:
             self._break(f"a dead node was noticed after {max(self.noticed):.0f} s")
         self.cluster.end(process)
+
+    def _has_begun(self, member: Member) -> bool:
+        """Return True if the others could see a count of this member."""
+        name = f"{RUN}/job/heartbeats/{member.step}/node-{member.number}"
+        return bool(self.cluster.disk.peek(name))
 
     def _pauses(self, hits: list[Fault]) -> float:
         return sum(fault.seconds for fault in hits if fault.kind in OF_HOSTS)
@@ -411,7 +461,7 @@ class Simulation:
         of_batch = fault.kind in (*OF_JOBS, "full", "broken", "power-off")
         if of_batch and cause.startswith(("preempted", "asked to stop", "lost batch process")):
             return True
-        is_lost = fault.kind in (*OF_NODES, "freeze", "cut", "full", "broken")
+        is_lost = fault.kind in (*OF_NODES, "freeze", "cut", "full", "broken", "stop-batch")
         return is_lost and cause in ("lost node ", "more hosts ")
 
     def _story(self) -> list[str]:

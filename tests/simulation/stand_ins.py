@@ -144,16 +144,14 @@ def installed(cluster: Cluster, slurm: Slurm) -> Iterator[None]:
         return file
 
     def waited(numbers: Any, seconds: float) -> int | None:
-        del numbers
-        return cluster.wait_for_signal(seconds)
+        return cluster.wait_for_signal(seconds, numbers)
 
     def silenced(_: int) -> None:
         raise AssertionError("a supervisor prints no more, though somebody reads it")
 
     def sigwait(numbers: Any) -> int:
-        while (number := cluster.wait_for_signal(60.0)) not in numbers:
+        while (number := cluster.wait_for_signal(60.0, numbers)) is None:
             pass
-        assert number is not None
         return number
 
     sockets = SimpleNamespace(
@@ -197,6 +195,7 @@ def installed(cluster: Cluster, slurm: Slurm) -> Iterator[None]:
         mock.patch.object(monitor, "wait_for_signal", waited),
         mock.patch.object(batch, "wait_for_signal", waited),
         mock.patch.object(batch_process, "socket", sockets),
+        mock.patch.object(batch_process, "wait_for_signal", waited),
         mock.patch.object(batch_process, "redirect_output", os.close),
         mock.patch.object(monitor, "redirect_output", silenced),
         mock.patch.object(os, "environ", Environment(cluster, os.environ)),

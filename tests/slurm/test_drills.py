@@ -24,10 +24,10 @@ def steps(run: RunDir) -> list[int]:
     return [line["step"] for line in logged_steps(run)]
 
 
-def submit(lab: Lab, run: RunDir, *options: str, words: list[str] = WORDS) -> str:
-    """Start an endless run of 4 ranks on 2 hosts; the id of its job."""
+def submit(lab: Lab, run: RunDir, *options: str, nodes: int = 2) -> str:
+    """Start an endless run with 2 ranks on each host; the id of its job."""
     place = ["--name", run.name, "--root", str(run.path.parent)]
-    lab.output("login", *SUBMIT, "--nodes=2", *options, *place, *words)
+    lab.output("login", *SUBMIT, f"--nodes={nodes}", *options, *place, *WORDS)
     job: str = next(read_lines(run.job / "submissions.jsonl"))["job"]
     return job
 
@@ -109,3 +109,25 @@ def test_a_spare_takes_the_place_of_a_dead_host(
         assert attempts[0]["hosts"] == ["n1", "n2"]
         assert attempts[-1]["hosts"] == ["n1", "n3"]
         assert three.job(job, "Restarts") == "0"
+
+
+def test_a_spare_takes_over_when_all_hosts_of_the_step_die(
+    lab: Lab, lab_options: list[str], tmp_path: Path
+) -> None:
+    options = ("--nodes", "2", "--gpus", "0", *lab_options)
+    with running_lab(f"{lab.name}-a", *options) as two:
+        run = RunDir(tmp_path, "outlived")
+        job = submit(two, run, "--spares=1", nodes=1)
+        wait_for_checkpoint(run)
+        lab_power.off(two, "n1")
+
+        def hosts() -> list[list[str]]:
+            lines = read_lines(run.job / "attempts.jsonl")
+            return [line["hosts"] for line in lines if "hosts" in line]
+
+        output = run.job / f"slurm-{job}.out"
+        wait_until(lambda: hosts() == [["n1"], ["n2"]], 500, output.read_text)
+        wait_for_checkpoint(run)
+        assert two.job(job, "Restarts") == "0"
+        two.output("login", sys.executable, "-m", "launch", "cancel", str(run.path))
+        two.wait_job(job)

@@ -13,12 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 from rollcall.config import ConfigError
 from rollcall.launch.batch import placement
 from rollcall.launch.batch.expand import Expansion
-from rollcall.launch.node.batch_process import BatchHeartbeat, leave_step
+from rollcall.launch.node.batch_process import BatchHeartbeat, leave_step, stand_by
 from rollcall.launch.node.identity import job_of, start_of
 from rollcall.launch.runs import find, resolve, restarts
 from rollcall.launch.runs.decision import MAX_IN_VAIN, UNASKED, RestartFacts, decide
@@ -73,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if "SLURM_JOB_ID" not in os.environ or not options.command:
         raise RefusedError("use this in a job script: exec … batch srun …")
-    # Another batch process took over: `--number=N --output=FILE` stand before its words.
-    words = argv[2:] if options.number else argv
+    # In a step of its own: `--output=FILE`, and `--number=N` if it takes over, are not its words.
+    words = argv[bool(options.output) + bool(options.number) :]
     try:
         batch = BatchProcess(options, words, job_of(os.environ))
         code = batch.go()
@@ -92,13 +91,16 @@ def _tear_down(lines: Sequence[str], code: int) -> None:
     """Run the lines of `--teardown`; how they end does not change how the job ends."""
     if lines:
         command, env = ["bash", "-c", "\n".join(lines)], {"ROLLCALL_EXIT_CODE": str(code)}
-        ended = subprocess.run(command, env=os.environ | env, preexec_fn=_unblock).returncode
-        if ended:
+        if ended := subprocess.run(command, env=os.environ | env, preexec_fn=_unblock).returncode:
             print(f"batch: the lines of --teardown end with exit code {ended}", file=sys.stderr)
 
 
 def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+class ReplacedError(Exception):
+    """Another batch process took over, because this one was silent for too long."""
 
 
 class BatchProcess:
@@ -110,7 +112,7 @@ class BatchProcess:
         self.run: RunDir | None = None
         self._options, self._words = options, words
         self._this_start = start_of(job, os.environ)
-        self._own_step = leave_step(options.output) if options.number else None
+        self._own_step = leave_step(options.output) if options.output else None
         self._hosts: placement.Hosts
         self._step: subprocess.Popen[bytes]
         self._heartbeat: BatchHeartbeat | None = None
@@ -139,35 +141,34 @@ class BatchProcess:
             print(text)
             return 0
         self._hosts = placement.Hosts(os.environ, facts.nodes, facts.span)
-        with contextlib.suppress(OSError):  # a full disk must not end a run
-            of_job = (self._this_start, self._options.number, self._words, self._hosts.may_change)
-            self._heartbeat = BatchHeartbeat(self.run, *of_job)
         if facts.span:
             self._expansion = Expansion(self.run, self.job, self._hosts)
-        try:
-            code = self._go_on_or_take_over(self.run)
-        except OSError:  # it ends by itself, and was not killed
-            self._end_heartbeat()
-            raise
-        self._end_heartbeat()
-        return code
-
-    def _end_heartbeat(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.end()
-
-    def _go_on_or_take_over(self, run: RunDir) -> int:
-        if self._own_step is None:
-            return self._go_on(run, self._first_command(run))
-        code, hosts = os.EX_UNAVAILABLE, self._next_hosts(run)
-        if hosts is not None:
-            code = self._go_on(run, self._restarted_on(hosts))
-        if not self._is_requeued:
+        code = self._hold_claims(self.run, self._options.number)
+        if self._own_step is not None and not self._is_requeued:
             # Slurm waits for the end of the script, which died with its host.
             with contextlib.suppress(SlurmError):
                 if slurm.status(self.job).state == "RUNNING":
                     slurm.tell("scancel", self.job)
-        return code
+        return 0 if code == os.EX_UNAVAILABLE and resolve.finished(self.run) else code
+
+    def _hold_claims(self, run: RunDir, number: int) -> int:
+        """Be the job's batch process from one claim to the next, until the job ends."""
+        takes_over = self._own_step is not None
+        stands_by = takes_over and not number
+        while True:
+            number = stand_by(run, self._this_start, number) if stands_by else number
+            of_job = (self._this_start, number, self._words, self._hosts.may_change)
+            self._heartbeat = BatchHeartbeat(run, *of_job)
+            try:
+                if not takes_over:
+                    return self._go_on(run, self._first_command(run))
+                hosts = None if resolve.finished(run) else self._next_hosts(run)
+                return self._go_on(run, self._restarted_on(hosts)) if hosts else os.EX_UNAVAILABLE
+            except ReplacedError:
+                self._say("was taken over by another batch process; this one stands by")
+                stands_by = takes_over = True
+            finally:
+                self._heartbeat.end(has_ended=not self._heartbeat.is_replaced())
 
     def _first_command(self, run: RunDir) -> Sequence[str]:
         """Return the step's command line, on other hosts if the preflight finds bad ones."""
@@ -190,18 +191,23 @@ class BatchProcess:
 
     def _go_on(self, run: RunDir, command: Sequence[str]) -> int:
         while True:
+            alive = [host for host in self._hosts.all if host not in self._hosts.dead]
+            if self._heartbeat is not None and len(alive) > self._hosts.most:
+                self._heartbeat.have_standby(alive[-1])
             code = self._follow(command)
+            self._give_way()
             if self._is_requeued:
                 with contextlib.suppress(SlurmError):  # from now on: the save may have taken long
                     slurm.start_soon(self.job)
                 return code
-            hosts = self._after(run, code)
-            if hosts is None:
+            if (hosts := self._after(run, code)) is None:
                 return code
-            self._give_way()  # two steps would need each GPU twice
             command = self._restarted_on(hosts)
 
     def _restarted_on(self, hosts: Sequence[str]) -> list[str]:
+        self._give_way()
+        with contextlib.suppress(SlurmError):  # two steps would need each GPU twice
+            slurm.end_steps(self.job, but=self._own_step)
         self._say(f"restarts its step on {', '.join(hosts)}")
         return placement.on(self.command, self._supervisor, hosts)
 
@@ -213,7 +219,7 @@ class BatchProcess:
             number = wait_for_signal(TAKEN, LOOK)
             is_due = seldom.is_due()
             if is_due:
-                self._give_way()
+                self._give_way(self._step)
             if number in PASSED_ON:
                 self._was_asked = True
                 self._step.send_signal(number)
@@ -270,17 +276,13 @@ class BatchProcess:
                 self._was_asked |= wait_for_signal([signal.SIGTERM], LOOK) is not None
             slurm.end_steps(self.job, but=self._own_step)
 
-    def _give_way(self) -> None:
-        """Do nothing more if another host took over, because this one was silent for too long."""
+    def _give_way(self, step: "subprocess.Popen[bytes] | None" = None) -> None:
+        """Do nothing more if another host took over: raise ReplacedError."""
         is_replaced = self._heartbeat is not None and self._heartbeat.is_replaced()
         if is_replaced and decide("step runs", "replaced").action == "stand aside":
-            self._stand_aside()
-
-    def _stand_aside(self) -> NoReturn:
-        self._step.kill()
-        self._say("was taken over by another batch process; this one waits, to keep the job alive")
-        signal.sigwait([signal.SIGTERM])
-        sys.exit(os.EX_UNAVAILABLE)
+            if step is not None:
+                step.kill()
+            raise ReplacedError
 
     def _expand(self) -> None:
         if self._expansion is None or self._is_expanding:
@@ -374,7 +376,7 @@ class BatchProcess:
             self._say(str(error))
             self._requeue(run, cause, error.dead)
             return None
-        restarts.note(run, self.job, cause, suspects)
+        restarts.note(run, self.job, cause, sorted({*suspects, *self._hosts.dead} - before))
         return hosts
 
     def _unheard(self, run: RunDir) -> set[str]:

@@ -2,11 +2,14 @@
 
 The head's supervisor requeues the job if its batch process has died. If the step can do without the
 first host, which has died with it, a supervisor that lost another node watches the heartbeat. The
-first one to create the file of the next batch process starts that process.
+first one to create the file of the next batch process starts it; if it is silent, too, the file
+after it counts. A batch process that was replaced, or waits on a spare host, stands by: it takes
+over once nothing of the run shows a sign of life.
 """
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import Heartbeat
 from rollcall.records.job import BatchRecord, RestartCause
 from rollcall.records.run_dir import RunDir
-from rollcall.system.process import redirect_output, stat
+from rollcall.system.process import redirect_output, stat, wait_for_signal
 from rollcall.system.timer import Every, RunningClock
 
 BATCH_BEAT = 1.0
@@ -39,6 +42,9 @@ ANSWER = 10.0
 """Seconds that a stopped batch process has to continue before its finished job is cancelled."""
 SILENCE_POLL = 0.25
 """Seconds between two looks at the heartbeat of a batch process that may have to be replaced."""
+LOOKS = 6
+"""Looks without a sign of life, half the patience apart, after which a batch process that stands by
+takes over: clients of NFS show the times of files up to a minute late."""
 OF_THE_JOB = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_CONF", "SLURM_RESTART_COUNT")
 """Prefixes of Slurm's variables that a step's process has in common with the job's script."""
 
@@ -49,23 +55,31 @@ class BatchHeartbeat:
     def __init__(
         self, run: RunDir, start: str, number: int, words: Sequence[str], can_move: bool
     ) -> None:
-        # `number` batch processes of this start of the job have died.
+        # `number` batch processes of this start of the job have died or were replaced.
         self._pulse = Pulse(Heartbeat.of_batch(run.path, start, number), BATCH_BEAT)
         self._successor = Heartbeat.of_batch(run.path, start, number + 1)
         output = str(Path("/proc/self/fd/1").readlink())
         process = _identify(os.getpid())
         self._directory = run.path
         self._record = BatchRecord(start, number, list(words), output, can_move, process)
-        self._record.write(run.path)
+        with contextlib.suppress(OSError):  # a full disk must not end a run
+            self._record.write(run.path)
 
     def is_replaced(self) -> bool:
         """Return True if another host runs the job's batch process by now."""
         return self._successor.exists()
 
-    def end(self) -> None:
-        """Write down that this process has done all that it had to."""
+    def have_standby(self, host: str) -> None:
+        """Have another batch process stand by on a host of the job."""
+        with contextlib.suppress(OSError, SlurmError):
+            _start(host, self._record.output, self._record.words)
+
+    def end(self, has_ended: bool) -> None:
+        """Give no more signs of life; write down whether this process did all that it had to."""
+        self._pulse.end(is_over=False)
         with contextlib.suppress(OSError):
-            replace(self._record, has_ended=True).write(self._directory)
+            if has_ended:
+                replace(self._record, has_ended=True).write(self._directory)
 
 
 class BatchWatcher:
@@ -74,6 +88,7 @@ class BatchWatcher:
     def __init__(self, run: RunDir, job: str, record: BatchRecord) -> None:
         self._run, self._job, self._process = run, job, record.process or ""
         self._heartbeat = Heartbeat.of_batch(run.path, record.start, record.number)
+        self._successor = Heartbeat.of_batch(run.path, record.start, record.number + 1)
         self._timer, self._clock = Every(BATCH_POLL), RunningClock()
         self._seen = (b"", 0.0)
         self._was_woken = False
@@ -91,7 +106,7 @@ class BatchWatcher:
 
     def requeue_if_gone(self, comes_back: bool) -> None:
         """Requeue a job that is to come back, in place of a batch process that has died, once."""
-        if not self._next_try.is_due():
+        if not self._next_try.is_due() or self._successor.exists():
             return
         facts = RestartFacts(gone=self._is_gone, comes_back=comes_back)
         if decide("attempt runs", "batch silent", facts).action == "requeue":
@@ -99,6 +114,8 @@ class BatchWatcher:
 
     def finish(self, comes_back: bool) -> None:
         """At the end of this node's part: see to it that the job ends, or comes back."""
+        if self._successor.exists():  # the job goes on without this step
+            return
         first, began, passed = self._count(), self._clock.read(), 0.0
         self._was_woken = False
         limit = ANSWER if self._is_here else max(ANSWER, heartbeat.patience())
@@ -173,8 +190,8 @@ class BatchWatcher:
 def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
     """Start another batch process here if the job's own is silent and no other host does.
 
-    Return when there is nothing to do, or when the other batch process has ended. `lost` is the
-    host of the lost node, if it is known.
+    Return when another one is alive, or when the one started here has ended. `lost` is the host of
+    the lost node, if it is known.
     """
     known, start = BatchRecord.read(run.path), start_of(job, os.environ)
     if known is None or known.start != start or not known.can_move:
@@ -182,18 +199,39 @@ def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
     # Nothing was heard of this host for long already if the batch process was there.
     was_there = lost is not None and (known.process or "").startswith(f"{lost}:")
     silence = heartbeat.SUSPICION if was_there else heartbeat.patience()
-    is_silent = _is_silent(Heartbeat.of_batch(run.path, start, known.number), silence)
-    is_first = is_silent and Heartbeat.of_batch(run.path, start, known.number + 1).create()
-    if decide("node left", "batch silent", RestartFacts(first=is_first)).action != "take over":
-        return
-    # In a separate step: the dead host's step ends when Slurm notices, or when it comes back.
+    number = known.number
+    while _is_silent(Heartbeat.of_batch(run.path, start, number), silence):
+        number, silence = number + 1, heartbeat.patience()
+        is_first = Heartbeat.of_batch(run.path, start, number).create()
+        if decide("node left", "batch silent", RestartFacts(first=is_first)).action == "take over":
+            # Wait for it: this process is the last of its step, and Slurm would end both together.
+            _start(host, known.output, [f"--number={number}", *known.words]).wait()
+            return
+
+
+def _start(host: str, output: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a batch process on a host, in a step of its own: Slurm may end that of a dead host."""
     step = [*slurm.step(os.environ["SLURM_JOB_ID"], [host]), "--mem=0", "--output=none"]
-    words = [*command("batch"), f"--number={known.number + 1}", f"--output={known.output}"]
-    environment = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
-    # Wait for it: this process is the last of its step, and Slurm would end both together.
-    subprocess.run(
-        [*step, *words, *known.words], env=environment, start_new_session=True, check=False
-    )
+    line = [*step, *command("batch"), f"--output={output}", *words]
+    env = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}
+    return subprocess.Popen(line, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+
+
+def stand_by(run: RunDir, start: str, number: int) -> int:
+    """Wait until nothing of the run lives; return our number, which is above `number`."""
+    seen, looks = 0.0, 0
+    while True:
+        is_asked = wait_for_signal([signal.SIGTERM], heartbeat.patience() / 2) is not None
+        known = BatchRecord.read(run.path)
+        if is_asked or (known is not None and known.start == start and known.has_ended):
+            sys.exit(os.EX_UNAVAILABLE)
+        newest = Heartbeat.newest(run.path, f"{start}.")
+        seen, looks = newest, looks + 1 if newest == seen != 0.0 else 0
+        while not looks and Heartbeat.of_batch(run.path, start, number + 1).exists():
+            number += 1
+        with contextlib.suppress(OSError):
+            if looks >= LOOKS and Heartbeat.of_batch(run.path, start, number + 1).create():
+                return number + 1
 
 
 def _is_silent(batch: Heartbeat, silence: float) -> bool:

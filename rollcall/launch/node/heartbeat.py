@@ -53,8 +53,8 @@ LIMITS: Mapping[Opinion | None, tuple[float, float]] = {
 may run, and once the round has failed. Ranks are not ended because a supervisor is slow."""
 DOUBT = 2.5
 """Seconds without a new count after which a node's file is opened again, and the node asked."""
-BEGIN = 300.0
-"""Seconds that a node has until its first count."""
+BEGIN = 240.0
+"""Seconds that a node has until its first count; others wait longer for the head to publish."""
 LEFT = 60.0
 """Seconds for which a node runs on when others have ended: all should end together."""
 FAILED = b"!"

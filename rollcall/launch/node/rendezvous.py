@@ -87,9 +87,8 @@ class Meeting:
         """Return the error of a node that has waited for the head in vain."""
         return RendezvousError(
             f"node 0 ({self.node.hosts[0]}) has not published "
-            f"{Rendezvous.path_in(self.run.path, key=self.key)} within {DEADLINE:.0f} s: look at "
-            f"its output, and check that {self.node.host} shares the file system of the run "
-            "directory with it"
+            f"{Rendezvous.path_in(self.run.path, key=self.key)} in time: look at its output, and "
+            f"check that {self.node.host} shares the file system of the run directory with it"
         )
 
     def fail(self, reason: str, leaves: bool = False) -> None:

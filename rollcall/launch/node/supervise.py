@@ -139,6 +139,8 @@ class Supervisor:
             if rule.action == "give up":
                 failure = monitor.failure
                 raise RendezvousError(str(failure)) if failure else self.meeting.silence()
+            if rule.action == "leave" and not self.meeting.round:
+                _say(str(self.meeting.silence()))
             if rule.action != "wait":
                 return rule, None
 

@@ -112,7 +112,7 @@ TABLE = (
     Rule("head awaited", "time is up", ("asked",), "end as stopped", "run over"),
     Rule("head awaited", "time is up", (), "give up", "run over"),
     Rule("node left", "batch silent", ("first",), "take over", "step runs"),
-    Rule("node left", "batch silent", (), "end", "over"),
+    Rule("node left", "batch silent", (), "wait", "node left"),
     Rule("run over", "batch silent", ("comes_back",), "requeue", "restart wanted"),
     Rule("run over", "batch silent", ("gone",), "end", "over"),
     Rule("run over", "batch silent", (), "cancel the job", "over"),

@@ -230,7 +230,7 @@ def test_a_host_that_the_preflight_leaves_out_is_no_spare_later(
     monkeypatch.setattr(placement, "remember", lambda *_: None)
     monkeypatch.setattr(placement, "_silent", lambda _job, suspects: {*suspects})
     monkeypatch.setattr(restarts, "bad_hosts", lambda *_: [])
-    given = {"command": ["srun", "--nodes=2", "x"], "preflight": True, "number": 0}
+    given = {"command": ["srun", "--nodes=2", "x"], "preflight": True, "number": 0, "output": None}
     job = batch_module.BatchProcess(argparse.Namespace(**given), [], "7")
     job._hosts = placement.Hosts({**JOB, "SLURM_JOB_NODELIST": "n[1-4]"}, 2, None)
     assert "--nodelist=n1,n3" in job._first_command(run)
