@@ -6,9 +6,17 @@ from typing import NoReturn
 
 from rollcall.messages.text import did_you_mean
 
+VALUES = {
+    r"^argument ([^ :/]+)\S*: ": r"\1: ",
+    "invalid int value: ": "expected a whole number, got ",
+    "invalid float value: ": "expected a number, got ",
+    "expected (one|at least one) argument": "expected a value",
+}
+"""Patterns of argparse's messages, and the words of rollcall's."""
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a misspelled option with the nearest one, in one line."""
+    """A parser that answers a mistake in one line, with the nearest word or the valid ones."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
@@ -17,9 +25,26 @@ class Parser(argparse.ArgumentParser):
             options = re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())
             hint = did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
             message += hint or f"; choose {', '.join(sorted(set(options)))}"
+        elif not start:
+            message += f"; expected {' '.join(self.format_usage().split()[1:])}"
         if message.endswith(": RUN"):
             message += "; `rollcall status` lists the runs"
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+        for action in self._actions:
+            if action.choices and message.endswith(f": {action.metavar or action.dest}"):
+                message += f"; choose {', '.join(map(str, action.choices))}"
+        self.exit(2, f"{self.prog}: error: {plain(message)} (--help lists the options)\n")
+
+
+def plain(message: str) -> str:
+    """Return argparse's message about a value in rollcall's words, with the nearest choice."""
+    for pattern, text in VALUES.items():
+        message = re.sub(pattern, text, message)
+    if match := re.fullmatch(r"(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+        name, value, choices = match.groups()
+        choices = choices.replace("'", "")
+        message = f"{name}expected {choices}; got '{value}'"
+        message += did_you_mean(value, choices.split(", "))
+    return message
 
 
 def parser(command: str, meaning: str | None) -> argparse.ArgumentParser:

@@ -66,7 +66,9 @@ def read(path: Path, as_text: bool = False) -> dict[str, Any]:
         values = load(text, as_text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: expected text in UTF-8, got other bytes") from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML{_problem(error, text)}") from None
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path}: expected lines of key: value, got a {type(values).__name__}")
@@ -90,6 +92,8 @@ def _problem(error: Exception, text: str) -> str:
     (line,) = text.splitlines()[mark.line : mark.line + 1] or [""]
     is_tab = line[mark.column : mark.column + 1] == "\t"
     problem = "indent with spaces, not with tabs" if is_tab else error.problem
+    if problem == "mapping values are not allowed in this context":
+        problem = "indent the keys of a section alike, and put text that has ': ' in quotes"
     return f", line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 

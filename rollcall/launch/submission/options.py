@@ -10,6 +10,7 @@ from itertools import islice, pairwise, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+from rollcall.cli.parser import plain
 from rollcall.config.refusals import about_option
 from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.program.find import STARTERS
@@ -224,7 +225,9 @@ def read(argv: Sequence[str]) -> CommandLine:
     if "--" in argv and not program:
         parser.error("expected a script or -m module after `--`")
     if program and own.words:
-        parser.error(f"got both '{own.words[0]}' and a program after `--`; a run has only one")
+        advice = "; --resume takes no value, --name RUN names the run" if own.resume else ""
+        what = f"got both '{own.words[0]}' and a program after `--`; a run has only one"
+        parser.error(what + advice)
     _check_combinations(own, passed)
     return CommandLine(own, passed, program)
 
@@ -357,7 +360,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises errors instead of exiting, so that a profile's file can be added to the message."""
 
     def error(self, message: str) -> NoReturn:
-        raise RefusedError(f"{message.removeprefix('argument ')} (--help lists the options)")
+        raise RefusedError(f"{plain(message)} (--help lists the options)")
 
 
 @cache

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, ConfigError
 from rollcall.config.read import tokenizer_folder
 from rollcall.messages.refusal import refuse
@@ -39,7 +40,8 @@ PART = "\ufffd"
 
 def main(words: Sequence[str]) -> int:
     """Print the text token by token; return the exit code."""
-    parser = argparse.ArgumentParser(prog="rollcall generate", usage=USAGE)
+    parser = command_parser("generate", None)
+    parser.usage = USAGE
     add, prompt_group = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     add("run", metavar="RUN", help="name or directory of a run")
     prompt_group.add_argument("--prompt", help="text to continue")

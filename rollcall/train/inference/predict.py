@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.records.run_dir import RunDir
@@ -46,7 +47,8 @@ PARTS_OF_A_RANK = 4
 
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
-    parser = argparse.ArgumentParser(prog="rollcall predict", usage=USAGE)
+    parser = command_parser("predict", None)
+    parser.usage = USAGE
     add, samples = parser.add_argument, parser.add_mutually_exclusive_group()
     add("run", metavar="RUN", help="name or directory of a run")
     files = "images or texts: comma-separated files, directories or quoted patterns"

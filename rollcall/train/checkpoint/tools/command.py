@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
 from rollcall.messages.text import did_you_mean, size, table
 from rollcall.records.run_dir import named
@@ -144,9 +145,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rollcall checkpoint",
-        description="Look into checkpoints. No code from a checkpoint is run.",
+    parser = command_parser(
+        "checkpoint", "Look into checkpoints. No code from a checkpoint is run."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     path_help = "a run directory, a run's name in runs/, or the directory of one checkpoint"

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.system.files import write_atomic
@@ -30,11 +31,10 @@ SECONDS = 10.0
 
 def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        "rollcall tokenize",
-        description=__doc__.partition(": ")[2] if __doc__ else None,
-        epilog="A .jsonl file has a document in each line, any other file is one document; both "
-        "may end in .gz. An end-of-text token follows each document.",
+    parser = command_parser("tokenize", __doc__.partition(": ")[2] if __doc__ else None)
+    parser.epilog = (
+        "A .jsonl file has a document in each line, any other file is one document;\nboth may end "
+        "in .gz. An end-of-text token follows each document."
     )
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="files, directories or patterns")
