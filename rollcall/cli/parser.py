@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 from rollcall.messages.text import did_you_mean
@@ -18,6 +19,13 @@ VALUES = {
 class Parser(argparse.ArgumentParser):
     """A parser that answers a mistake in one line, with the nearest word or the valid ones."""
 
+    def parse_with_keys(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options and the `key=value` words."""
+        options, rest = self.parse_known_args(words)
+        if wrong := [word for word in rest if word.startswith("-") or "=" not in word]:
+            self.error(f"unrecognized arguments: {' '.join(wrong)}")
+        return options, rest
+
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
         start, _, words = message.partition("unrecognized arguments: ")
@@ -26,7 +34,8 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
             message += hint or f"; choose {', '.join(sorted(set(options)))}"
         elif not start:
-            message += f"; expected {' '.join(self.format_usage().split()[1:])}"
+            takes = [str(it.metavar or it.dest) for it in self._actions if not it.option_strings]
+            message += f"; expected only {' '.join([*takes, 'and options'][not takes :])}"
         if message.endswith(": RUN"):
             message += "; `rollcall status` lists the runs"
         for action in self._actions:
@@ -42,12 +51,12 @@ def plain(message: str) -> str:
     if match := re.fullmatch(r"(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
         name, value, choices = match.groups()
         choices = choices.replace("'", "")
-        message = f"{name}expected {choices}; got '{value}'"
+        message = f"{name}expected one of {choices}; got '{value}'"
         message += did_you_mean(value, choices.split(", "))
     return message
 
 
-def parser(command: str, meaning: str | None) -> argparse.ArgumentParser:
+def parser(command: str, meaning: str | None) -> Parser:
     """Return a parser without arguments; its help shows the meaning verbatim."""
     return Parser(
         prog=f"rollcall {command}",

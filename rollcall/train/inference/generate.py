@@ -58,10 +58,12 @@ def main(words: Sequence[str]) -> int:
     add("--seed", type=int, default=0, help="seed of the random choice (default: 0)")
     add("--tokenizer", metavar="FOLDER", help="folder of the tokenizer (default: the run's)")
     add("--best", action="store_true", help=trained.BEST)
-    options, overrides = parser.parse_known_args(words)
+    options, overrides = parser.parse_with_keys(words)
     try:
-        if not options.temperature >= 0 or options.length < 1 or options.top_k < 0:
-            raise ConfigError("expected --length at least 1, --temperature and --top-k at least 0")
+        for name, least in (("length", 1), ("temperature", 0), ("top-k", 0)):
+            value = getattr(options, name.replace("-", "_"))
+            if not value >= least:
+                raise ConfigError(f"--{name}: expected at least {least}, got {value}")
         run_dir, config = trained.find(options.run, overrides)
         _check_options(options, config)
     except ConfigError as error:

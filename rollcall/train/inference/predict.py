@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
     batch = "samples per forward pass on one rank (default: data.micro_batch of the run, or 64)"
     add("--batch", type=int, help=batch)
     add("--best", action="store_true", help=trained.BEST)
-    options, overrides = parser.parse_known_args(words)
+    options, overrides = parser.parse_with_keys(words)
     try:
         run_dir, config = trained.find(options.run, overrides)
         options.output = (options.output or run_dir.path / "predictions.jsonl").absolute()

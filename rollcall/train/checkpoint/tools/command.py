@@ -145,9 +145,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "checkpoint", "Look into checkpoints. No code from a checkpoint is run."
-    )
+    meaning = "Look into checkpoints. No code from a checkpoint is run."
+    parser = command_parser("checkpoint", meaning)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     path_help = "a run directory, a run's name in runs/, or the directory of one checkpoint"
 
