@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from rollcall.messages.text import did_you_mean
 
-VALUES = {
+WORDS = {
     r"^argument ([^ :/]+)\S*: ": r"\1: ",
     "invalid int value: ": "expected a whole number, got ",
     "invalid float value: ": "expected a number, got ",
@@ -29,38 +29,36 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
         start, _, words = message.partition("unrecognized arguments: ")
+        names = {str(it.metavar or it.dest): it for it in self._actions if not it.option_strings}
         if not start and words.startswith("-"):
-            options = re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())
+            kinds = (it for it in self._actions if isinstance(it, argparse._SubParsersAction))
+            parsers = [self, *(parser for kind in kinds for parser in kind.choices.values())]
+            text = "".join(parser.format_help() for parser in parsers)
+            options = re.findall(r"(?<![\w-])--[a-z-]+", text)
             hint = did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
             message += hint or f"; choose {', '.join(sorted(set(options)))}"
         elif not start:
-            takes = [str(it.metavar or it.dest) for it in self._actions if not it.option_strings]
-            message += f"; expected only {' '.join([*takes, 'and options'][not takes :])}"
-        if message.endswith(": RUN"):
+            message += f"; expected only {' '.join(names) or 'options'}"
+        elif message.endswith(": RUN"):
             message += "; `rollcall status` lists the runs"
-        for action in self._actions:
-            if action.choices and message.endswith(f": {action.metavar or action.dest}"):
-                message += f"; choose {', '.join(map(str, action.choices))}"
+        elif (missing := names.get(message.split()[-1])) and "required: " in message:
+            choices = ", ".join(map(str, missing.choices or ()))
+            message += f"; choose {choices}" if choices else f", {missing.help}"
         self.exit(2, f"{self.prog}: error: {plain(message)} (--help lists the options)\n")
 
 
 def plain(message: str) -> str:
     """Return argparse's message about a value in rollcall's words, with the nearest choice."""
-    for pattern, text in VALUES.items():
+    for pattern, text in WORDS.items():
         message = re.sub(pattern, text, message)
     if match := re.fullmatch(r"(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
-        name, value, choices = match.groups()
-        choices = choices.replace("'", "")
-        message = f"{name}expected one of {choices}; got '{value}'"
-        message += did_you_mean(value, choices.split(", "))
+        name, value, choices = match[1], match[2], match[3].replace("'", "")
+        hint = did_you_mean(value, choices.split(", "))
+        message = f"{name}expected one of {choices}; got '{value}'{hint}"
     return message
 
 
-def parser(command: str, meaning: str | None) -> Parser:
+def parser(command: str, meaning: str | None, usage: str | None = None) -> Parser:
     """Return a parser without arguments; its help shows the meaning verbatim."""
-    return Parser(
-        prog=f"rollcall {command}",
-        description=meaning,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    return Parser(f"rollcall {command}", usage, meaning, formatter_class=form, allow_abbrev=False)

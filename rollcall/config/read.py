@@ -148,6 +148,8 @@ def _not_found(source: str) -> str:
             f"{source} is code, not a recipe: `rollcall submit -- {source}` runs a script, and "
             f"model.name={Path(source).stem}:NAME trains a model in it"
         )
+    if "." in source and (hint := did_you_mean(source, (item.name for item in describe()), 0.8)):
+        return f"'{source}': expected a recipe, not a key{hint} --help KEY explains a key"
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
     return f"unknown recipe '{source}'{did_you_mean(source, recipes()) or choices}"
 

@@ -66,9 +66,7 @@ def read(path: Path, as_text: bool = False) -> dict[str, Any]:
         values = load(text, as_text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: expected text in UTF-8, got other bytes") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML{_problem(error, text)}") from None
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{path}: expected lines of key: value, got a {type(values).__name__}")
@@ -86,6 +84,8 @@ def read_texts(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _problem(error: Exception, text: str) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return ": expected text in UTF-8, got other bytes"
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return f": {' '.join(str(error).split())}"

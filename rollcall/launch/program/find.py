@@ -56,16 +56,6 @@ def checkout_of(directory: Path) -> Path:
     return next(around, directory)
 
 
-def _why_no_script(script: Path) -> str:
-    first, _, rest = str(script).partition(" ")
-    if rest and Path(first).is_file():
-        return f"the script and its arguments are one word; remove the quotes: -- {script}"
-    if re.match(r"\w+=", first):
-        return "a variable, not a script; write it before `rollcall`, and the ranks inherit it"
-    what = "a directory" if script.is_dir() else "no such file"
-    return f"{what}; expected a script or -m module after `--`"
-
-
 def find(words: Sequence[str]) -> UserCode:
     """Find the program that a command line names; raise ProgramError if no copy could have it."""
     directory = Path.cwd()
@@ -82,7 +72,10 @@ def find(words: Sequence[str]) -> UserCode:
         advice = "write only the script or -m module and its arguments after `--`"
         raise ProgramError(f"{starter}: rollcall starts the ranks itself; {advice}")
     if not script.is_file():
-        raise ProgramError(f"{script}: {_why_no_script(script)}")
+        what = "a directory" if script.is_dir() else "no such file"
+        what = "write variables before `rollcall`" if re.match(r"\w+=", words[0]) else what
+        what = "remove the quotes" if Path(words[0].partition(" ")[0]).is_file() else what
+        raise ProgramError(f"{script}: {what}; expected a script or -m module after `--`")
     if script.suffix in SHELL_SCRIPTS:
         raise ProgramError(f"{script} is a shell script, not a program of Python: sbatch {script}")
     path = script.resolve()

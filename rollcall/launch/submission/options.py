@@ -225,9 +225,8 @@ def read(argv: Sequence[str]) -> CommandLine:
     if "--" in argv and not program:
         parser.error("expected a script or -m module after `--`")
     if program and own.words:
-        advice = "; --resume takes no value, --name RUN names the run" if own.resume else ""
-        what = f"got both '{own.words[0]}' and a program after `--`; a run has only one"
-        parser.error(what + advice)
+        advice = "--resume takes no value, --name RUN names it" if own.resume else "remove one"
+        parser.error(f"got both '{own.words[0]}' and a program after `--`; {advice}")
     _check_combinations(own, passed)
     return CommandLine(own, passed, program)
 

@@ -40,8 +40,7 @@ PART = "\ufffd"
 
 def main(words: Sequence[str]) -> int:
     """Print the text token by token; return the exit code."""
-    parser = command_parser("generate", None)
-    parser.usage = USAGE
+    parser = command_parser("generate", None, USAGE)
     add, prompt_group = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     add("run", metavar="RUN", help="name or directory of a run")
     prompt_group.add_argument("--prompt", help="text to continue")
@@ -60,10 +59,10 @@ def main(words: Sequence[str]) -> int:
     add("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_with_keys(words)
     try:
-        for name, least in (("length", 1), ("temperature", 0), ("top-k", 0)):
-            value = getattr(options, name.replace("-", "_"))
-            if not value >= least:
-                raise ConfigError(f"--{name}: expected at least {least}, got {value}")
+        for name, least in {"length": 1, "temperature": 0, "top_k": 0}.items():
+            if not (value := getattr(options, name)) >= least:
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option}: expected at least {least}, got {value}")
         run_dir, config = trained.find(options.run, overrides)
         _check_options(options, config)
     except ConfigError as error:

@@ -47,8 +47,7 @@ PARTS_OF_A_RANK = 4
 
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
-    parser = command_parser("predict", None)
-    parser.usage = USAGE
+    parser = command_parser("predict", None, USAGE)
     add, samples = parser.add_argument, parser.add_mutually_exclusive_group()
     add("run", metavar="RUN", help="name or directory of a run")
     files = "images or texts: comma-separated files, directories or quoted patterns"

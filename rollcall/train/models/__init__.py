@@ -46,6 +46,9 @@ def build(config: Model, source: Source) -> nn.Module:
         raise ConfigError(
             f"model.name={config.name}: expected an nn.Module, got a {type(model).__name__}"
         )
+    if type(model).forward is nn.Module.forward:
+        what = f"the class {type(model).__name__} has no method forward(self, inputs)"
+        raise ConfigError(f"model.name={config.name}: {what}")
     for name, weight in model.named_parameters():
         if is_lazy(weight):
             raise ConfigError(

@@ -28,8 +28,7 @@ configuration.
 
 def main(words: Sequence[str]) -> int:
     """Replay a step; return 0 if a number was not finite again, 1 if all numbers were."""
-    asked = parser("replay", DESCRIPTION)
-    asked.usage = "rollcall replay RUN STEP [key=value ...]"
+    asked = parser("replay", DESCRIPTION, "rollcall replay RUN STEP [key=value ...]")
     asked.add_argument("run", metavar="RUN", help="name or directory of a run")
     asked.add_argument("step", metavar="STEP", type=int, help="number of a directory faults/step-*")
     options, settings = asked.parse_with_keys(words)
