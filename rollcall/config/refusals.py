@@ -99,6 +99,11 @@ def about_option(words: Sequence[str]) -> str:
     return _find(synonyms()["elsewhere"], word)
 
 
+def about_command(word: str) -> str:
+    """Return advice about a command of another tool; an empty text if it is unknown."""
+    return _find(synonyms()["commands"], word)
+
+
 def last_part(name: str) -> str:
     """Return a key's name in its section."""
     return name.rpartition(".")[2]

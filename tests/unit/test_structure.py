@@ -30,8 +30,8 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 62,
-    "rollcall/cli": 376,
-    "rollcall/config": 2466,
+    "rollcall/cli": 396,
+    "rollcall/config": 2483,
     "rollcall/launch": 1,
     "rollcall/launch/api": 347,
     "rollcall/launch/batch": 672,

@@ -141,6 +141,10 @@ def submit(
         debug: call the function now and in this process, as the only rank.
         options: as for `rollcall submit`, such as `nodes=2, gpus_per_node=8, time="2:00:00"`.
     """
+    if target is None:
+        raise RefusedError(
+            "expected a function, a script or a recipe: submit(f, 1), not submit(f(1))"
+        )
     if not isinstance(target, str | Path):
         return _start(options, [], target, [args], debug)[0]
     if debug:

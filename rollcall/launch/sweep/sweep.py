@@ -147,13 +147,10 @@ def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> list[str]:
-    shown = [[_short(key, value) for key, value in row.items()] for row in rows]
+    four = [name for name in ("loss", "val_loss", "val_accuracy") if name in rows[0]]
+    rows = [row | {it: f"{float(row[it]):.4g}" for it in four if row[it]} for row in rows]
+    shown = [[*row.values()] for row in rows]
     return table([list(rows[0]), *shown], right=True)
-
-
-def _short(key: str, value: str) -> str:
-    """Return a figure with four digits."""
-    return f"{float(value):.4g}" if key in ("loss", "val_loss", "val_accuracy") and value else value
 
 
 def _row(cell: SweepCell, run: RunDir, keys: Sequence[str], state: str) -> dict[str, str]:

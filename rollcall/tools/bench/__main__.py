@@ -39,11 +39,10 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"}.isdisjoint(argv):
         turns.begin(argv)
     try:
-        code: int = importlib.import_module(f"rollcall.tools.bench.{name}").main(argv[1:])
+        return int(importlib.import_module(f"rollcall.tools.bench.{name}").main(argv[1:]))
     except BenchError as error:
         print(f"rollcall bench: error: {error}", file=sys.stderr)
         return 2
-    return code
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ def build(config: Model, source: Source) -> nn.Module:
             f"model.name={config.name}: expected an nn.Module, got a {type(model).__name__}"
         )
     if type(model).forward is nn.Module.forward:
-        what = f"the class {type(model).__name__} has no method forward(self, inputs)"
-        raise ConfigError(f"model.name={config.name}: {what}")
+        raise ConfigError(
+            f"model.name={config.name}: the class has no method forward(self, inputs)"
+        )
     for name, weight in model.named_parameters():
         if is_lazy(weight):
             raise ConfigError(

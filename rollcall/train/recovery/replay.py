@@ -5,13 +5,13 @@ random numbers.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcall.cli.parser import parser
 from rollcall.config import Config, ConfigError
+from rollcall.messages.refusal import refuse
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.inference import trained
@@ -43,8 +43,7 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError(f"{directory}: this step was not kept; kept steps: {steps}")
         return _replay(config, run, facts)
     except (ConfigError, Damaged) as error:
-        print(f"rollcall: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
 
 
 def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:
