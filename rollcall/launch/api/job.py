@@ -141,10 +141,6 @@ def submit(
         debug: call the function now and in this process, as the only rank.
         options: as for `rollcall submit`, such as `nodes=2, gpus_per_node=8, time="2:00:00"`.
     """
-    if target is None:
-        raise RefusedError(
-            "expected a function, a script or a recipe: submit(f, 1), not submit(f(1))"
-        )
     if not isinstance(target, str | Path):
         return _start(options, [], target, [args], debug)[0]
     if debug:
@@ -192,7 +188,7 @@ def _start(
 ) -> list[Job]:
     if typed := options.keys() & {"array", "discover", "doctor", "dry_run", "host"}:
         raise RefusedError(f"{min(typed)}: only the command line `rollcall submit` has this option")
-    if function is not None and not callable(function):
+    if (function is not None or calls) and not callable(function):
         kind = type(function).__name__
         raise RefusedError(
             f"expected a function, a script such as 'train.py' or a recipe, got a {kind}"

@@ -82,8 +82,7 @@ def _plan(
     at = base.job.command.index("--")
     trained = training_words(base.job.command[at + 1 :])
     for cell in left if trained is not None else ():
-        # Refuse what training would; the copy of a recipe is not there yet.
-        parse([*(training_words(line.program) or line.own.words), *cell.words(True)])
+        parse([*(training_words(line.program) or line.own.words), *cell.words(True)])  # may refuse
     size = len(left) if local else int(cluster.configuration("MaxArraySize") or 1001)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     jobs: list[Job] = []

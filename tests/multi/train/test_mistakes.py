@@ -225,7 +225,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "model without forward": (
         ["model.name=user_mistakes:Forwardless"],
-        r"user_mistakes:Forwardless: the class has no method forward\(self, inputs\)",
+        r"user_mistakes:Forwardless: the class has no method forward",
     ),
     "model takes no such input": (
         ["data.name=user_mistakes:named"],

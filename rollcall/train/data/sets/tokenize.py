@@ -1,4 +1,8 @@
-"""`rollcall tokenize`: write text as the token files that `data.name=tokens` reads. No torch."""
+"""`rollcall tokenize`: write text as the token files that `data.name=tokens` reads.
+
+A .jsonl file has a document in each line, any other file is one document; both may end in .gz. An
+end-of-text token follows each document.
+"""
 
 import argparse
 import gzip
@@ -32,10 +36,6 @@ SECONDS = 10.0
 def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
     parser = command_parser("tokenize", __doc__.partition(": ")[2] if __doc__ else None)
-    parser.epilog = (
-        "A .jsonl file has a document in each line, any other file is one document;\nboth may end "
-        "in .gz. An end-of-text token follows each document."
-    )
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="files, directories or patterns")
     add("--tokenizer", required=True, metavar="FOLDER", help="tokenizer of transformers")
