@@ -180,6 +180,7 @@ PRIVATE = f"{PACKAGE}.train.torch_private"
 DOCUMENTED = {"_replace", "_asdict", "_exit", "_current_frames"}
 """Names of Python that are public in spite of the underscore: namedtuple, os and sys."""
 OF_PYTHON = {
+    "cli.parser": {"_actions", "_SubParsersAction"},  # argparse does not list its arguments
     "launch.rank.fork": {"_registry"},  # weakref has no word for "not at exit"
     "launch.rank.process": {"_shutdown", "_run_exitfuncs"},  # the end of an interpreter, in parts
     "launch.rank.user_program": {"_run_module_as_main"},  # the whole of `python -m`
