@@ -2,31 +2,63 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 from rollcall.messages.text import did_you_mean
 
+WORDS = {
+    r"^argument ([^ :/]+)\S*: ": r"\1: ",
+    "invalid int value: ": "expected a whole number, got ",
+    "invalid float value: ": "expected a number, got ",
+    "expected (one|at least one) argument": "expected a value",
+}
+"""Patterns of argparse's messages, and the words of rollcall's."""
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a misspelled option with the nearest one, in one line."""
+    """A parser that answers a mistake in one line, with the nearest word or the valid ones."""
+
+    def parse_with_keys(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options and the `key=value` words."""
+        options, rest = self.parse_known_args(words)
+        if wrong := [word for word in rest if word.startswith("-") or "=" not in word]:
+            self.error(f"unrecognized arguments: {' '.join(wrong)}")
+        return options, rest
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
         start, _, words = message.partition("unrecognized arguments: ")
+        names = {str(it.metavar or it.dest): it for it in self._actions if not it.option_strings}
         if not start and words.startswith("-"):
-            options = re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())
+            kinds = (it for it in self._actions if isinstance(it, argparse._SubParsersAction))
+            parsers = [self, *(parser for kind in kinds for parser in kind.choices.values())]
+            text = "".join(parser.format_help() for parser in parsers)
+            options = re.findall(r"(?<![\w-])--[a-z-]+", text)
             hint = did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
             message += hint or f"; choose {', '.join(sorted(set(options)))}"
-        if message.endswith(": RUN"):
+        elif not start:
+            message += f"; expected only {' '.join(names) or 'options'}"
+        elif message.endswith(": RUN"):
             message += "; `rollcall status` lists the runs"
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+        elif (missing := names.get(message.split()[-1])) and "required: " in message:
+            choices = ", ".join(map(str, missing.choices or ()))
+            message += f"; choose {choices}" if choices else f", {missing.help}"
+        self.exit(2, f"{self.prog}: error: {plain(message)} (--help lists the options)\n")
 
 
-def parser(command: str, meaning: str | None) -> argparse.ArgumentParser:
+def plain(message: str) -> str:
+    """Return argparse's message about a value in rollcall's words, with the nearest choice."""
+    for pattern, text in WORDS.items():
+        message = re.sub(pattern, text, message)
+    if match := re.fullmatch(r"(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+        name, value, choices = match[1], match[2], match[3].replace("'", "")
+        hint = did_you_mean(value, choices.split(", "))
+        message = f"{name}expected one of {choices}; got '{value}'{hint}"
+    return message
+
+
+def parser(command: str, meaning: str | None, usage: str | None = None) -> Parser:
     """Return a parser without arguments; its help shows the meaning verbatim."""
-    return Parser(
-        prog=f"rollcall {command}",
-        description=meaning,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    return Parser(f"rollcall {command}", usage, meaning, formatter_class=form, allow_abbrev=False)

@@ -23,20 +23,6 @@ PLAIN = {*LAUNCH, "explain", "checkpoint", "completion"} - {"batch", "supervise"
 """Commands that run no code of the user's: an OSError becomes one sentence."""
 
 
-OTHER_WORDS = {
-    "resume": "; a run resumes if you repeat its command with run.name=RUN, or submit --name RUN",
-    **dict.fromkeys(("run", "launch", "start", "fit"), "; use train here, or submit for a cluster"),
-    **dict.fromkeys(("sbatch", "srun", "torchrun", "python"), "; use submit"),
-    "help": "; `rollcall --help` lists the commands, `rollcall COMMAND --help` its options",
-    **dict.fromkeys(("ls", "list", "ps", "queue", "runs"), "; use status"),
-    **dict.fromkeys(("kill", "stop", "scancel"), "; use cancel"),
-    **dict.fromkeys(("eval", "evaluate", "test", "infer"), "; use predict"),
-    **dict.fromkeys(("tail", "log", "cat"), "; use logs"),
-    **dict.fromkeys(("export", "convert"), "; use checkpoint export"),
-}
-"""Advice for commands of other tools."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command that the first word names; return its exit code."""
     words = list(argv)
@@ -73,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if words:
         known = [] if words[0][:1] == "-" else [key for key in COMMANDS if COMMANDS[key].by_people]
-        hint = OTHER_WORDS.get(words[0]) or did_you_mean(words[0], known)
+        from rollcall.config.refusals import about_command  # here: only mistakes need it
+
+        hint = about_command(words[0]) or did_you_mean(words[0], known)
         hint = hint or "; `rollcall --help` lists the commands"
         print(f"rollcall: error: unknown command '{words[0]}'{hint}", file=sys.stderr)
     else:

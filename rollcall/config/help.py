@@ -1,6 +1,5 @@
 """`rollcall train --help [SECTION | KEY | all]`, generated from the schema. No torch."""
 
-import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ from rollcall.config.keys import Key, describe, sections
 from rollcall.config.read import RECIPES, recipes
 from rollcall.config.refusals import unknown_key
 from rollcall.config.schema import ConfigError
+from rollcall.messages.refusal import refuse
 from rollcall.messages.text import did_you_mean, table
 
 USAGE = """\
@@ -47,8 +47,7 @@ def main(words: Sequence[str]) -> int:
     try:
         print("\n".join(_topic(topic) for topic in topics) or _short())
     except (LookupError, ConfigError) as error:
-        print(f"rollcall: error: {error.args[0]}", file=sys.stderr)
-        return 2
+        return refuse(error.args[0])
     return 0
 
 

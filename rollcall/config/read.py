@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from rollcall.config import arguments, checks, refusals, trust, yaml_values
-from rollcall.config.keys import describe
+from rollcall.config.keys import describe, sections
 from rollcall.config.refusals import about_option
 from rollcall.config.schema import LLAMA, Config, ConfigError, entries
 from rollcall.messages.text import did_you_mean, dotted
@@ -103,9 +103,12 @@ def _source(words: Sequence[str]) -> str:
         if word.startswith("="):
             raise ConfigError(f"'{word}': expected key=value without spaces around '='")
     sources = [word for word in words if "=" not in word]
+    if "help" in sources:
+        raise ConfigError("'help': write --help, or --help KEY for one key such as optim.lr")
     if len(sources) > 1:
         got = f"got '{sources[0]}' and '{sources[1]}'"
-        keys = (re.sub("[: ]+", "=", word, count=1) for word in sources[1:] if "." in word)
+        keys = (re.sub("[: ]+", "=", word.lstrip("~+"), count=1) for word in sources[1:])
+        keys = (key for key in keys if key.partition(".")[0] in sections())
         hint = next((f", did you mean {key if '=' in key else f'{key}=...'}?" for key in keys), "")
         raise ConfigError(f"expected one recipe or file and key=value pairs, {got}{hint}")
     return sources[0] if sources else "digits"
@@ -130,7 +133,8 @@ def _read(source: str) -> dict[str, Any]:
 def _not_found(source: str) -> str:
     if is_file(source):
         path = Path(source)
-        hint = did_you_mean(source, (str(other) for other in path.parent.glob("*.y*ml")))
+        hint = did_you_mean(source, (str(other) for other in path.parent.glob("*.y*ml")), 0.75)
+        hint = hint or f"; expected the path of a YAML file, or a recipe: {', '.join(recipes())}"
         if path.stem in recipes():
             hint = f"; '{path.stem}' without directory and suffix is a recipe"
         return f"{source}: no such file{hint}"
@@ -144,6 +148,8 @@ def _not_found(source: str) -> str:
             f"{source} is code, not a recipe: `rollcall submit -- {source}` runs a script, and "
             f"model.name={Path(source).stem}:NAME trains a model in it"
         )
+    if "." in source and (hint := did_you_mean(source, (item.name for item in describe()), 0.8)):
+        return f"'{source}': expected a recipe, not a key{hint} --help KEY explains a key"
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
     return f"unknown recipe '{source}'{did_you_mean(source, recipes()) or choices}"
 

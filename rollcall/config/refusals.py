@@ -50,12 +50,14 @@ def explain(errors: Iterable[Any], source: str, given: Collection[str]) -> str:
 
 def unknown_key(key: str) -> str:
     """Return the refusal of a key that does not exist, with the key that was probably meant."""
+    known = [item.name for item in describe()]
+    section, _, last = key.rpartition(".")
+    if key in known:  # only a file has it with its dot
+        return f"'{key}': expected a section with keys in a file, {section}: {{{last}: ...}}"
     if answer := _about_key(key):
         return f"unknown key '{key}': {answer}"
     import difflib  # here: only mistakes need it
 
-    known = [item.name for item in describe()]
-    section, _, last = key.rpartition(".")
     last_parts = {last_part(name): name for name in known}
     parts = difflib.get_close_matches(last, last_parts, 1, 0.7)
     alike = [
@@ -95,6 +97,11 @@ def about_option(words: Sequence[str]) -> str:
     if key := _find(synonyms()["keys"], word) or (alike[0] if len(alike) == 1 else ""):
         return f"write {key}={value or '...'} ({_meaning(key)})"
     return _find(synonyms()["elsewhere"], word)
+
+
+def about_command(word: str) -> str:
+    """Return advice about a command of another tool; an empty text if it is unknown."""
+    return _find(synonyms()["commands"], word)
 
 
 def last_part(name: str) -> str:

@@ -84,12 +84,16 @@ def read_texts(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _problem(error: Exception, text: str) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return ": expected text in UTF-8, got other bytes"
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return f": {' '.join(str(error).split())}"
     (line,) = text.splitlines()[mark.line : mark.line + 1] or [""]
     is_tab = line[mark.column : mark.column + 1] == "\t"
     problem = "indent with spaces, not with tabs" if is_tab else error.problem
+    if problem == "mapping values are not allowed in this context":
+        problem = "indent the keys of a section alike, and put text that has ': ' in quotes"
     return f", line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 

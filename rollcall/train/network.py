@@ -22,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
 from rollcall.messages.refusal import RefusedError, refuse
 from rollcall.messages.text import listed, size, table
@@ -151,7 +152,7 @@ def slow_parts(rates: Sequence[Sequence[float]], names: Sequence[str]) -> list[s
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print a table on rank 0; return the exit code."""
-    parser = argparse.ArgumentParser(prog="rollcall network", description=__doc__)
+    parser = command_parser("network", __doc__)
     sizes = "bytes of the collectives (default: 64K,1M,16M)"
     parser.add_argument("--sizes", type=_sizes, default=_sizes("64K,1M,16M"), help=sizes)
     parser.add_argument("--device", default="auto", help="cpu or cuda (default: auto)")

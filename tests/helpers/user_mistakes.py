@@ -17,6 +17,14 @@ class Rows(list[Any]):
     """Samples in a list, which is a map-style data set."""
 
 
+class Forwardless(nn.Module):
+    """A model whose author forgot its forward method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+
 class Net(nn.Sequential):
     """A linear layer by the name of `head`."""
 

@@ -188,7 +188,7 @@ def _start(
 ) -> list[Job]:
     if typed := options.keys() & {"array", "discover", "doctor", "dry_run", "host"}:
         raise RefusedError(f"{min(typed)}: only the command line `rollcall submit` has this option")
-    if function is not None and not callable(function):
+    if (function is not None or calls) and not callable(function):
         kind = type(function).__name__
         raise RefusedError(
             f"expected a function, a script such as 'train.py' or a recipe, got a {kind}"

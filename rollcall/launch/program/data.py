@@ -22,7 +22,7 @@ def links(given: Sequence[str], checkout: Path) -> tuple[str, ...]:
     for text in given:
         place = Path(os.path.abspath(text))  # noqa: PTH100 - a link stays what it is
         if not place.exists():
-            raise ProgramError(f"--link {text}: no such file or directory")
+            raise ProgramError(f"--link {text}: no such file or directory in {Path.cwd()}")
         if not place.is_relative_to(checkout) or place == checkout:
             advice = "name other places by their absolute path in the program's arguments"
             raise ProgramError(f"--link {text}: expected a path in {checkout}; {advice}")

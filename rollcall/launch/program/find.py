@@ -1,6 +1,7 @@
 """Find the user's code: the program that the ranks run, or the modules that a recipe names."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -71,7 +72,10 @@ def find(words: Sequence[str]) -> UserCode:
         advice = "write only the script or -m module and its arguments after `--`"
         raise ProgramError(f"{starter}: rollcall starts the ranks itself; {advice}")
     if not script.is_file():
-        raise ProgramError(f"{script}: no such file; expected a script or -m module after `--`")
+        what = "a directory" if script.is_dir() else "no such file"
+        what = "write variables before `rollcall`" if re.match(r"\w+=", words[0]) else what
+        what = "remove the quotes" if Path(words[0].partition(" ")[0]).is_file() else what
+        raise ProgramError(f"{script}: {what}; expected a script or -m module after `--`")
     if script.suffix in SHELL_SCRIPTS:
         raise ProgramError(f"{script} is a shell script, not a program of Python: sbatch {script}")
     path = script.resolve()

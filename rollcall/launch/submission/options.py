@@ -10,7 +10,8 @@ from itertools import islice, pairwise, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from rollcall.config.refusals import about_option
+from rollcall.cli.parser import plain
+from rollcall.config.refusals import about_option, synonyms
 from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.program.find import STARTERS
 from rollcall.launch.scheduler import cluster, gpus, slurm
@@ -33,18 +34,7 @@ examples:
   rollcall submit --gpus-per-node 4 : --nodes 2 --gpus-per-node 8 -- script.py
                                                  groups of nodes: one with 4 GPUs, two with 8
 """
-ALTERNATIVES = {
-    "ntasks ntasks-per-node tasks-per-node": (
-        "one task per node starts that node's ranks; use --nodes and --nproc-per-node"
-    ),
-    "output error open-mode": "a run keeps its output in its directory; use --root",
-    "chdir": "a run works in the copy of its code; remove this option",
-    "wrap": "use `-- script.py` or `-- -m module`",
-    "test-only": "use --dry-run",
-    "parsable quiet verbose version usage": "remove this option",
-    "gpus-per-socket ntasks-per-gpu": "use --gpus-per-node",
-}
-ALTERNATIVES = {name: text for names, text in ALTERNATIVES.items() for name in names.split()}
+ALTERNATIVES = {name: text for them, text in synonyms()["sbatch"].items() for name in them.split()}
 """sbatch options that conflict with how rollcall runs jobs, and what to use instead."""
 OF_GROUP = ("nodes", "nproc_per_node", "gpus_per_node", "cpus_per_task", "mem", "partition")
 """Own options that each group of nodes may have; sbatch's are passed on for each."""
@@ -224,7 +214,8 @@ def read(argv: Sequence[str]) -> CommandLine:
     if "--" in argv and not program:
         parser.error("expected a script or -m module after `--`")
     if program and own.words:
-        parser.error(f"got both '{own.words[0]}' and a program after `--`; a run has only one")
+        advice = "--resume takes no value, --name RUN names it" if own.resume else "remove one"
+        parser.error(f"got both '{own.words[0]}' and a program after `--`; {advice}")
     _check_combinations(own, passed)
     return CommandLine(own, passed, program)
 
@@ -357,7 +348,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises errors instead of exiting, so that a profile's file can be added to the message."""
 
     def error(self, message: str) -> NoReturn:
-        raise RefusedError(f"{message.removeprefix('argument ')} (--help lists the options)")
+        raise RefusedError(f"{plain(message)} (--help lists the options)")
 
 
 @cache

@@ -252,8 +252,9 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
     visible = len(visible_gpus(os.environ))
     minutes = slurm.seconds(job.time) / 60 if job.time else None
     if needed > visible:
-        seen = f"{visible} are visible on this machine"
-        raise RefusedError(f"--gpus-per-node: {_nodes(job)} would need {needed} GPUs, and {seen}")
+        have = f"{visible}; ask for no more" if visible else "none; remove the option to use CPUs"
+        wants = f"{_nodes(job)} would need {needed} GPU{'s' * (needed > 1)}"
+        raise RefusedError(f"--gpus-per-node: {wants}, and this machine has {have}")
     _prepare_environment(job)
     with _prepared(submission):
         with contextlib.chdir(job.directory):

@@ -119,7 +119,8 @@ class Surroundings:
         if not program:
             problem = (
                 f"--container {image}: srun has no option --container-image (the pyxis plugin), "
-                f"and neither {' nor '.join(CONTAINER_PROGRAMS)} is on PATH"
+                f"and neither {' nor '.join(CONTAINER_PROGRAMS)} is on PATH; "
+                "install Apptainer, or submit where Slurm has pyxis"
             )
             if not own.dry_run:
                 raise ProgramError(problem)

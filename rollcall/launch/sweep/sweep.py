@@ -82,7 +82,7 @@ def _plan(
     at = base.job.command.index("--")
     trained = training_words(base.job.command[at + 1 :])
     for cell in left if trained is not None else ():
-        parse([*(trained or ()), *cell.words(True)])  # refuses what training would
+        parse([*(training_words(line.program) or line.own.words), *cell.words(True)])  # may refuse
     size = len(left) if local else int(cluster.configuration("MaxArraySize") or 1001)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     jobs: list[Job] = []
@@ -146,13 +146,10 @@ def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> list[str]:
-    shown = [[_short(key, value) for key, value in row.items()] for row in rows]
+    four = [name for name in ("loss", "val_loss", "val_accuracy") if name in rows[0]]
+    rows = [row | {it: f"{float(row[it]):.4g}" for it in four if row[it]} for row in rows]
+    shown = [[*row.values()] for row in rows]
     return table([list(rows[0]), *shown], right=True)
-
-
-def _short(key: str, value: str) -> str:
-    """Return a figure with four digits."""
-    return f"{float(value):.4g}" if key in ("loss", "val_loss", "val_accuracy") and value else value
 
 
 def _row(cell: SweepCell, run: RunDir, keys: Sequence[str], state: str) -> dict[str, str]:

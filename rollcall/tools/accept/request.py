@@ -1,9 +1,9 @@
 """The words of `rollcall accept` after `--`: which checks, and with what. No torch."""
 
-import argparse
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, parse
 from rollcall.messages.refusal import RefusedError
 
@@ -42,7 +42,7 @@ def read(words: Sequence[str]) -> Request:
         RefusedError: a check or a key does not exist.
         SystemExit: an option does not exist.
     """
-    made = argparse.ArgumentParser("rollcall accept ... --", allow_abbrev=False)
+    made = command_parser("accept ... --", None)
     first = "only checks whose names begin with one of these, separated by commas"
     made.add_argument("--only", default="", metavar="CHECK,…", help=f"{first}: {', '.join(CHECKS)}")
     kinds = get_args(Config.model_fields["device"].annotation)

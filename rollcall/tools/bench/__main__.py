@@ -31,19 +31,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
     name = SHORT.get(argv[0], argv[0]) if argv else ""
     if name not in NAMES:
-        hint = did_you_mean(name, [*NAMES, *SHORT])
-        wrong = f"unknown benchmark '{name}'{hint}" if argv else "expected the name of a benchmark"
-        print(f"rollcall bench: error: {wrong}\n{usage}", file=sys.stderr)
+        hint = did_you_mean(name, [*NAMES, *SHORT]) or f"; choose {', '.join(NAMES)}"
+        wrong = f"unknown benchmark '{name}'" if argv else "expected the name of a benchmark"
+        print(f"rollcall bench: error: {wrong}{hint}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # it ends what it has started
     if {"-h", "--help"}.isdisjoint(argv):
         turns.begin(argv)
     try:
-        code: int = importlib.import_module(f"rollcall.tools.bench.{name}").main(argv[1:])
+        return int(importlib.import_module(f"rollcall.tools.bench.{name}").main(argv[1:]))
     except BenchError as error:
         print(f"rollcall bench: error: {error}", file=sys.stderr)
         return 2
-    return code
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from rollcall.cli.installation import environment
+from rollcall.cli.parser import parser as command_parser
 from rollcall.messages.text import size, table
 from rollcall.records.run_dir import RunDir
 from rollcall.system import hosts
@@ -38,7 +39,7 @@ class BenchError(Exception):
 
 def parser(name: str, meaning: str | None, repeats: int = 6) -> argparse.ArgumentParser:
     """Return the parser of a benchmark."""
-    made = argparse.ArgumentParser(f"rollcall bench {name}", None, meaning, allow_abbrev=False)
+    made = command_parser(f"bench {name}", meaning)
     words = f"measurements of each kind (default: {repeats})"
     made.add_argument("--repeats", type=count, default=repeats, metavar="N", help=words)
     return made

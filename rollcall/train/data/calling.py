@@ -35,9 +35,10 @@ def check_arguments(model: nn.Module, batch: Batch) -> None:
     try:
         inspect.signature(model.forward).bind(*positional, **named)
     except TypeError as error:
+        inputs = f"the inputs {', '.join(named)}" if named else f"{len(positional)} input(s)"
         raise ConfigError(
-            f"model.name: forward() of {type(model).__name__} does not take the inputs "
-            f"{', '.join(named) or len(positional)} of the samples (data.pad, data.pack): {error}"
+            f"model.name: forward() of {type(model).__name__} does not take {inputs} of the "
+            f"samples (data.pad, data.pack): {error}; give other parameters a default"
         ) from None
 
 

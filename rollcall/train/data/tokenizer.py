@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from rollcall.config import plugin
 from rollcall.config.schema import ConfigError
 
 
@@ -27,10 +28,7 @@ def package(name: str, key: str) -> Any:
     try:
         library = importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"{key} needs the package {name}, which cannot be imported ({error}): install it with "
-            f"`pip install {name}`"
-        ) from error
+        raise ConfigError(f"{plugin.needs(key, name)} ({error})") from error
     # In older ones, packed rows attend to each other, and no cache fits all models.
     if name == "transformers" and [*map(int, library.__version__.split(".")[:2])] < [4, 56]:
         problem = f"needs transformers 4.56 or newer, found {library.__version__}"

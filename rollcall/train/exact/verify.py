@@ -67,8 +67,7 @@ class Finished(NamedTuple):
 
 def main(words: Sequence[str]) -> int:
     """Train the runs, compare them and print a table; return the exit code."""
-    asked = parser("verify", DESCRIPTION)
-    asked.usage = USAGE
+    asked = parser("verify", DESCRIPTION, USAGE)
     asked.add_argument("kind", choices=[*WAYS, "runs"], help=argparse.SUPPRESS)
     ranks = "numbers of ranks (default: 1,2,4); resume uses the smallest and the largest, and "
     ranks += "launch the largest"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, ConfigError
 from rollcall.config.read import tokenizer_folder
 from rollcall.messages.refusal import refuse
@@ -39,7 +40,7 @@ PART = "\ufffd"
 
 def main(words: Sequence[str]) -> int:
     """Print the text token by token; return the exit code."""
-    parser = argparse.ArgumentParser(prog="rollcall generate", usage=USAGE)
+    parser = command_parser("generate", None, USAGE)
     add, prompt_group = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     add("run", metavar="RUN", help="name or directory of a run")
     prompt_group.add_argument("--prompt", help="text to continue")
@@ -56,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     add("--seed", type=int, default=0, help="seed of the random choice (default: 0)")
     add("--tokenizer", metavar="FOLDER", help="folder of the tokenizer (default: the run's)")
     add("--best", action="store_true", help=trained.BEST)
-    options, overrides = parser.parse_known_args(words)
+    options, overrides = parser.parse_with_keys(words)
     try:
         if not options.temperature >= 0 or options.length < 1 or options.top_k < 0:
             raise ConfigError("expected --length at least 1, --temperature and --top-k at least 0")

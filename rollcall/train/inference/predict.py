@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.records.run_dir import RunDir
@@ -46,7 +47,7 @@ PARTS_OF_A_RANK = 4
 
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
-    parser = argparse.ArgumentParser(prog="rollcall predict", usage=USAGE)
+    parser = command_parser("predict", None, USAGE)
     add, samples = parser.add_argument, parser.add_mutually_exclusive_group()
     add("run", metavar="RUN", help="name or directory of a run")
     files = "images or texts: comma-separated files, directories or quoted patterns"
@@ -61,7 +62,7 @@ def main(words: Sequence[str]) -> int:
     batch = "samples per forward pass on one rank (default: data.micro_batch of the run, or 64)"
     add("--batch", type=int, help=batch)
     add("--best", action="store_true", help=trained.BEST)
-    options, overrides = parser.parse_known_args(words)
+    options, overrides = parser.parse_with_keys(words)
     try:
         run_dir, config = trained.find(options.run, overrides)
         options.output = (options.output or run_dir.path / "predictions.jsonl").absolute()

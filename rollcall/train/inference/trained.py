@@ -44,9 +44,6 @@ class Trained:
 
 def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
     """Return a run and its configuration with these overrides; ConfigError if one is wrong."""
-    for word in words:
-        if word.startswith("-") or "=" not in word:
-            raise ConfigError(f"expected an option or key=value, got '{word}'; see --help")
     path = named(run, "config.yaml")
     if path is None:
         near = did_you_mean(run, (path.name for path in Path("runs").glob("*")))

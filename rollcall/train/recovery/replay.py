@@ -5,12 +5,13 @@ random numbers.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcall.cli.parser import parser
 from rollcall.config import Config, ConfigError
+from rollcall.messages.refusal import refuse
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.inference import trained
@@ -18,29 +19,23 @@ from rollcall.train.inference import trained
 if TYPE_CHECKING:
     from rollcall.train.ranks.world import World
 
-USAGE = """\
-Usage: rollcall replay RUN STEP [key=value ...]
-
+DESCRIPTION = """\
 Repeats a skipped step in one process, as the rank that saw the fault computed it, and shows where
-a number is first not finite. RUN is the directory of a run or its name in runs/. STEP is the number
-of a directory faults/step-* of the run. Keys such as device=cpu or precision=fp32 change the run's
+a number is first not finite. Keys such as device=cpu or precision=fp32 change the run's
 configuration.
 """
 
 
 def main(words: Sequence[str]) -> int:
     """Replay a step; return 0 if a number was not finite again, 1 if all numbers were."""
-    wants_help = "--help" in words or "-h" in words
-    if len(words) < 2 or wants_help:
-        print(USAGE, end="", file=None if wants_help else sys.stderr)
-        return 0 if wants_help else 2
+    asked = parser("replay", DESCRIPTION, "rollcall replay RUN STEP [key=value ...]")
+    asked.add_argument("run", metavar="RUN", help="name or directory of a run")
+    asked.add_argument("step", metavar="STEP", type=int, help="number of a directory faults/step-*")
+    options, settings = asked.parse_with_keys(words)
     try:
-        name, step, *settings = words
-        if not step.isdecimal():
-            raise ConfigError(f"STEP: expected the number of a step, got '{step}'")
-        run_dir, config = trained.find(name, settings)
+        run_dir, config = trained.find(options.run, settings)
         run = run_dir.path
-        directory = layout.path_of(run / "faults", int(step))
+        directory = layout.path_of(run / "faults", options.step)
         facts = manifest.read_named(directory).facts if directory.exists() else {}
         if "fault" not in facts:
             found = sorted(layout.published(run / "faults"))
@@ -48,8 +43,7 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError(f"{directory}: this step was not kept; kept steps: {steps}")
         return _replay(config, run, facts)
     except (ConfigError, Damaged) as error:
-        print(f"rollcall: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
 
 
 def _replay(config: Config, run: Path, facts: dict[str, Any]) -> int:

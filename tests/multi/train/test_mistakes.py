@@ -223,6 +223,10 @@ TABLE: dict[str, tuple[list[str], str]] = {
         ["data.name=user_mistakes:long_rows", "data.pack=5"],
         f"{DATA}: a row of the stream cannot be packed: it has 7 entries, more than data.pack=5",
     ),
+    "model without forward": (
+        ["model.name=user_mistakes:Forwardless"],
+        r"user_mistakes:Forwardless: the class has no method forward",
+    ),
     "model takes no such input": (
         ["data.name=user_mistakes:named"],
         r"model.name: forward\(\) of Net does not take the inputs x of the samples .*: missing a r",

@@ -13,6 +13,10 @@ FILES = {
     "ok.py": "print(1)\n",
     "net.py": "class Net:\n    def forward(self, x):\n        return x\n\n\nnet = Net()\n",
     "job.sbatch": "#!/bin/bash\nsrun python ok.py\n",
+    "dotted.yaml": "train.steps: 2\n",
+    "indent.yaml": "train:\n  steps: 2\n   epochs: 1\n",
+    "includes.yaml": "defaults: [digits]\n",
+    "latin.yaml": "model: \udce9\n",
 }
 ANSWERS = {
     "train -n 0": "-n: expected a number of ranks such as 4, got '0'",
@@ -51,13 +55,54 @@ ANSWERS = {
     "--nodes 2": "unknown command '--nodes'; `rollcall --help` lists the commands",
     "status --everything": "unrecognized arguments: --everything; choose --help, --root, --watch",
     "submit --local --root /proc/x -- ok.py": "; --root chooses another directory",
+    "train help": "'help': write --help, or --help KEY",
+    "train digits ~optim.lr": "did you mean optim.lr=...?",
+    "train dotted.yaml indent.yaml": "got 'dotted.yaml' and 'indent.yaml'\n",
+    "train dotted.yaml": "'train.steps': expected a section with keys in a file, train: {",
+    "train indent.yaml": "line 3, column 10: indent the keys of a section alike",
+    "train includes.yaml": "unknown key 'defaults': a recipe includes no other file",
+    "train latin.yaml": "latin.yaml: not valid YAML: expected text in UTF-8, got other bytes",
+    "train ./nope.yaml": "expected the path of a YAML file, or a recipe: digits, gpt, mnist",
+    "train digits --gpu 0": "write CUDA_VISIBLE_DEVICES=0,1 before the command",
+    "train digits --output out": "write run.root=out",
+    "init": "unknown command 'init'; train --print-config > mine.yaml writes a recipe",
+    "delete old": "unknown command 'delete'; delete the run's directory: rm -r runs/RUN",
+    "config": "unknown command 'config'; use explain",
+    "tensorboard": "unknown command 'tensorboard'; use dashboard",
+    "logs run --rank zero": "--rank: expected a whole number, got 'zero'",
+    "logs run other": "unrecognized arguments: other; expected only RUN (",
+    "profile run --steps": "--steps: expected a value",
+    "sweep": "the following arguments are required: COMMAND; choose submit, status",
+    "sweep statsu sweep.yaml": "COMMAND: expected one of submit, status; got 'statsu', did you",
+    "drill run": "required: WHAT; choose preempt, time-limit, kill-rank",
+    "drill run explode": "WHAT: expected one of preempt, time-limit, kill-rank",
+    "checkpoint export run": "required: target, a name that ends in .safetensors",
+    "checkpoint export run x --fromat hf": "--fromat hf, did you mean '--format'?",
+    "checkpoint show run --newest": "--newest; choose --all, --best, --format",
+    "doctor gpu": "unrecognized arguments: gpu; expected only options",
+    "explain optim.lrr": "expected a recipe, not a key, did you mean 'optim.lr'? --help KEY",
+    "bench": "expected the name of a benchmark; choose speedup, overhead",
+    "checkpoint lst run": "got 'lst', did you mean 'list'?",
+    "replay run": "required: STEP",
+    "generate run": "one of the arguments --prompt --tokens --chat is required",
+    "generate run --prompt x --max_new_tokens 5": "--max_new_tokens 5; choose --best, --chat",
+    "generate run --prompt x --length 0": "expected --length at least 1, --temperature",
+    "predict run --split test": "--split: expected one of train, validation; got 'test'",
+    "submit --local --framework jaxx -- ok.py": "tensorflow, mpi; got 'jaxx', did you mean 'jax'?",
+    "submit --local --resume run -- ok.py": "; --resume takes no value, --name RUN names it",
+    "submit --local --with timm -- ok.py": "write it before the command: ./env/run --with",
+    "submit --local --link nope -- ok.py": "--link nope: no such file or directory in ",
+    "submit --local -- A=1 ok.py": "A=1: write variables before `rollcall`; expected a script",
+    "submit --local -- 'ok.py --lr 1'": "ok.py --lr 1: remove the quotes; expected a script",
+    "submit --local -- .": ".: a directory; expected a script",
+    "submit --local --gpus 1 -- ok.py": "would need 1 GPU, and this machine has none; remove",
 }
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, errors="surrogateescape")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

@@ -89,7 +89,7 @@ def test_what_the_ranks_cannot_do_is_refused(
     assert "one rank has nobody to talk to" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         checks.main([str(tmp_path), "rollcall accept", "--device=tpu"])
-    assert "invalid choice: 'tpu'" in capsys.readouterr().err
+    assert "expected one of auto, cpu, cuda; got 'tpu'" in capsys.readouterr().err
 
 
 def test_accept_has_the_checks_that_can_be_asked_for_in_their_order() -> None:

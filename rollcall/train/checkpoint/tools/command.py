@@ -6,13 +6,14 @@ Only `diff` and `export` import torch. No code from a checkpoint is ever run.
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
+from rollcall.messages.refusal import refuse
 from rollcall.messages.text import did_you_mean, size, table
 from rollcall.records.run_dir import named
 from rollcall.train.checkpoint import cadence, layout, manifest
@@ -32,8 +33,7 @@ def main(words: Sequence[str]) -> int:
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    print(f"rollcall: error: {_plain(problem)}", file=sys.stderr)
-    return 2
+    return refuse(_plain(problem))
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -144,10 +144,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rollcall checkpoint",
-        description="Look into checkpoints. No code from a checkpoint is run.",
-    )
+    meaning = "Look into checkpoints. No code from a checkpoint is run."
+    parser = command_parser("checkpoint", meaning)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     path_help = "a run directory, a run's name in runs/, or the directory of one checkpoint"
 

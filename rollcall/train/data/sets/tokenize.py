@@ -1,4 +1,8 @@
-"""`rollcall tokenize`: write text as the token files that `data.name=tokens` reads. No torch."""
+"""`rollcall tokenize`: write text as the token files that `data.name=tokens` reads.
+
+A .jsonl file has a document in each line, any other file is one document; both may end in .gz. An
+end-of-text token follows each document.
+"""
 
 import argparse
 import gzip
@@ -13,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.system.files import write_atomic
@@ -30,12 +35,7 @@ SECONDS = 10.0
 
 def main(words: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        "rollcall tokenize",
-        description=__doc__.partition(": ")[2] if __doc__ else None,
-        epilog="A .jsonl file has a document in each line, any other file is one document; both "
-        "may end in .gz. An end-of-text token follows each document.",
-    )
+    parser = command_parser("tokenize", __doc__.partition(": ")[2] if __doc__ else None)
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="files, directories or patterns")
     add("--tokenizer", required=True, metavar="FOLDER", help="tokenizer of transformers")

@@ -242,16 +242,16 @@ def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
     [
         (["predict", "nowhere"], "unknown run 'nowhere'"),
         (["predict", "{run}", "--output", "x.csv"], "expected a file that ends in .jsonl or .npy"),
-        (
-            ["predict", "{run}", "--inptu=x", "x"],
-            "expected an option or key=value, got '--inptu=x'",
-        ),
+        (["predict", "{run}", "--inptu=x", "x"], "--inptu=x x, did you mean '--input'?"),
         (["predict", "{run}", "data.name=user_code:unvalidated"], "validation: no samples"),
         (["predict", "{run}", "data.name=user_code:streamed"], "the samples are a stream"),
         (["predict", "{run}", "model.name=user_code:in_a_dictionary"], "one tensor of outputs"),
         (["generate", "{run}", "--prompt", "x"], "but this run was trained on digits"),
         (["generate", "{run}", "--tokens", "1"], "only models of sequences can generate"),
-        (["generate", "{run}", "--tokens", "1", "--temperature", "nan"], "expected --length"),
+        (
+            ["generate", "{run}", "--tokens", "1", "--temperature", "nan"],
+            "expected --length at least 1, --temperature and --top-k at",
+        ),
         (["predict", "{run}", "--input", "{run}/none"], "no file matches '{run}/none'"),
     ],
 )

@@ -133,3 +133,17 @@ def test_arrays_are_read_as_sbatch_reads_them(capsys: pytest.CaptureFixture[str]
             array_tasks(wrong)
     assert cli.main(["array", "--run-dir=a", "--tasks=0-x", "--", "true"]) == 2
     assert "--array 0-x: expected indices such as" in capsys.readouterr().err
+
+
+def test_the_cells_of_a_recipe_of_ones_own_are_checked_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("train: {steps: 2}\n")
+    grid = "program: [./mine.yaml]\ngrid: {optim.lr: [%s]}"
+    write(tmp_path, grid % "1e-3, 1e-2")
+    assert cli.main(["sweep", "submit", "--local", "--dry-run", "lr.yaml"]) == 0
+    assert "2 of 2 cells: lr-1e-3, lr-1e-2" in capsys.readouterr().out
+    write(tmp_path, grid % "fast")
+    assert cli.main(["sweep", "submit", "--local", "--dry-run", "lr.yaml"]) == 2
+    assert "optim.lr: expected a number, got 'fast'" in capsys.readouterr().err
