@@ -29,9 +29,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
         start, _, words = message.partition("unrecognized arguments: ")
-        names = {str(it.metavar or it.dest): it for it in self._actions if not it.option_strings}
+        names = {str(a.metavar or a.dest): a for a in self._actions if not a.option_strings}
         if not start and words.startswith("-"):
-            kinds = (it for it in self._actions if isinstance(it, argparse._SubParsersAction))
+            kinds = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
             parsers = [self, *(parser for kind in kinds for parser in kind.choices.values())]
             text = "".join(parser.format_help() for parser in parsers)
             options = re.findall(r"(?<![\w-])--[a-z-]+", text)

@@ -236,6 +236,8 @@ def _place_model(
     config, world = run.config, run.world
     begin = start(run, models.maker(config, source, world.device))
     model = begin.model
+    if not (loss.takes_model or loss.turns) and type(model).forward is torch.nn.Module.forward:
+        raise ConfigError(f"model.name={config.model.name}: the class has no method forward")
     crosscheck.check(world, config, model)
     example = spread.example
     rows = len(strategy.rows(config.data.global_batch))

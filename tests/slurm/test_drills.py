@@ -24,10 +24,10 @@ def steps(run: RunDir) -> list[int]:
     return [line["step"] for line in logged_steps(run)]
 
 
-def submit(lab: Lab, run: RunDir, *options: str, nodes: int = 2) -> str:
+def submit(lab: Lab, run: RunDir, *options: str, nodes: int = 2, words: str = "seed=0") -> str:
     """Start an endless run with 2 ranks on each host; the id of its job."""
     place = ["--name", run.name, "--root", str(run.path.parent)]
-    lab.output("login", *SUBMIT, f"--nodes={nodes}", *options, *place, *WORDS)
+    lab.output("login", *SUBMIT, f"--nodes={nodes}", *options, *place, *WORDS, words)
     job: str = next(read_lines(run.job / "submissions.jsonl"))["job"]
     return job
 
@@ -89,13 +89,14 @@ def test_a_refused_request_is_not_tried_again(lab: Lab, tmp_path: Path) -> None:
     assert len(starts) == 1
 
 
-def test_a_spare_takes_the_place_of_a_dead_host(
+def test_a_spare_takes_the_place_of_a_dead_host_and_gets_its_checkpoint(
     lab: Lab, lab_options: list[str], tmp_path: Path
 ) -> None:
     options = ("--nodes", "3", "--gpus", "0", *lab_options)
     with running_lab(f"{lab.name}-s", *options) as three:
         run = RunDir(tmp_path, "spared")
-        job = submit(three, run, "--spares=1")
+        disks = f"checkpoint.local={tmp_path}/$SLURMD_NODENAME"
+        job = submit(three, run, "--spares=1", words=disks)
         wait_for_checkpoint(run)
         lab_power.off(three, "n2")
 
@@ -109,6 +110,9 @@ def test_a_spare_takes_the_place_of_a_dead_host(
         assert attempts[0]["hosts"] == ["n1", "n2"]
         assert attempts[-1]["hosts"] == ["n1", "n3"]
         assert three.job(job, "Restarts") == "0"
+        [lent] = [line for line in read_lines(run.events) if line["event"] == "lent"]
+        resumed = [line["step"] for line in read_lines(run.events) if line["event"] == "resumed"]
+        assert lent["step"] == resumed[-1] and (tmp_path / "n3").is_dir()
 
 
 def test_a_spare_takes_over_when_all_hosts_of_the_step_die(

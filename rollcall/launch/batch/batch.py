@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
     if "SLURM_JOB_ID" not in os.environ or not options.command:
         raise RefusedError("use this in a job script: exec … batch srun …")
     # In a step of its own: `--output=FILE`, and `--number=N` if it takes over, are not its words.
-    words = argv[bool(options.output) + bool(options.number) :]
+    own_options = [text for text in (options.output, options.number) if text]
+    words = argv[len(own_options) :]
     try:
         batch = BatchProcess(options, words, job_of(os.environ))
         code = batch.go()

@@ -253,7 +253,7 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
     minutes = slurm.seconds(job.time) / 60 if job.time else None
     if needed > visible:
         have = f"{visible}; ask for no more" if visible else "none; remove the option to use CPUs"
-        wants = f"{_nodes(job)} would need {needed} GPU{'s' * (needed > 1)}"
+        wants = f"{_nodes(job)} would need {needed} GPU{'' if needed == 1 else 's'}"
         raise RefusedError(f"--gpus-per-node: {wants}, and this machine has {have}")
     _prepare_environment(job)
     with _prepared(submission):

@@ -147,7 +147,7 @@ def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
 
 def _table(rows: Sequence[dict[str, str]]) -> list[str]:
     four = [name for name in ("loss", "val_loss", "val_accuracy") if name in rows[0]]
-    rows = [row | {it: f"{float(row[it]):.4g}" for it in four if row[it]} for row in rows]
+    rows = [row | {key: f"{float(row[key]):.4g}" for key in four if row[key]} for row in rows]
     shown = [[*row.values()] for row in rows]
     return table([list(rows[0]), *shown], right=True)
 

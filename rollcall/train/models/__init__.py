@@ -46,8 +46,6 @@ def build(config: Model, source: Source) -> nn.Module:
         raise ConfigError(
             f"model.name={config.name}: expected an nn.Module, got a {type(model).__name__}"
         )
-    if type(model).forward is nn.Module.forward:
-        raise ConfigError(f"model.name={config.name}: the class has no method forward")
     for name, weight in model.named_parameters():
         if is_lazy(weight):
             raise ConfigError(
