@@ -77,7 +77,7 @@ class Shard(Part):
         self._patterns, self._conditional = conditional, set[nn.Parameter]()
         self._used: list[int] = []  # in how many steps, for each weight
         self._has_gradient = defaultdict[torch.Tensor, bool](bool)  # of weights of units, in a step
-        self._zeros: list[Any] = []  # those without one in the newest step
+        self.zeros: list[Any] = []  # those without one in the newest step
         self._is_last = True
         # Which units this rank has gathered, in which order, and which weights it has used: all
         # ranks must do the same, or the shards of different weights are mixed up.
@@ -146,14 +146,16 @@ class Shard(Part):
         noted = self._has_gradient
         used = [noted.get(weight, weight.grad is not None) for _, weight in self._named]
         self._used = [*map(operator.add, self._used or used, used)]
-        self._zeros = [weight for weight, has_gradient in noted.items() if not has_gradient]
+        self.zeros = (
+            [] if all(noted.values()) else [w for w, is_used in noted.items() if not is_used]
+        )
         noted.clear()
         self.trace = hash((self.trace, *used)) % TRACES
         return False
 
     def drop_unused(self) -> None:
         """After the norm, which needs the same weights on all ranks, leave unused ones none."""
-        for weight in self._zeros:
+        for weight in self.zeros:
             # Other numbers than zeros are of a rank that has used it.
             if weight.grad is not None and not local_of(weight.grad).any():
                 weight.grad = None

@@ -571,7 +571,7 @@ class Strategy:
         """
         group = self._pipeline.group if self._pipeline else None
         norm = clip(self._groups, max_norm, group, divisor)
-        if self._shard:
+        if self._shard and self._shard.zeros:
             self._shard.drop_unused()
         return norm
 
