@@ -148,7 +148,13 @@ STARTS = int(os.environ.get("ROLLCALL_REFUSED_STARTS", "2"))
 
 
 @pytest.mark.timeout(300 + 20 * STARTS)
-@pytest.mark.parametrize("agent", [["torchrun"], [sys.executable, "-m", "torch.distributed.run"]])
+@pytest.mark.parametrize(
+    "agent",
+    [
+        ["torchrun"],
+        pytest.param([sys.executable, "-m", "torch.distributed.run"], marks=pytest.mark.long),
+    ],
+)
 def test_a_refusal_is_the_last_line_and_shown_once(tmp_path: Path, agent: list[str]) -> None:
     """`ROLLCALL_REFUSED_STARTS=100 pytest tests/multi/launch/test_launchers.py -k refusal`."""
     (tmp_path / "broken.py").write_text("def Net(:")

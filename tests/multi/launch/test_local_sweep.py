@@ -44,6 +44,7 @@ def test_gpus_and_cpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [share.gpus for share in divide(1, 1, 0, 3)] == [[]]
 
 
+@pytest.mark.long
 def test_a_sweep_runs_here_and_only_what_failed_runs_again(tmp_path: Path, bare: str) -> None:
     project = tmp_path / "project"
     project.mkdir()

@@ -141,6 +141,7 @@ def test_map_starts_an_array_and_awaits_it() -> None:
     assert len(rollcall.runs()) == 3
 
 
+@pytest.mark.long
 def test_a_task_that_has_not_begun_waits_and_ends_with_its_array() -> None:
     jobs = rollcall.map(lambda _: sleep(), [0, 1], **ONE, throttle=1)
     until(lambda: up(jobs[0]))

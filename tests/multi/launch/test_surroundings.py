@@ -131,7 +131,8 @@ def variables(found: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "how"), [("fork", "raise"), ("fork", "end"), ("torchrun", "end")]
+    ("method", "how"),
+    [("fork", "raise"), ("fork", "end"), pytest.param("torchrun", "end", marks=pytest.mark.long)],
 )
 def test_a_script_finds_what_torchrun_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, how: str

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 from checkout import ROOT
 
 from rollcall.launch.runs import find, states
@@ -98,6 +99,7 @@ def submitted(folder: Path, nodes: int) -> Iterator[tuple[subprocess.Popen[str],
     assert not list(run.job.glob("rendezvous/*.failed.json")), "nobody was blamed"
 
 
+@pytest.mark.long
 def test_every_process_of_a_run_can_be_stopped_and_continued(tmp_path: Path) -> None:
     nodes = 2
     with submitted(tmp_path, nodes) as (submit, _):

@@ -209,6 +209,7 @@ def test_batchnorm_over_all_ranks_equals_one_process(tmp_path: Path) -> None:
     assert run(tmp_path, 2, *words).evaluation == unsynchronized.evaluation
 
 
+@pytest.mark.long
 def test_a_resnet_in_a_pipeline_equals_one_process(tmp_path: Path) -> None:
     """BatchNorm sees the same micro-batches."""
     words = ["model.name=resnet18", "train.steps=2", "data.global_batch=8", "data.micro_batch=4"]

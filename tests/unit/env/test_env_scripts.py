@@ -71,6 +71,7 @@ def test_what_staging_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "e").exists() and not (tmp_path / "e.part").exists()
 
 
+@pytest.mark.long
 def test_a_wheelhouse_has_all_that_is_needed_without_a_network(tmp_path: Path) -> None:
     registry, folder = tmp_path / "registry", tmp_path / "wheels"
     for name in ("torchvision", "sympy", "pydantic", "tiny"):

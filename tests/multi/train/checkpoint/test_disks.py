@@ -166,6 +166,7 @@ def test_a_removed_run_directory_is_made_again(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.long
 def test_the_end_of_the_job_is_not_waited_for(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "run")
     with mounted(run_dir.checkpoints, "ext4", "16M"):

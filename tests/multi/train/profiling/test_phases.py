@@ -93,6 +93,7 @@ def samples(_: Data, _world: World) -> Source:
     return Source(train, InMemory(inputs[:0], torch.zeros(0)), shape=(64,), classes=4)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("tc"), reason="needs root and tc")
 def test_a_slow_link_is_communication_that_nothing_hides(tmp_path: Path) -> None:
     slow = "ip link set lo up && tc qdisc add dev lo root tbf rate 100mbit burst 256kb latency 1s"
