@@ -125,6 +125,7 @@ class Mirror:
         self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True, name="mirror")
         if rank in publishers:
+            layout.clean(target)
             at = publishers.index(rank)
             self._to, self._of = publishers[(at + 1) % len(publishers)], publishers[at - 1]
             self._thread.start()

@@ -183,7 +183,7 @@ def _has(directory: Path, step: int) -> tuple[int, int]:
     """Return the numbers of the save and of the tensors of a step's checkpoint; 0 if none."""
     with contextlib.suppress(Damaged, ConfigError):
         facts = manifest.read(layout.path_of(directory, step), whole=False).facts
-        return int(facts["save"], 16), facts.get("held", 0)
+        return int(facts.get("save", "0"), 16), facts.get("held", 0)
     return 0, 0
 
 
@@ -257,7 +257,8 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
     run_id = world.broadcast_text(run_id)
     store = NodeLocalStore(directory, world, run_id, nodes, pids[nodes.index(nodes[world.rank])])
     if store.publishes:
-        _remove_other_runs(directory, run_id)
+        for part in (directory, store.mirrored):
+            _remove_other_runs(part, run_id)
         for stray in directory.glob(".probe-*"):
             stray.unlink(missing_ok=True)
     return store
