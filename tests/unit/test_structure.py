@@ -57,7 +57,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
     "rollcall/train": 2431,
-    "rollcall/train/checkpoint": 3462,
+    "rollcall/train/checkpoint": 3460,
     "rollcall/train/data": 3072,
     "rollcall/train/exact": 673,
     "rollcall/train/health": 1150,

@@ -23,7 +23,6 @@ from rollcall.train.checkpoint import layout
 
 BLOCK = 2**24
 """Bytes that are sent at once."""
-END = -1
 
 
 class Loan(NamedTuple):
@@ -138,13 +137,13 @@ class Mirror:
 
     def finish(self, seconds: float) -> None:
         """Wait until all is copied; there is nothing to copy afterwards."""
-        self._steps.put(END)
+        self._steps.put(0)
         if self._thread.is_alive():
             self._thread.join(seconds)
 
     def _work(self) -> None:
         with contextlib.suppress(RuntimeError):  # a node has ended, and all start again
-            while (step := self._steps.get()) != END:
+            while step := self._steps.get():
                 try:
                     self._copy(step)
                 except OSError as error:
@@ -157,9 +156,8 @@ class Mirror:
         written = layout.unpublished(self._target, step, layout.owner())
         source = layout.path_of(self._source, step)
         with layout.reading(source):
-            is_there = exchange(source, self._to, written, self._of, self._group)
-        if is_there:
-            layout.publish(written, layout.path_of(self._target, step))
+            if exchange(source, self._to, written, self._of, self._group):
+                layout.publish(written, layout.path_of(self._target, step))
         published = layout.published(self._target)
         for older in layout.stale([*published], 1, None, None):
             layout.retire(published[older])

@@ -138,7 +138,7 @@ LENT = {
 }
 
 
-@pytest.mark.parametrize("name", LENT)
+@pytest.mark.parametrize("name", ["ddp", pytest.param("hsdp", marks=pytest.mark.long), "mirror"])
 def test_a_lost_node_gets_its_part_from_another_one(tmp_path: Path, name: str) -> None:
     ranks, lost, words = LENT[name]
     training = start(tmp_path, 10**6, *words, ranks=ranks)
