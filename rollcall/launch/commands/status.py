@@ -56,10 +56,8 @@ def show(words: Sequence[str], root: str, is_live: bool) -> int:
     if is_live:
         keep_live(lambda width: _table(_chosen(words, root), root, width))
         return 0
-    runs = _chosen(words, root)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    nothing = f"there are no runs in {Path(root).absolute()}; --root names another directory"
-    print("\n".join(_table(runs, root, width)) if runs else nothing)
+    print("\n".join(_table(_chosen(words, root), root, width)))
     for path in () if words else find.closed(root):
         print(f"{path.name}: cannot be read; it may be a run of another user")
     return 0
@@ -117,6 +115,8 @@ def _chosen(words: Sequence[str], root: str) -> list[RunDir]:
 def _table(runs: Sequence[RunDir], root: str, width: int | None) -> list[str]:
     """Return the lines of the table, for a terminal of this width or, with None, for a file."""
     conditions, complaint = states.look(runs)
+    if not runs:
+        return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
     base = f"{Path(root).absolute()}{os.sep}"
     rows = [["run", *cells_of(Condition(""), Progress())]]
     sweeps = {run.path for run in runs} & {run.path.parent for run in runs}
