@@ -100,6 +100,7 @@ class Strategy:
             self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
         self._parts = parts(config, world, self.degrees, mesh, loss.loss)
         # Whether passes differ from the plain model's, or compute with 16 bits even in fp32.
+        self._shard = next((part for part in self._parts if isinstance(part, Shard)), None)
         self.changes_passes = stages > 1 or any(part.changes_passes for part in self._parts)
         self.rounds = any(part.rounds for part in self._parts)
         self._sharing = [part for part in self._parts if type(part).share is not Part.share]
@@ -240,7 +241,6 @@ class Strategy:
         self._callables = [model] if turns else modules
         self.trained = self._with_loss(model)
         self._groups = by_mesh(self.trained.parameters())
-        self._shard = self.sharding
         self.written: set[str] = set()  # what forward() has written to in the passes of `warm_up`
 
     def _factor(self) -> float | torch.Tensor:
@@ -382,9 +382,7 @@ class Strategy:
     @property
     def sharding(self) -> Shard | None:
         """The part that gathers weights on all ranks together, if all of them hold all layers."""
-        if self._is_pipeline:
-            return None
-        return next((part for part in self._parts if isinstance(part, Shard)), None)
+        return None if self._is_pipeline else self._shard
 
     @property
     def suspicions(self) -> list[str]:

@@ -360,30 +360,33 @@ def _record_gradients(roots: list[Path]) -> None:
     seen: list[Strategy] = []
 
     def clip_and_record(strategy: Strategy, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found: dict[str, Any] = {
-            name: weight.grad for name, weight in strategy.model.named_parameters()
-        }
+        weights = dict(strategy.model.named_parameters())
+        found: dict[str, Any] = {name: weight.grad for name, weight in weights.items()}
         is_step = args[0] is not None  # otherwise the check before the first step
         # A step in which DDP finds unused weights has NaN, and is repeated.
-        if (
+        is_first = (
             is_step
             and strategy not in seen
             and all(one is None or one.isfinite().all() for one in found.values())
-        ):
+        )
+        if is_first:
             seen.append(strategy)
             divisor = kwargs.get("divisor", args[1] if len(args) > 1 else None)
             for name, gradient in found.items():
                 if gradient is not None:
                     whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
                     found[name] = whole / (1 if divisor is None else divisor)
+        norm = clip(strategy, *args, **kwargs)
+        if is_first:  # the norm needs zeros of unused weights, which are dropped after it
+            used = {n: None if weights[n].grad is None else value for n, value in found.items()}
             file = next(pending) / f"gradients-{strategy.world.rank}.pt"
             file.parent.mkdir(exist_ok=True)
-            torch.save(found, file)
+            torch.save(used, file)
             # The passes before the first step had two samples.
             masks = [mask for mask in user_code.MASKS if mask[1][0] > 2]
             file.with_name(f"masks-{strategy.world.rank}.json").write_text(json.dumps(masks))
         user_code.MASKS.clear()
-        return clip(strategy, *args, **kwargs)
+        return norm
 
     setattr(Strategy, "clip", clip_and_record)  # noqa: B010
 
