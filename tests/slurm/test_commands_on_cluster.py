@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import PACED, ROOT
 from lab import Lab, wait_until
+from ranks import logged_steps
 
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
@@ -68,7 +69,8 @@ def live(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steered
     """A run on two nodes that goes on until the tests end it."""
     run = Steered(lab, RunDir(tmp_path_factory.mktemp("steer"), "live"))
     job = run.submit(*ENDLESS)
-    wait_until(lambda: len(events(run.run, "first_step")) == 1, 500, lambda: "there is no step")
+    # `status` shows the steps of metrics.jsonl, whose first line comes after that event.
+    wait_until(lambda: bool(logged_steps(run.run)), 500, lambda: "there is no step")
     yield run
     lab.exec("login", "scancel", job)
     lab.wait_job(job)
