@@ -105,13 +105,15 @@ def test_a_spare_takes_the_place_of_a_dead_host_and_gets_its_checkpoint(
             return [line["hosts"] for line in lines if "hosts" in line]
 
         output = run.job / f"slurm-{job}.out"
-        wait_until(lambda: hosts()[-1] == ["n1", "n3"], 500, output.read_text)
-        wait_for_checkpoint(run)
-        assert hosts()[0] == ["n1", "n2"]
+
+        def events(name: str) -> list[int]:
+            return [line["step"] for line in read_lines(run.events) if line["event"] == name]
+
+        wait_until(lambda: bool(events("resumed")), 500, output.read_text)
+        assert (hosts()[0], hosts()[-1]) == (["n1", "n2"], ["n1", "n3"])
         assert three.job(job, "Restarts") == "0"
-        events = [(line["event"], line.get("step")) for line in read_lines(run.events)]
-        [moved] = [step for event, step in events if event == "lent"]
-        assert ("resumed", moved) in events and (tmp_path / "n3").is_dir()
+        assert events("lent") == events("resumed") and (tmp_path / "n3").is_dir()
+        wait_for_checkpoint(run)
 
 
 def test_a_spare_takes_over_when_all_hosts_of_the_step_die(
