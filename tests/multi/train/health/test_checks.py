@@ -283,6 +283,9 @@ MIXED = {
         *("UnequalBranches", "zero3", "data.global_batch=2", "parallel.check=off")
     ),
 }
+if torch.__version__ < "2.14":  # gloo ends the process before the ranks can compare the others
+    MIXED = {"heads-unseen": MIXED["heads-unseen"]}
+    del EQUAL["logits-zero3"]  # FSDP finds no tensors in a data class
 ACCEPTED = {
     "batchnorm-dropout-and-noise-ddp": words("Batches", "ddp"),
     "batchnorm-dropout-and-noise-zero3": words("Batches", "zero3"),
@@ -405,9 +408,10 @@ def test_what_no_check_could_allow_ends_the_run(case: str, ends: Ends) -> None:
     ("model", "message"),
     [
         ("OverwritingStage", "changes a tensor in place"),
-        (
+        pytest.param(
             "ReentrantStage",
             "calls torch.utils.checkpoint with use_reentrant=True, which a pipeline",
+            marks=pytest.mark.skipif(torch.__version__ < "2.14", reason="it trains in torch 2.11"),
         ),
     ],
 )
