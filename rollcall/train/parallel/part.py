@@ -149,9 +149,13 @@ def flatten(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def unflatten(
     vectors: Iterable[torch.Tensor], like: Iterable[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield the values of the vectors in the shapes of the tensors that they came from."""
+    """Yield the values of the vectors in the shapes and layouts of the tensors they came from.
+
+    Fused Adam takes the memory of a weight and of its gradient side by side.
+    """
     rest = {(vector.device, vector.dtype): vector for vector in vectors}
     for tensor in like:
         place = tensor.device, tensor.dtype
         part, rest[place] = rest[place].tensor_split([tensor.numel()])
-        yield part.view(tensor.shape)
+        value = part.view(tensor.shape)
+        yield value if tensor.is_contiguous() else torch.empty_like(tensor).copy_(value)
