@@ -149,7 +149,7 @@ def flatten(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def unflatten(
     vectors: Iterable[torch.Tensor], like: Iterable[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield the vectors' values in the shapes and layouts, as fused Adam needs, of their tensors."""
+    """Yield the values of the vectors in the shapes and layouts of the tensors they came from."""
     rest = {(vector.device, vector.dtype): vector for vector in vectors}
     for tensor in like:
         place = tensor.device, tensor.dtype
