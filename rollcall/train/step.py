@@ -93,9 +93,7 @@ class Steps:
         progress, gradient = self._progress, self.gradient
         first, log_every = progress.step + 1, self._run.config.log.every
         self._agreement.restart(any(getattr(m, "wants_every_step", False) for m in self._members))
-        for batch in self._task.batches(progress.step):
-            if self._task.is_over:  # perhaps since an earlier attempt
-                break
+        for batch in () if self._task.is_over else self._task.batches(progress.step):
             number = progress.step + 1
             if progress.step in self.recovery.left_out:
                 progress.step = number
@@ -123,6 +121,8 @@ class Steps:
                 self.settle(now=True)
                 return action
             between(number)
+            if self._task.is_over:
+                break
         self.settle(now=True)
         return Action.CONTINUE
 

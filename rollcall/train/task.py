@@ -106,8 +106,10 @@ class Task:
             return batch
 
         self._example(replace(self._source, form=replace(form, collate=watched)), 2)
+        if not any(drawn):
+            return ""
         name = self._run.config.data.collate or getattr(collate, "__name__", "")
-        return any(drawn) * (
+        return (
             f"data.collate={name} draws random numbers for the rows of a rank, so the result "
             "depends on the number of ranks; draw them in the data set"
         )

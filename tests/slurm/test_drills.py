@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import lab_power
@@ -24,12 +24,18 @@ def steps(run: RunDir) -> list[int]:
     return [line["step"] for line in logged_steps(run)]
 
 
-def submit(lab: Lab, run: RunDir, *options: str, nodes: int = 2, words: str = "seed=0") -> str:
+def submit(lab: Lab, run: RunDir, *options: str, nodes: int = 2, words: Sequence[str] = ()) -> str:
     """Start an endless run with 2 ranks on each host; the id of its job."""
     place = ["--name", run.name, "--root", str(run.path.parent)]
-    lab.output("login", *SUBMIT, f"--nodes={nodes}", *options, *place, *WORDS, words)
+    lab.output("login", *SUBMIT, f"--nodes={nodes}", *options, *place, *WORDS, *words)
     job: str = next(read_lines(run.job / "submissions.jsonl"))["job"]
     return job
+
+
+def hosts(run: RunDir) -> list[list[str]]:
+    """The hosts of each attempt."""
+    lines = read_lines(run.job / "attempts.jsonl")
+    return [line["hosts"] for line in lines if "hosts" in line]
 
 
 def wait_for_checkpoint(run: RunDir) -> None:
@@ -96,13 +102,9 @@ def test_a_spare_takes_the_place_of_a_dead_host_and_gets_its_checkpoint(
     with running_lab(f"{lab.name}-s", *options) as three:
         run = RunDir(tmp_path, "spared")
         disks = f"checkpoint.local={tmp_path}/$SLURMD_NODENAME"
-        job = submit(three, run, "--spares=1", words=disks)
+        job = submit(three, run, "--spares=1", words=[disks])
         wait_for_checkpoint(run)
         lab_power.off(three, "n2")
-
-        def hosts() -> list[list[str]]:
-            lines = read_lines(run.job / "attempts.jsonl")
-            return [line["hosts"] for line in lines if "hosts" in line]
 
         output = run.job / f"slurm-{job}.out"
 
@@ -110,7 +112,7 @@ def test_a_spare_takes_the_place_of_a_dead_host_and_gets_its_checkpoint(
             return [line["step"] for line in read_lines(run.events) if line["event"] == name]
 
         wait_until(lambda: bool(events("resumed")), 500, output.read_text)
-        assert (hosts()[0], hosts()[-1]) == (["n1", "n2"], ["n1", "n3"])
+        assert (hosts(run)[0], hosts(run)[-1]) == (["n1", "n2"], ["n1", "n3"])
         assert three.job(job, "Restarts") == "0"
         assert events("lent") == events("resumed") and (tmp_path / "n3").is_dir()
         wait_for_checkpoint(run)
@@ -126,12 +128,8 @@ def test_a_spare_takes_over_when_all_hosts_of_the_step_die(
         wait_for_checkpoint(run)
         lab_power.off(two, "n1")
 
-        def hosts() -> list[list[str]]:
-            lines = read_lines(run.job / "attempts.jsonl")
-            return [line["hosts"] for line in lines if "hosts" in line]
-
         output = run.job / f"slurm-{job}.out"
-        wait_until(lambda: hosts() == [["n1"], ["n2"]], 500, output.read_text)
+        wait_until(lambda: hosts(run) == [["n1"], ["n2"]], 500, output.read_text)
         wait_for_checkpoint(run)
         assert two.job(job, "Restarts") == "0"
         two.output("login", sys.executable, "-m", "launch", "cancel", str(run.path))

@@ -114,9 +114,9 @@ def _chosen(words: Sequence[str], root: str) -> list[RunDir]:
 
 def _table(runs: Sequence[RunDir], root: str, width: int | None) -> list[str]:
     """Return the lines of the table, for a terminal of this width or, with None, for a file."""
-    conditions, complaint = states.look(runs)
     if not runs:
         return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
+    conditions, complaint = states.look(runs)
     base = f"{Path(root).absolute()}{os.sep}"
     rows = [["run", *cells_of(Condition(""), Progress())]]
     sweeps = {run.path for run in runs} & {run.path.parent for run in runs}

@@ -10,7 +10,7 @@ from itertools import takewhile
 from rollcall.launch.scheduler import gpus, slurm
 from rollcall.launch.scheduler.sbatch_options import ENVIRONMENT, FLAGS, ONE_OF
 from rollcall.launch.submission import options, profile
-from rollcall.launch.submission.options import ALTERNATIVES, CommandLine
+from rollcall.launch.submission.options import CommandLine, alternatives
 from rollcall.launch.submission.submission import note
 from rollcall.messages.refusal import RefusedError
 
@@ -48,8 +48,8 @@ def _variables(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         value = env.get(variable, "")
         if not value:
             continue
-        if name in ALTERNATIVES or name == "job-name":
-            advice = ALTERNATIVES.get(name, "the job has the name of the run; use --name")
+        if name in alternatives() or name == "job-name":
+            advice = alternatives().get(name, "the job has the name of the run; use --name")
             note(f"{variable} has no effect: {advice}")
             continue
         word = f"--{name}" if name in FLAGS and name != "exclusive" else f"--{name}={value}"

@@ -34,8 +34,6 @@ examples:
   rollcall submit --gpus-per-node 4 : --nodes 2 --gpus-per-node 8 -- script.py
                                                  groups of nodes: one with 4 GPUs, two with 8
 """
-ALTERNATIVES = {name: text for them, text in synonyms()["sbatch"].items() for name in them.split()}
-"""sbatch options that conflict with how rollcall runs jobs, and what to use instead."""
 OF_GROUP = ("nodes", "nproc_per_node", "gpus_per_node", "cpus_per_task", "mem", "partition")
 """Own options that each group of nodes may have; sbatch's are passed on for each."""
 OF_KIND = ("nodelist", "nodefile", "constraint", "gres")
@@ -287,6 +285,12 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
         raise RefusedError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
 
 
+@cache
+def alternatives() -> dict[str, str]:
+    """Return sbatch options that conflict with how rollcall runs jobs, and what to use instead."""
+    return {name: text for them, text in synonyms()["sbatch"].items() for name in them.split()}
+
+
 def _pass_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
     rest: list[str] = []
     passed: dict[str, str | None] = {}
@@ -314,8 +318,8 @@ def _pass_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
 def _needs_value(name: str, word: str, later: Iterator[str]) -> bool:
     """Whether an option of sbatch needs a value; RefusedError if it cannot be passed on."""
     option = name[2:]
-    if option in ALTERNATIVES:
-        raise RefusedError(f"{name}: {ALTERNATIVES[option]}")
+    if option in alternatives():
+        raise RefusedError(f"{name}: {alternatives()[option]}")
     if name in PASSED:
         return option in WITH_VALUE
     of_site = cluster.options_of_site() if slurm.is_available() else {}
@@ -325,7 +329,7 @@ def _needs_value(name: str, word: str, later: Iterator[str]) -> bool:
         raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch; {advice}")
     own = [known[2:] for known in sorted(NAMES)]
     hint = did_you_mean(option, own) or f"; pass an option of a plugin on with --sbatch-arg={name}"
-    for other, text in ALTERNATIVES.items():  # which would be refused, too
+    for other, text in alternatives().items():  # which would be refused, too
         hint = f"; instead of --{other}: {text}" if f"'--{other}'" in hint else hint
     raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch{hint}")
 

@@ -14,14 +14,12 @@ ITEM_SIZES = {
 """Bytes of one number of each type that a checkpoint can hold."""
 Key = tuple[str | int, ...]
 """The path to a value in the nested state, such as ("model", "weight")."""
+OBJECTS = "objects"
+"""The part of a run's state with what objects of the user's return as `state_dict`."""
 
 
 class Damaged(Exception):
     """A checkpoint is not what was written; the message names the file and the damage."""
-
-
-OBJECTS = "objects"
-"""The part of a run's state with what objects of the user's return as `state_dict`."""
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,7 @@ def loans(rows: Sequence[Sequence[int]], publishers: Sequence[int]) -> list[Loan
 
 
 def exchange(
-    source: Path | None,
-    to: int | None,
-    target: Path | None,
-    of: int | None,
-    group: Any = None,
+    source: Path | None, to: int | None, target: Path | None, of: int | None, group: Any = None
 ) -> bool:
     """Send a checkpoint's files to one rank, and write those of another one; return True if any.
 

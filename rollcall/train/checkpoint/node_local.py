@@ -47,7 +47,6 @@ class NodeLocalStore(CheckpointStore):
         self._run_id = run_id  # distinguishes this run from an earlier one of the same name
         self._writer_pid = writer_pid
         self.mirrored = directory / "mirrored"  # the copies that this node keeps for another one
-        self.all_publishers = sorted({nodes.index(node) for node in nodes})
         self.lent: dict[int, int] = {}  # the lender's rank, by the borrower's
 
     def newest(self) -> int | None:
@@ -76,7 +75,7 @@ class NodeLocalStore(CheckpointStore):
         if len({save for save, *_ in self.world.gather(torch.tensor(here)).tolist()}) == 1:
             return
         rows = self.world.gather(torch.tensor([*here, held()])).tolist()
-        for lender, is_mirrored, borrower in lending.loans(rows, self.all_publishers):
+        for lender, is_mirrored, borrower in lending.loans(rows, self.publishers):
             self.lent[borrower] = lender
             source = layout.path_of(directories[is_mirrored], step)
             written = layout.unpublished(self.directory, step, layout.owner())
@@ -142,9 +141,9 @@ class LocalTier:
         self._waiting: list[Copy] = []
         self._copying: list[Copy] = []
         self._mirror: lending.Mirror | None = None
-        if mirrors and len(store.all_publishers) > 1:
+        if mirrors and len(store.publishers) > 1:
             directories = store.directory, store.mirrored
-            self._mirror = lending.Mirror(*directories, store.all_publishers, store.world.rank)
+            self._mirror = lending.Mirror(*directories, store.publishers, store.world.rank)
         store.held = self._held
 
     def _held(self) -> set[int]:

@@ -55,7 +55,7 @@ class PendingSave:
         written, published, failed = sums
         if failed:
             return self._result(self._fail())
-        if published == self.store.publishers:
+        if published == len(self.store.publishers):
             return self._result("")
         if written == self.store.world.world_size and not self._all_written:
             self._all_written = True

@@ -31,8 +31,8 @@ class CheckpointStore:
         self.ranks: Sequence[int] = range(world.world_size)
         if nodes:
             self.ranks = [rank for rank, node in enumerate(nodes) if node == nodes[world.rank]]
-        self.publishes = world.rank == self.ranks[0]
-        self.publishers = len(set(nodes)) or 1  # the number of ranks that publish
+        self.publishers = sorted({nodes.index(node) for node in nodes}) or [0]  # their ranks
+        self.publishes = world.rank in self.publishers
         # Steps that are kept, however old they become.
         self.held: Callable[[], Collection[int]] = lambda: ()
         self._refused: set[int] = set()  # damaged checkpoints that were not renamed

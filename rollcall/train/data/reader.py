@@ -45,8 +45,11 @@ class Reader:
 
     def read(self, selection: Selection) -> ReadResult:
         """Read a batch, with the next sample for an unreadable one; ConfigError without any."""
-        batches = self._dataset if isinstance(self._dataset, BatchDataset) else None
-        if batches and self._form.collate is None:
+        is_collated = self._form.collate is not None  # sample by sample
+        batches = (
+            None if is_collated or not isinstance(self._dataset, BatchDataset) else self._dataset
+        )
+        if batches is not None:
             with suppress(Exception):  # one by one, they show which sample is unreadable
                 whole = batches.__getitems__(selection.samples)
                 if isinstance(whole, Batch):
@@ -62,7 +65,7 @@ class Reader:
                     problems.append((epoch, self._explain(sample, error)))
                 weights[row] = 0
                 parts.append(self._neighbour(sample, error))
-        if batches and self._form.collate is None:
+        if batches is not None:
             return ReadResult(self._whole(Batch.joined(parts), weights), problems)
         batch = Batch(*self._put_together(parts, selection), weights)
         position = self._dataset.position() if isinstance(self._dataset, Stream) else None

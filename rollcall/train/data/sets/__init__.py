@@ -39,12 +39,10 @@ def load(config: Data, world: World, seed: int = 0) -> Source:
 def _source(value: Any, config: Data, seed: int) -> Source:
     """Return a source for any value that a data set's function may return."""
     source = value if isinstance(value, Source) else _source_of_sets(value, config.name)
-    if isinstance(source.train, BatchDataset):
-        facts = {"pack": "have one length", "pad": "have one length", "target": "have targets"}
-        for key in (key for key in facts if getattr(config, key)):
-            raise ConfigError(
-                f"data.{key}: the rows of data.name={config.name} {facts[key]}; remove it"
-            )
+    facts = {"pack": "have one length", "pad": "have one length", "target": "have targets"}
+    for key, fact in facts.items() if isinstance(source.train, BatchDataset) else ():
+        if getattr(config, key):
+            raise ConfigError(f"data.{key}: the rows of data.name={config.name} {fact}; remove it")
     collate = source.form.collate
     if config.collate:
         collate = arguments.call("data.collate", "data.collate", config.collate, {})
