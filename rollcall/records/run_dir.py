@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from stat import S_IWOTH
 from typing import Any, Self
@@ -120,6 +121,12 @@ class RunDir:
         word = os.urandom(8).hex()
         self._claim = word.encode()
         write_atomic(self.path / CLAIM, word + "\n")
+
+    def share_claim(self, broadcast: Callable[[str], str]) -> str:
+        """Return the word of the claim, which is the one that a function gives all ranks."""
+        word = broadcast(self._claim.decode())
+        self._claim = word.encode()
+        return word
 
     def check_claim(self) -> None:
         """Raise FencedError if another attempt has claimed the run since."""

@@ -18,6 +18,10 @@ from rollcall.system.timer import RunningClock
 
 LIBC = ctypes.CDLL(None, use_errno=True)  # here: a forked child may not load it
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+NODE_LOST = signal.SIGRTMIN + 2
+"""The signal to a rank that trains if a node is lost: no message will ever come from there."""
+RESCUE = "rescue"
+"""The name of a rank's process while it saves what the loss of another rank would undo."""
 LOST = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE})
 """Errors of writing output that must not end a run: nowhere to write it, or nobody who reads it."""
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -176,6 +180,13 @@ def wait_for_signal(numbers: Iterable[int], seconds: float) -> int | None:
             return arrived
         if ctypes.get_errno() != errno.EINTR:  # else another signal was handled, or SIGCONT came
             return None
+
+
+def rescues(pid: int) -> bool:
+    """Return True while a process saves because another one is lost."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == RESCUE
+    return False
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -136,6 +136,11 @@ class TrainingState:
         self._stateful: dict[str, Stateful] = {}
         self.adopt({"train.loss": objective.loss.function})
 
+    @property
+    def lags(self) -> bool:
+        """True if a part of it, the state of a callback, follows the steps late."""
+        return any(name.startswith("train.callbacks") for name in self._stateful)
+
     def adopt(self, objects: Mapping[str, Any]) -> None:
         """Save and restore the state of the user's objects; ConfigError if it cannot be saved."""
         self.objects |= objects
@@ -186,8 +191,12 @@ class TrainingState:
             self.outer.average(self.ema.state().values())
 
     def read(self) -> dict[str, Any]:
-        """Return all under global names, to save or to fill in place."""
+        """Return all under global names, to save or to fill in place; all ranks call it."""
         self.strategy.share(self.buffers.now())  # so that all saved ones belong together
+        return self.read_alone()
+
+    def read_alone(self) -> dict[str, Any]:
+        """Return the same without a collective, unless replicas train alone."""
         optim.complete_state(self.local_optimizer)
         self._average_ema()
         state = self.strategy.state(self.optimizer)

@@ -126,6 +126,18 @@ class Steps:
         self.settle(now=True)
         return Action.CONTINUE
 
+    def rewind(self) -> bool:
+        """Undo the passes of a step that cannot end, if any; return True if the state is whole.
+
+        It is the one after the newest step then. No other rank takes part.
+        """
+        step = self._progress.step
+        if self._updater.begun != step or self._updater.skipped is not NO:
+            return False
+        if self.gradient.number > step:
+            self.gradient.drop()
+        return True
+
     def settle(self, now: bool = False) -> Action:
         """Act on the steps that were sent; repeat the newest if a rank could not compute it.
 
@@ -190,6 +202,7 @@ class Gradient:
         self.micro_batch = None if size == "auto" else size  # samples at once; None for all
         self.loss: torch.Tensor  # the sum of the weighted losses of this rank's samples
         self.samples = 0  # of all ranks
+        self.number = 0  # of the step
         self.is_dropped = True
         self.is_exhausted = self.is_unused = False
         self._counted: float | torch.Tensor
@@ -210,7 +223,7 @@ class Gradient:
         loss = self._objective.loss
         loss.turn = loss.turn_of(number)
         self.is_dropped = self.is_exhausted = self.is_unused = False
-        self.samples, problem, self._number = self._order.count(number - 1), "", number
+        self.samples, problem, self.number = self._order.count(number - 1), "", number
 
         # Begin to count the targets, while the passes are computed.
         self._counted, self._counting = self.samples, None
@@ -260,7 +273,7 @@ class Gradient:
         self._strategy.forget()
         if self._written:
             changed = self._written.names()
-            self._written.restore(self._number)
+            self._written.restore(self.number)
         self._state.buffers.restore(torch.ones((), dtype=torch.bool, device=self._device))
         self._run.measures.end_step(is_used=False)
         return changed
@@ -281,6 +294,7 @@ class Updater:
         self._counted: float | torch.Tensor = 0.0
         self._newest: tuple[torch.Tensor, torch.Tensor, bool, bool, float | torch.Tensor]
         self.skipped = NO  # whether the newest update was skipped, on every rank
+        self.begun = 0  # the newest step that has begun to change the weights
         # Names of weights that the first step does not use; None once all ranks know.
         self.unused: list[str] | None = []
 
@@ -318,6 +332,7 @@ class Updater:
         # The optimizer, and what follows the weights.
         rate = self._schedule(number - 1, self._order.steps)
         schedules.set_learning_rate(state.optimizer, rate, self._ratios)
+        self.begun = number
         state.optimize(skipped)
         if self.unused is not None:
             optim.check_state(self._config.optim, state.local_optimizer)

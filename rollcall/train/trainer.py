@@ -1,17 +1,22 @@
 """The life of a training: resume, train, evaluate, save, roll back, end."""
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rollcall.config import ConfigError
 from rollcall.messages.text import listed
+from rollcall.records.attempt import LOST_PEER
 from rollcall.records.run_dir import FencedError, State
+from rollcall.system.process import RESCUE
 from rollcall.train import changes
 from rollcall.train.checkpoint.engine import Restored
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.numerics.hidden import Audit
+from rollcall.train.ranks import failure
 from rollcall.train.ranks.agreement import Action, FaultError, Member
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
@@ -49,6 +54,14 @@ class Trainer:
     def train(self) -> State:
         """Train to the end, or until all ranks agree to stop; save the state in either case."""
         self._audit = self.state.audit() if self._run.world.is_main else None
+        try:
+            return self._train()
+        except Exception as error:
+            if LOST_PEER.search(failure.describe(error)):
+                self._rescue()
+            raise
+
+    def _train(self) -> State:
         action = self._steps_with_rollbacks()
         step = self._run.progress.step
         self.state.meet(step)  # if a signal ended the steps before that
@@ -78,6 +91,18 @@ class Trainer:
             checkpoint = self._load()
             self._recovery.roll_back(checkpoint and checkpoint.step)
 
+    def _rescue(self) -> None:
+        """Save the newest step before this rank ends, because others are lost."""
+        Path("/proc/self/comm").write_text(RESCUE)  # the parent of the ranks waits for us
+        step = self._run.progress.step
+        try:
+            if not self.state.lags and self.steps.rewind():
+                self.saver.rescue(step, self.state.read_alone, **self.task.facts(step))
+        except Exception as error:  # the loss is what ends this rank
+            print(f"rollcall: step {step} was not saved: {error}", file=sys.stderr, flush=True)
+        finally:
+            Path("/proc/self/comm").write_text("python")
+
     def _tell_unsaved(self, step: int) -> None:
         """Name once what the first steps have changed, and no checkpoint holds."""
         names = self._audit.after_step() if self._audit else None
@@ -96,6 +121,8 @@ class Trainer:
         """Let replicas meet, evaluate and save after a step, if that is due."""
         self.state.meet(step)
         self._tell_unsaved(step)
+        if self.saver.needs_preparation:
+            self.saver.prepare_rescue(self.state.read_alone)
         if self.task.is_evaluation_due(step):
             self.steps.settle(now=True)
             with clock.away():

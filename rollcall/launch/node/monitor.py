@@ -14,12 +14,17 @@ from rollcall.launch.node.heartbeat import LEFT, Heartbeats, interval
 from rollcall.launch.node.identity import Node
 from rollcall.launch.node.processes import ForkClient, SignalDelivery
 from rollcall.launch.node.rendezvous import Meeting
-from rollcall.launch.runs.decision import RestartEvent, decide
+from rollcall.launch.runs.decision import RESCUE, RestartEvent, RestartFacts, decide
 from rollcall.launch.runs.output import LogWatcher, Output, rank_of
 from rollcall.records.attempt import SUPERVISOR, NodeFailure, RankFailure
 from rollcall.records.run import JobEnd
 from rollcall.records.run_dir import RunDir
-from rollcall.system.process import StoppedProcesses, redirect_output, wait_for_signal
+from rollcall.system.process import (
+    StoppedProcesses,
+    redirect_output,
+    rescues,
+    wait_for_signal,
+)
 from rollcall.system.timer import Every, RunningClock
 
 TICK = 0.25
@@ -133,6 +138,7 @@ class NodeMonitor:
         """
         log_sizes, stopped = LogWatcher(log.parent), StoppedProcesses()
         self._output = output = Output([log] if self._node.is_head else [], True, HOLD)
+        told = False  # that a node is lost
         started: dict[int, float] = {}  # when ranks opened their logs, by the clock
         while (code := server.poll()) is None:
             self.listen(TICK)
@@ -150,10 +156,14 @@ class NodeMonitor:
                 self.job.batch.requeue_if_gone(comes_back)
             for pid in stopped.find([*ranks, *server.pids]):
                 self._end_stopped(pid, server, log.parent)
-            is_late = self._kill_at is not None and now > self._kill_at
-            if is_late and decide("attempt runs", "time is up").action == "kill the ranks":
-                self.is_victim |= self.failure is not None
-                server.kill_agent()
+            if self.has_lost and not told:
+                told = processes.tell_node_lost(ranks)
+            if self._kill_at is not None and now > self._kill_at:
+                saves = now < self._kill_at + RESCUE and any(map(rescues, ranks))
+                facts = RestartFacts(rescuing=saves)
+                if decide("attempt runs", "time is up", facts).action == "kill the ranks":
+                    self.is_victim |= self.failure is not None
+                    server.kill_agent()
         processes.end_orphans(keep=server.pids)
         _show(output)
         log_sizes.end()

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from rollcall.system.process import LARGE_PAGES, die_with_parent
+from rollcall.system.process import LARGE_PAGES, NODE_LOST, die_with_parent
 from rollcall.system.timer import RunningClock
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,6 +54,15 @@ class SignalDelivery:
                 if (overdue and ends_anything) or _is_in_mask(pid, "SigCgt:", self.number):
                     os.kill(pid, self.number)
                     self.reached.add(pid)
+
+
+def tell_node_lost(pids: Sequence[int]) -> bool:
+    """Tell the ranks that train that a node is lost; return True."""
+    for pid in pids:
+        if _is_in_mask(pid, "SigBlk:", NODE_LOST):  # a thread of it waits for the signal
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, NODE_LOST)
+    return True
 
 
 def become_agent() -> None:

@@ -34,7 +34,13 @@ from rollcall.launch.rank.process import (
     record_failure,
     run_rank,
 )
-from rollcall.launch.runs.decision import RestartFacts, decide, first_to_fail, has_failed
+from rollcall.launch.runs.decision import (
+    RESCUE,
+    RestartFacts,
+    decide,
+    first_to_fail,
+    has_failed,
+)
 from rollcall.records.attempt import OUT_OF_MEMORY, NodeState, RanksAlone
 from rollcall.system import guard, process
 from rollcall.system.timer import Every, RunningClock
@@ -265,9 +271,14 @@ def _wait(pids: Sequence[int], options: argparse.Namespace, store: KeyValueStore
             if code > 0 and has_failed(code):  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
         elif clock.read() > end:
-            if decide("ranks end", "time is up").action == "kill the ranks":
-                for late in set(pids) - set(codes):
-                    os.kill(late, signal.SIGKILL)
+            late = set(pids) - set(codes)
+            saves = clock.read() < end + RESCUE and any(map(process.rescues, late))
+            facts = RestartFacts(rescuing=saves)
+            if decide("ranks end", "time is up", facts).action == "wait":
+                time.sleep(0.02)
+                continue
+            for pid in late:
+                os.kill(pid, signal.SIGKILL)
             break
         elif shared and look.is_due() and shared.check(others):
             servers = set(pids) - set(codes)

@@ -40,6 +40,7 @@ class RestartFacts:
     """The evidence of an event; what does not apply stays False."""
 
     failed: bool = False  # see `has_failed`
+    rescuing: bool = False  # ranks save the newest step, since RESCUE seconds at most
     finished: bool = False  # the ranks, or the step, ended with success
     done: bool = False  # the verdict says so
     saved: bool = False  # the run saved and wants to be started again: exit code 75
@@ -79,11 +80,13 @@ TABLE = (
     Rule("ranks run", "rank ended", ("failed",), "fork the next ranks", "ranks end", 2.0),
     Rule("ranks run", "rank ended", (), "wait", "ranks run"),
     Rule("ranks end", "rank ended", (), "wait", "ranks end"),
+    Rule("ranks end", "time is up", ("rescuing",), "wait", "ranks end"),
     Rule("ranks end", "time is up", (), "kill the ranks", "over"),
     # The supervisor of a node, while its ranks run, and when they have ended.
     Rule("attempt runs", "asked to stop", (), "pass the signal on", "attempt runs", 600.0),
     Rule("attempt runs", "node failed", (), "end the ranks", "attempt runs", 3.0),
-    Rule("attempt runs", "node lost", (), "end the ranks", "attempt runs", 0.0),
+    Rule("attempt runs", "node lost", (), "end the ranks", "attempt runs", 2.0),
+    Rule("attempt runs", "time is up", ("rescuing",), "wait", "attempt runs"),
     Rule("attempt runs", "time is up", (), "kill the ranks", "attempt runs"),
     Rule("attempt runs", "batch silent", ("gone", "comes_back"), "requeue", "restart wanted"),
     Rule("attempt runs", "batch silent", (), "wait", "attempt runs"),
@@ -149,6 +152,8 @@ UNASKED: tuple[RestartCause, ...] = ("time limit", "asked to stop")
 preemption or the loss of a node."""
 MAX_IN_VAIN = 3
 """After this many times in a row without a new checkpoint, a run has failed."""
+RESCUE = 60.0
+"""Seconds that ranks have to save the newest step after another rank was lost."""
 BAD_HOST = 2
 """After bringing a run down this often, a host is excluded from its job."""
 PERMANENT = re.compile(

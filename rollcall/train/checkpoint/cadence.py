@@ -48,7 +48,12 @@ class Cadence:
 
     def clock_is_up(self) -> bool:
         """Return True if this rank's clock makes a save due that is not due already."""
-        return not self._due and time.monotonic() - self._began > self._interval
+        return not self._due and self.seconds > self._interval
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the newest save began, or since the start."""
+        return time.monotonic() - self._began
 
     def request(self) -> None:
         """Make a save due at the next opportunity."""

@@ -4,6 +4,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,10 @@ WritePart = Callable[[Path], object]
 OUTER, REPLICAS = "outer", "replicas-"
 """Parts with the state of an outer optimizer, and of each of so many replicas that train alone.
 Runs that have neither, or another number of replicas, can still load the rest."""
+
+
+FIRST = 0.1
+"""Seconds for which ranks let the first replica begin to save what is left after a loss."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,52 @@ class Engine:
         began = time.monotonic() if began is None else began
         writing = job(partial(write_part, written))
         self._pending = PendingSave(self.store, step, facts, written, writing, publish, began)
+
+    def rescue(self, step: int, state: dict[str, Any], name: str, **facts: Any) -> bool:
+        """Save a state without the ranks that are lost; return True if this rank published it.
+
+        The first rank that comes here writes what it shares with others, and the last one to finish
+        publishes, under a `name` that all ranks know. A state is saved only if other ranks hold all
+        that any rank holds; `WritePlan.share` has found that out. As in Just-In-Time Checkpointing
+        (Gupta et al., EuroSys 2024), https://doi.org/10.1145/3627703.3650085.
+
+        Raises:
+            OSError: the part could not be written.
+        """
+        store, groups = self.store, self.plan.groups
+        written = layout.unpublished(store.directory, step, name)
+        if not groups:
+            return False
+        if not self.plan.is_first:  # as in any save, buffers are to be the first replica's
+            time.sleep(FIRST)
+        if store.path_of(step).exists():
+            return False
+        written.mkdir(mode=0o700, parents=True, exist_ok=True)
+        taken: list[Path] = []
+
+        def take(group: int) -> bool:
+            path = written / f"taken-{group}"
+            with suppress(FileExistsError):
+                path.open("x").close()
+                taken.append(path)
+            return path in taken
+
+        tensors, values = self.plan.taken(state, take)
+        if not taken:
+            return False
+        views = background.host_views([tensor for _, tensor in tensors])
+        chunks = [(chunk, view.toreadonly) for (chunk, _), view in zip(tensors, views, strict=True)]
+        write.write_part(written, self._world.rank, chunks, values)
+        for path in taken:
+            path.with_suffix(".done").touch()
+        if len([*written.glob("*.done")]) < groups:
+            return False
+        facts |= {"step": step, "time": time.time(), "world_size": self._world.world_size}
+        final, check = store.path_of(step), self._hooks.before_publishing
+        with suppress(FileExistsError, FileNotFoundError):  # another rank has ended just now, too
+            write.publish(written, final, write.writers(written), facts, check, others=[*written.glob("taken-*")])
+            return True
+        return False
 
     def _publish(self, written: Path, step: int, facts: dict[str, Any], save_id: str) -> None:
         store, check = self.store, self._hooks.before_publishing

@@ -1,5 +1,6 @@
 """The saves of a run: when, to which storage, and the reports about them."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ class Saver:
         self._local_at: int | None = None
         self._failures: dict[int, str] = {}
         self._named: set[str] = set()  # objects that differ between the ranks
+        self._rescue = ""  # a word that all ranks know, once `rescue` is prepared
         self._is_slow = False  # a save already waited for the one in flight, in vain
 
     @doing("loading a checkpoint", may_take_long=True)
@@ -192,6 +194,33 @@ class Saver:
             rows["local checkpoints"] = f"not used: {self._local_problem}"
         return rows
 
+    def prepare_rescue(self, make_state: Callable[[], State]) -> None:
+        """Find out what each rank shares with others; all ranks call it together, once."""
+        run = self._run
+        self._rescue = run.run_dir.share_claim(run.world.broadcast_text)
+        self.checkpoints.plan.share(make_state())
+
+    def rescue(self, step: int, make_state: Callable[[], State], **facts: Any) -> None:
+        """Save the newest step, if other ranks are lost and all that they held is here.
+
+        No collective is made. Nothing is saved if a save of that step, or one after it, is there,
+        or if it would take longer than to repeat the steps since the one before.
+        """
+        saved = max(self._saved_at or 0, self._local_at or 0)
+        if self._rescue and step > saved and self._cadence.seconds > self._deadline.save_seconds:
+            state, facts = make_state(), self._facts_of(step, facts)
+            if self.checkpoints.rescue(step, state, f"rescue-{self._rescue}", **facts):
+                text = f"saved step {step}, because other ranks are lost"
+                print(f"rollcall: {text}", file=sys.stderr, flush=True)
+                self._run.run_dir.record("rescued", step=step, rank=self._run.world.rank)
+
+    @property
+    def needs_preparation(self) -> bool:
+        """True until `prepare_rescue` was called, if a rescue is possible."""
+        world, together = self._run.world, self._run.config.parallel.sync == "step"
+        may = together and world.world_size > 1 and world.device.type == "cpu"
+        return may and not self._rescue
+
     @property
     def _target(self) -> Engine:
         return self._local.engine if self._local and not self._local_problem else self.checkpoints
@@ -202,11 +231,14 @@ class Saver:
 
     def _begin(self, engine: Engine, step: int, facts: dict[str, Any]) -> None:
         self._cadence.begin()
-        config = self._run.config
-        facts |= {"mesh": config.parallel.mesh_text, "config": config.model_dump(), **self._facts}
         state = self._make_state()
         self._tell_differences(state.get(OBJECTS, {}), step)
-        engine.begin(step, state, **facts, **self._best.facts(step))
+        engine.begin(step, state, **self._facts_of(step, facts))
+
+    def _facts_of(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
+        config = self._run.config
+        about = {"mesh": config.parallel.mesh_text, "config": config.model_dump(), **self._facts}
+        return facts | about | self._best.facts(step)
 
     def _tell_differences(self, objects: State, step: int) -> None:
         """Name once the objects of which the ranks have different states."""

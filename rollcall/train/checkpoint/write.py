@@ -66,12 +66,14 @@ def publish(
     facts: dict[str, Any],
     check: Callable[[], object],
     whole: bool = True,
+    others: Sequence[Path] = (),
 ) -> None:
     """Join the parts under a manifest, sync everything, and give the checkpoint its name.
 
     Args:
         check: called right before the rename; an exception from it stops the publishing.
         whole: the parts must make up the whole state.
+        others: files in the directory that the checkpoint does not need.
 
     Raises:
         OSError: the manifest could not be written.
@@ -83,8 +85,8 @@ def publish(
         file.flush()
         os.fsync(file.fileno())
     manifest.read(written, whole)
-    for rank in ranks:
-        _index(written, rank).unlink()
+    for path in (*others, *(_index(written, rank) for rank in ranks)):
+        path.unlink()
     sync(written)
     check()
     layout.publish(written, final)
@@ -113,6 +115,11 @@ def join(indexes: Mapping[int, dict[str, Any]], facts: dict[str, Any]) -> Manife
 
 def _data_name(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
+
+
+def writers(directory: Path) -> list[int]:
+    """Return the ranks that have written their parts into a directory."""
+    return [int(path.stem.removeprefix("rank-")) for path in directory.glob("rank-*.json")]
 
 
 def _index(directory: Path, rank: int) -> Path:

@@ -6,7 +6,7 @@ same chunk. Every rank computes the rest for itself, so no plan is sent.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class WritePlan:
         # Ids of the chunks and values that this rank copies; all copies make up the state once.
         self.copied: frozenset[int] = frozenset()
         self.held = 0  # a number for all tensors that the ranks of this node hold
+        self.group_of: dict[int, int] = {}  # a number for the ranks that hold a chunk or value
+        self.groups = 0  # such sets of ranks; 0 if a rank holds anything alone
+        self.is_first = False  # this rank is the first of each set that it belongs to
         self._world = world
         self._nodes = nodes
         self._form: bytes | None = None
@@ -58,6 +61,7 @@ class WritePlan:
             rows = self._world.gather(held).tolist()
             self.held = self._number(tensors)
             by_rank = [dict(pair for pair in pairs if pair != [0, 0]) for pairs in rows]
+            self._group(by_rank)
             shares = divide(by_rank, self._nodes)
             self._written = self.copied = frozenset(shares[self._world.rank])
             if self._nodes:
@@ -68,6 +72,34 @@ class WritePlan:
         return (
             [item for item in tensors if identify(item[0].key, item[0].offset) in self._written],
             [item for item in values if identify(item[0]) in self._written],
+        )
+
+    def _group(self, held: Sequence[Mapping[int, int]]) -> None:
+        holders: dict[int, tuple[int, ...]] = {}
+        for rank, chunks_of_rank in enumerate(held):
+            holders |= {chunk: (*holders.get(chunk, ()), rank) for chunk in chunks_of_rank}
+        mine = {chunk: holders[chunk] for chunk in held[self._world.rank]}
+        self.group_of = {chunk: identify(ranks) for chunk, ranks in mine.items()}
+        self.is_first = all(ranks[0] == self._world.rank for ranks in mine.values())
+        is_spread = all(len(ranks) > 1 for ranks in holders.values())
+        self.groups = len({*holders.values(), (*range(len(held)),)}) if is_spread else 0
+
+    def taken(self, state: dict[str, Any], take: Callable[[int], bool]) -> tuple[Tensors, Values]:
+        """Return the chunks and values of those groups that this rank can take.
+
+        No other rank is asked. What the plan does not know, which objects of the user's may hold,
+        belongs to the group of all ranks.
+        """
+        tensors, values = chunks(state)
+        everyone = identify(tuple(range(self._world.world_size)))
+        groups = {group for group in {everyone, *self.group_of.values()} if take(group)}
+        return (
+            [
+                item
+                for item in tensors
+                if self.group_of.get(identify(item[0].key, item[0].offset), everyone) in groups
+            ],
+            [item for item in values if self.group_of.get(identify(item[0]), everyone) in groups],
         )
 
     def of_node(self, state: dict[str, Any]) -> int:

@@ -1,9 +1,15 @@
-"""Signals that ask this process to stop."""
+"""Signals that ask this process to stop, and the one that says that a node is lost."""
 
+import contextlib
+import os
 import signal
+import socket
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from rollcall.system.process import NODE_LOST
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -36,3 +42,21 @@ class StopSignals:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
+
+
+def await_lost_node() -> None:
+    """Have a thread end this process's connections once its supervisor says that a node is lost.
+
+    A host without power closes no connection: without this, gloo waits until its time is up.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [NODE_LOST])  # in all threads, if called before them
+    threading.Thread(target=_await_lost_node, daemon=True, name="node lost").start()
+
+
+def _await_lost_node() -> None:
+    signal.sigwait([NODE_LOST])
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 (names, not paths)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+            is_network = link.family in (socket.AF_INET, socket.AF_INET6)
+            if is_network and not link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                link.shutdown(socket.SHUT_RDWR)

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rollcall.config import ConfigError
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
+from rollcall.train.ranks.signals import await_lost_node
 from rollcall.train.torch_private import BatchNorm
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -142,6 +143,8 @@ class World:
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
             # Batches of changing sizes, and smaller ones after a lack of memory, leave gaps.
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        if "ROLLCALL_WORLD_SIZE" in os.environ:
+            await_lost_node()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()  # if torchrun itself is killed
         if "OMP_NUM_THREADS" not in os.environ:
