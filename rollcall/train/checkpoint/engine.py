@@ -288,7 +288,14 @@ class Engine:
         facts |= {"step": step, "time": time.time(), "world_size": self._world.world_size}
         final, check = store.path_of(step), self._hooks.before_publishing
         with suppress(FileExistsError, FileNotFoundError):  # another rank has ended just now, too
-            write.publish(written, final, write.writers(written), facts, check, others=[*written.glob("taken-*")])
+            write.publish(
+                written,
+                final,
+                write.writers(written),
+                facts,
+                check,
+                others=[*written.glob("taken-*")],
+            )
             return True
         return False
 

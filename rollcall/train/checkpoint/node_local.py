@@ -75,7 +75,8 @@ class NodeLocalStore(CheckpointStore):
         if len({save for save, *_ in self.world.gather(torch.tensor(here)).tolist()}) == 1:
             return
         rows = self.world.gather(torch.tensor([*here, held()])).tolist()
-        for lender, is_mirrored, borrower in lending.loans(rows, self.publishers):
+        loans = lending.loans(rows, self.publishers)
+        for lender, is_mirrored, borrower in loans:
             self.lent[borrower] = lender
             source = layout.path_of(directories[is_mirrored], step)
             written = layout.unpublished(self.directory, step, layout.owner())
@@ -88,6 +89,8 @@ class NodeLocalStore(CheckpointStore):
                     lending.exchange(None, None, written, lender)
                 if self.world.rank == borrower:
                     layout.publish(written, self.path_of(step))
+        if loans:
+            self.world.barrier()  # the other ranks of a borrower's node read it, too
 
     def mismatch(self, step: int) -> str:
         """Return the problem if the nodes' parts do not belong together; empty if they do.

@@ -107,7 +107,7 @@ class Saver:
         self._best.recall(run.run_dir.checkpoints, run.world)
         if self._local:
             self._local.store.forget_after(step)
-            if lent := self._local.store.lent:
+            if restored and (lent := self._local.store.lent):
                 nodes = ", ".join(
                     f"rank {to} got it from that of rank {of}" for to, of in lent.items()
                 )

@@ -28,16 +28,16 @@ WORDS += ["train.evaluate_every=null"]
 EVERY = 5
 
 
-def start(root: Path, steps: int, *words: str, ranks: int = 2) -> Ranks:
+def start(root: Path, steps: int, *words: str, ranks: int = 2, per_node: int = 1) -> Ranks:
     words = (f"run.root={root}", "run.name=first", f"train.steps={steps}", *words)
     words = (*WORDS, f"checkpoint.every={EVERY}", "parallel.strategy=zero3", *words)
     disk = f"checkpoint.local={root}/disk-$GROUP_RANK"
-    return Ranks(ranks, [disk, *words], root / "logs", node_size=1)
+    return Ranks(ranks, [disk, *words], root / "logs", node_size=per_node)
 
 
-def finish(root: Path, steps: int, *words: str, ranks: int = 2) -> str:
+def finish(root: Path, steps: int, *words: str, ranks: int = 2, per_node: int = 1) -> str:
     (root / "logs" / "rank-0.log").unlink(missing_ok=True)
-    started = start(root, steps, *words, ranks=ranks)
+    started = start(root, steps, *words, ranks=ranks, per_node=per_node)
     codes = started.wait()
     assert codes == [0] * ranks, started.output()
     verdict = RunDir(root, "first").read_verdict()
@@ -131,31 +131,34 @@ def test_goes_on_from_the_nodes_disks_as_if_nothing_had_been(killed: Killed) -> 
     assert not differences(last, layout.path_of(RunDir(root, "undisturbed").checkpoints, steps))
 
 
-LENT = {
-    "ddp": (2, 0, ["parallel.strategy=ddp"]),
-    "hsdp": (4, 3, ["parallel.strategy=hsdp"]),
-    "mirror": (3, 1, ["checkpoint.mirror=true"]),
+LENT = {  # ranks, ranks of a node, the lost node
+    "ddp": (2, 1, 0, ["parallel.strategy=ddp"]),
+    "hsdp": (4, 1, 3, ["parallel.strategy=hsdp"]),
+    "mirror": (4, 2, 1, ["checkpoint.mirror=true"]),
 }
 
 
 @pytest.mark.parametrize("name", ["ddp", pytest.param("hsdp", marks=pytest.mark.long), "mirror"])
 def test_a_lost_node_gets_its_part_from_another_one(tmp_path: Path, name: str) -> None:
-    ranks, lost, words = LENT[name]
-    training = start(tmp_path, 10**6, *words, ranks=ranks)
+    ranks, per_node, lost, words = LENT[name]
+    training = start(tmp_path, 10**6, *words, ranks=ranks, per_node=per_node)
     until(lambda: len(saved(tmp_path, local=True)) > 2)
     training.kill()
     run_dir = RunDir(tmp_path, "first")
     shutil.rmtree(run_dir.checkpoints)
-    kept = [on_disk(tmp_path, node) for node in range(ranks) if node != lost]
+    kept = [on_disk(tmp_path, node) for node in range(ranks // per_node) if node != lost]
     newest = max(max(layout.published(directory)) for directory in kept)
     if name == "mirror":  # which follows a save a little later
         newest = max(max(layout.published(directory / "mirrored")) for directory in kept)
     shutil.rmtree(tmp_path / f"disk-{lost}")
     end = newest + EVERY + 1
-    output = finish(tmp_path, end, *words, ranks=ranks)
+    output = finish(tmp_path, end, *words, ranks=ranks, per_node=per_node)
     resumed = events(tmp_path, "resumed")[-1]["step"]
     assert newest - EVERY * (name == "mirror") <= resumed <= newest
-    assert f"the checkpoint of step {resumed}: the node of rank {lost} got it from that" in output
+    assert (
+        f"the checkpoint of step {resumed}: the node of rank {lost * per_node} got it from"
+        in output
+    )
     assert name == "mirror" or not events(tmp_path, "refused")
     undisturbed = "run.name=undisturbed", "checkpoint.local=null", "checkpoint.mirror=false"
     finish(tmp_path, end, *words, *undisturbed, ranks=ranks)
