@@ -3,7 +3,7 @@
 import math
 
 from rollcall.config import ConfigError
-from rollcall.train.checkpoint.cadence import ranked
+from rollcall.train.checkpoint.scores import ranked
 from rollcall.train.ranks.run import Run
 
 

@@ -148,7 +148,7 @@ def test_a_refused_pickle_comes_without_advice_to_run_it(tmp_path: Path) -> None
     with pytest.raises(
         ConfigError, match=r"pickle of more than tensors, with pathlib\.Path"
     ) as error:
-        open_(str(tmp_path / "theirs.pt"), "cnn")
+        open_(str(tmp_path / "theirs.pt"))
     assert "weights_only" not in str(error.value)
 
 

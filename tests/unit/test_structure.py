@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_650, 8_000
+CORE_LINES, TOOLS_LINES = 40_310, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 62,
     "rollcall/cli": 396,
-    "rollcall/config": 2489,
+    "rollcall/config": 2482,
     "rollcall/launch": 1,
     "rollcall/launch/api": 347,
     "rollcall/launch/batch": 675,
@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/submission": 2523,
     "rollcall/launch/sweep": 411,
     "rollcall/messages": 246,
-    "rollcall/records": 1240,
+    "rollcall/records": 1239,
     "rollcall/system": 813,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 573,
@@ -57,20 +57,20 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
     "rollcall/train": 2433,
-    "rollcall/train/checkpoint": 3453,
+    "rollcall/train/checkpoint": 3290,
     "rollcall/train/data": 3073,
     "rollcall/train/exact": 673,
     "rollcall/train/health": 1150,
     "rollcall/train/inference": 868,
-    "rollcall/train/loggers": 360,
+    "rollcall/train/loggers": 318,
     "rollcall/train/models": 1127,
     "rollcall/train/numerics": 1884,
-    "rollcall/train/parallel": 3143,
-    "rollcall/train/profiling": 756,
+    "rollcall/train/parallel": 3128,
+    "rollcall/train/profiling": 670,
     "rollcall/train/ranks": 1370,
     "rollcall/train/recovery": 734,
     "rollcall/train/torch_private": 333,
-    "rollcall/train/weights": 944,
+    "rollcall/train/weights": 912,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -20,9 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
 from rollcall.config import ConfigError
-from rollcall.messages.text import did_you_mean
 from rollcall.records.run_dir import named
-from rollcall.train.checkpoint import cadence, layout, manifest
+from rollcall.train.checkpoint import layout, manifest, scores
 from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.checkpoint.read import load, slices
 from rollcall.train.checkpoint.tools.export import SAFETENSORS
@@ -37,8 +36,7 @@ MAX_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, the limit of safetensors' own reader too."""
 ACCEPTED = (
     "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a "
-    "folder of torch.distributed.checkpoint, a run or one of its checkpoints, or the name of "
-    "torchvision's weights for model.name, such as DEFAULT"
+    "folder of torch.distributed.checkpoint, or a run or one of its checkpoints"
 )
 
 
@@ -154,15 +152,8 @@ def copy_parts(values: torch.Tensor, target: torch.Tensor) -> None:
         part.copy_(values[slices(chunk.offset, chunk.shape)])
 
 
-def open_(text: str, model_name: str) -> Stored:
-    """Open the weights that `model.init` names.
-
-    Args:
-        text: a file, a folder, a run, or the name of torchvision's weights for `model_name`.
-
-    Raises:
-        ConfigError: no such file, run or name exists, or it cannot be read.
-    """
+def open_(text: str) -> Stored:
+    """Open the file, folder or run that `model.init` names; ConfigError if it cannot be read."""
     path = Path(text).expanduser()
     try:
         if path.is_file():
@@ -171,11 +162,8 @@ def open_(text: str, model_name: str) -> Stored:
             return weights
         if run := named(text, "checkpoints"):
             return _run(run)
-        if path.is_dir():
-            raise ConfigError(
-                f"model.init={text}: this folder holds no weights; expected {ACCEPTED}"
-            )
-        return _torchvision(text, model_name)
+        reason = "this folder holds no weights" if path.is_dir() else "no such file, folder or run"
+        raise ConfigError(f"model.init={text}: {reason}; expected {ACCEPTED}")
     except ConfigError:
         raise
     except (OSError, RuntimeError, Damaged, ValueError, KeyError, pickle.UnpicklingError) as error:
@@ -215,7 +203,7 @@ def _run(run: Path) -> Stored:
     if not published:
         raise ConfigError(f"model.init={run}: this run has no checkpoint yet")
     try:
-        step = cadence.best(run / "checkpoints")
+        step = scores.best(run / "checkpoints")
     except ConfigError:
         step = max(published)
     return CheckpointWeights(published[step])
@@ -258,23 +246,3 @@ def _torch_save(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__} instead of a state dict")
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _torchvision(text: str, model_name: str) -> Stored:
-    from torchvision import models
-
-    known: dict[str, Any] = {}
-    if model_name in models.list_models():
-        known = dict(models.get_model_weights(model_name).__members__)
-    if text not in known:
-        hint = did_you_mean(text, known) or f"; expected {ACCEPTED}"
-        raise ConfigError(f"model.init={text}: no such file, folder, run or weights{hint}")
-    url = known[text].url
-    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    if not path.is_file():
-        raise ConfigError(
-            f"model.init={text}: torchvision's weights are not on this machine, and a run does not "
-            f"download any. Put {url} into {path.parent}, for example with "
-            f"`curl --create-dirs -o {path} {url}`"
-        )
-    return Mapped(str(path), _torch_save(path))

@@ -1,6 +1,6 @@
-"""`rollcall checkpoint list|show|verify|diff|export`: look into checkpoints.
+"""`rollcall checkpoint list|show|verify|export`: look into checkpoints.
 
-Only `diff` and `export` import torch. No code from a checkpoint is ever run.
+Only `export` imports torch. No code from a checkpoint is ever run.
 """
 
 import argparse
@@ -16,12 +16,9 @@ from rollcall.config import ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.messages.text import did_you_mean, size, table
 from rollcall.records.run_dir import named
-from rollcall.train.checkpoint import cadence, layout, manifest
+from rollcall.train.checkpoint import layout, manifest, scores
 from rollcall.train.checkpoint.contents import Damaged, Manifest
 from rollcall.train.checkpoint.tools import verify
-
-MAX_DIFFERENCES = 10
-"""Differences that `diff` prints."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -102,19 +99,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _diff(arguments: argparse.Namespace) -> int:
-    from rollcall.train.checkpoint.tools.compare import differences
-
-    lines = differences(_checkpoint(arguments.first), _checkpoint(arguments.second))
-    for line in lines[:MAX_DIFFERENCES]:
-        print(_plain(line))
-    if len(lines) > MAX_DIFFERENCES:
-        print(f"and {len(lines) - MAX_DIFFERENCES} more")
-    if not lines:
-        print("all tensors and values are equal to the last bit")
-    return 1 if lines else 0
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from rollcall.train.checkpoint.tools import export
 
@@ -159,10 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     for subparser in (list_, command("verify", _verify, verify_text)):
         subparser.add_argument("paths", type=_path, nargs="+", help=path_help)
     show = command("show", _show, "show what a checkpoint holds (of a run: the newest)")
-    diff = command("diff", _diff, "show the first tensors that differ; exit code 1 if any")
     export = command("export", _export, "write the weights for other programs")
-    for subparser, name in ((show, "path"), (diff, "first"), (diff, "second"), (export, "path")):
-        subparser.add_argument(name, type=_path, help=path_help)
+    for subparser in (show, export):
+        subparser.add_argument("path", type=_path, help=path_help)
     target = "a name that ends in .safetensors or .pt, or a new folder"
     export.add_argument("target", type=Path, help=target)
     export.add_argument(
@@ -203,7 +186,7 @@ def _checkpoint(path: Path, best: bool = False) -> Path:
     if _is_checkpoint(path):
         return path
     if best:
-        return layout.path_of(_directory(path), cadence.best(_directory(path)))
+        return layout.path_of(_directory(path), scores.best(_directory(path)))
     checkpoints = layout.published(_directory(path))
     if not checkpoints:
         raise ConfigError(f"{path}: all checkpoints are damaged and were set aside")

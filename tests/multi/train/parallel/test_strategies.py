@@ -90,7 +90,7 @@ ON_DIGITS = {
     "dp-1": setup(1, "strategy=dp"),
     "zero3-1": setup(1, "strategy=zero3"),
     "split-1": setup(1, "strategy=split"),
-    "ddp-2": setup(2, "strategy=ddp", "static_graph=true"),
+    "ddp-2": setup(2, "strategy=ddp"),
     "ddp-4": setup(4, "strategy=ddp", "bucket_mb=0.01"),
     "zero1-2": setup(2, "strategy=zero1"),
     "zero1-4": setup(4, "strategy=zero1"),

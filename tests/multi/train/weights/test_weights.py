@@ -311,7 +311,7 @@ def test_a_stored_pickle_runs_no_code(trained: Path, tmp_path: Path) -> None:
     bad.mkdir()
     (bad / ".metadata").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
     with pytest.raises(ValueError, match=r"bad: .* it names os\.system"):
-        stored.open_(str(bad), "gpt")
+        stored.open_(str(bad))
     assert read_lines(trained / "run" / "events.jsonl")
 
 

@@ -66,7 +66,7 @@ def test_a_mesh_that_does_not_fit_is_refused(words: str, expected: str) -> None:
             ["strategy=zero3", "sequence_parallel=true"],
             "parallel.sequence_parallel is an option of tensor parallelism",
         ),
-        (["strategy=tensor", "static_graph=true"], "parallel.static_graph is an option of ddp"),
+        (["strategy=tensor", "bucket_mb=1"], "parallel.bucket_mb is an option of ddp"),
         (["sync=diloco", "strategy=zero3"], "needs replicas that can train alone"),
         (["sync=diloco", "mesh=replicate=2,tensor=2"], "choose ddp, hsdp, or a mesh such as"),
         (["sync=diloco", "mesh=replicate=2,shard=2", "strategy=zero1"], "can train alone"),
