@@ -19,7 +19,6 @@ from rollcall.system.process import keep_output
 from rollcall.train import models
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.data import packing, sets
-from rollcall.train.data.calling import check_arguments
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.exact.recorder import Recorder
 from rollcall.train.exact.strategy import Exact
@@ -35,6 +34,7 @@ from rollcall.train.numerics import losses, optim, precision, trial
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.hidden import left_alone
 from rollcall.train.numerics.randomness import set_seed
+from rollcall.train.parallel.part import check_arguments
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
 from rollcall.train.profiling.phases import PhaseTimes

@@ -110,7 +110,7 @@ class Exact(Strategy):
         for number, shard in zip(self._own, shards, strict=True):
             set_seed(step_seed, "shard", number)
             with self._around(last=number == self._own[-1]):
-                loss = self._loss_of(self._callable, shard)
+                loss = self._loss_of(self._callables[0], shard)
                 clock.enter(BACKWARD)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())

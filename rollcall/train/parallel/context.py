@@ -20,10 +20,9 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollcall.config import Config, ConfigError
-from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
-from rollcall.train.parallel.part import Part, nearest_multiples
+from rollcall.train.parallel.part import Part, nearest_multiples, one_input
 from rollcall.train.torch_private import all_to_all, replaced
 
 ATTENTION = functional, "scaled_dot_product_attention"

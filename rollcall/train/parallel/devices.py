@@ -9,10 +9,9 @@ from torch.nn.parallel import DataParallel
 
 from rollcall.config import Config, ConfigError
 from rollcall.messages.text import size
-from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.parallel.layers import balance, groups_of, span
-from rollcall.train.parallel.part import Part, local_bytes
+from rollcall.train.parallel.part import Part, local_bytes, one_input
 from rollcall.train.ranks.world import World
 
 

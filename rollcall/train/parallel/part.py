@@ -1,5 +1,6 @@
 """The interface of a parallel dimension: how it spreads a model."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollcall.config.schema import ConfigError
 from rollcall.messages.refusal import RankError
 from rollcall.train.data.source import Batch
+from rollcall.train.numerics.losses import arguments_of
 from rollcall.train.ranks.device import local_of
 
 Fill = Callable[[nn.Module, torch.device, torch.device], None]
@@ -104,6 +107,31 @@ class Part:
     def gather(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of whole samples, given this rank's piece of them."""
         return outputs
+
+
+def check_arguments(model: nn.Module, batch: Batch) -> None:
+    """Raise ConfigError if the forward method of a model does not take the inputs of a batch."""
+    positional, named = arguments_of(batch.inputs)
+    try:
+        inspect.signature(model.forward).bind(*positional, **named)
+    except TypeError as error:
+        inputs = f"the inputs {', '.join(named)}" if named else f"{len(positional)} input(s)"
+        raise ConfigError(
+            f"model.name: forward() of {type(model).__name__} does not take {inputs} of the "
+            f"samples (data.pad, data.pack): {error}; give other parameters a default"
+        ) from None
+
+
+def one_input(batch: Batch, feature: str) -> torch.Tensor:
+    """Return the inputs; ConfigError unless they are one tensor, which this `feature` needs."""
+    if isinstance(batch.inputs, torch.Tensor):
+        return batch.inputs
+    is_named = isinstance(batch.inputs, dict)
+    inputs = f"the inputs {', '.join(batch.inputs)}" if is_named else "several inputs"
+    raise ConfigError(
+        f"{feature} expects samples with one input, a tensor, got {inputs}; choose ddp, zero1, "
+        "zero2, zero3 or tensor, or let the data set return (input, target)"
+    )
 
 
 def local_bytes(module: nn.Module, of_gradients: bool = False) -> int:

@@ -27,10 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from rollcall.config import Config, ConfigError
-from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
-from rollcall.train.parallel.part import Part, nearest_multiples
+from rollcall.train.parallel.part import Part, nearest_multiples, one_input
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.torch_private import tree_map_only, version
 from rollcall.train.torch_private.overrides import FirstInput

@@ -35,7 +35,7 @@ from rollcall.train.numerics import fp8, losses, optim
 from rollcall.train.numerics.losses import Loss, Objective, per_sample_loss
 from rollcall.train.numerics.model_loss import ModelLoss
 from rollcall.train.numerics.precision import Scaler, prepare
-from rollcall.train.numerics.schedules import Schedule, set_learning_rate
+from rollcall.train.numerics.schedules import Schedule
 from rollcall.train.parallel import schedules
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
@@ -88,7 +88,7 @@ def test_adam_is_fused_on_cpus_but_not_what_takes_sparse_gradients(
     weights = nn.Embedding(3, 2, sparse=not is_fused)
     optimizer = optim.build(config.optim, [{"params": list(weights.parameters())}])
     assert bool(optimizer.defaults["fused"]) == is_fused
-    set_learning_rate(optimizer, 0.1, [1.0])
+    optimizer.param_groups[0]["lr"] = 0.1
     weights(torch.tensor([1])).sum().backward()
     before = weights.weight.detach().clone()
     optimizer.step()
