@@ -23,9 +23,8 @@ from rollcall.train.data.source import Batch, Source
 from rollcall.train.exact.recorder import Recorder
 from rollcall.train.exact.strategy import Exact
 from rollcall.train.health import crosscheck
-from rollcall.train.health.replicas import Replicas
+from rollcall.train.health.replicas import Replicas, Units
 from rollcall.train.health.spread import Spread
-from rollcall.train.health.units import Units
 from rollcall.train.health.watchdog import Watchdog
 from rollcall.train.loggers import Callbacks
 from rollcall.train.metrics import Metrics

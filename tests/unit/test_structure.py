@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_310, 8_000
+CORE_LINES, TOOLS_LINES = 40_240, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -51,22 +51,22 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 813,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 573,
-    "rollcall/tools/bench": 1761,
+    "rollcall/tools/bench": 1760,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
-    "rollcall/train": 2433,
-    "rollcall/train/checkpoint": 3290,
-    "rollcall/train/data": 3073,
+    "rollcall/train": 2430,
+    "rollcall/train/checkpoint": 3275,
+    "rollcall/train/data": 3008,
     "rollcall/train/exact": 673,
-    "rollcall/train/health": 1150,
-    "rollcall/train/inference": 868,
+    "rollcall/train/health": 1143,
+    "rollcall/train/inference": 861,
     "rollcall/train/loggers": 318,
     "rollcall/train/models": 1127,
-    "rollcall/train/numerics": 1884,
-    "rollcall/train/parallel": 3128,
-    "rollcall/train/profiling": 670,
+    "rollcall/train/numerics": 1893,
+    "rollcall/train/parallel": 3145,
+    "rollcall/train/profiling": 669,
     "rollcall/train/ranks": 1370,
     "rollcall/train/recovery": 734,
     "rollcall/train/torch_private": 333,

@@ -8,9 +8,8 @@ from typing import Any
 
 from rollcall.train.checkpoint import node_local
 from rollcall.train.checkpoint.contents import OBJECTS
-from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, restore
+from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SaveResult, restore
 from rollcall.train.checkpoint.node_local import LocalTier
-from rollcall.train.checkpoint.pending_save import SaveResult
 from rollcall.train.checkpoint.scores import Best
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import differs

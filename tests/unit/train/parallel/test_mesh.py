@@ -92,7 +92,7 @@ def test_stages_are_balanced() -> None:
 
 
 def test_stages_lie_in_loops_or_forth_and_back() -> None:
-    from rollcall.train.parallel.schedules import owners
+    from rollcall.train.parallel.pipeline import owners
 
     assert owners("interleaved", 2, 3) == [0, 1, 0, 1, 0, 1]
     assert owners("zbv", 3, 2) == [0, 1, 2, 2, 1, 0]
@@ -102,7 +102,7 @@ def test_every_schedule_of_the_configuration_is_known() -> None:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
     from rollcall.config.checks import LOOPED
-    from rollcall.train.parallel.schedules import SCHEDULES
+    from rollcall.train.parallel.pipeline import SCHEDULES
 
     annotation = Parallel.model_fields["schedule"].annotation
     names = typing.get_args(typing.get_args(annotation)[0])
@@ -126,7 +126,7 @@ def test_every_schedule_of_the_configuration_is_known() -> None:
 def test_micro_batches(
     schedule: str, asked: int | None, share: int, ranks: int, stages: int, expected: int | str
 ) -> None:
-    from rollcall.train.parallel.schedules import micro_batch
+    from rollcall.train.parallel.pipeline import micro_batch
 
     options = parse(["parallel.strategy=pipeline", f"parallel.schedule={schedule}"])[1].parallel
     if isinstance(expected, int):
