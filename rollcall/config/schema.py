@@ -244,9 +244,8 @@ class Model(Section):
     dropout: float = _key(0.0, ge=0, lt=1)
     """Probability that dropout zeroes a hidden unit."""
     init: str | None = _key(None, min_length=1, on_resume=OnResume.IGNORE)
-    """Weights to start from: a safetensors or torch.save file, a folder of Hugging Face or of
-    torch's distributed checkpoints, or a run (its best checkpoint). Read only by a new run.
-    Default: random numbers."""
+    """Weights to start from: a safetensors or torch.save file, a folder of Hugging Face, or a run
+    (its best checkpoint). Read only by a new run. Default: random numbers."""
     init_rename: str | None = _key(None, on_resume=OnResume.IGNORE)
     """Comma-separated rules old=new for the names of stored tensors, with at most one * on each
     side, such as backbone.*=encoder.*."""

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_240, 8_000
+CORE_LINES, TOOLS_LINES = 40_150, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 62,
     "rollcall/cli": 396,
-    "rollcall/config": 2482,
+    "rollcall/config": 2481,
     "rollcall/launch": 1,
     "rollcall/launch/api": 347,
     "rollcall/launch/batch": 675,
@@ -57,7 +57,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
     "rollcall/train": 2430,
-    "rollcall/train/checkpoint": 3275,
+    "rollcall/train/checkpoint": 3245,
     "rollcall/train/data": 3008,
     "rollcall/train/exact": 673,
     "rollcall/train/health": 1143,
@@ -70,7 +70,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/ranks": 1370,
     "rollcall/train/recovery": 734,
     "rollcall/train/torch_private": 333,
-    "rollcall/train/weights": 912,
+    "rollcall/train/weights": 853,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

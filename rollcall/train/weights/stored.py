@@ -1,7 +1,7 @@
 """Weights that other programs and earlier runs have stored; a rank reads only what it needs.
 
-Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; PyTorch's
-distributed checkpoint (DCP); a checkpoint of a run. No code from a file is run.
+Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; a checkpoint of
+a run. No code from a file is run.
 """
 
 import json
@@ -9,15 +9,11 @@ import math
 import mmap
 import pickle
 import re
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata
 
 from rollcall.config import ConfigError
 from rollcall.records.run_dir import named
@@ -35,8 +31,8 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")
 MAX_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, the limit of safetensors' own reader too."""
 ACCEPTED = (
-    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a "
-    "folder of torch.distributed.checkpoint, or a run or one of its checkpoints"
+    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, or a "
+    "run or one of its checkpoints"
 )
 
 
@@ -79,67 +75,9 @@ class CheckpointWeights:
             load(self._path, self._stored, state)
 
 
-class Distributed:
-    """A directory of torch.distributed.checkpoint."""
-
-    def __init__(self, path: Path) -> None:
-        self.where = str(path)
-        self._reader = _Reader(path)
-        entries = self._reader.read_metadata().state_dict_metadata.items()
-        kind = metadata.TensorStorageMetadata
-        self.shapes = {name: tuple(form.size) for name, form in entries if isinstance(form, kind)}
-
-    def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Let torch read the parts that the tensors hold."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that it loads without other ranks
-            dcp.load(dict(wanted), storage_reader=self._reader, no_dist=True)
-
-
-Stored = Mapped | CheckpointWeights | Distributed
+Stored = Mapped | CheckpointWeights
 """Weights in files. `where` names them in messages, `shapes` has the shapes of the tensors by name,
 and `fill` fills tensors of the same shapes; of a DTensor only this rank's part."""
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the metadata, a pickle, without running code from it."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:  # noqa: ARG002
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            content: metadata.Metadata = _Unpickler(file).load()
-        meta = getattr(content, "storage_meta", None) or metadata.StorageMeta()
-        meta.load_id = self.load_id
-        content.storage_meta = meta
-        return content
-
-
-TENSOR_OPTIONS = torch.dtype, torch.layout, torch.memory_format
-ALLOWED: dict[str, set[str]] = {
-    "torch": {"Size", "device"}
-    | {name for name, value in vars(torch).items() if isinstance(value, TENSOR_OPTIONS)},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-    "collections": {"OrderedDict"},
-    "builtins": {"set"},
-    "_codecs": {"encode"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix", "StorageMeta"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-"""The classes in the metadata of a DCP, by module."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes objects of the ALLOWED classes alone."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a DCP")
-        return super().find_class(module, name)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -184,7 +122,10 @@ def _file(path: Path) -> Stored:
 
 def _folder(path: Path) -> Stored | None:
     if (path / ".metadata").is_file():
-        return Distributed(path)
+        raise ConfigError(
+            f"model.init={path}: a folder of torch.distributed.checkpoint; make one file of it: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
+        )
     if (path / manifest.NAME).is_file():
         return CheckpointWeights(path)
     for index in (path / name for name in INDEXES):

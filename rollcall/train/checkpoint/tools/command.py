@@ -108,8 +108,7 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{target}: expected a new name in a folder that exists")
     if form not in export.FORMATS:
         raise ConfigError(
-            f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or "
-            "--format dcp for a folder"
+            f"{target}: expected a name that ends in .safetensors or .pt, or a folder and --format hf"
         )
     if arguments.merge:
         from rollcall.train.checkpoint.tools import merged
@@ -150,9 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("target", type=Path, help=target)
     export.add_argument(
         "--format",
-        choices=("safetensors", "pt", "hf", "peft", "dcp"),
-        help="hf: a folder for transformers' from_pretrained; peft: for "
-        "PeftModel.from_pretrained; dcp: torch.distributed.checkpoint",
+        choices=("safetensors", "pt", "hf", "peft"),
+        help="hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained",
     )
     best = "the checkpoint with the best validation, not the newest"
     export.add_argument("--best", action="store_true", help=best)
