@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from rollcall.train.loggers import Once, last_in_metrics
+from rollcall.train.loggers import Once
 from rollcall.train.ranks.run import Run
 
 
@@ -26,7 +26,7 @@ class Wandb:
             config=run.config.model_dump(),
             resume="allow",
         )
-        self._once = Once(last_in_metrics(run))
+        self._once = Once(run)
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the values of a step that are new: files of several attempts are put together."""

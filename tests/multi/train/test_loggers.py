@@ -15,7 +15,7 @@ from ranks import Ranks, logged_steps
 
 from rollcall.records.run import LoggedStep
 from rollcall.records.run_dir import RunDir
-from rollcall.train.loggers import Once, last_in_metrics
+from rollcall.train.loggers import Once
 
 Points = list[tuple[int, float]]
 BLOCK = 2**15
@@ -103,7 +103,7 @@ def test_a_run_killed_twice_after_one_checkpoint_logs_no_step_twice(tmp_path: Pa
     path.mkdir()
     found: list[int] = []
     for first, last in ((1, 7), (5, 5), (5, 8)):
-        once = Once(last_in_metrics(run))
+        once = Once(run)
         LoggedStep.forget_after(path, first - 1)  # as the trainer does before its first line
         with run.run_dir.metrics.open("a") as file:
             for step in range(first, last + 1):

@@ -108,7 +108,8 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{target}: expected a new name in a folder that exists")
     if form not in export.FORMATS:
         raise ConfigError(
-            f"{target}: expected a name that ends in .safetensors or .pt, or a folder and --format hf"
+            f"{target}: expected a name that ends in .safetensors or .pt, or for a new folder "
+            "--format hf"
         )
     if arguments.merge:
         from rollcall.train.checkpoint.tools import merged
