@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from rollcall.config import Config, ConfigError
-from rollcall.messages.text import size
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
@@ -85,16 +84,6 @@ class Exact(Strategy):
         for tensor in self.model.state_dict().values():
             if not tensor.is_meta:  # as in a plan
                 dist.broadcast(tensor, 0)
-
-    def describe(self) -> str:
-        """Describe in one paragraph what each rank holds and exchanges."""
-        rounds = len(self._peers())
-        gradients = size(sum(weight.nbytes for weight in self.model.parameters()))
-        exchanges = f", with {rounds} exchanges of {gradients} per step" * bool(rounds)
-        return (
-            f"{super().describe()} Exact: each rank computes {len(self._own)} of {self._count} "
-            f"virtual shards of the batch; gradients are summed along a fixed tree{exchanges}."
-        )
 
     def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
         """Compute the gradient of the mean loss over `count` samples, summed shard by shard."""

@@ -12,7 +12,6 @@ from rollcall.config.schema import ConfigError
 from rollcall.messages.refusal import RankError
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.losses import arguments_of
-from rollcall.train.ranks.device import local_of
 
 Fill = Callable[[nn.Module, torch.device, torch.device], None]
 """Gives the tensors of a model on the meta device values: weights and buffers on these devices."""
@@ -74,10 +73,6 @@ class Part:
         """Return what makes the optimizer in place of `make`."""
         return make
 
-    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """Return a sentence about what this part communicates for the model."""
-        return ""
-
     def share(self, batch: Batch) -> Batch:
         """Return this rank's piece of samples that it shares with other ranks."""
         return batch
@@ -131,15 +126,6 @@ def one_input(batch: Batch, feature: str) -> torch.Tensor:
     raise ConfigError(
         f"{feature} expects samples with one input, a tensor, got {inputs}; choose ddp, zero1, "
         "zero2, zero3 or tensor, or let the data set return (input, target)"
-    )
-
-
-def local_bytes(module: nn.Module, of_gradients: bool = False) -> int:
-    """Return the bytes of the weights that this rank holds, or of the gradients that they get."""
-    return sum(
-        local_of(parameter).nbytes
-        for parameter in module.parameters()
-        if parameter.requires_grad or not of_gradients
     )
 
 

@@ -155,7 +155,6 @@ class Pipeline:
                 f"{len(groups)} layers with weights; choose at most {nearest}"
             )
         bounds = balance([group.cost for group in groups], self.stages)
-        self._sent = [groups[bound - 1].outputs for bound in bounds[1:-1]]
         self._names: list[str] = []
         found: list[nn.Module] = []
         for stage in range(self.stages):
@@ -171,13 +170,8 @@ class Pipeline:
         return found
 
     def describe(self) -> str:
-        """Describe the layers of this rank and the communication between stages."""
-        sent = " and ".join(dict.fromkeys(map(str, self._sent)))
-        return (
-            f"Its layers are {' and '.join(self._names)}; stages exchange {sent} values per "
-            f"sample and as many gradients, in {self._count} micro-batches per step "
-            f"({self._name})."
-        )
+        """Name the layers of this rank."""
+        return f" of layers {' and '.join(self._names)}"
 
     def forward_backward(
         self,

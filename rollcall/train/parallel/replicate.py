@@ -14,9 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from rollcall.config.schema import Parallel
-from rollcall.messages.text import size
 from rollcall.train import torch_private
-from rollcall.train.parallel.part import Part, local_bytes
+from rollcall.train.parallel.part import Part
 
 
 class Replicate(Part):
@@ -114,15 +113,6 @@ class Replicate(Part):
         if isinstance(self._state, powerSGD_hook.PowerSGDState):
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(self._state, memory).clear()
-
-    def describe(self, model: nn.Module) -> str:
-        """Describe the all-reduce."""
-        if dist.get_world_size() == 1:
-            return ""
-        how = self._options.compression
-        compressed = "" if how == "none" else f", compressed ({how})"
-        sent = size(local_bytes(model, of_gradients=True))
-        return f"Per step one all-reduce of {sent} of gradients{compressed}."
 
 
 def _constants(module: nn.Module) -> set[str]:

@@ -37,13 +37,13 @@ from rollcall.train.parallel.part import (
     evaluating,
     explain,
     flatten,
-    local_bytes,
     one_input,
     unflatten,
 )
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import Shard, has_weights, local_optimizer
 from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
+from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.world import World
 
 # Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
@@ -415,19 +415,18 @@ class Strategy:
         return torch.stack(found)
 
     def describe(self) -> str:
-        """Describe the mesh, the weights on rank 0 and the communication of a step."""
+        """Describe the mesh and the weights on rank 0."""
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         product = " × ".join(
             f"{degree} {ONE[name] if degree == 1 else MANY.get(name, f'{ONE[name]}s')}"
             for name, degree in self.degrees.items()
         )
-        sentences = [
+        held = sum(local_of(weight).nbytes for weight in self.model.parameters())
+        return (
             f"{ranks}{' = ' * bool(product)}{product}; rank {self.world.rank} holds "
-            f"{size(local_bytes(self.model))} of {size(self._whole)} of weights.",
-            self._pipeline.describe() if self._pipeline else "",
-            *(part.describe(self.model) for part in self._parts),
-        ]
-        return " ".join(filter(None, sentences))
+            f"{size(held)} of {size(self._whole)} of weights"
+            f"{self._pipeline.describe() if self._pipeline else ''}."
+        )
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
         """Return the optimizer that `make` returns for groups of this rank's parameters.

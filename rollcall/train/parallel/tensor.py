@@ -263,25 +263,6 @@ class Tensor(Part):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         return False
 
-    def describe(self, model: nn.Module) -> str:
-        """Describe the sums of activations."""
-        cuts = _matches(model, self._plan)
-        if not cuts:
-            return ""
-        # An embedding sums its output like rows, the head the gradient of its input like columns.
-        rows = [layer for _, cut, layer in cuts if cut == ROWS]
-        ends = [layer for _, cut, layer in cuts if isinstance(layer, nn.Embedding)]
-        columns = [layer for *_, layer in cuts if layer not in (*rows, *ends)]
-        forward = sum(layer.out_features for layer in rows)
-        forward += sum(layer.embedding_dim for layer in ends)
-        backward = sum(layer.in_features for layer in columns)
-        how = "(as reduce-scatters and all-gathers) " * self._sequence
-        return (
-            f"Each rank holds 1/{self._mesh.size()} of layers {', '.join(self._plan)}; per "
-            f"micro-batch all-reduces {how}of {forward} values per sample or token in the forward "
-            f"pass and at most {backward} in the backward pass."
-        )
-
 
 def _share_again(model: nn.Module, first: str, *others: str) -> None:
     weight = model.get_parameter(first)

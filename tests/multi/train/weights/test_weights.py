@@ -115,17 +115,16 @@ def test_frozen_parts_stay_and_new_ones_are_random(trained: Path, tmp_path: Path
     assert fresh["zero3"] == pytest.approx(fresh["pipeline"], rel=1e-6)
 
 
-def test_bf16_halves_the_gathers_and_the_plan_says_so(tmp_path: Path) -> None:
+def test_bf16_halves_the_gathers(tmp_path: Path) -> None:
     together(2, _traffic, tmp_path)
     for file in tmp_path.glob("rank-*.json"):
         for name, count in (("zero2", 1), ("zero3", 2)):
             fp32, bf16 = json.loads(file.read_text())[name]
             whole = fp32["weights"]
-            for said, found, size in (("", fp32, 4), (" in bf16", bf16, 2)):
+            for found, size in ((fp32, 4), (bf16, 2)):
                 gathered = whole * size // 4
-                assert f"all-gathers of {found['gathered']} of weights{said}" in found["text"]
-                assert found["_allgather_base_"] == count * gathered, (name, said)
-                assert found["_reduce_scatter_base_"] == whole, (name, said)
+                assert found["_allgather_base_"] == count * gathered, (name, size)
+                assert found["_reduce_scatter_base_"] == whole, (name, size)
 
 
 def _traffic(rank: int, folder: Path) -> None:
@@ -144,13 +143,9 @@ def _traffic(rank: int, folder: Path) -> None:
             strategy.model.zero_grad()
             with Collectives() as collectives:
                 strategy.forward_backward([batch], 8)
-            text = strategy.describe()
-            size = re.search(r"all-gathers of (\S+ \S+) of", text)
             found[name].append(
                 {
                     **collectives.bytes,
-                    "text": text,
-                    "gathered": size and size[1],
                     "weights": sum(4 * weight.numel() for weight in strategy.model.parameters()),
                 }
             )

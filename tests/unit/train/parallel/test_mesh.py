@@ -281,16 +281,3 @@ def test_columns_share_an_input_only_for_its_gradient(world: typing.Any) -> None
         torch.testing.assert_close(x.grad, expected)
         raise MemoryError
     assert not part._input, "the activations of a failed pass are released"
-
-
-def test_weights_that_are_not_trained_have_no_gradients_to_send() -> None:
-    from torch import nn
-
-    from rollcall.train.parallel.shard import Shard, ShardOptimizer
-
-    model = nn.Sequential(nn.Linear(10, 5, bias=False), nn.Linear(10, 20, bias=False))
-    model[1].requires_grad_(False)
-    mesh: typing.Any = types.SimpleNamespace(size=lambda *_: 2, device_type="cpu")
-    assert "broadcast 200 B of weights" in ShardOptimizer(mesh).describe(model)
-    said = Shard(mesh, 3, offload=False, gathers_bf16=False).describe(model)
-    assert "all-gathers of 2 kB of weights" in said and "scatters of 400 B of gradients" in said
