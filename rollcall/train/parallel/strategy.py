@@ -25,9 +25,8 @@ from rollcall.train.numerics.losses import Loss, Objective, Sums, in_fp32, outpu
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.parallel.assembly import parts, weights_mesh
-from rollcall.train.parallel.buffers import SharedBuffers
 from rollcall.train.parallel.experts import Balance, Experts
-from rollcall.train.parallel.gathering import of_all_ranks, twice
+from rollcall.train.parallel.gathering import SharedBuffers, of_all_ranks, twice
 from rollcall.train.parallel.gradients import LossWeights, by_mesh, clip
 from rollcall.train.parallel.part import (
     Fill,
