@@ -16,7 +16,7 @@ DATA_KEYS = {
     "num_samples": ("synthetic_images", "synthetic_tokens"),
 }
 """Keys that only some of the data sets use."""
-DDP_KEYS = ("bucket_mb", "static_graph", "compression")
+DDP_KEYS = ("bucket_mb", "compression")
 OUTER_KEYS = ("outer_lr", "outer_momentum")
 EXPERT_KEYS = (
     *("top_k", "expert_size", "shared_experts", "balance_rate", "balance_loss", "router_z_loss"),

@@ -244,9 +244,8 @@ class Model(Section):
     dropout: float = _key(0.0, ge=0, lt=1)
     """Probability that dropout zeroes a hidden unit."""
     init: str | None = _key(None, min_length=1, on_resume=OnResume.IGNORE)
-    """Weights to start from: a safetensors or torch.save file, a folder of Hugging Face or of
-    torch's distributed checkpoints, a run (its best checkpoint), or the name of weights in
-    torchvision, such as DEFAULT. Read only by a new run. Default: random numbers."""
+    """Weights to start from: a safetensors or torch.save file, a folder of Hugging Face, or a run
+    (its best checkpoint). Read only by a new run. Default: random numbers."""
     init_rename: str | None = _key(None, on_resume=OnResume.IGNORE)
     """Comma-separated rules old=new for the names of stored tensors, with at most one * on each
     side, such as backbone.*=encoder.*."""
@@ -404,8 +403,6 @@ class Parallel(Section):
     """Keep shards in host memory and update them on the CPU."""
     bucket_mb: float | None = _key(None, gt=0)
     """MiB of gradients per all-reduce of ddp. Default: PyTorch's."""
-    static_graph: bool = False
-    """Promise to ddp that every step uses the same weights."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = _key("none", on_resume=OnResume.TELL)
     """Compression of the gradients that ddp sends. It changes the result."""
     sync: Literal["step", "local-sgd", "diloco"] = _key("step", on_resume=OnResume.TELL)
@@ -467,11 +464,6 @@ class Checkpoint(Section):
     """Number of steps between checkpoints; null saves only by time, at the end and on a stop."""
     every_minutes: float | None = _key(None, gt=0)
     """Minutes between checkpoints, in addition to those by steps."""
-    auto_interval: bool = False
-    """Choose the time between checkpoints that minimizes lost work, from the cost of a save and how
-    often this run fails (Young, Daly)."""
-    mtbf_hours: float = _key(24, gt=0)
-    """Mean hours between failures that checkpoint.auto_interval assumes at first."""
     keep_last: int = _key(2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_every: int | None = _key(None, ge=1)

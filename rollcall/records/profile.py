@@ -69,7 +69,6 @@ class RankProfile(Whole):
             )
         kinds = {
             "trace": "trace, for https://ui.perfetto.dev: ",
-            "python": "flame graph: npx speedscope ",
             "memory": "allocator, for https://pytorch.org/memory_viz: ",
         }
         return rows + [

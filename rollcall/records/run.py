@@ -281,7 +281,7 @@ def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
 def noticed(directory: Path) -> list[str]:
     """Return the newest attempt's remarks about its ranks, in order."""
     texts: list[str] = []
-    having = (b'"started"', b'"straggler"', b'"memory_grows"')
+    having = (b'"started"', b'"straggler"')
     for line in read_lines(directory / EVENTS, having=having):
         if is_event(line) and line["event"] == "started":
             texts.clear()

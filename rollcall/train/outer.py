@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from rollcall.config.schema import Parallel
-from rollcall.messages.text import size
 from rollcall.train.checkpoint.engine import OUTER, REPLICAS
 from rollcall.train.numerics.ema import drop_gathered
-from rollcall.train.parallel.part import flatten, local_bytes, unflatten
+from rollcall.train.parallel.part import flatten, unflatten
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.activity import doing
 from rollcall.train.ranks.clock import COMMUNICATION, OTHER, clock
@@ -139,11 +138,11 @@ class Outer:
 
     def describe(self) -> str:
         """Describe the meetings."""
-        options, sent = self._options, local_bytes(self._model, of_gradients=True)
+        options = self._options
         how = "" if options.sync_compression == "none" else f" in {options.sync_compression}"
         return (
-            f"The replicas train alone and meet every {options.sync_every} steps ({options.sync}), "
-            f"with a mean of {size(sent)} of weights{how}."
+            f"The replicas train alone and meet every {options.sync_every} steps "
+            f"({options.sync}{how})."
         )
 
 

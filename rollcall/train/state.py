@@ -46,16 +46,11 @@ class Buffers:
 
     def keep(self) -> None:
         """Copy the buffers."""
-        if self._owners:
-            self._like = [*map(local_of, self.now())]
-            self._kept = flatten(self._like)
+        self._like = [*map(local_of, self.now())]
+        self._kept = flatten(self._like)
 
     def restore(self, where: torch.Tensor) -> None:
         """Restore the copies if `where` is true, on the device."""
-        if self._owners:
-            self._restore(where)
-
-    def _restore(self, where: torch.Tensor) -> None:
         pairs = zip(map(local_of, self.now()), unflatten(self._kept, self._like), strict=True)
         same = [(buffer, kept.to(buffer)) for buffer, kept in pairs if buffer.shape == kept.shape]
         now = [buffer for buffer, _ in same]
@@ -122,7 +117,8 @@ class TrainingState:
         self._config = config = run.config
         self.strategy, self.optimizer, self.objective = strategy, optimizer, objective
         self.local_optimizer = local_optimizer(optimizer)
-        self.buffers = Buffers(strategy.trained)
+        buffers = Buffers(strategy.trained)
+        self.buffers = buffers if buffers.now() else None
         turns, decay = bool(objective.loss.turns), config.optim.ema
         self.ema = Ema(strategy.model, decay, turns) if decay else None
         is_apart, device = strategy.replicas_apart is not None, run.world.device
@@ -162,20 +158,9 @@ class TrainingState:
         }
         return Audit({"model": self.strategy.model, "optim": self.local_optimizer, **unsaved})
 
-    def optimize(self, skipped: torch.Tensor) -> None:
-        """Let the optimizer change the weights, unless the step is skipped."""
-        own: Any = self.local_optimizer
-        reads = skipped.is_cuda and not self._config.parallel.cpu_offload
-        if reads and all(group.get("fused") for group in own.param_groups):
-            own.found_inf = skipped.float()  # the kernels read this on the device
-            self.optimizer.step()
-            own.found_inf = None
-        elif not skipped:  # this waits for the GPU
-            self.optimizer.step()
-
     def evaluated(self) -> AbstractContextManager[None]:
         """Give the model the weights to evaluate while the context is open."""
-        self.strategy.share(self.buffers.now())
+        self._share_buffers()
         self._average_ema()
         average = self.ema if self._config.optim.evaluate_ema else self.outer
         return average.in_place() if average else nullcontext()
@@ -183,6 +168,10 @@ class TrainingState:
     def meet(self, step: int) -> None:
         """Let replicas that train alone meet, if that is due after this step."""
         if self.outer and self.outer.meet(step):
+            self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        if self.buffers:
             self.strategy.share(self.buffers.now())
 
     def _average_ema(self) -> None:
@@ -192,7 +181,7 @@ class TrainingState:
 
     def read(self) -> dict[str, Any]:
         """Return all under global names, to save or to fill in place; all ranks call it."""
-        self.strategy.share(self.buffers.now())  # so that all saved ones belong together
+        self._share_buffers()  # so that all saved ones belong together
         return self.read_alone()
 
     def read_alone(self) -> dict[str, Any]:

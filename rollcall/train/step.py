@@ -216,12 +216,14 @@ class Gradient:
         MemoryError is raised, if the strategy cannot let the others know.
         """
         set_seed(self._run.config.seed, "step", self._strategy.stream, number - 1)
-        self._state.buffers.keep()
+        if self._state.buffers:
+            self._state.buffers.keep()
         if self._written:
             batch = self._written.keep(number, batch)
         self._objective.weights.clear()
         loss = self._objective.loss
-        loss.turn = loss.turn_of(number)
+        if loss.turns:
+            loss.turn = loss.turn_of(number)
         self.is_dropped = self.is_exhausted = self.is_unused = False
         self.samples, problem, self.number = self._order.count(number - 1), "", number
 
@@ -243,14 +245,18 @@ class Gradient:
         except UnusedWeights:
             self.is_unused, self.loss = True, torch.full((), torch.nan, device=self._device)
         except (MemoryError, RuntimeError) as error:
-            if not memory.is_exhausted(error):
-                explain(error)
-                raise
-            memory.snapshot(self._run, number)
-            problem = str(error) or type(error).__name__
+            problem = self._of_memory(error, number)
         if problem:  # only now has the exception released the activations
             memory.rejoin(self._run, self._strategy.finish_with_nan, problem, max(1, size // 2))
             self.is_exhausted, self.loss = True, torch.full((), torch.nan, device=self._device)
+
+    def _of_memory(self, error: MemoryError | RuntimeError, number: int) -> str:
+        """Describe an error of a pass that ran out of memory; raise any other."""
+        if not memory.is_exhausted(error):
+            explain(error)
+            raise error
+        memory.snapshot(self._run, number)
+        return str(error) or type(error).__name__
 
     def count(self) -> float | torch.Tensor:
         """Return how many samples count over all ranks, each in so far as its targets do."""
@@ -274,7 +280,8 @@ class Gradient:
         if self._written:
             changed = self._written.names()
             self._written.restore(self.number)
-        self._state.buffers.restore(torch.ones((), dtype=torch.bool, device=self._device))
+        if self._state.buffers:
+            self._state.buffers.restore(torch.ones((), dtype=torch.bool, device=self._device))
         self._run.measures.end_step(is_used=False)
         return changed
 
@@ -291,6 +298,7 @@ class Updater:
         self._state = state
         self._schedule = schedules.Schedule(run.config)
         self._ratios = schedules.ratios(run.config.optim, state.optimizer)
+        self._local: Any = state.local_optimizer  # of this rank's weights
         self._counted: float | torch.Tensor = 0.0
         self._newest: tuple[torch.Tensor, torch.Tensor, bool, bool, float | torch.Tensor]
         self.skipped = NO  # whether the newest update was skipped, on every rank
@@ -331,12 +339,20 @@ class Updater:
 
         # The optimizer, and what follows the weights.
         rate = self._schedule(number - 1, self._order.steps)
-        schedules.set_learning_rate(state.optimizer, rate, self._ratios)
+        for group, ratio in zip(state.optimizer.param_groups, self._ratios, strict=True):
+            group["lr"] = rate * ratio
         self.begun = number
-        state.optimize(skipped)
+        own, reads = self._local, skipped.is_cuda and not self._config.parallel.cpu_offload
+        if reads and all(group.get("fused") for group in own.param_groups):
+            own.found_inf = skipped.float()  # the kernels read this on the device
+            state.optimizer.step()
+            own.found_inf = None
+        elif not skipped:  # this waits for the GPU
+            state.optimizer.step()
         if self.unused is not None:
-            optim.check_state(self._config.optim, state.local_optimizer)
-        state.buffers.restore(skipped)
+            optim.check_state(self._config.optim, self._local)
+        if state.buffers:
+            state.buffers.restore(skipped)
         if state.ema:
             state.ema.update(skipped)
         if scaler:

@@ -11,6 +11,7 @@ from typing import Any
 from rollcall.config.schema import ConfigError
 from rollcall.records.run import LoggedStep, Validation
 from rollcall.system.files import Journal
+from rollcall.train.checkpoint.scores import ranked
 from rollcall.train.data import identity
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
@@ -21,7 +22,6 @@ from rollcall.train.numerics import metrics
 from rollcall.train.numerics.losses import NOTHING, Loss
 from rollcall.train.numerics.randomness import next_numbers, set_seed
 from rollcall.train.parallel.strategy import Strategy
-from rollcall.train.patience import Patience
 from rollcall.train.ranks.agreement import Action, Step
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.stop import Stop
@@ -33,6 +33,55 @@ VAIN = 10
 """Steps without any target that counts, after which a run is refused."""
 OnLogged = Callable[[int, Mapping[str, Any]], None]
 """Called with the step and the values of a line of metrics.jsonl."""
+
+
+class Patience:
+    """Counts evaluations without an improvement; all ranks make each call together."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._most = run.config.train.stop_after
+        self._name, self._sign = ranked(run.config.train.stop_metric)
+        self._scores: dict[int, float] = {}  # by step; more is better
+
+    @property
+    def reason(self) -> str:
+        """The reason to stop the run early, or an empty text."""
+        scores = [self._scores[step] for step in sorted(self._scores)]
+        if self._most is None or not scores:
+            return ""
+        since = len(scores) - 1 - scores.index(max(scores))
+        if since < self._most:
+            return ""
+        return f"{self._name} has not improved in {since} evaluations"
+
+    def recall(self, step: int) -> None:
+        """Read the evaluations up to this step, which earlier attempts recorded."""
+        world, found = self._run.world, {}
+        if self._most and world.is_main:
+            for event in self._run.run_dir.read_events("evaluated"):
+                value = event.get(self._name)
+                if isinstance(value, int | float) and event.get("step", math.inf) <= step:
+                    found[event["step"]] = self._score(value)
+        self._scores = dict(world.broadcast([*found.items()]))
+
+    def add(self, step: int, figures: dict[str, float]) -> None:
+        """Note an evaluation; raise ConfigError if it has no metric that the run watches."""
+        train, best = self._run.config.train, self._run.config.checkpoint.keep_best
+        for key, metric in (
+            ("train.stop_metric", train.stop_metric if self._most else None),
+            ("checkpoint.keep_best", best),
+        ):
+            if metric and ranked(metric)[0] not in figures:
+                raise ConfigError(
+                    f"{key}={metric}: the evaluation has no such figure; it has "
+                    f"{', '.join(figures)}"
+                )
+        if self._most:
+            self._scores[step] = self._score(figures[self._name])
+
+    def _score(self, value: float) -> float:
+        return -math.inf if math.isnan(value) else self._sign * value  # NaN is the worst
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,12 @@ from rollcall.system.process import keep_output
 from rollcall.train import models
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.data import packing, sets
-from rollcall.train.data.calling import check_arguments
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.exact.recorder import Recorder
 from rollcall.train.exact.strategy import Exact
 from rollcall.train.health import crosscheck
-from rollcall.train.health.replicas import Replicas
+from rollcall.train.health.replicas import Replicas, Units
 from rollcall.train.health.spread import Spread
-from rollcall.train.health.units import Units
 from rollcall.train.health.watchdog import Watchdog
 from rollcall.train.loggers import Callbacks
 from rollcall.train.metrics import Metrics
@@ -35,6 +33,7 @@ from rollcall.train.numerics import losses, optim, precision, trial
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.hidden import left_alone
 from rollcall.train.numerics.randomness import set_seed
+from rollcall.train.parallel.part import check_arguments
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
 from rollcall.train.profiling.phases import PhaseTimes

@@ -68,7 +68,6 @@ COMMANDS = [
     ["checkpoint", "list", "it"],
     ["checkpoint", "verify", "it"],
     ["checkpoint", "show", "it"],
-    ["checkpoint", "diff", "runs/it", "runs/by-hand"],
 ]
 SLOW = [
     ["train", *TRAINING, "train.steps=5", "run.name=it"],

@@ -70,7 +70,6 @@ predict it --split validation
 generate it --help
 checkpoint list runs/it
 checkpoint verify runs/it
-checkpoint diff runs/it runs/other
 replay it""".splitlines()
 HARMLESS = {
     "train": "--print-config", "submit": "--dry-run", "reproduce": "--dry-run"

@@ -29,9 +29,9 @@ from rollcall.train.checkpoint.tools.export import export
 from rollcall.train.data import sets
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.numerics import losses
-from rollcall.train.parallel.part import local_bytes
 from rollcall.train.parallel.shard import units
 from rollcall.train.parallel.strategy import OPTIONS, Strategy
+from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.world import World
 from rollcall.train.weights import start
 
@@ -85,7 +85,9 @@ def _rank(words: list[str], folder: Path) -> None:
         peaks["weights of the model"] = sum(rest)
         peaks["largest block or tensor"] = max([*counts, *rest])
         strategy.place(begin.model, example, begin.fill)
-        peaks["weights of the rank"] = local_bytes(strategy.model)
+        peaks["weights of the rank"] = sum(
+            local_of(weight).nbytes for weight in strategy.model.parameters()
+        )
 
     def state() -> dict[str, object]:
         return {"model": state_dict.get_model_state_dict(strategy.model, options=OPTIONS)}

@@ -25,9 +25,9 @@ NAMES += ["..", "../x", "/tmp/x", ".hidden", "a/b", "a;b", "a%j", "x" * 101]
 NOBODY = 65534
 PICKLES = {ROOT / "rollcall/train/data/workers.py", ROOT / "rollcall/train/weights/stored.py"}
 PICKLES |= {ROOT / "rollcall/launch/api/call.py"}
-"""One pickles between a rank and the processes that it has forked itself. One reads torch's
-distributed checkpoints with an unpickler that makes nothing but their records. One has the function
-that a program submits, and its result: only the ranks, and that program, import it."""
+"""One pickles between a rank and the processes that it has forked itself. One names the error with
+which torch refuses a pickle. One has the function that a program submits, and its result: only the
+ranks, and that program, import it."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,7 +148,7 @@ def test_a_refused_pickle_comes_without_advice_to_run_it(tmp_path: Path) -> None
     with pytest.raises(
         ConfigError, match=r"pickle of more than tensors, with pathlib\.Path"
     ) as error:
-        open_(str(tmp_path / "theirs.pt"), "cnn")
+        open_(str(tmp_path / "theirs.pt"))
     assert "weights_only" not in str(error.value)
 
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_650, 8_000
+CORE_LINES, TOOLS_LINES = 39_980, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 62,
     "rollcall/cli": 396,
-    "rollcall/config": 2489,
+    "rollcall/config": 2481,
     "rollcall/launch": 1,
     "rollcall/launch/api": 347,
     "rollcall/launch/batch": 675,
@@ -47,30 +47,30 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/submission": 2523,
     "rollcall/launch/sweep": 411,
     "rollcall/messages": 246,
-    "rollcall/records": 1240,
+    "rollcall/records": 1239,
     "rollcall/system": 813,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 573,
-    "rollcall/tools/bench": 1761,
+    "rollcall/tools/bench": 1760,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
-    "rollcall/train": 2433,
-    "rollcall/train/checkpoint": 3453,
-    "rollcall/train/data": 3073,
-    "rollcall/train/exact": 673,
-    "rollcall/train/health": 1150,
-    "rollcall/train/inference": 868,
-    "rollcall/train/loggers": 360,
+    "rollcall/train": 2429,
+    "rollcall/train/checkpoint": 3246,
+    "rollcall/train/data": 2996,
+    "rollcall/train/exact": 662,
+    "rollcall/train/health": 1143,
+    "rollcall/train/inference": 861,
+    "rollcall/train/loggers": 291,
     "rollcall/train/models": 1127,
-    "rollcall/train/numerics": 1884,
-    "rollcall/train/parallel": 3143,
-    "rollcall/train/profiling": 756,
+    "rollcall/train/numerics": 1893,
+    "rollcall/train/parallel": 3028,
+    "rollcall/train/profiling": 669,
     "rollcall/train/ranks": 1370,
     "rollcall/train/recovery": 734,
     "rollcall/train/torch_private": 333,
-    "rollcall/train/weights": 944,
+    "rollcall/train/weights": 853,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -1,7 +1,7 @@
 """`rollcall profile RUN`: profile a few steps of a live run, without a restart.
 
-The ranks write a trace for Perfetto or Chrome, a flame graph of Python for speedscope, and tables,
-which this command waits for and prints. The exit code is 1 if no profile came in time.
+The ranks write a trace for Perfetto or Chrome, and tables, which this command waits for and prints.
+The exit code is 1 if no profile came in time.
 """
 
 import time

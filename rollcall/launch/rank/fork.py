@@ -271,19 +271,19 @@ def _wait(pids: Sequence[int], options: argparse.Namespace, store: KeyValueStore
             if code > 0 and has_failed(code):  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
         elif clock.read() > end:
-            late = set(pids) - set(codes)
-            saves = clock.read() < end + RESCUE and any(map(process.rescues, late))
+            remaining = set(pids) - set(codes)
+            saves = clock.read() < end + RESCUE and any(map(process.rescues, remaining))
             facts = RestartFacts(rescuing=saves)
             if decide("ranks end", "time is up", facts).action == "wait":
                 time.sleep(0.02)
                 continue
-            for pid in late:
+            for pid in remaining:
                 os.kill(pid, signal.SIGKILL)
             break
         elif shared and look.is_due() and shared.check(others):
             servers = set(pids) - set(codes)
-            for late in servers:
-                os.kill(late, signal.SIGKILL)
+            for remaining in servers:
+                os.kill(remaining, signal.SIGKILL)
         else:
             time.sleep(0.02 if shared else 0.002)
     if any(codes.values()):

@@ -62,8 +62,7 @@ MODELS: dict[str, Callable[[Model, Source], nn.Module]] = {
     "transformer": transformer,
 }
 PIECES = {
-    "step": ("set_seed",),
-    "state": ("TrainingState.optimize",),
+    "step": ("set_seed", "Updater.apply"),
     "data.order": ("Order.plan",),
     "data.reader": ("Reader.read",),
     "parallel.strategy": ("Strategy.forward_backward", "Strategy.clip"),

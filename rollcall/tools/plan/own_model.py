@@ -17,9 +17,9 @@ from rollcall.tools.plan.model import Model, Part, Product, attention_flops, tra
 from rollcall.tools.plan.step_time import PASSES
 from rollcall.train import models
 from rollcall.train.data import sets
-from rollcall.train.data.calling import outputs_of
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.data.source import Batch, Source
+from rollcall.train.numerics.losses import outputs_of
 from rollcall.train.parallel.shard import units
 from rollcall.train.ranks.world import Place, World
 from rollcall.train.torch_private import TorchDispatchMode, storage_key, tree_leaves

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from rollcall.train.checkpoint import engine
-from rollcall.train.checkpoint.pending_save import SaveResult
+from rollcall.train.checkpoint.engine import SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import differs
 from rollcall.train.numerics import optim

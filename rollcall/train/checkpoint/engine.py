@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from rollcall.messages.text import listed
 from rollcall.train.checkpoint import background, layout, manifest, read, write
 from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
 from rollcall.train.checkpoint.contents import OBJECTS, Damaged, Manifest
-from rollcall.train.checkpoint.pending_save import PendingSave, SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import WritePlan
 
@@ -32,6 +32,74 @@ Runs that have neither, or another number of replicas, can still load the rest."
 
 FIRST = 0.1
 """Seconds for which ranks let the first replica begin to save what is left after a loss."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The result of a save."""
+
+    step: int
+    facts: dict[str, Any]
+    problem: str  # why it failed; empty if it succeeded
+    stall: float  # seconds for which it held up training on this rank
+    seconds: float  # from its start until this rank knew that it had ended
+
+
+@dataclass
+class PendingSave:
+    """A save in flight, on which all ranks agree: they see only sums of `signals` over all ranks.
+
+    When all have written their parts, rank 0, or on local disks one rank of each node, publishes.
+    """
+
+    store: CheckpointStore
+    step: int
+    facts: dict[str, Any]
+    written: Path  # the directory that all ranks write into
+    part_job: WriteJob  # writes this rank's part
+    publish: Callable[[], object]  # called when all parts are written, if this rank publishes
+    began: float  # by time.monotonic
+    late: str = ""  # why the ranks stopped waiting for it; empty until they do
+    _publishing: WriteJob | None = None
+    _all_written: bool = False
+
+    def __post_init__(self) -> None:
+        self._stall = time.monotonic() - self.began  # training continues from here
+
+    def signals(self) -> list[bool]:
+        """Return three flags of this rank: its part is written, it has published, it has failed."""
+        published = self._publishing is not None and self._publishing.poll() == ""
+        return [self.part_job.poll() == "", published, bool(self._problem())]
+
+    def settle(self, sums: Sequence[float]) -> SaveResult | None:
+        """Act on the sums of all ranks' signals; return the result once the save has ended."""
+        written, published, failed = sums
+        if failed:
+            return self._result(self._fail())
+        if published == len(self.store.publishers):
+            return self._result("")
+        if written == self.store.world.world_size and not self._all_written:
+            self._all_written = True
+            if self.store.publishes:
+                self._publishing = ThreadJob(self.publish)
+        return None
+
+    def _problem(self) -> str:
+        problems = (job.poll() for job in (self.part_job, self._publishing) if job)
+        return next(filter(None, problems), self.late)
+
+    def _fail(self) -> str:
+        problem = self.store.world.first_problem(self._problem())
+        self.part_job.abandon()
+        # The publishing thread may be renaming it now; deleting would empty the checkpoint.
+        may_be_published = self._publishing is not None and not self._publishing.poll()
+        if self.store.publishes and not may_be_published:
+            ThreadJob(partial(rmtree, self.written, ignore_errors=True))
+        return problem
+
+    def _result(self, problem: str) -> SaveResult:
+        seconds = time.monotonic() - self.began
+        return SaveResult(self.step, self.facts, problem, self._stall, seconds)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from rollcall.records.run_dir import RunDir
 from rollcall.system.files import write_atomic
 from rollcall.train.checkpoint import layout, lending, manifest, read, write
 from rollcall.train.checkpoint.contents import Chunk, Damaged
-from rollcall.train.checkpoint.engine import Engine
-from rollcall.train.checkpoint.pending_save import SaveResult
+from rollcall.train.checkpoint.engine import Engine, SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import identify
 from rollcall.train.ranks.world import World

@@ -1,5 +1,6 @@
 """The saves of a run: when, to which storage, and the reports about them."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -7,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollcall.train.checkpoint import node_local
-from rollcall.train.checkpoint.cadence import Best, Cadence
 from rollcall.train.checkpoint.contents import OBJECTS
-from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, restore
+from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SaveResult, restore
 from rollcall.train.checkpoint.node_local import LocalTier
-from rollcall.train.checkpoint.pending_save import SaveResult
+from rollcall.train.checkpoint.scores import Best
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import differs
 from rollcall.train.ranks.activity import doing
@@ -53,7 +53,7 @@ class Saver:
         self.problem = ""  # why the newest save to shared storage failed; empty if it succeeded
         self._run, self._deadline = run, deadline
         self._make_state, self._facts = make_state, facts or {}
-        self._cadence = Cadence(options)
+        self._is_due, self._began = False, time.monotonic()  # a save; the newest one
         self._best = Best(options.keep_best)
         self._hooks = Hooks(run.run_dir.check_claim, self._refused, deadline.is_late)
         keep = options.keep_last, options.keep_every, lambda: self._best.step
@@ -88,8 +88,6 @@ class Saver:
     def resume(self) -> Restored | None:
         """Load the newest intact checkpoint, if any; ConfigError if only unusable ones exist."""
         run, tiers = self._run, self._tiers()
-        if run.world.is_main:
-            self._cadence.start(run.run_dir.read_events())
         for tier in tiers:
             tier.clean()
         # What objects hold has any form, and need not be there before it is restored.
@@ -121,14 +119,15 @@ class Saver:
     def report(self) -> Saves:
         """Return this rank's view of the saves in flight, and whether rank 0's clock is up."""
         local = self._local.engine.signals() if self._local else []
-        clock = self._run.world.is_main and self._cadence.clock_is_up() and not self._target.busy
+        minutes = self._run.config.checkpoint.every_minutes or math.inf
+        is_up = not self._is_due and time.monotonic() - self._began > 60 * minutes
+        clock = self._run.world.is_main and is_up and not self._target.busy
         return Saves(self.checkpoints.signals(), local, clock)
 
     @doing("saving a checkpoint", may_take_long=True)
     def settle(self, step: Step, agreed: Saves) -> Action:  # noqa: ARG002
         """Act on the sums of all ranks' reports."""
-        if agreed.clock:
-            self._cadence.request()
+        self._is_due |= bool(agreed.clock)
         self._ended(self.checkpoints, self.checkpoints.settle(agreed.shared))
         if self._local:
             self._ended(self._local.engine, self._local.engine.settle(agreed.local))
@@ -136,14 +135,15 @@ class Saver:
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
         """Note the metrics of an evaluation; request a save of the best model so far."""
-        if self._best.evaluated(step, metrics):
-            self._cadence.request()
+        self._is_due |= self._best.evaluated(step, metrics)
         # The last save of the run waits for its evaluation.
         self.checkpoints.amend(step, **self._best.facts(step))
 
     def is_due(self, step: int) -> bool:
         """Return True to save after this step: for its number, the clock, or its metrics."""
-        return self._cadence.is_due(step) and step not in (self._saved_at, self._local_at)
+        every = self._run.config.checkpoint.every
+        self._is_due |= bool(every and step % every == 0)
+        return self._is_due and step not in (self._saved_at, self._local_at)
 
     @doing("saving a checkpoint", may_take_long=True)
     def begin(self, step: int, **facts: Any) -> None:
@@ -207,7 +207,11 @@ class Saver:
         or if it would take longer than to repeat the steps since the one before.
         """
         saved = max(self._saved_at or 0, self._local_at or 0)
-        if self._rescue and step > saved and self._cadence.seconds > self._deadline.save_seconds:
+        if (
+            self._rescue
+            and step > saved
+            and time.monotonic() - self._began > self._deadline.save_seconds
+        ):
             state, facts = make_state(), self._facts_of(step, facts)
             if self.checkpoints.rescue(step, state, f"rescue-{self._rescue}", **facts):
                 text = f"saved step {step}, because other ranks are lost"
@@ -230,7 +234,7 @@ class Saver:
         return [*local, self.checkpoints]  # the fastest to read first
 
     def _begin(self, engine: Engine, step: int, facts: dict[str, Any]) -> None:
-        self._cadence.begin()
+        self._is_due, self._began = False, time.monotonic()
         state = self._make_state()
         self._tell_differences(state.get(OBJECTS, {}), step)
         engine.begin(step, state, **self._facts_of(step, facts))
@@ -267,8 +271,6 @@ class Saver:
             self._saved_at = step
             self._best.saved(step, result.facts)
             self._record(result)
-            if self._target is self.checkpoints:
-                self._cadence.adapt(result.stall, result.seconds)
         if self._local:
             self._local.copy_next()
 
@@ -276,11 +278,10 @@ class Saver:
         step, keep_every = result.step, self._run.config.checkpoint.keep_every
         if result.problem:
             self._leave_local(step, result.problem)
-            self._cadence.request()  # to shared storage
+            self._is_due = True  # to shared storage
             return
         self._local_at = step
         self._record(result, local=True)
-        self._cadence.adapt(result.stall, result.seconds)
         may_be_best = self._best.score(result.facts.get("metrics", {})) is not None
         local.queue(result, may_be_best or bool(keep_every and step % keep_every == 0))
 

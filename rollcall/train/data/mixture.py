@@ -16,12 +16,8 @@ class Mixture(Dataset[Any]):
     follow each other: the order of the training mixes them.
     """
 
-    def __init__(self, sets: Sequence[Any], weights: Sequence[float], size: int = 0) -> None:
-        """Mix data sets in proportion to their weights.
-
-        Args:
-            weights: one for each data set, in any unit.
-            size: samples of an epoch; by default enough to draw every sample at least once.
+    def __init__(self, sets: Sequence[Any], weights: Sequence[float]) -> None:
+        """Mix data sets in proportion to their weights, in any unit; every sample is drawn.
 
         Raises:
             ConfigError: the weights do not fit the sets.
@@ -38,15 +34,7 @@ class Mixture(Dataset[Any]):
         self._sets = list(sets)
         share = np.array(weights, dtype=float) / sum(weights)
         rounds = max(len(samples) / part for samples, part in zip(sets, share, strict=True) if part)
-        counts = np.ceil(share * rounds - 1e-6)
-        self._ends = np.rint((share * size if size else counts).cumsum()).astype(np.int64)
-        for number, count in enumerate(np.diff(self._ends, prepend=0)):
-            if 0 < count < len(sets[number]):
-                raise ConfigError(
-                    f"a mixture of size={size} would draw the same {count} of the "
-                    f"{len(sets[number])} samples of set {number} in every epoch: give a larger "
-                    "size, or a smaller part of the set"
-                )
+        self._ends = np.ceil(share * rounds - 1e-6).cumsum().astype(np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

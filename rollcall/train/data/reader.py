@@ -11,7 +11,7 @@ from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import Form, SampleError
 from rollcall.train.data.source import Batch, BatchDataset
 from rollcall.train.data.stream import Stream, StreamPosition
-from rollcall.train.numerics.randomness import set_cpu_seed
+from rollcall.train.numerics.randomness import set_seed
 
 NEIGHBOURS = 1000
 """Following samples that are tried in place of an unreadable one."""
@@ -105,7 +105,7 @@ class Reader:
                 raise TypeError(f"{name} returned a {type(batch).__name__}; expected a Batch")
             if self._form.collate is None:
                 return batch
-        set_cpu_seed(self._seed, "sample", epoch, sample)
+        set_seed(self._seed, "sample", epoch, sample, gpus=False)
         if isinstance(self._dataset, BatchDataset):
             return batch.map(lambda rows: rows[0])[:2]
         return self._dataset[sample]

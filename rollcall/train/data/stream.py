@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import Form, SampleError
 from rollcall.train.data.packing import AHEAD, Packed, fitted
-from rollcall.train.numerics.randomness import set_cpu_seed
+from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.torch_private import tree_leaves, tree_map
 
 PARTS = 128
@@ -108,7 +108,7 @@ class Stream(Dataset[Any]):
 
     def _set_epoch(self) -> None:
         # Both set_epoch() and __iter__() may shuffle.
-        set_cpu_seed(self._seed, "stream", "epoch", self._epoch)
+        set_seed(self._seed, "stream", "epoch", self._epoch, gpus=False)
         if hasattr(self._samples, "set_epoch"):
             self._samples.set_epoch(self._epoch)
 
@@ -117,7 +117,7 @@ class Stream(Dataset[Any]):
             if self._iterator is None:
                 self._set_epoch()
                 self._iterator = iter(self._samples)
-            set_cpu_seed(self._seed, "stream", self._at)
+            set_seed(self._seed, "stream", self._at, gpus=False)
             with suppress(StopIteration):
                 sample = next(self._iterator)
                 self._at += 1
@@ -194,7 +194,7 @@ class Shards(Stream):
         if shard is None or shard.key != (epoch, number) or row < shard.next - 1:
             shard = self._open[part] = _Shard((epoch, number), self._start(epoch, number))
         while shard.next <= row:
-            set_cpu_seed(self._seed, "shard", epoch, number, shard.next)
+            set_seed(self._seed, "shard", epoch, number, shard.next, gpus=False)
             self._advance(shard)
         return shard.last
 
@@ -213,7 +213,7 @@ class Shards(Stream):
 
     def _start(self, epoch: int, number: int) -> Iterator[Any]:
         shard = self._shards[number]
-        set_cpu_seed(self._seed, "shard", "epoch", epoch, number)
+        set_seed(self._seed, "shard", "epoch", epoch, number, gpus=False)
         if hasattr(shard, "set_epoch"):
             shard.set_epoch(epoch)
         return iter(shard)

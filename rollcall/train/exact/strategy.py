@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from rollcall.config import Config, ConfigError
-from rollcall.messages.text import size
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.numerics.randomness import set_seed
@@ -86,16 +85,6 @@ class Exact(Strategy):
             if not tensor.is_meta:  # as in a plan
                 dist.broadcast(tensor, 0)
 
-    def describe(self) -> str:
-        """Describe in one paragraph what each rank holds and exchanges."""
-        rounds = len(self._peers())
-        gradients = size(sum(weight.nbytes for weight in self.model.parameters()))
-        exchanges = f", with {rounds} exchanges of {gradients} per step" * bool(rounds)
-        return (
-            f"{super().describe()} Exact: each rank computes {len(self._own)} of {self._count} "
-            f"virtual shards of the batch; gradients are summed along a fixed tree{exchanges}."
-        )
-
     def forward_backward(self, micro_batches: Sequence[Batch], count: float) -> torch.Tensor:
         """Compute the gradient of the mean loss over `count` samples, summed shard by shard."""
         step_seed, self._scale = torch.initial_seed(), 1 / count
@@ -110,7 +99,7 @@ class Exact(Strategy):
         for number, shard in zip(self._own, shards, strict=True):
             set_seed(step_seed, "shard", number)
             with self._around(last=number == self._own[-1]):
-                loss = self._loss_of(self._callable, shard)
+                loss = self._loss_of(self._callables[0], shard)
                 clock.enter(BACKWARD)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())

@@ -1,6 +1,7 @@
 """Check that ranks which hold the same weights or buffers agree.
 
-Each exchange compares the fingerprint of the next piece on all ranks that should hold it.
+Each exchange compares the fingerprint of the next piece on all ranks that should hold it; `Units`
+compares which weights were gathered.
 """
 
 import math
@@ -12,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from rollcall.config import ConfigError
+from rollcall.messages.text import listed
+from rollcall.train.parallel.shard import Shard
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.agreement import Action, FaultError, Number, Step, one_slot
 from rollcall.train.ranks.device import local_of
@@ -137,3 +141,41 @@ def fingerprint(numbers: torch.Tensor) -> torch.Tensor:
     bits = numbers.contiguous().view(INTEGER_TYPES[numbers.element_size()])
     # Integer sums do not depend on the order of addition.
     return bits.sum(dtype=torch.int64).remainder(MODULUS).float()
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Sums over the ranks: all traces are equal if their variance is zero."""
+
+    total: float
+    squares: float
+
+
+class Units:
+    """The member of the step that compares what the ranks have gathered since the start."""
+
+    def __init__(self, run: Run, shard: Shard) -> None:
+        self._run, self._shard = run, shard
+
+    def report(self) -> Traces:
+        """Return this rank's trace."""
+        trace = self._shard.trace
+        return Traces(trace, trace**2)
+
+    def settle(self, step: Step, agreed: Traces) -> Action:
+        """Go on if all ranks have gathered the same; otherwise raise ConfigError on all ranks."""
+        world = self._run.world
+        if agreed.squares * world.world_size == agreed.total**2:
+            return Action.CONTINUE
+        uses = self._shard.uses()
+        of_ranks = world.gather(torch.tensor([*uses.values()]))
+        differs = (of_ranks != of_ranks[0]).any(0).tolist()
+        names = [name or "the model" for name, odd in zip(uses, differs, strict=True) if odd]
+        what = listed(names) or "modules in another order"
+        raise ConfigError(
+            f"the ranks did not use the same weights before step {step.number + 1}, so the "
+            f"weights of different modules are mixed up: some ranks alone used {what}; "
+            f"{self._run.config.parallel.choice} gathers weights on all ranks together: set "
+            "parallel.conditional to their names, such as experts.*, to keep them whole on each "
+            "rank, or choose parallel.strategy=ddp or zero1, and start again"
+        )

@@ -73,7 +73,7 @@ def load(
     from torch.distributed.checkpoint import state_dict
 
     from rollcall.train import models
-    from rollcall.train.checkpoint import cadence
+    from rollcall.train.checkpoint import scores
     from rollcall.train.checkpoint.engine import Engine
     from rollcall.train.checkpoint.store import CheckpointStore
     from rollcall.train.data import sets
@@ -120,7 +120,7 @@ def load(
     step = checkpoints.store.newest()
     if best:
         with world.together():
-            step = cadence.best(run_dir.checkpoints) if world.is_main else None
+            step = scores.best(run_dir.checkpoints) if world.is_main else None
         step = world.broadcast(step)
     assert step is not None, "the newest checkpoint is never removed"
     if not config.checkpoint.save_frozen:

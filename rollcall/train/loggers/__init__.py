@@ -31,26 +31,19 @@ METHODS = ("logged", "report", "settle", "close")
 class Once:
     """Leaves out what was logged before, by an earlier attempt or before a rollback."""
 
-    def __init__(self, last: Callable[[str], int]) -> None:
-        """Ask for the last step that earlier attempts have logged of a name, or -1."""
-        self._ask = last
+    def __init__(self, run: Run) -> None:
+        """Learn the last step of each name in metrics.jsonl, and of those forgotten there."""
         self._last: dict[str, int] = {}
+        for file in (ForgottenStep.FILE, LoggedStep.FILE):
+            for line in read_lines(run.run_dir.path / file):
+                step = line.get("step", 0)
+                self._last |= {name: max(self._last.get(name, 0), step) for name in line}
 
     def new(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values whose names have none of this step or of a later one."""
-        self._last |= {name: self._ask(name) for name in values if name not in self._last}
-        new = {name: value for name, value in values.items() if step > self._last[name]}
+        new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
         self._last.update(dict.fromkeys(new, step))
         return new
-
-
-def last_in_metrics(run: Run) -> Callable[[str], int]:
-    """Return the last step of a name in metrics.jsonl, and of those that were forgotten there."""
-    last: dict[str, int] = {}
-    for file in (ForgottenStep.FILE, LoggedStep.FILE):
-        for line in read_lines(run.run_dir.path / file):
-            last |= {name: max(last.get(name, 0), line.get("step", 0)) for name in line}
-    return lambda name: last.get(name, -1)
 
 
 def _is_member(callback: Any) -> bool:

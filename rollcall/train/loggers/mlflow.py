@@ -21,7 +21,7 @@ class MLflow:
         """Start or continue the run of this directory."""
         tracking: Any = importlib.import_module("mlflow.tracking")
         self._metric: Any = importlib.import_module("mlflow.entities").Metric
-        self._once = Once(self._last)
+        self._once = Once(run)
         path = run.run_dir.path.absolute()
         database = f"sqlite:///{path}/mlflow.db"  # newer versions refuse a directory
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or database
@@ -43,10 +43,6 @@ class MLflow:
         now, new = int(time.time() * 1000), self._once.new(step, values)
         points = [self._metric(name, float(value), now, step) for name, value in new.items()]
         self._client.log_batch(self._id, points)
-
-    def _last(self, name: str) -> int:
-        points = self._client.get_metric_history(self._id, name)
-        return max((point.step for point in points), default=-1)
 
     def close(self) -> None:
         """Mark the run as finished."""

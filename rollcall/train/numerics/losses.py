@@ -15,7 +15,7 @@ from rollcall.config.schema import Config, ConfigError
 from rollcall.train.numerics import cross_entropy
 from rollcall.train.numerics.cross_entropy import IGNORED
 from rollcall.train.numerics.metrics import check_name
-from rollcall.train.torch_private import tree_leaves
+from rollcall.train.torch_private import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from rollcall.train.numerics.precision import Scaler
@@ -69,6 +69,30 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             f"and {tuple(targets.shape)}; for classification use train.loss=cross_entropy"
         )
     return (outputs - targets).square().reshape(len(targets), -1).mean(1)
+
+
+def outputs_of(model: nn.Module, batch: Any) -> Any:
+    """Return the model's outputs for a batch: the `logits` of a model of Hugging Face.
+
+    A tuple of inputs is passed as positional arguments, a dictionary as named arguments.
+    """
+    positional, named = arguments_of(batch.inputs)
+    outputs = model(*positional, **named)
+    return getattr(outputs, "logits", outputs)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs as positional and named arguments of the model."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return inputs if isinstance(inputs, tuple) else (inputs,), {}
+
+
+def in_fp32(outputs: Any) -> Any:
+    """Return outputs with 16-bit floats as fp32, in which losses are computed."""
+    if isinstance(outputs, torch.Tensor):  # a tree's functions take ten times as long
+        return outputs.float() if outputs.is_floating_point() else outputs
+    return tree_map_only(torch.Tensor, in_fp32, outputs)
 
 
 def are_valid(targets: torch.Tensor) -> torch.Tensor:

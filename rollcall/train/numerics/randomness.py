@@ -22,21 +22,15 @@ def derive(seed: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
-def set_seed(seed: int, *purpose: str | int) -> None:
-    """Seed torch's generators (CPU and GPU), Python's and NumPy's for one purpose."""
-    derived = set_cpu_seed(seed, *purpose)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # since the world was joined
-        torch.cuda.manual_seed_all(derived)
-
-
-def set_cpu_seed(seed: int, *purpose: str | int) -> int:
-    """Do so without the GPUs, and return the seed."""
+def set_seed(seed: int, *purpose: str | int, gpus: bool = True) -> None:
+    """Seed the generators of torch (CPU and, with `gpus`, GPU), Python and NumPy for a purpose."""
     derived = derive(seed, *purpose)
     # torch.manual_seed formats a stack for every kind of device that is not initialized: 200 µs.
     torch.default_generator.manual_seed(derived)
     random.seed(derived)
     np.random.seed(derived % 2**32)
-    return derived
+    if gpus and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # since the world was joined
+        torch.cuda.manual_seed_all(derived)
 
 
 @contextmanager

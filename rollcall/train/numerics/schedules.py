@@ -6,7 +6,6 @@ from 0, and `steps`, the number of steps after the warm-up.
 
 import inspect
 import math
-from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -87,11 +86,3 @@ class Schedule:
 def ratios(config: Optim, optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the learning rate of each group of a new optimizer, relative to `optim.lr`."""
     return [group.get("lr", config.lr) / config.lr for group in optimizer.param_groups]
-
-
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, rate: float, ratios: Sequence[float]
-) -> None:
-    """Use this learning rate, times the ratio of each group, for the next update."""
-    for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
-        group["lr"] = rate * ratio

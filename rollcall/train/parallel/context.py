@@ -20,10 +20,9 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollcall.config import Config, ConfigError
-from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
-from rollcall.train.parallel.part import Part, nearest_multiples
+from rollcall.train.parallel.part import Part, nearest_multiples, one_input
 from rollcall.train.torch_private import all_to_all, replaced
 
 ATTENTION = functional, "scaled_dot_product_attention"
@@ -47,7 +46,6 @@ class Context(Part):
         self._rank, self._degree = mesh.get_local_rank(), mesh.size()
         self._name = config.model.name
         self._tensor = tensor  # the degree of tensor parallelism, which also divides the heads
-        self._values_per_token = 0
 
     def check(self, model: nn.Module, example: Batch) -> None:
         """Take the model's plan; sequences and heads must divide."""
@@ -79,16 +77,17 @@ class Context(Part):
         self._check_heads(model, example)
 
     def _check_heads(self, model: nn.Module, example: Batch) -> None:
+        calls: list[int] = []
+
         def look(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
-            heads, shared, parts = query.shape[HEADS], key.shape[HEADS], self._tensor
+            heads, parts = query.shape[HEADS], self._tensor
             if heads // parts % self._degree:
                 by = f"context={self._degree}" + f" times tensor={parts}" * (parts > 1)
                 raise ConfigError(
                     f"attention with {heads} heads does not divide by {by}; choose "
                     f"model.num_heads={nearest_multiples(heads, self._degree * parts)}"
                 )
-            repeated = math.lcm(shared // parts, self._degree)
-            self._values_per_token += (2 * heads // parts + 2 * repeated) * query.shape[-1]
+            calls.append(heads)
             return scaled_dot_product_attention(query, key, *rest, **options)
 
         home = next(model.parameters()).device
@@ -99,7 +98,7 @@ class Context(Part):
             if home.type == "meta":  # the model reads values, which it does not have yet
                 return
             raise
-        if not self._values_per_token:
+        if not calls:
             raise ConfigError(
                 f"model.name={self._name} does not call "
                 "torch.nn.functional.scaled_dot_product_attention, which context parallelism "
@@ -136,14 +135,6 @@ class Context(Part):
                 for pattern, dimension in self._plan.items():
                     if fnmatch.fnmatch(f"{name}.{leaf}", pattern):
                         yield module, leaf, dimension
-
-    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """Describe the exchanges."""
-        values = f"{self._values_per_token} values per token " * bool(self._values_per_token)
-        return (
-            f"Each rank computes 1/{self._degree} of every sequence; per micro-batch all-to-alls "
-            f"{values and 'of '}{values}in the forward pass and as many in the backward pass."
-        )
 
     def share(self, batch: Batch) -> Batch:
         """Return this rank's piece of every sequence, with its share of the weight."""

@@ -8,11 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel
 
 from rollcall.config import Config, ConfigError
-from rollcall.messages.text import size
-from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
-from rollcall.train.parallel.layers import balance, groups_of, span
-from rollcall.train.parallel.part import Part, local_bytes
+from rollcall.train.parallel.layers import balance, groups_of
+from rollcall.train.parallel.part import Part, one_input
 from rollcall.train.ranks.world import World
 
 
@@ -28,16 +26,6 @@ class ReplicaPerGpu(Part):
     def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
         """Do nothing: no other rank waits."""
         return True
-
-    def describe(self, model: nn.Module) -> str:
-        """Describe what the GPUs exchange."""
-        count = torch.cuda.device_count()
-        if count < 2:
-            return f"nn.DataParallel found {count} GPUs and trains the plain model."
-        return (
-            f"nn.DataParallel copies {size(local_bytes(model))} of weights to {count} GPUs "
-            "for each micro-batch, and sums their gradients on the first."
-        )
 
 
 class LayersPerGpu(Part):
@@ -84,11 +72,3 @@ class LayersPerGpu(Part):
             )
         home = self._world.device
         layers[-1].register_forward_hook(lambda _, __, outputs: outputs.to(home))
-
-    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """Describe which layers are on which device."""
-        if len(self.devices) == 1:
-            return "All layers are on the only device."
-        held = zip(self.devices, self._held, strict=True)
-        places = [f"{span(list(layers))} on {device}" for device, layers in held]
-        return f"Layers {', '.join(places)}; activations go from one to the next."

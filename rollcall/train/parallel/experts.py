@@ -365,12 +365,3 @@ class Spread(Part):
                 if weight.grad is not None:
                     local_of(weight.grad).div_(self._mesh.size())
         return False
-
-    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """Describe the exchange of tokens."""
-        values = sum(layer.router.in_features * layer.top_k for layer in self._layers)
-        return (
-            f"Each rank holds 1/{self._mesh.size()} of the experts of a layer; per micro-batch two "
-            f"all-to-alls a layer, together {2 * values} values per token, and two in the backward "
-            "pass."
-        )

@@ -177,11 +177,6 @@ class Turns(Part):
             weight.grad = torch.full_like(weight, torch.nan)
         return not self.finish(model)
 
-    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """Name the networks."""
-        turns = f"Steps train {', '.join(self._loss.turns)} in turn."
-        return turns if self._share is None else f"{turns} One all-reduce adds up the gradients."
-
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of the gradients of one mesh."""

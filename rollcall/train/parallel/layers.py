@@ -24,7 +24,6 @@ class LayerGroup(NamedTuple):
 
     layers: dict[str, nn.Module]  # by their names in the model
     cost: int  # of a forward pass, in floating-point operations or microseconds
-    outputs: int  # the number of output values for one sample
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -83,10 +82,10 @@ def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) ->
         groups[-1][name] = layer
     home = next(model.parameters()).device  # the meta device has shapes, which are enough
     with evaluating(model):
-        costs, outputs = _counted(groups, example.to(home))
+        costs = _counted(groups, example.to(home))
         if by == "time":
             costs = world.broadcast(world.is_main and _timed(groups, example, world.device))
-    return [LayerGroup(*group) for group in zip(groups, costs, outputs, strict=True)]
+    return [LayerGroup(*group) for group in zip(groups, costs, strict=True)]
 
 
 def balance(costs: Sequence[int], parts: int) -> list[int]:
@@ -110,9 +109,9 @@ def span(layers: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def _counted(groups: Groups, x: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the floating-point operations and output values of each group for the sample."""
-    operations, outputs = [], []
+def _counted(groups: Groups, x: torch.Tensor) -> list[int]:
+    """Return the floating-point operations of each group for the sample."""
+    operations = []
     for group in groups:
         with FlopCounterMode(display=False) as counter:
             for name, layer in group.items():
@@ -127,8 +126,7 @@ def _counted(groups: Groups, x: torch.Tensor) -> tuple[list[int], list[int]]:
                         f"strategy ({error})"
                     ) from error
         operations.append(counter.get_total_flops())
-        outputs.append(x.numel())
-    return operations, outputs
+    return operations
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """The interface of a parallel dimension: how it spreads a model."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollcall.config.schema import ConfigError
 from rollcall.messages.refusal import RankError
 from rollcall.train.data.source import Batch
-from rollcall.train.ranks.device import local_of
+from rollcall.train.numerics.losses import arguments_of
 
 Fill = Callable[[nn.Module, torch.device, torch.device], None]
 """Gives the tensors of a model on the meta device values: weights and buffers on these devices."""
@@ -71,10 +73,6 @@ class Part:
         """Return what makes the optimizer in place of `make`."""
         return make
 
-    def describe(self, model: nn.Module) -> str:  # noqa: ARG002
-        """Return a sentence about what this part communicates for the model."""
-        return ""
-
     def share(self, batch: Batch) -> Batch:
         """Return this rank's piece of samples that it shares with other ranks."""
         return batch
@@ -106,12 +104,28 @@ class Part:
         return outputs
 
 
-def local_bytes(module: nn.Module, of_gradients: bool = False) -> int:
-    """Return the bytes of the weights that this rank holds, or of the gradients that they get."""
-    return sum(
-        local_of(parameter).nbytes
-        for parameter in module.parameters()
-        if parameter.requires_grad or not of_gradients
+def check_arguments(model: nn.Module, batch: Batch) -> None:
+    """Raise ConfigError if the forward method of a model does not take the inputs of a batch."""
+    positional, named = arguments_of(batch.inputs)
+    try:
+        inspect.signature(model.forward).bind(*positional, **named)
+    except TypeError as error:
+        inputs = f"the inputs {', '.join(named)}" if named else f"{len(positional)} input(s)"
+        raise ConfigError(
+            f"model.name: forward() of {type(model).__name__} does not take {inputs} of the "
+            f"samples (data.pad, data.pack): {error}; give other parameters a default"
+        ) from None
+
+
+def one_input(batch: Batch, feature: str) -> torch.Tensor:
+    """Return the inputs; ConfigError unless they are one tensor, which this `feature` needs."""
+    if isinstance(batch.inputs, torch.Tensor):
+        return batch.inputs
+    is_named = isinstance(batch.inputs, dict)
+    inputs = f"the inputs {', '.join(batch.inputs)}" if is_named else "several inputs"
+    raise ConfigError(
+        f"{feature} expects samples with one input, a tensor, got {inputs}; choose ddp, zero1, "
+        "zero2, zero3 or tensor, or let the data set return (input, target)"
     )
 
 

@@ -1,22 +1,98 @@
-"""Pipeline parallelism: ranks hold stages of layers, and micro-batches run from stage to stage."""
+"""Pipeline parallelism: ranks hold stages of layers, and micro-batches run from stage to stage.
+
+GPipe, https://arxiv.org/abs/1811.06965; 1F1B, https://arxiv.org/abs/1806.03377; interleaved 1F1B,
+https://arxiv.org/abs/2104.04473; breadth-first, https://arxiv.org/abs/2211.05953; zero-bubble and
+ZBV, https://arxiv.org/abs/2401.10241; DualPipe, https://arxiv.org/abs/2412.19437.
+"""
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from rollcall.config import Config, ConfigError
-from rollcall.config.checks import LOOPED
+from rollcall.config import Config
+from rollcall.config.checks import LOOPED, SPLIT_BACKWARD, V_SHAPED
+from rollcall.config.schema import ConfigError, Parallel
 from rollcall.train.data.source import Batch
-from rollcall.train.parallel import schedules
 from rollcall.train.parallel.layers import balance, groups_of, span
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import is_view, overrides
+from rollcall.train.weights.deferred import tensors_of
+
+SCHEDULES: dict[str, type[Any]] = {
+    "1f1b": pipelining.Schedule1F1B,
+    "gpipe": pipelining.ScheduleGPipe,
+    "sequential": pipelining.ScheduleGPipe,  # with a single micro-batch, many times
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "breadth-first": pipelining.ScheduleLoopedBFS,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
+
+
+def _problem(name: str, count: int, ranks: int, stages: int) -> str:
+    """Return why a schedule cannot run this number of micro-batches; empty if it can."""
+    if name in ("1f1b", "dualpipev") and count < stages:
+        return f"it needs at least {stages}"
+    rounds = max(1, count // ranks)
+    if name in ("interleaved", "zero-bubble") and count % rounds:
+        return f"in rounds of {ranks} or more it needs a multiple of {rounds}"
+    return ""
+
+
+def owners(schedule: str, ranks: int, per_rank: int) -> list[int]:
+    """Return the rank of each stage."""
+    forth = list(range(ranks))
+    loops = [forth[:: -1 if schedule in V_SHAPED and loop % 2 else 1] for loop in range(per_rank)]
+    return [rank for loop in loops for rank in loop]
+
+
+def check_shared(name: str, stage: nn.Module) -> None:
+    """Raise ConfigError if a schedule cannot run a stage because its layers share a weight.
+
+    torch computes such a weight's gradient twice from the same activations, which are gone the
+    second time (2.15).
+    """
+    for places, weight in tensors_of(stage):
+        if name in SPLIT_BACKWARD and weight.requires_grad and len(places) > 1:
+            raise ConfigError(
+                f"parallel.schedule={name}: {places[0]} and {places[1]} share a weight, which this "
+                "schedule does not support; choose parallel.schedule=interleaved"
+            )
+
+
+def micro_batch(options: Parallel, asked: int | None, share: int, ranks: int, stages: int) -> int:
+    """Return the samples of a micro-batch: as `asked`, or the largest that the schedule can run.
+
+    Raise ConfigError if the schedule cannot run the resulting number of micro-batches.
+    """
+    name = options.schedule_name
+
+    def problem(size: int) -> str:
+        return _problem(name, math.ceil(share / size), ranks, stages)
+
+    fitting = [size for size in range(1, share + 1) if not problem(size)]
+    if asked is None:
+        most = math.ceil(share / (1 if name == "sequential" else ranks))
+        asked = max((size for size in fitting if size <= most), default=most)
+    if asked in fitting or not problem(asked):
+        return asked
+    nearest = min(fitting, key=lambda size: (abs(size - asked), size), default=None)
+    raise ConfigError(
+        f"data.micro_batch={asked} makes {math.ceil(share / asked)} micro-batches of {share} "
+        f"samples, which parallel.schedule={name} cannot run over {stages} stages on {ranks} "
+        f"ranks: {problem(asked)}; choose "
+        + (f"data.micro_batch={nearest}, or " if nearest else "")
+        + "parallel.schedule=gpipe"
+    )
 
 
 class Pipeline:
@@ -35,15 +111,13 @@ class Pipeline:
         self._is_looped = self._name in LOOPED
         self._ranks = mesh.size()
         self._per_rank = config.parallel.stages_per_rank if self._is_looped else 1
-        self._owners = schedules.owners(self._name, self._ranks, self._per_rank)
+        self._owners = owners(self._name, self._ranks, self._per_rank)
         self.stages = len(self._owners)  # of the whole model
         own = mesh.get_local_rank()
         self.mine = [stage for stage, rank in enumerate(self._owners) if rank == own]
         size = config.data.micro_batch
         asked = None if size == "auto" else size  # `auto` is refused
-        self._micro_batch = schedules.micro_batch(
-            config.parallel, asked, share, self._ranks, self.stages
-        )
+        self._micro_batch = micro_batch(config.parallel, asked, share, self._ranks, self.stages)
         self._count = math.ceil(share / self._micro_batch)
         self._run: PipelineScheduleSingle | PipelineScheduleMulti | None = None
         self._stages: list[_Accumulating] = []
@@ -70,7 +144,7 @@ class Pipeline:
         The division minimizes the cost of the most expensive stage, for one sample. ConfigError is
         raised if the model cannot be divided into layers, or has fewer layers than stages.
         """
-        schedules.check_shared(self._name, model)
+        check_shared(self._name, model)
         groups = groups_of(model, example, self._world, self._options.balance)
         if len(groups) < self.stages:
             loops = f" with {self._per_rank} stages on each rank" if self._per_rank > 1 else ""
@@ -81,7 +155,6 @@ class Pipeline:
                 f"{len(groups)} layers with weights; choose at most {nearest}"
             )
         bounds = balance([group.cost for group in groups], self.stages)
-        self._sent = [groups[bound - 1].outputs for bound in bounds[1:-1]]
         self._names: list[str] = []
         found: list[nn.Module] = []
         for stage in range(self.stages):
@@ -97,13 +170,8 @@ class Pipeline:
         return found
 
     def describe(self) -> str:
-        """Describe the layers of this rank and the communication between stages."""
-        sent = " and ".join(dict.fromkeys(map(str, self._sent)))
-        return (
-            f"Its layers are {' and '.join(self._names)}; stages exchange {sent} values per "
-            f"sample and as many gradients, in {self._count} micro-batches per step "
-            f"({self._name})."
-        )
+        """Name the layers of this rank."""
+        return f" of layers {' and '.join(self._names)}"
 
     def forward_backward(
         self,
@@ -149,7 +217,7 @@ class Pipeline:
             _Accumulating(module, stage, self.stages, device, group=self.group)
             for stage, module in zip(self.mine, modules, strict=True)
         ]
-        run: PipelineScheduleSingle | PipelineScheduleMulti = schedules.SCHEDULES[self._name](
+        run: PipelineScheduleSingle | PipelineScheduleMulti = SCHEDULES[self._name](
             self._stages if self._is_looped else self._stages[0],
             self.at_once,
             loss_fn=lambda outputs, rows: self._loss(outputs, rows),

@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from rollcall.config.schema import ConfigError, Parallel
-from rollcall.messages.text import size
+from rollcall.config.schema import Parallel
 from rollcall.train import torch_private
-from rollcall.train.parallel.part import Part, local_bytes
+from rollcall.train.parallel.part import Part
 
 
 class Replicate(Part):
@@ -37,10 +36,8 @@ class Replicate(Part):
         self._arrived: set[int] | None = None
         self._sends = False
         self._weights: list[nn.Parameter]
-        # Only if a step has left weights out: the search walks the graph of every step. With a
-        # static graph, DDP itself notes in the first step which weights are used.
+        # Only if a step has left weights out: the search walks the graph of every step.
         self._searches = False
-        self._left_out: set[int] | None = None  # with a static graph, weights that no step uses
         self._state: Any = None
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -61,7 +58,6 @@ class Replicate(Part):
             device_ids=[self._device.index] if self._device.type == "cuda" else None,
             bucket_cap_mb=self._options.bucket_mb,
             gradient_as_bucket_view=True,  # one copy of all gradients less
-            static_graph=self._options.static_graph,
             find_unused_parameters=self._searches,
         )
         if self._options.compression != "none":
@@ -86,22 +82,10 @@ class Replicate(Part):
 
     def finish(self, model: nn.Module) -> bool:
         """Return True if DDP still waited for gradients, after it has been sent NaN."""
-        if self._options.static_graph:
-            self._check_promise()
-        is_unused = not (self._searches or self._options.static_graph) and bool(self._missing())
+        is_unused = not self._searches and bool(self._missing())
         if is_unused:
             self.finish_with_nan(model)
         return is_unused
-
-    def _check_promise(self) -> None:
-        """Raise ConfigError if the graph was not static: DDP would not send the gradients."""
-        missing = {*map(id, self._missing())}
-        self._left_out = missing if self._left_out is None else self._left_out
-        if missing - self._left_out:
-            raise ConfigError(
-                "parallel.static_graph=true promises that every step uses the same weights, "
-                f"but this one leaves out {len(missing - self._left_out)} more: remove the key"
-            )
 
     def _missing(self) -> list[nn.Parameter]:
         if self._arrived is None:
@@ -129,15 +113,6 @@ class Replicate(Part):
         if isinstance(self._state, powerSGD_hook.PowerSGDState):
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(self._state, memory).clear()
-
-    def describe(self, model: nn.Module) -> str:
-        """Describe the all-reduce."""
-        if dist.get_world_size() == 1:
-            return ""
-        how = self._options.compression
-        compressed = "" if how == "none" else f", compressed ({how})"
-        sent = size(local_bytes(model, of_gradients=True))
-        return f"Per step one all-reduce of {sent} of gradients{compressed}."
 
 
 def _constants(module: nn.Module) -> set[str]:

@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 
 from rollcall.config import ConfigError
-from rollcall.messages.text import size
 from rollcall.train.data.source import Batch
 from rollcall.train.parallel.experts import layers_of
 from rollcall.train.parallel.gradients import sum_gradients
-from rollcall.train.parallel.part import MakeOptimizer, Part, local_bytes
+from rollcall.train.parallel.part import MakeOptimizer, Part
 from rollcall.train.ranks.device import local_of
 from rollcall.train.torch_private import reduce_unused
 from rollcall.train.torch_private.overrides import Zero1
@@ -175,22 +174,6 @@ class Shard(Part):
                 root.set_reshard_after_backward(last)
         return nullcontext()
 
-    def describe(self, model: nn.Module) -> str:
-        """Describe the all-gathers, reduce-scatters and all-reduces."""
-        shards = self._mesh.size(-1)
-        replicas = self._mesh.size() // shards
-        whole = local_bytes(model) * shards
-        trained = local_bytes(model, of_gradients=True) * shards
-        messages = []
-        if shards > 1:
-            often = " (twice for each micro-batch)" if self._stage == 3 else ""
-            gathered, kind = (whole // 2, " in bf16") if self.rounds else (whole, "")
-            messages.append(f"all-gathers of {size(gathered)} of weights{kind}{often}")
-            messages.append(f"reduce-scatters of {size(trained)} of gradients")
-        if replicas > 1:
-            messages.append(f"all-reduces of {size(trained / shards)} between the replicas")
-        return f"Per step {', '.join(messages)}." if messages else ""
-
 
 def _left(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the weights below a module that no unit has sharded yet."""
@@ -250,13 +233,6 @@ class ShardOptimizer(Part):
     def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
         """Do nothing: no other rank waits in a forward or backward pass."""
         return True
-
-    def describe(self, model: nn.Module) -> str:
-        """Describe the broadcasts."""
-        return (
-            f"The optimizer state is divided over {self._mesh.size()} ranks by tensors; the ranks "
-            f"broadcast {size(local_bytes(model, of_gradients=True))} of weights after each step."
-        )
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -16,19 +16,17 @@ from rollcall.config import Config, ConfigError
 from rollcall.config.mesh import NODE, parse
 from rollcall.messages.text import size
 from rollcall.train import torch_private
-from rollcall.train.data.calling import in_fp32, one_input, outputs_of
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.hidden import left_alone
-from rollcall.train.numerics.losses import Loss, Objective, Sums
+from rollcall.train.numerics.losses import Loss, Objective, Sums, in_fp32, outputs_of
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.parallel.assembly import parts, weights_mesh
-from rollcall.train.parallel.buffers import SharedBuffers
 from rollcall.train.parallel.experts import Balance, Experts
-from rollcall.train.parallel.gathering import of_all_ranks, twice
+from rollcall.train.parallel.gathering import SharedBuffers, of_all_ranks, twice
 from rollcall.train.parallel.gradients import LossWeights, by_mesh, clip
 from rollcall.train.parallel.part import (
     Fill,
@@ -38,12 +36,13 @@ from rollcall.train.parallel.part import (
     evaluating,
     explain,
     flatten,
-    local_bytes,
+    one_input,
     unflatten,
 )
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import Shard, has_weights, local_optimizer
 from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
+from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.world import World
 
 # Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
@@ -415,19 +414,18 @@ class Strategy:
         return torch.stack(found)
 
     def describe(self) -> str:
-        """Describe the mesh, the weights on rank 0 and the communication of a step."""
+        """Describe the mesh and the weights on rank 0."""
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         product = " × ".join(
             f"{degree} {ONE[name] if degree == 1 else MANY.get(name, f'{ONE[name]}s')}"
             for name, degree in self.degrees.items()
         )
-        sentences = [
+        held = sum(local_of(weight).nbytes for weight in self.model.parameters())
+        return (
             f"{ranks}{' = ' * bool(product)}{product}; rank {self.world.rank} holds "
-            f"{size(local_bytes(self.model))} of {size(self._whole)} of weights.",
-            self._pipeline.describe() if self._pipeline else "",
-            *(part.describe(self.model) for part in self._parts),
-        ]
-        return " ".join(filter(None, sentences))
+            f"{size(held)} of {size(self._whole)} of weights"
+            f"{self._pipeline.describe() if self._pipeline else ''}."
+        )
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
         """Return the optimizer that `make` returns for groups of this rank's parameters.
@@ -450,30 +448,37 @@ class Strategy:
         """
         clock.enter(self._before)
         scale = self._scale = self._averaged / count
-        micro_batches = [self._share(batch) for batch in micro_batches]
+        if self._sharing:
+            micro_batches = [self._share(batch) for batch in micro_batches]
         if self._pipeline:
-            with self._around(last=True), self._autocast():
-                total = self._pipeline.forward_backward(
-                    self._callables, micro_batches, self._sum_of_losses, scale
-                )
-            # torch calls the loss once more in the first step, to infer shapes (2.15).
-            del self._loss.weights[: -self._pipeline.losses]
+            total = self._through_stages(self._pipeline, micro_batches, scale)
         elif self._gather and len(micro_batches) > 1:
             total = self._of_cached_outputs(micro_batches, scale)
         else:
-            totals, last = [], len(micro_batches) - 1
+            losses, last = [], len(micro_batches) - 1
             for number, batch in enumerate(micro_batches):
                 with self._around(last=number == last):
-                    loss = self._loss_of(self._callable, batch)
+                    loss = self._loss_of(self._callables[0], batch)
                     clock.enter(BACKWARD)
                     loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
-                totals.append(loss.detach())
-            total = totals[0] if last == 0 else torch.stack(totals).sum()
+                losses.append(loss.detach())
+            total = losses[0] if last == 0 else torch.stack(losses).sum()
         unused = [part.finish(self.model) for part in self._parts]
         if any(unused):
             raise UnusedWeights
         clock.enter(OTHER)
         return total if self.counts_loss else torch.zeros_like(total)
+
+    def _through_stages(
+        self, pipeline: Pipeline, micro_batches: Sequence[Batch], scale: float
+    ) -> torch.Tensor:
+        with self._around(last=True), self._autocast():
+            total = pipeline.forward_backward(
+                self._callables, micro_batches, self._sum_of_losses, scale
+            )
+        # torch calls the loss once more in the first step, to infer shapes (2.15).
+        del self._loss.weights[: -pipeline.losses]
+        return total
 
     def _of_cached_outputs(self, micro_batches: Sequence[Batch], scale: float) -> torch.Tensor:
         """Pass all micro-batches without a graph, then again with the gradients of their outputs.
@@ -484,7 +489,7 @@ class Strategy:
 
         def outputs(batch: Batch) -> torch.Tensor:
             with self._autocast():
-                result = outputs_of(self._callable, batch)
+                result = outputs_of(self._callables[0], batch)
             if not isinstance(result, torch.Tensor):
                 raise ConfigError(
                     "train.gather=true with several micro-batches expects one tensor from the "
@@ -503,10 +508,6 @@ class Strategy:
             with self._around(last=number == len(parts)):
                 outputs(batch).backward(gradient)  # type: ignore[no-untyped-call]
         return loss.detach()
-
-    @property
-    def _callable(self) -> nn.Module:  # without a pipeline
-        return self._callables[0]
 
     def _share(self, batch: Batch) -> Batch:
         for part in self._sharing:
@@ -552,7 +553,7 @@ class Strategy:
     def samples(self, draw: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
         """Return the images that a function draws with the model in evaluation mode."""
         with evaluating(self.model), self._around(last=True):
-            return draw(self._callable)
+            return draw(self._callables[0])
 
     @torch.no_grad()
     def _evaluated(self, batch: Batch, call: Callable[[nn.Module, Batch], Any]) -> Any:
@@ -560,15 +561,14 @@ class Strategy:
         with evaluating(self.model), self._around(last=True), self._autocast():
             if self._pipeline:
                 return self._pipeline.forward(self._callables, batch.inputs)
-            return call(self._callable, batch)
+            return call(self._callables[0], batch)
 
     def clip(self, max_norm: float | None, divisor: torch.Tensor | None = None) -> torch.Tensor:
         """Scale the gradient to at most this norm over the whole model; return the norm before.
 
         `max_norm=None` only measures it. `divisor` divides the gradient first, as fp16 needs.
         """
-        group = self._pipeline.group if self._pipeline else None
-        norm = clip(self._groups, max_norm, group, divisor)
+        norm = clip(self._groups, max_norm, self._pipeline and self._pipeline.group, divisor)
         if self._shard and self._shard.zeros:
             self._shard.drop_unused()
         return norm

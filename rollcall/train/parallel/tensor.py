@@ -27,10 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from rollcall.config import Config, ConfigError
-from rollcall.train.data.calling import one_input
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
-from rollcall.train.parallel.part import Part, nearest_multiples
+from rollcall.train.parallel.part import Part, nearest_multiples, one_input
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.torch_private import tree_map_only, version
 from rollcall.train.torch_private.overrides import FirstInput
@@ -263,25 +262,6 @@ class Tensor(Part):
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         return False
-
-    def describe(self, model: nn.Module) -> str:
-        """Describe the sums of activations."""
-        cuts = _matches(model, self._plan)
-        if not cuts:
-            return ""
-        # An embedding sums its output like rows, the head the gradient of its input like columns.
-        rows = [layer for _, cut, layer in cuts if cut == ROWS]
-        ends = [layer for _, cut, layer in cuts if isinstance(layer, nn.Embedding)]
-        columns = [layer for *_, layer in cuts if layer not in (*rows, *ends)]
-        forward = sum(layer.out_features for layer in rows)
-        forward += sum(layer.embedding_dim for layer in ends)
-        backward = sum(layer.in_features for layer in columns)
-        how = "(as reduce-scatters and all-gathers) " * self._sequence
-        return (
-            f"Each rank holds 1/{self._mesh.size()} of layers {', '.join(self._plan)}; per "
-            f"micro-batch all-reduces {how}of {forward} values per sample or token in the forward "
-            f"pass and at most {backward} in the backward pass."
-        )
 
 
 def _share_again(model: nn.Module, first: str, *others: str) -> None:

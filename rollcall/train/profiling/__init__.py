@@ -1,1 +1,1 @@
-"""Profiling: phases of a step by rank, late ranks, growing memory, FLOPs, traces."""
+"""Profiling: phases of a step by rank, late ranks, FLOPs, traces."""

@@ -9,9 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.config import chips
-from rollcall.train.data.calling import outputs_of
 from rollcall.train.data.source import Batch
-from rollcall.train.numerics.losses import Loss
+from rollcall.train.numerics.losses import Loss, outputs_of
 from rollcall.train.numerics.model_loss import ModelLoss
 from rollcall.train.ranks.device import chip_name
 from rollcall.train.ranks.run import Run

@@ -15,7 +15,7 @@ import torch
 from rollcall.records.phases import Phases
 from rollcall.records.profile import ProfileRequest
 from rollcall.system.files import Journal
-from rollcall.train.profiling.verdict import GrowingMemory, LateRanks, Window, limits
+from rollcall.train.profiling.verdict import LateRanks, Window, limits
 from rollcall.train.ranks.agreement import Action, Step
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
@@ -60,9 +60,6 @@ class PhaseTimes:
         self._devices = world.gather_text(device)
         self._names = [f"rank {rank} ({device})" for rank, device in enumerate(self._devices)]
         self._late = LateRanks(self._names)
-        self._memory = [GrowingMemory(self._names, "memory")]
-        if self._is_on_gpu:
-            self._memory.append(GrowingMemory(self._names, "GPU memory"))
         self._journal = Journal(run.run_dir.path / Phases.FILE)
         self._is_due = False
         self._passed = 0.0  # seconds since the newest exchange, the same on all ranks
@@ -119,20 +116,15 @@ class PhaseTimes:
         clock.limits = limits(window.phases)[self._run.world.rank].tolist()
         if not self._run.world.is_main:
             return
-        self._tell("straggler", window.step, self._late.add(window))
-        for growing, sizes in zip(self._memory, (memory[:, 2], memory[:, 0]), strict=False):
-            self._tell("memory_grows", window.step, growing.add(window.step, sizes))
+        if late := self._late.add(window):
+            self._run.say(f"rollcall: {late['text']}")
+            host = self._devices[late["rank"]].partition(",")[0]
+            self._run.record("straggler", step=window.step, host=host, **late)
         self._lines.append((window.steps, window.phases, memory))
         spacing = max(LINE_EVERY, self._age * AGE_SHARE) * self._scale
         if not self._written or self._age - self._written >= spacing or self._run.progress.is_over:
             self._written = self._age
             self._write(window.step)
-
-    def _tell(self, event: str, step: int, fields: dict[str, Any] | None) -> None:
-        if fields:
-            self._run.say(f"rollcall: {fields['text']}")
-            host = self._devices[fields["rank"]].partition(",")[0]
-            self._run.record(event, step=step, host=host, **fields)
 
     def _write(self, step: int) -> None:
         counts, times, sizes = zip(*self._lines, strict=True)

@@ -1,4 +1,4 @@
-"""Profile a few steps: a trace, tables, a flame graph and the allocator, or marks for Nsight."""
+"""Profile a few steps: a trace, tables and the allocator, or marks for Nsight."""
 
 import gzip
 import json
@@ -6,10 +6,7 @@ import math
 import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,8 +24,6 @@ MAX_STEPS = 1000
 """The largest number of steps of a profile: traces are large."""
 ELEMENT_BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
 """Bytes of an element by its type, in small letters; 1 for other types."""
-SAMPLE_EVERY = 0.002
-"""Seconds between two samples."""
 
 
 class Profiler:
@@ -117,7 +112,6 @@ class _Profile:
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # hides a complaint about a missing GPU
         self._torch = profile(activities=activities, record_shapes=True)
         self._torch.start()
-        self._flames = Flames()
         self._thread = threading.get_ident()
         self._before = clock.totals()
         self._open(OTHER)
@@ -139,7 +133,6 @@ class _Profile:
         """End the profile after the step `last` and write it."""
         self._close()
         self._torch.stop()  # waits for the GPU
-        stacks = self._flames.end()
         (done, total), (before, since) = clock.totals(), self._before
         steps = max(1, done - before)
         seconds = [(now - then) / steps for now, then in zip(total, since, strict=True)]
@@ -147,10 +140,9 @@ class _Profile:
         names = {"first": self._first, "last": last, "rank": rank}
         folder = RankProfile.path_in(run.run_dir.path, **names).parent
         folder.mkdir(parents=True, exist_ok=True)
-        trace, flames = folder / f"trace-{rank}.json.gz", folder / f"python-{rank}.stacks"
+        trace = folder / f"trace-{rank}.json.gz"
         self._torch.export_chrome_trace(str(trace))
-        flames.write_text(stacks)
-        files = [trace.name, flames.name]
+        files = [trace.name]
         if self._is_on_gpu:
             files.append(f"memory-{rank}.pickle")
             torch_private.dump_memory(folder / files[-1])
@@ -257,30 +249,3 @@ def _exposed(kernels: Iterable[dict[str, Any]]) -> float:
         running[is_nccl] += change
         before = at
     return total / 1e6
-
-
-class Flames:
-    """A thread that counts the Python stacks of the thread that made it."""
-
-    def __init__(self) -> None:
-        self._target = threading.get_ident()
-        self._stacks: Counter[str] = Counter()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(SAMPLE_EVERY):
-            frame: FrameType | None = sys._current_frames().get(self._target)
-            names = []
-            while frame:
-                code = frame.f_code
-                names.append(f"{code.co_qualname} ({Path(code.co_filename).name})")
-                frame = frame.f_back
-            self._stacks[";".join(reversed(names))] += 1
-
-    def end(self) -> str:
-        """End the sampling; return a line for each stack, with the number of its samples."""
-        self._ended.set()
-        self._thread.join()
-        return "".join(f"{stack} {count}\n" for stack, count in self._stacks.items())

@@ -1,4 +1,4 @@
-"""Find ranks that are late in a phase, and ranks whose memory grows. No torch."""
+"""Find ranks that are late in a phase. No torch."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -25,10 +25,6 @@ IN_A_ROW = 4
 """Windows in a row after which a rank is named, so that a short disturbance does not count."""
 MIN_LATE_STEPS = 0.3
 """The share of these windows' steps that must be late: on busy CPUs single steps take long."""
-READINGS = 32
-"""Readings of a rank's memory that are compared, without the first quarter: a run warms up."""
-GROWTH = 0.05, 32e6
-"""Memory grows if it gained at least this share of what it was, and this many bytes."""
 
 
 class Window(NamedTuple):
@@ -113,42 +109,3 @@ class LateRanks:
         times = round(self.slowest[1], 2) if self.slowest else 1.0
         fields = {"text": text, "rank": rank, "phase": Phases.PHASES[phase], "times": times}
         return {**fields, "seconds": round(seconds, 6), "late": late, "steps": steps}
-
-
-class GrowingMemory:
-    """Finds ranks whose memory grows from step to step and does not stop."""
-
-    def __init__(self, names: Sequence[str], memory: str) -> None:
-        self._names, self._memory = names, memory  # for messages, such as "GPU memory"
-        self._readings: list[tuple[int, np.ndarray]] = []
-        self._every = self._skipped = 1  # every n-th window is kept
-        self._reported = np.zeros(len(names), bool)
-
-    def add(self, step: int, sizes: np.ndarray) -> dict[str, Any] | None:
-        """Note the bytes of each rank; return fields of an event if a rank's have begun to grow."""
-        self._skipped -= 1
-        if self._skipped:
-            return None
-        self._skipped = self._every
-        self._readings.append((step, sizes))
-        if len(self._readings) < READINGS:
-            return None
-        kept = self._readings[READINGS // 4 :]
-        self._readings, self._every = self._readings[1::2], 2 * self._every
-        steps, table = (np.array(column) for column in zip(*kept, strict=True))
-        gained = table[-1] - table[0]
-        rises = (np.diff(table, axis=0) > 0).mean(0)
-        half = table[len(table) // 2]
-        grows = (gained > np.maximum(GROWTH[0] * table[0], GROWTH[1])) & (rises > 0.7)
-        grows &= (table[-1] - half > gained / 4) & ~self._reported
-        if not grows.any():
-            return None
-        self._reported |= grows
-        rank = int(np.where(grows, gained, -1).argmax())
-        pace = gained[rank] / max(1, steps[-1] - steps[0])
-        others = f" and of {grows.sum() - 1} more ranks" if grows.sum() > 1 else ""
-        text = (
-            f"the {self._memory} of {self._names[rank]}{others} grows by {pace / 1e6:.3g} MB a "
-            f"step, {gained[rank] / 1e6:,.0f} MB since step {steps[0]}: find what it keeps"
-        )
-        return {"text": text, "rank": rank, "bytes_per_step": round(float(pace))}

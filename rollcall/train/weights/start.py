@@ -168,7 +168,7 @@ def read_init(begin: Start, config: Config, world: World) -> None:
     with world.together():
         if check := getattr(begin.model, "check_stored", None):
             check(Path(str(config.model.init)).expanduser())
-        source = stored.open_(str(config.model.init), config.model.name)
+        source = stored.open_(str(config.model.init))
         names = match(begin.model, source.shapes, config)
         begin.report = describe(begin.model, source, names)
         begin.read_from(source, names)

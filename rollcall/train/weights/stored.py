@@ -1,7 +1,7 @@
 """Weights that other programs and earlier runs have stored; a rank reads only what it needs.
 
-Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; PyTorch's
-distributed checkpoint (DCP); a checkpoint of a run. No code from a file is run.
+Formats: safetensors, https://github.com/huggingface/safetensors#format; torch.save; a checkpoint of
+a run. No code from a file is run.
 """
 
 import json
@@ -9,20 +9,15 @@ import math
 import mmap
 import pickle
 import re
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata
 
 from rollcall.config import ConfigError
-from rollcall.messages.text import did_you_mean
 from rollcall.records.run_dir import named
-from rollcall.train.checkpoint import cadence, layout, manifest
+from rollcall.train.checkpoint import layout, manifest, scores
 from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.checkpoint.read import load, slices
 from rollcall.train.checkpoint.tools.export import SAFETENSORS
@@ -36,9 +31,8 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")
 MAX_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, the limit of safetensors' own reader too."""
 ACCEPTED = (
-    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, a "
-    "folder of torch.distributed.checkpoint, a run or one of its checkpoints, or the name of "
-    "torchvision's weights for model.name, such as DEFAULT"
+    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, or a "
+    "run or one of its checkpoints"
 )
 
 
@@ -81,67 +75,9 @@ class CheckpointWeights:
             load(self._path, self._stored, state)
 
 
-class Distributed:
-    """A directory of torch.distributed.checkpoint."""
-
-    def __init__(self, path: Path) -> None:
-        self.where = str(path)
-        self._reader = _Reader(path)
-        entries = self._reader.read_metadata().state_dict_metadata.items()
-        kind = metadata.TensorStorageMetadata
-        self.shapes = {name: tuple(form.size) for name, form in entries if isinstance(form, kind)}
-
-    def fill(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Let torch read the parts that the tensors hold."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that it loads without other ranks
-            dcp.load(dict(wanted), storage_reader=self._reader, no_dist=True)
-
-
-Stored = Mapped | CheckpointWeights | Distributed
+Stored = Mapped | CheckpointWeights
 """Weights in files. `where` names them in messages, `shapes` has the shapes of the tensors by name,
 and `fill` fills tensors of the same shapes; of a DTensor only this rank's part."""
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the metadata, a pickle, without running code from it."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:  # noqa: ARG002
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            content: metadata.Metadata = _Unpickler(file).load()
-        meta = getattr(content, "storage_meta", None) or metadata.StorageMeta()
-        meta.load_id = self.load_id
-        content.storage_meta = meta
-        return content
-
-
-TENSOR_OPTIONS = torch.dtype, torch.layout, torch.memory_format
-ALLOWED: dict[str, set[str]] = {
-    "torch": {"Size", "device"}
-    | {name for name, value in vars(torch).items() if isinstance(value, TENSOR_OPTIONS)},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-    "collections": {"OrderedDict"},
-    "builtins": {"set"},
-    "_codecs": {"encode"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix", "StorageMeta"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-"""The classes in the metadata of a DCP, by module."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes objects of the ALLOWED classes alone."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a DCP")
-        return super().find_class(module, name)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -154,15 +90,8 @@ def copy_parts(values: torch.Tensor, target: torch.Tensor) -> None:
         part.copy_(values[slices(chunk.offset, chunk.shape)])
 
 
-def open_(text: str, model_name: str) -> Stored:
-    """Open the weights that `model.init` names.
-
-    Args:
-        text: a file, a folder, a run, or the name of torchvision's weights for `model_name`.
-
-    Raises:
-        ConfigError: no such file, run or name exists, or it cannot be read.
-    """
+def open_(text: str) -> Stored:
+    """Open the file, folder or run that `model.init` names; ConfigError if it cannot be read."""
     path = Path(text).expanduser()
     try:
         if path.is_file():
@@ -171,11 +100,8 @@ def open_(text: str, model_name: str) -> Stored:
             return weights
         if run := named(text, "checkpoints"):
             return _run(run)
-        if path.is_dir():
-            raise ConfigError(
-                f"model.init={text}: this folder holds no weights; expected {ACCEPTED}"
-            )
-        return _torchvision(text, model_name)
+        reason = "this folder holds no weights" if path.is_dir() else "no such file, folder or run"
+        raise ConfigError(f"model.init={text}: {reason}; expected {ACCEPTED}")
     except ConfigError:
         raise
     except (OSError, RuntimeError, Damaged, ValueError, KeyError, pickle.UnpicklingError) as error:
@@ -196,7 +122,10 @@ def _file(path: Path) -> Stored:
 
 def _folder(path: Path) -> Stored | None:
     if (path / ".metadata").is_file():
-        return Distributed(path)
+        raise ConfigError(
+            f"model.init={path}: a folder of torch.distributed.checkpoint; make one file of it: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
+        )
     if (path / manifest.NAME).is_file():
         return CheckpointWeights(path)
     for index in (path / name for name in INDEXES):
@@ -215,7 +144,7 @@ def _run(run: Path) -> Stored:
     if not published:
         raise ConfigError(f"model.init={run}: this run has no checkpoint yet")
     try:
-        step = cadence.best(run / "checkpoints")
+        step = scores.best(run / "checkpoints")
     except ConfigError:
         step = max(published)
     return CheckpointWeights(published[step])
@@ -258,23 +187,3 @@ def _torch_save(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__} instead of a state dict")
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _torchvision(text: str, model_name: str) -> Stored:
-    from torchvision import models
-
-    known: dict[str, Any] = {}
-    if model_name in models.list_models():
-        known = dict(models.get_model_weights(model_name).__members__)
-    if text not in known:
-        hint = did_you_mean(text, known) or f"; expected {ACCEPTED}"
-        raise ConfigError(f"model.init={text}: no such file, folder, run or weights{hint}")
-    url = known[text].url
-    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    if not path.is_file():
-        raise ConfigError(
-            f"model.init={text}: torchvision's weights are not on this machine, and a run does not "
-            f"download any. Put {url} into {path.parent}, for example with "
-            f"`curl --create-dirs -o {path} {url}`"
-        )
-    return Mapped(str(path), _torch_save(path))

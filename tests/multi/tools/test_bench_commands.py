@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
     ("words", "rows"),
     [
         ("overhead --model transformer --steps 2", ("bare", "bare + all-reduce", "rollcall")),
-        ("step --model mlp --steps 2 --pieces", ("TrainingState.optimize", "Trainer._between")),
+        ("step --model mlp --steps 2 --pieces", ("Updater.apply", "Trainer._between")),
         ("overhead --first", ("ddp", "zero3", "tensor")),
         ("batch digits device=cpu data.global_batch=8", ("2", "4", "8", "largest that fits  8")),
     ],

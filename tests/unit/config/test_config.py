@@ -261,7 +261,6 @@ def test_every_value_has_an_origin(tmp_path: Path, capsys: pytest.CaptureFixture
         ("run.name=2026-11-22", "run.name", "2026-11-22"),
         ("run.name=2026-02-30", "run.name", "2026-02-30"),
         ("run.name=no", "run.name", "no"),
-        ("checkpoint.auto_interval=on", "checkpoint.auto_interval", True),
         ("exact=yes", "exact", True),
         ("seed=010", "seed", 10),
         ("optim.lr=1e-3", "optim.lr", 1e-3),

@@ -12,7 +12,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.evaluate import Evaluation, _hits
 from rollcall.train.numerics import metrics
 from rollcall.train.numerics.losses import Loss
-from rollcall.train.patience import Patience
+from rollcall.train.task import Patience
 
 
 def test_hits_among_the_best() -> None:

@@ -35,8 +35,8 @@ from rollcall.train.numerics import fp8, losses, optim
 from rollcall.train.numerics.losses import Loss, Objective, per_sample_loss
 from rollcall.train.numerics.model_loss import ModelLoss
 from rollcall.train.numerics.precision import Scaler, prepare
-from rollcall.train.numerics.schedules import Schedule, set_learning_rate
-from rollcall.train.parallel import schedules
+from rollcall.train.numerics.schedules import Schedule
+from rollcall.train.parallel.pipeline import check_shared
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.profiling import flops
@@ -88,7 +88,7 @@ def test_adam_is_fused_on_cpus_but_not_what_takes_sparse_gradients(
     weights = nn.Embedding(3, 2, sparse=not is_fused)
     optimizer = optim.build(config.optim, [{"params": list(weights.parameters())}])
     assert bool(optimizer.defaults["fused"]) == is_fused
-    set_learning_rate(optimizer, 0.1, [1.0])
+    optimizer.param_groups[0]["lr"] = 0.1
     weights(torch.tensor([1])).sum().backward()
     before = weights.weight.detach().clone()
     optimizer.step()
@@ -521,7 +521,7 @@ def test_padded_numbers_are_refused_where_they_would_count() -> None:
 
 
 def test_torch_cannot_split_the_gradient_of_a_shared_weight() -> None:
-    """If this fails, schedules.check_shared need not refuse such models any longer."""
+    """If this fails, check_shared need not refuse such models any longer."""
     model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4), nn.RMSNorm(4))
     model[2].weight = model[0].weight
     x = torch.randn(2, 4, requires_grad=True)
@@ -529,8 +529,8 @@ def test_torch_cannot_split_the_gradient_of_a_shared_weight() -> None:
     with pytest.raises(RuntimeError, match="second time"):
         stage_backward_weight(model.parameters(), groups)
     with pytest.raises(ConfigError, match=r"0.weight and 2.weight share a weight"):
-        schedules.check_shared("zero-bubble", model)
-    schedules.check_shared("1f1b", model)
+        check_shared("zero-bubble", model)
+    check_shared("1f1b", model)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "NAdam", "Rprop", "ASGD", "muon"])

@@ -10,13 +10,10 @@ import torch
 from cuda_stand_in import Block, Cuda, Stream
 
 import rollcall
-from rollcall.config import parse
 from rollcall.records.run_dir import RunDir
 from rollcall.train.main import main
 from rollcall.train.numerics import losses as losses_of
 from rollcall.train.numerics.randomness import Fork, set_seed
-from rollcall.train.parallel.devices import ReplicaPerGpu
-from rollcall.train.ranks.world import Place, World
 
 WORDS = ["digits", "train.steps=4", "data.global_batch=24", "log.every=1", "checkpoint.every=2"]
 
@@ -74,17 +71,6 @@ def test_targets_that_do_not_count_and_measured_numbers(tmp_path: Path) -> None:
         ]
         assert cuda is None or not cuda.reports
     assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-5)
-
-
-def test_one_process_says_how_many_gpus_it_found() -> None:
-    part = ReplicaPerGpu(
-        parse([])[1],
-        World(Place("plan", world_size=1, local_world_size=1), torch.device("cpu")),
-        None,
-    )
-    for gpus, said in ((1, "found 1 GPUs and trains the plain model"), (2, "80 B of weights to 2")):
-        with Cuda(devices=gpus):
-            assert said in part.describe(torch.nn.Linear(4, 4))
 
 
 def test_a_rank_without_memory_goes_on_with_smaller_pieces(

@@ -1,1 +1,1 @@
-"""Look at, check, compare and export checkpoints."""
+"""Look at, check and export checkpoints."""

@@ -1,6 +1,6 @@
-"""`rollcall checkpoint list|show|verify|diff|export`: look into checkpoints.
+"""`rollcall checkpoint list|show|verify|export`: look into checkpoints.
 
-Only `diff` and `export` import torch. No code from a checkpoint is ever run.
+Only `export` imports torch. No code from a checkpoint is ever run.
 """
 
 import argparse
@@ -16,12 +16,9 @@ from rollcall.config import ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.messages.text import did_you_mean, size, table
 from rollcall.records.run_dir import named
-from rollcall.train.checkpoint import cadence, layout, manifest
+from rollcall.train.checkpoint import layout, manifest, scores
 from rollcall.train.checkpoint.contents import Damaged, Manifest
 from rollcall.train.checkpoint.tools import verify
-
-MAX_DIFFERENCES = 10
-"""Differences that `diff` prints."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -102,19 +99,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _diff(arguments: argparse.Namespace) -> int:
-    from rollcall.train.checkpoint.tools.compare import differences
-
-    lines = differences(_checkpoint(arguments.first), _checkpoint(arguments.second))
-    for line in lines[:MAX_DIFFERENCES]:
-        print(_plain(line))
-    if len(lines) > MAX_DIFFERENCES:
-        print(f"and {len(lines) - MAX_DIFFERENCES} more")
-    if not lines:
-        print("all tensors and values are equal to the last bit")
-    return 1 if lines else 0
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from rollcall.train.checkpoint.tools import export
 
@@ -124,8 +108,8 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{target}: expected a new name in a folder that exists")
     if form not in export.FORMATS:
         raise ConfigError(
-            f"{target}: expected a name that ends in .safetensors or .pt, or --format hf or "
-            "--format dcp for a folder"
+            f"{target}: expected a name that ends in .safetensors or .pt, or for a new folder "
+            "--format hf"
         )
     if arguments.merge:
         from rollcall.train.checkpoint.tools import merged
@@ -159,17 +143,15 @@ def _parser() -> argparse.ArgumentParser:
     for subparser in (list_, command("verify", _verify, verify_text)):
         subparser.add_argument("paths", type=_path, nargs="+", help=path_help)
     show = command("show", _show, "show what a checkpoint holds (of a run: the newest)")
-    diff = command("diff", _diff, "show the first tensors that differ; exit code 1 if any")
     export = command("export", _export, "write the weights for other programs")
-    for subparser, name in ((show, "path"), (diff, "first"), (diff, "second"), (export, "path")):
-        subparser.add_argument(name, type=_path, help=path_help)
+    for subparser in (show, export):
+        subparser.add_argument("path", type=_path, help=path_help)
     target = "a name that ends in .safetensors or .pt, or a new folder"
     export.add_argument("target", type=Path, help=target)
     export.add_argument(
         "--format",
-        choices=("safetensors", "pt", "hf", "peft", "dcp"),
-        help="hf: a folder for transformers' from_pretrained; peft: for "
-        "PeftModel.from_pretrained; dcp: torch.distributed.checkpoint",
+        choices=("safetensors", "pt", "hf", "peft"),
+        help="hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained",
     )
     best = "the checkpoint with the best validation, not the newest"
     export.add_argument("--best", action="store_true", help=best)
@@ -203,7 +185,7 @@ def _checkpoint(path: Path, best: bool = False) -> Path:
     if _is_checkpoint(path):
         return path
     if best:
-        return layout.path_of(_directory(path), cadence.best(_directory(path)))
+        return layout.path_of(_directory(path), scores.best(_directory(path)))
     checkpoints = layout.published(_directory(path))
     if not checkpoints:
         raise ConfigError(f"{path}: all checkpoints are damaged and were set aside")

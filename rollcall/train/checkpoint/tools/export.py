@@ -5,13 +5,11 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from rollcall.config import ConfigError
 from rollcall.system.files import sync
@@ -140,19 +138,6 @@ def _to_peft(chosen: _Chosen, target: Path) -> int:
     return len(adapters)
 
 
-def _to_dcp(chosen: _Chosen, target: Path) -> int:
-    """Write a directory of torch.distributed.checkpoint; one tensor is in memory at a time."""
-    with new_folder(target) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it saves without other ranks
-        state = {
-            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-            for name, tensor in chosen.tensors.items()
-        }
-        writer, planner = dcp.FileSystemWriter(folder), _Lazy(chosen)
-        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-    return len(chosen.tensors)
-
-
 FORMATS: dict[str, Callable[[_Chosen, Path], int]] = {
     "safetensors": lambda chosen, target: _write_safetensors(
         chosen.path, target, chosen.tensors, step=str(chosen.stored.step)
@@ -160,20 +145,7 @@ FORMATS: dict[str, Callable[[_Chosen, Path], int]] = {
     "pt": _to_torch,
     "hf": _to_hugging_face,
     "peft": _to_peft,
-    "dcp": _to_dcp,
 }
-
-
-class _Lazy(dcp.DefaultSavePlanner):
-    """Reads each tensor when it is written."""
-
-    def __init__(self, chosen: _Chosen) -> None:
-        super().__init__()
-        self._chosen = chosen
-
-    def resolve_data(self, write_item: Any) -> Any:
-        [(_, numbers)] = whole(self._chosen.path, [self._chosen.tensors[write_item.index.fqn]])
-        return numbers
 
 
 def renamed(name: str, rules: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from checkpoint_differences import differences
 from disks import frozen, mounted, needs_root, until
 from ranks import Ranks, together
 
@@ -20,7 +21,6 @@ from rollcall.system.files import read_lines
 from rollcall.train.checkpoint import layout
 from rollcall.train.checkpoint.node_local import directory_of, open_store
 from rollcall.train.checkpoint.tools import verify
-from rollcall.train.checkpoint.tools.compare import differences
 from rollcall.train.ranks.world import World
 
 WORDS = ["digits", "model.name=mlp", "optim.schedule=constant", "log.every=1", "device=cpu"]

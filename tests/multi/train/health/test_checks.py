@@ -301,11 +301,6 @@ ACCEPTED = {
 }
 TWICE = "model.activation_checkpointing=blocks computes each block again, but the forward() of "
 BROKEN = {
-    "static-graph": (
-        words("InPlace", "ddp", "parallel.static_graph=true"),
-        "parallel.static_graph=true promises that every step uses the same weights, but this one "
-        "leaves out 2 more: remove the key",
-    ),
     "recomputed-blocks-of-teachers": (
         words("FollowingBlocks", "ddp", AGAIN),
         f"{TWICE}Following changes its weights teacher.weight, so",

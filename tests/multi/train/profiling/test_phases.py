@@ -40,7 +40,7 @@ LEAK = 5_000_000
 done = 0
 kept: list[torch.Tensor] = []
 if "RANK" in os.environ:  # this file is imported by the ranks
-    phases.LINE_EVERY, verdict.READINGS = 0.25, 16
+    phases.LINE_EVERY = 0.25
 
 
 def linger(place: str) -> None:
@@ -169,8 +169,6 @@ def test_a_delay_is_named_with_its_rank_and_phase(tmp_path: Path) -> None:
     whole = [line for line in lines if steps - STEPS + line.steps < line.step < steps]
     waits = [wait for line in whole for wait in line.phases["data"]]  # a slow reader on all ranks
     assert waits and min(waits) > SECONDS * 0.8, whole
-    [grown] = read_events(run.path, "memory_grows")
-    assert grown["rank"] == LEAKS and abs(grown["bytes_per_step"] - LEAK) < LEAK / 2, grown
     host = lines[-1].host
     assert host is not None and max(host) == host[LEAKS]
     assert logged_steps(run)[-1]["slowest_rank"] in range(RANKS)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoint_differences import differences
 from disks import until
 from ranks import Ranks, logged_steps
 
@@ -15,7 +16,6 @@ from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.train.checkpoint import layout
 from rollcall.train.checkpoint.tools import verify
-from rollcall.train.checkpoint.tools.compare import differences
 
 WORDS = ["digits", "optim.schedule=constant", "log.every=1", "device=cpu", "checkpoint.every=null"]
 WORDS += ["train.evaluate_every=null", "data.global_batch=48"]

@@ -15,10 +15,10 @@ from checkout import ROOT, SHORT_TEXT
 from collectives import Collectives
 from ranks import Ranks, logged_steps, together, train
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import format_utils
 
 from rollcall.config import parse
 from rollcall.records.run_dir import RunDir
-from rollcall.system.files import read_lines
 from rollcall.train import models
 from rollcall.train.checkpoint import layout
 from rollcall.train.checkpoint.tools import export
@@ -64,9 +64,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small trained model, and what was exported of it."""
     root = tmp_path_factory.mktemp("weights")
     train(2, [*GPT, "train.steps=3", f"run.root={root}", "run.name=run"], root / "logs")
-    for target in ("a.safetensors", "a.pt", "dcp --format dcp"):
-        name, *options = target.split()
-        assert checkpoint(["export", str(root / "run"), str(root / name), *options]) == 0
+    for target in ("a.safetensors", "a.pt"):
+        assert checkpoint(["export", str(root / "run"), str(root / target)]) == 0
     state = torch.load(root / "a.pt", weights_only=True)
     files = {name: f"pytorch_model-{place % 3}.bin" for place, name in enumerate(state)}
     (root / "shards").mkdir()
@@ -81,7 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("parallel", "source"),
     [
-        ("strategy=zero3", "dcp"),
+        ("strategy=zero3", "a.safetensors"),
         ("strategy=tensor", "a.safetensors"),
         ("strategy=pipeline", "shards"),
         ("strategy=ddp", "a.pt"),
@@ -96,13 +95,6 @@ def test_weights_come_in_to_the_last_bit(
     output = train(ranks, [*words, f"model.init={trained / source}"], tmp_path / "logs")
     assert re.search(rf"model\.init={trained / source}: 19 tensors \(.*\) from ", output)
     assert not differing(weights_of(trained / "run"), weights_of(tmp_path / "x"))
-
-
-def test_torch_loads_the_exported_directory(trained: Path) -> None:
-    weights = weights_of(trained / "run")
-    state = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    dcp.load(state, checkpoint_id=trained / "dcp", no_dist=True)
-    assert not differing(weights, state)
 
 
 def test_frozen_parts_stay_and_new_ones_are_random(trained: Path, tmp_path: Path) -> None:
@@ -123,17 +115,16 @@ def test_frozen_parts_stay_and_new_ones_are_random(trained: Path, tmp_path: Path
     assert fresh["zero3"] == pytest.approx(fresh["pipeline"], rel=1e-6)
 
 
-def test_bf16_halves_the_gathers_and_the_plan_says_so(tmp_path: Path) -> None:
+def test_bf16_halves_the_gathers(tmp_path: Path) -> None:
     together(2, _traffic, tmp_path)
     for file in tmp_path.glob("rank-*.json"):
         for name, count in (("zero2", 1), ("zero3", 2)):
             fp32, bf16 = json.loads(file.read_text())[name]
             whole = fp32["weights"]
-            for said, found, size in (("", fp32, 4), (" in bf16", bf16, 2)):
+            for found, size in ((fp32, 4), (bf16, 2)):
                 gathered = whole * size // 4
-                assert f"all-gathers of {found['gathered']} of weights{said}" in found["text"]
-                assert found["_allgather_base_"] == count * gathered, (name, said)
-                assert found["_reduce_scatter_base_"] == whole, (name, said)
+                assert found["_allgather_base_"] == count * gathered, (name, size)
+                assert found["_reduce_scatter_base_"] == whole, (name, size)
 
 
 def _traffic(rank: int, folder: Path) -> None:
@@ -152,13 +143,9 @@ def _traffic(rank: int, folder: Path) -> None:
             strategy.model.zero_grad()
             with Collectives() as collectives:
                 strategy.forward_backward([batch], 8)
-            text = strategy.describe()
-            size = re.search(r"all-gathers of (\S+ \S+) of", text)
             found[name].append(
                 {
                     **collectives.bytes,
-                    "text": text,
-                    "gathered": size and size[1],
                     "weights": sum(4 * weight.numel() for weight in strategy.model.parameters()),
                 }
             )
@@ -306,13 +293,12 @@ def test_a_model_of_transformers_computes_the_loss_itself(auto: str, tmp_path: P
     assert found["zero3"] == pytest.approx(found["one"], rel=1e-6)
 
 
-def test_a_stored_pickle_runs_no_code(trained: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad"
-    bad.mkdir()
-    (bad / ".metadata").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
-    with pytest.raises(ValueError, match=r"bad: .* it names os\.system"):
-        stored.open_(str(bad), "gpt")
-    assert read_lines(trained / "run" / "events.jsonl")
+def test_a_folder_of_torch_gets_the_command_that_converts_it(tmp_path: Path) -> None:
+    dcp.save({"head.weight": torch.ones(2, 3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with pytest.raises(ValueError, match=r"dcp_to_torch .*theirs weights\.pt"):
+        stored.open_(str(tmp_path / "theirs"))
+    format_utils.dcp_to_torch_save(tmp_path / "theirs", tmp_path / "weights.pt")
+    assert stored.open_(str(tmp_path / "weights.pt")).shapes == {"head.weight": (2, 3)}
 
 
 def test_the_example_trains_from_weights_with_masks(

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_differences import differences
 from checkpoints import assert_same, cut, empty, entry_of, flip, forge, restored, save, state
 from disks import mounted, needs_root
 
 from rollcall.config import ConfigError
-from rollcall.train.checkpoint import cadence, layout, manifest, write_plan
+from rollcall.train.checkpoint import layout, manifest, write_plan
 from rollcall.train.checkpoint.contents import Damaged
 from rollcall.train.checkpoint.engine import Engine, Hooks
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.tools import export
-from rollcall.train.checkpoint.tools.compare import differences
 from rollcall.train.ranks.world import World
 
 DAMAGE: list[Callable[[Path], None]] = [cut, empty, flip, Path.unlink]
@@ -304,22 +304,3 @@ def test_boxes_are_spread_over_those_who_hold_them() -> None:
     shares = write_plan.divide([everywhere | {100: 40}, everywhere, everywhere])
     assert sorted(box for share in shares for box in share) == [*range(8), 100]
     assert 100 in shares[0] and [len(share) for share in shares] == [1, 4, 4]
-
-
-def test_interval_follows_from_cost_and_failures() -> None:
-    hour = 3600
-    assert cadence.best_interval(5, 8 * hour) == pytest.approx(
-        math.sqrt(2 * 5 * 8 * hour), rel=0.01
-    )
-    assert cadence.best_interval(3 * hour, hour) == hour
-    assert cadence.between_failures([], hour) == hour
-    events = [
-        {"event": "started", "time": 0},
-        {"event": "first_step", "time": 1 * hour},  # killed
-        {"event": "started", "time": 5 * hour},
-        {"event": "finished", "time": 6 * hour},  # asked to stop
-    ]
-    assert cadence.between_failures(events, 10 * hour) == (10 + 1 + 1) * hour / 2
-    events.append({"event": "started", "time": 99 * hour})
-    events.append({"event": "first_step", "time": 3 * hour})  # the clock was wrong before
-    assert cadence.between_failures(events, 10 * hour) == (10 + 1 + 1) * hour / 3

@@ -100,19 +100,6 @@ def test_weights_that_are_not_there_are_not_exported(
     assert command(capsys, "export", tmp_path, target, "--all")[0] == 0
 
 
-def test_command_diff_names_what_differs(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = layout.path_of(saved, 1), layout.path_of(saved, 2)
-    assert command(capsys, "diff", one, one) == (
-        0,
-        "all tensors and values are equal to the last bit\n",
-    )
-    code, output = command(capsys, "diff", one, two)
-    assert code == 1
-    assert output.startswith("model.weight: 60000 of 60000 numbers differ, by ")
-    assert "model.mask: 1 of 11 numbers differ, by 1 at most" in output
-    assert "optim.lr: 0.1 and 0.2" in output and "empty" not in output
-
-
 def test_command_export_writes_what_others_read(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,12 +16,10 @@ from disks import until
 
 from rollcall.config import parse
 from rollcall.records.run_dir import RunDir
-from rollcall.system.files import read_lines
-from rollcall.train.checkpoint import background, cadence, layout, manifest, write
+from rollcall.train.checkpoint import background, layout, manifest, write
 from rollcall.train.checkpoint.engine import Engine, Hooks
 from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.checkpoint.store import CheckpointStore
-from rollcall.train.ranks.agreement import Step
 from rollcall.train.ranks.deadline import Deadline
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.world import World
@@ -122,35 +120,6 @@ def test_who_stops_the_job_does_not_stop_the_save(
     writer.resume()
     outcome = checkpoints.drain()
     assert outcome is not None and not outcome.problem
-
-
-def test_auto_saves_at_the_interval_that_follows(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cadence, "FIRST_INTERVAL", 0.0)
-    monkeypatch.setattr(
-        cadence, "MAX_SHARE", 0.5
-    )  # a disk that takes seconds is waited for twice that
-    words = ["checkpoint.auto_interval=true", "checkpoint.every=null", "checkpoint.mtbf_hours=1e-6"]
-    run_dir = RunDir(tmp_path, "auto")
-    run_dir.create()
-    run = Run(parse(words)[1], world, run_dir)
-    saves = Saver(run, lambda: {"x": torch.ones(9)}, Deadline(run_dir.job))
-    assert saves.resume() is None
-    steps: list[float] = []
-    began = time.monotonic()
-    while len(steps) < 3:
-        step = Step(len(steps), 1, 0.01, False, 0.5, 1.0, 1.0, True)
-        saves.settle(step, saves.report())
-        if saves.is_due(len(steps) + 1):
-            steps.append(time.monotonic())
-            saves.begin(len(steps))
-        assert time.monotonic() < began + 60
-    saves.close()
-    told = [line for line in read_lines(run_dir.events) if line["event"] == "checkpointed"]
-    assert [line["step"] for line in told] == [1, 2, 3]
-    # Failures are assumed to be so frequent that MAX_SHARE alone bounds the interval.
-    assert steps[2] - steps[1] > told[1]["seconds"] / cadence.MAX_SHARE - 0.01
 
 
 def test_an_old_one_of_another_version_hinders_no_search_for_the_best(

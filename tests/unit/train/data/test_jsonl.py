@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from rollcall.config import ConfigError, parse
 from rollcall.train.data import sets
-from rollcall.train.data.calling import outputs_of
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.models import build
 from rollcall.train.numerics import losses
+from rollcall.train.numerics.losses import outputs_of
 from rollcall.train.ranks.world import World
 
 WORDS = ["<end>", "<user>", "<assistant>", "two", "plus", "one", "three", "is", "zero", "and", "?"]

@@ -308,10 +308,6 @@ def test_a_mixture_keeps_its_proportions_when_it_is_resumed() -> None:
     resumed = Order(16, 32, global_batch=3, seed=3)
     resumed.continue_from(2, order.facts(2))
     assert samples(resumed, range(2, resumed.steps)) == seen[10:]
-    longer = Mixture([large, small], [7, 8], size=15)
-    assert [longer[index] for index in range(len(longer))] == [*large, *small, *small]
-    with pytest.raises(ConfigError, match="the same 6 of the 7 samples of set 0 in every epoch"):
-        Mixture([large, small], [3, 1], size=8)
     for weights, several in (
         ([1], [large, small]),
         ([1, -1], [large, small]),

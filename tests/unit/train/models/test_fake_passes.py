@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from rollcall.config import parse
 from rollcall.train import models
-from rollcall.train.data.calling import in_fp32
 from rollcall.train.models import activations
+from rollcall.train.numerics.losses import in_fp32
 from rollcall.train.numerics.precision import autocast
 
 ROWS, LENGTH, CLASSES = 2, 16, 32

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from rollcall.train.profiling.verdict import (
-    READINGS,
     SOLO_PHASES,
-    GrowingMemory,
     LateRanks,
     Window,
     limits,
@@ -61,13 +59,3 @@ def test_two_late_ranks_are_named_once_each() -> None:
     extra[1, 0], extra[2, 4] = 0.05, 0.04
     found = windows(LateRanks(NAMES), extra, [*range(20)])
     assert [(one["rank"], one["phase"]) for one in found] == [(1, "data"), (2, "optimizer")]
-
-
-def test_memory_that_grows_is_told_once() -> None:
-    growing, found = GrowingMemory(NAMES, "memory"), []
-    for step in range(0, 20 * READINGS, 2):
-        sizes = np.array([1e9 + 2e8 * (step > 9), 1e9, 1e9 + 5e6 * step, 1e9 + 1e3 * (step % 7)])
-        found += [told for told in [growing.add(step, sizes)] if told]
-    [told] = found
-    assert (told["rank"], told["bytes_per_step"]) == (2, 5_000_000)
-    assert "the memory of rank 2 (node1) grows by 5 MB a step" in told["text"]

@@ -155,13 +155,11 @@ def test_files_that_are_not_weights_get_a_sentence(tmp_path: Path) -> None:
         else:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=name):
-            stored.open_(str(tmp_path / name), "cnn")
+            stored.open_(str(tmp_path / name))
     (tmp_path / "shards").mkdir()
     index = {"weight_map": {"w": "model-1.safetensors"}}
     (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"shards: .*model-1\.safetensors"):
-        stored.open_(str(tmp_path / "shards"), "cnn")
-    with pytest.raises(ValueError, match=r"curl --create-dirs -o .*resnet18-\w+\.pth"):
-        stored.open_("DEFAULT", "resnet18")
-    with pytest.raises(ValueError, match="no such file, folder, run or weights"):
-        stored.open_("nothing", "cnn")
+        stored.open_(str(tmp_path / "shards"))
+    with pytest.raises(ValueError, match="no such file, folder or run"):
+        stored.open_("nothing")
