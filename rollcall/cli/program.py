@@ -19,7 +19,7 @@ from rollcall.messages.refusal import REFUSED, RefusedError, sentences
 from rollcall.messages.text import did_you_mean, table
 from rollcall.system.process import Printable, leave, output_is_closed
 
-PLAIN = {*LAUNCH, "explain", "checkpoint", "completion"} - {"batch", "supervise"}
+PLAIN = {*LAUNCH, "explain", "checkpoint"} - {"batch", "supervise"}
 """Commands that run no code of the user's: an OSError becomes one sentence."""
 
 

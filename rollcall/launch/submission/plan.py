@@ -22,7 +22,7 @@ from rollcall.launch.scheduler.job import Job, array_tasks, one_line
 from rollcall.launch.submission import preflight, resources, snapshot, surroundings
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
-from rollcall.launch.submission.submission import SubmissionPlan, batch_command, note
+from rollcall.launch.submission.submission import SubmissionPlan, note
 from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import listed, word
@@ -208,7 +208,8 @@ def _job(
         srun=tuple(map(one_line, own.srun_arg)),
         setup=setup,
         batch=(
-            *batch_command(run),
+            *installation.command("batch"),
+            f"--run-dir={run.path}",
             *(["--preflight"] if own.preflight else []),
             *(f"--teardown={line}" for line in own.teardown),
         ),

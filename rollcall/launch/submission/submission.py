@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollcall.cli.installation import command
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.messages.refusal import RefusedError
@@ -36,11 +35,6 @@ class SubmissionPlan:
     resume: bool = False  # whether to continue a run that has failed or finished
     wait: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)  # of the job's options, by name
-
-
-def batch_command(run: RunDir) -> tuple[str, ...]:
-    """Return the command line that starts the step of a run's jobs."""
-    return (*command("batch"), f"--run-dir={run.path}")
 
 
 def note(text: str) -> None:

@@ -360,18 +360,6 @@ def test_what_a_failed_cell_is_explained_with_can_be_typed(
         assert cli.main(hint.split()[1:]) != 2, capsys.readouterr().err
 
 
-def test_a_run_of_torchrun_is_not_reproduced_but_told_how(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RunDir(tmp_path, "it")
-    run.create()
-    run.config.touch()
-    assert cli.main(["reproduce", str(run.path)]) == 2
-    told = f"rollcall train {run.config} run.name=NEW"
-    shown = capsys.readouterr().err
-    assert shown.startswith("rollcall: error: run it was not started") and told in shown
-
-
 def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(
     tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
