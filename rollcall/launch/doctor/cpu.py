@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 
 from rollcall.launch.doctor.check import LocalNode, Result, Skip, State, judge, warn
-from rollcall.messages.text import listed
 
 SAMPLE = 0.7
 """Seconds for which the use of CPUs is measured."""
@@ -22,23 +21,6 @@ def cpus(node: LocalNode) -> Result:
     few = asked.isdecimal() and usable < min(int(asked), os.cpu_count() or 1)
     text = f"{usable} of {os.cpu_count()}"
     return judge(few and f"{text}, though Slurm gave {asked}", text, text)
-
-
-def threads(node: LocalNode) -> Result:
-    usable, given = len(os.sched_getaffinity(0)), node.env.get("OMP_NUM_THREADS", "0")
-    many = given.isdecimal() and int(given) > usable
-    return warn(many and f"OMP_NUM_THREADS={given} on {usable} CPUs", "no more than CPUs", given)
-
-
-def numa(node: LocalNode) -> Result:
-    folders = node.paths("/sys/devices/system/node/node[0-9]*")
-    usable = os.sched_getaffinity(0)
-    used = [folder for folder in folders if _cpus(node, f"{folder}/cpulist") & usable]
-    devices = node.paths("/sys/bus/pci/drivers/nvidia/*:*")
-    near = {device: _cpus(node, f"{device}/local_cpulist") for device in devices}
-    far = [device[-12:] for device, cpus in near.items() if cpus and not cpus & usable]
-    text = f"CPUs of {len(used)} of {len(folders)} NUMA nodes"
-    return warn(far and f"{text}; none is near GPU {listed(far, 2)}", text, f"{len(folders)}")
 
 
 def memory_errors(node: LocalNode) -> Result:
@@ -74,19 +56,6 @@ def zombies(_node: LocalNode) -> Result:
     return warn(count > MANY and f"{count} processes have ended and are not collected", count)
 
 
-def earlier_jobs(node: LocalNode) -> Result:
-    job = node.env.get("SLURM_JOB_ID")
-    if job is None:
-        raise Skip("Slurm did not start this")
-    left = []
-    for process in psutil.process_iter(["name", "uids", "environ"]):
-        name, uids, other = process.info["name"], process.info["uids"], _job_of(process)
-        is_mine = uids is not None and uids.real == os.getuid() and _is_here(process.pid)
-        if is_mine and other not in (None, job):
-            left.append(f"{name} ({process.pid}) of job {other}")
-    return warn(listed(left, 3), "no process of another job of yours")
-
-
 def _use(node: LocalNode) -> dict[int, tuple[float, str]]:
     """Return the CPU seconds and the name of each process that is not part of this job."""
     this, job = psutil.Process(), node.env.get("SLURM_JOB_ID")
@@ -110,11 +79,3 @@ def _is_here(pid: int) -> bool:
 
 def _job_of(process: psutil.Process) -> str | None:
     return (process.info["environ"] or {}).get("SLURM_JOB_ID")  # None for another user's
-
-
-def _cpus(node: LocalNode, path: str) -> set[int]:
-    numbers: set[int] = set()
-    for part in filter(None, node.read(path).split(",")):
-        first, _, last = part.partition("-")
-        numbers |= {*range(int(first), int(last or first) + 1)}
-    return numbers

@@ -3,7 +3,7 @@
 import os
 import resource
 
-from rollcall.launch.doctor.check import LocalNode, Result, Skip, State, judge, warn
+from rollcall.launch.doctor.check import LocalNode, Result, State, judge, warn
 from rollcall.messages.text import size
 
 GIB = 2**30
@@ -21,12 +21,6 @@ def open_files(_node: LocalNode) -> Result:
     return judge(limit < 4096 and f"{limit}", f"{limit:,}", f"{limit}", state)
 
 
-def core_files(node: LocalNode) -> Result:
-    pattern, limit = node.read("/proc/sys/kernel/core_pattern"), _limit(resource.RLIMIT_CORE)
-    fills = limit > GIB and not pattern.startswith("|")
-    return warn(fills and f"a crashed rank writes its memory to '{pattern}'", size(limit))
-
-
 def shared_memory(_node: LocalNode) -> Result:
     blocks = os.statvfs("/dev/shm")
     total, free = blocks.f_blocks * blocks.f_frsize, blocks.f_bavail * blocks.f_frsize
@@ -40,24 +34,6 @@ def memory(node: LocalNode) -> Result:
     total, free = _meminfo(node, "MemTotal"), _meminfo(node, "MemAvailable")
     text = f"{size(free)} of {size(total)} free"
     return warn(free < total // 10 and text, text)._replace(value=total, within=total * 0.03)
-
-
-def memory_of_job(node: LocalNode) -> Result:
-    limit = node.cgroup("memory.max")
-    if not limit.isdecimal():
-        raise Skip("no control group limits the memory")
-    lines = (line.split() for line in node.cgroup("memory.stat").splitlines())
-    # The cache of files does not count: the kernel drops it when the memory is needed.
-    used = sum(int(count) for name, count in lines if name in ("anon", "shmem"))
-    text = f"{size(used)} of {size(int(limit))} used"
-    return judge(used > 0.8 * int(limit) and text, text, size(int(limit)))
-
-
-def huge_pages(node: LocalNode) -> Result:
-    unused = _meminfo(node, "HugePages_Free") // 1024 * _meminfo(node, "Hugepagesize")
-    mode = node.read("/sys/kernel/mm/transparent_hugepage/enabled") or "unknown"
-    wasted = unused > _meminfo(node, "MemTotal") // 4
-    return warn(wasted and f"{size(unused)} are reserved and unused", mode, mode)
 
 
 def _limit(kind: int) -> int:
