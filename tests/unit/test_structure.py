@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_650, 8_000
+CORE_LINES, TOOLS_LINES = 39_875, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,24 +30,24 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 62,
-    "rollcall/cli": 396,
+    "rollcall/cli": 317,
     "rollcall/config": 2489,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 347,
+    "rollcall/launch/api": 346,
     "rollcall/launch/batch": 675,
-    "rollcall/launch/commands": 1248,
-    "rollcall/launch/doctor": 1529,
+    "rollcall/launch/commands": 1044,
+    "rollcall/launch/doctor": 1340,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1676,
-    "rollcall/launch/program": 526,
+    "rollcall/launch/program": 515,
     "rollcall/launch/rank": 872,
-    "rollcall/launch/remote": 158,
+    "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2060,
-    "rollcall/launch/scheduler": 788,
-    "rollcall/launch/submission": 2523,
-    "rollcall/launch/sweep": 411,
-    "rollcall/messages": 246,
-    "rollcall/records": 1240,
+    "rollcall/launch/scheduler": 749,
+    "rollcall/launch/submission": 2302,
+    "rollcall/launch/sweep": 402,
+    "rollcall/messages": 253,
+    "rollcall/records": 1232,
     "rollcall/system": 813,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 573,

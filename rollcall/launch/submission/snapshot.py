@@ -188,12 +188,9 @@ def _check_size(root: Path, sizes: Mapping[str, int], in_git: bool, can_link: bo
     )
 
 
-def ignored(root: Path, names: Names) -> list[str]:
-    """Return which of these files and directories git ignores, or what in them.
-
-    A directory that is ignored as a whole counts once. Outside git, RefusedError is raised.
-    """
-    return _ls(root, "-oi", "--directory", "--", *names)
+def ignored(root: Path) -> list[str]:
+    """Return the files and directories that git ignores; a whole directory counts once."""
+    return _ls(root, "-oi", "--directory", "--", ".")
 
 
 def plan_modules(root: Path, names: Names) -> Snapshot:

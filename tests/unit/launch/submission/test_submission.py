@@ -31,8 +31,7 @@ from rollcall.launch.submission import (
     snapshot,
     start,
 )
-from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import SubmissionPlan, TakenError
+from rollcall.launch.submission.plan import SubmissionPlan, TakenError, plan
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import word
 from rollcall.records.attempt import AttemptEvent, NodeState
