@@ -21,7 +21,6 @@ from rollcall.launch.doctor import (
     check,
     checkup,
     command,
-    cpu,
     fabric,
     gpu,
     limits,
@@ -107,7 +106,7 @@ def test_every_line_of_the_table_has_a_function_and_every_function_a_line() -> N
         assert all((*texts, each.remedy)), each.name
     functions = {
         name
-        for module in (cpu, fabric, gpu, limits, links)
+        for module in (limits, fabric, gpu, links)
         for name, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__ and name[0] != "_"
     } - {"Port"}
@@ -244,11 +243,11 @@ def test_variables_and_processes(tmp_path: Path) -> None:
 def test_a_foreign_process_is_bad_on_nodes_that_the_job_has_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "SAMPLE", 0.01)
+    monkeypatch.setattr(limits, "SAMPLE", 0.01)
     there = os.cpu_count() or 1
     for job, expected in ((f"{there}(x2)", "bad"), (f"{there},{there - 1}", "warning")):
         used = iter([{7: (0.0, "loop")}, {7: (1000.0, "loop")}])
-        monkeypatch.setattr(cpu, "_use", lambda _node, used=used: next(used))
+        monkeypatch.setattr(limits, "_use", lambda _node, used=used: next(used))
         env = {"SLURM_JOB_CPUS_PER_NODE": job, "SLURM_CPUS_ON_NODE": "1"}
         assert found("foreign-processes", node(tmp_path, env)).state == expected
 
@@ -278,7 +277,7 @@ def test_many_small_foreign_processes_make_a_node_busy(tmp_path: Path) -> None:
 def test_ended_processes_that_nobody_collects_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "MANY", 0)
+    monkeypatch.setattr(limits, "MANY", 0)
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.read() == b""
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
