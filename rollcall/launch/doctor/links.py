@@ -1,4 +1,4 @@
-"""Host names, network interfaces and clocks."""
+"""Host names and network interfaces."""
 
 import ipaddress
 import os
@@ -81,11 +81,6 @@ def link_speed(node: LocalNode) -> Result:
     is_half = link.duplex == psutil.NIC_DUPLEX_HALF
     text = f"{name}: {link.speed} Mbit/s{', half duplex' if is_half else ''}"
     return warn((link.speed < 1000 or is_half) and text, text, str(link.speed))
-
-
-def clock(_node: LocalNode) -> Result:
-    # `nodes.ask` measures it for several nodes.
-    raise Skip("only the nodes of one job can be compared")
 
 
 def _peers(node: LocalNode) -> list[str]:

@@ -463,8 +463,8 @@ def test_the_odd_node_is_named_and_a_bad_one_is_avoided() -> None:
         for name, gb in zip("abcd", (64, 63, 64, 48), strict=True)
     }
     assert [it.node for it in compare(memory)["memory"]] == ["d"]
-    clocks = {"a": {"clock": of(0.7, within=1.0)}, "b": {"clock": of(-0.7, within=1.0)}}
-    assert [it.node for it in compare(clocks)["clock"]] == ["a", "b"]  # 1.4 s apart
+    apart = {"a": {"memory": of(0.7, within=1.0)}, "b": {"memory": of(-0.7, within=1.0)}}
+    assert [it.node for it in compare(apart)["memory"]] == ["a", "b"]
     # What is wrong everywhere, or on one of two nodes that differ, does not count against a node.
     full = {name: {"free-space": of("full", "bad")} for name in "ab"}
     assert bad_nodes(full) == {}
