@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_875, 8_000
+CORE_LINES, TOOLS_LINES = 39_814, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,13 +30,13 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 62,
-    "rollcall/cli": 317,
+    "rollcall/cli": 322,
     "rollcall/config": 2489,
     "rollcall/launch": 1,
     "rollcall/launch/api": 346,
-    "rollcall/launch/batch": 675,
-    "rollcall/launch/commands": 1044,
-    "rollcall/launch/doctor": 1340,
+    "rollcall/launch/batch": 665,
+    "rollcall/launch/commands": 1035,
+    "rollcall/launch/doctor": 1293,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1676,
     "rollcall/launch/program": 515,
