@@ -9,15 +9,10 @@ class Command(NamedTuple):
     module: str  # in `rollcall`; its `main(argv)` runs the command and returns the exit code
     meaning: str  # the line of `rollcall --help`
     by_people: bool = True  # whether people type the command; job scripts run the others
-    words: str = ""  # `module:function` that lists further words for the shell completion
 
 
 TRAIN = {
-    "plan": Command(
-        "tools.plan.command",
-        "plan a run: layouts, memory, time, cost",
-        words="tools.plan.shapes:KNOWN.keys",
-    ),
+    "plan": Command("tools.plan.command", "plan a run: layouts, memory, time, cost"),
     "explain": Command("config.explain", "show every key's value and where it comes from"),
     "verify": Command("train.exact.verify", "prove that two ways to train are equal"),
     "matrix": Command("tools.bench.matrix", "resume runs of each strategy under each other one"),
@@ -48,7 +43,6 @@ LAUNCH = {
     "attach": Command("launch.commands.attach", "run a command on a node of a live run"),
     "cancel": Command("launch.commands.cancel", "save and end a run's jobs"),
     "requeue": Command("launch.commands.requeue", "start a run's job again"),
-    "reproduce": Command("launch.commands.reproduce", "submit a run again as a new run"),
     "sweep": Command("launch.sweep.sweep", "submit many runs from one file"),
     "drill": Command("tools.drill.drill", "inject a fault into a live run"),
     "doctor": Command("launch.doctor.command", "check this machine before it trains"),
@@ -68,5 +62,4 @@ COMMANDS = {
     **LAUNCH,
     **TRAIN,
     "bench": Command("tools.bench.__main__", "measure, and print tables: speed-up, overhead, …"),
-    "completion": Command("cli.completion", "print shell completion for bash, zsh or fish"),
 }

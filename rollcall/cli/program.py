@@ -19,7 +19,7 @@ from rollcall.messages.refusal import REFUSED, RefusedError, sentences
 from rollcall.messages.text import did_you_mean, table
 from rollcall.system.process import Printable, leave, output_is_closed
 
-PLAIN = {*LAUNCH, "explain", "checkpoint", "completion"} - {"batch", "supervise"}
+PLAIN = {*LAUNCH, "explain", "checkpoint"} - {"batch", "supervise"}
 """Commands that run no code of the user's: an OSError becomes one sentence."""
 
 
@@ -28,44 +28,49 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if words and words[0] in LAUNCH and any(map(re.compile("--host(=|$)").match, _given(words))):
         words.insert(0, "remote")
-    if words and words[0] in COMMANDS:
-        if wrong := _without_value(words):
-            print(f"{words[0]}: error: {wrong}: expected a value, not '--'", file=sys.stderr)
-            return 2
-        if words[0] not in LAUNCH and not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))  # for `my_module:Net`, as `python -m` does
-        try:
-            return int(_imported(f"rollcall.{COMMANDS[words[0]].module}").main(words[1:]))
-        except RefusedError as error:
-            print(sentences(error), file=sys.stderr)
-            return REFUSED
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        except BrokenPipeError:  # `| head` has read enough
-            if not output_is_closed():
-                raise
-            return 128 + signal.SIGPIPE
-        except OSError as error:
-            if words[0] not in PLAIN:  # the code of a user's model or data may raise it
-                raise
-            what = f"{error.filename}: {error.strerror}" if error.filename else error
-            print(f"{words[0]}: error: {what}", file=sys.stderr)
-            return 2
+    if not words or words[0] not in COMMANDS:
+        return _without_command(words)
+    if wrong := _without_value(words):
+        print(f"{words[0]}: error: {wrong}: expected a value, not '--'", file=sys.stderr)
+        return 2
+    if words[0] not in LAUNCH and not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # for `my_module:Net`, as `python -m` does
+    try:
+        return int(_imported(f"rollcall.{COMMANDS[words[0]].module}").main(words[1:]))
+    except RefusedError as error:
+        print(sentences(error), file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `| head` has read enough
+        if not output_is_closed():
+            raise
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if words[0] not in PLAIN:  # the code of a user's model or data may raise it
+            raise
+        what = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"{words[0]}: error: {what}", file=sys.stderr)
+        return 2
+
+
+def _without_command(words: Sequence[str]) -> int:
+    """Print the help or the version, or refuse what is no command; return the exit code."""
     if words and words[0] in ("-h", "--help"):
         print(usage())
         return 0
     if words and words[0] in ("-V", "--version", "version"):
         print(f"rollcall {version()}, in {ROOT}")
         return 0
-    if words:
-        known = [] if words[0][:1] == "-" else [key for key in COMMANDS if COMMANDS[key].by_people]
-        from rollcall.config.refusals import about_command  # here: only mistakes need it
-
-        hint = about_command(words[0]) or did_you_mean(words[0], known)
-        hint = hint or "; `rollcall --help` lists the commands"
-        print(f"rollcall: error: unknown command '{words[0]}'{hint}", file=sys.stderr)
-    else:
+    if not words:
         print(usage(), file=sys.stderr)
+        return 2
+    known = [] if words[0][:1] == "-" else [key for key in COMMANDS if COMMANDS[key].by_people]
+    from rollcall.config.refusals import about_command  # here: only mistakes need it
+
+    hint = about_command(words[0]) or did_you_mean(words[0], known)
+    hint = hint or "; `rollcall --help` lists the commands"
+    print(f"rollcall: error: unknown command '{words[0]}'{hint}", file=sys.stderr)
     return 2
 
 

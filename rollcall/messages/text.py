@@ -1,5 +1,6 @@
 """Helpers for command-line words and messages. No torch; quick to import."""
 
+import contextlib
 import json
 import math
 import os
@@ -56,6 +57,12 @@ def announce(text: str) -> None:
     """Tell a person at a terminal, on rank 0, what takes a while; a file gets nothing."""
     if sys.stderr.isatty() and is_first_rank():
         print(f"rollcall: {text}", file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """Print something that the user might not expect."""
+    with contextlib.suppress(OSError):  # nobody reads it
+        print(f"rollcall: note: {text}", file=sys.stderr, flush=True)
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

@@ -16,7 +16,7 @@ RestartCause: TypeAlias = (
 
 @dataclass(frozen=True)
 class JobRecord(Whole):
-    """The request of `submit`, for the processes of the job and for `reproduce`."""
+    """The request of `submit`, for the processes of the job."""
 
     FILE = "job/job.json"
 

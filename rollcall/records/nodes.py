@@ -1,6 +1,5 @@
 """Reports of a user's jobs about the nodes of a cluster, kept across jobs. No torch."""
 
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -8,12 +7,9 @@ from pathlib import Path
 from typing import Self
 
 from rollcall.records.run import Line
-from rollcall.system.files import write_atomic
 
 KEPT = 7 * 24 * 3600.0
 """Seconds after which a report no longer counts: by then, the node has usually been repaired."""
-COMPACT_BYTES = 2**20
-"""Size of the file from which reports that no longer count are removed."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,4 @@ class NodeReport(Line):
     def keep(self) -> None:
         """Append the report to the user's file."""
         self.folder().mkdir(parents=True, exist_ok=True)
-        path = self.folder() / self.FILE
-        if path.is_file() and path.stat().st_size > COMPACT_BYTES:
-            lines = (json.dumps(report.as_dict()) + "\n" for report in self.current())
-            write_atomic(path, "".join(lines))
         self.append(self.folder())

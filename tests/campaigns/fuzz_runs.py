@@ -57,7 +57,6 @@ COMMANDS = [
     ["cancel", "local"],
     ["requeue", "it"],
     ["attach", "it", "true"],
-    ["reproduce", "--dry-run", "it"],
     ["submit", "--dry-run", "--resume", "--name", "it", "digits"],
     ["submit", "--dry-run", "--name", "by-hand", "digits"],
     # More GPUs than this machine has: it reads the run, and then starts nothing.

@@ -62,18 +62,14 @@ stacks it
 attach it --node 1 true
 cancel it
 requeue it
-reproduce --dry-run it --name other
 drill it kill-rank
 lint script.sbatch
-completion bash
 predict it --split validation
 generate it --help
 checkpoint list runs/it
 checkpoint verify runs/it
 replay it""".splitlines()
-HARMLESS = {
-    "train": "--print-config", "submit": "--dry-run", "reproduce": "--dry-run"
-}  # fmt: skip
+HARMLESS = {"train": "--print-config", "submit": "--dry-run"}
 """Options that keep a command from starting anything."""
 FILES = {
     "mine.yaml": (RECIPES / "gpt.yaml").read_text(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,7 +14,6 @@ import pytest
 from checkout import ROOT
 from wheels import build_wheel, install
 
-from rollcall.records.job import Submission
 from rollcall.records.run_dir import RunDir
 
 pytestmark = pytest.mark.long
@@ -154,24 +152,14 @@ def test_a_project_is_submitted_with_a_checkout(tmp_path: Path, rollcall: Rollca
     submitted(project(tmp_path / "mine", "train/build.py"), rollcall)
 
 
-def test_a_project_is_submitted_continued_and_reproduced(
-    tmp_path: Path, installed: Rollcall
-) -> None:
-    """It continues with the code that it has, or with new code; and it can be made again."""
+def test_a_project_is_submitted_and_continued(tmp_path: Path, installed: Rollcall) -> None:
+    """It continues with the code that it has, or with new code."""
     place, rollcall = project(tmp_path / "mine", "train/build.py"), installed
-    run = submitted(place, rollcall)
+    submitted(place, rollcall)
     (place / "mymodel.py").write_text("print('edited')\n" + MODEL)
     again = [*rollcall.submit, *LOCAL, "--name=a", "--resume"]
     assert "edited" not in rollcall.run(*again, *WORDS, "train.steps=3", cwd=place)
     assert "edited" in rollcall.run(*again, "--new-code", *WORDS, "train.steps=4", cwd=place)
-    shutil.rmtree(run.path / "code-0")
-    (place / "mymodel.py").unlink()
-    assert "edited" in rollcall("reproduce", "a", "--local", "--wait", cwd=place)
-    assert "a-again" in rollcall("status", cwd=place)
-    newest = Submission.newest(RunDir(place / "runs", "a-again").path)
-    assert newest is not None and newest.argv, "what `requeue` says to submit"
-    assert newest.argv[-2:] == ["--local", "--name=a-again"] and WORDS[0] in newest.argv
-    assert "done" in rollcall("why", "a-again", cwd=place)
 
 
 def test_a_training_without_modules_of_the_user_needs_no_copy_of_their_directory(

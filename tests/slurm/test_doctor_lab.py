@@ -21,7 +21,6 @@ from rollcall.system.files import read_lines
 
 ROLLCALL = [sys.executable, str(ROOT / "env" / "bin" / "rollcall")]
 BAD = "n3"
-LATE = "import time\n_time = time.time\ntime.time = lambda: _time() + 7\n"
 MINE = "/tmp/mine"
 """A directory that each host of the lab has for itself."""
 
@@ -59,7 +58,6 @@ def plant(lab: Lab, place: Path) -> subprocess.Popen[bytes]:
         "mount -o remount,size=100M /dev/shm",
         f"mkdir {MINE}/full && mount -t tmpfs -o size=4M full {MINE}/full",
         f"head -c 5M /dev/zero >{MINE}/full/file 2>/dev/null || true",
-        f"mkdir {MINE}/late && printf '{LATE}' >{MINE}/late/sitecustomize.py".replace("\n", "\\n"),
         f"sed 's/^Version: {version}/Version: 1.2.3/' {metadata} >{MINE}/metadata",
         f"mount -B {MINE}/metadata {metadata}",
         f"echo different >{MINE}/code.py && mount -B {MINE}/code.py {place}/code.py",
@@ -79,7 +77,7 @@ def plant(lab: Lab, place: Path) -> subprocess.Popen[bytes]:
 
 
 def diagnose(lab: Lab, place: Path) -> tuple[int, dict[str, Any]]:
-    env = {"TMPDIR": f"{MINE}/full", "PYTHONPATH": f"{MINE}/late"}
+    env = {"TMPDIR": f"{MINE}/full"}
     submit = [*ROLLCALL, "submit", "--doctor", "--nodes=4", f"--root={place}/runs", "--json"]
     done = lab.exec("login", "env", *[f"{k}={v}" for k, v in env.items()], *submit, cwd=place)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -87,7 +85,7 @@ def diagnose(lab: Lab, place: Path) -> tuple[int, dict[str, Any]]:
 
 
 PLANTED = (
-    *("shared-memory", "own-name", "free-space", "writing", "open-files", "clock"),
+    *("shared-memory", "own-name", "free-space", "writing", "open-files"),
     *("packages", "code", "foreign-processes", "mtu", "connections"),
 )
 

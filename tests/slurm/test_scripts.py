@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -142,26 +141,6 @@ def test_waiting_for_a_chain_shows_all_its_jobs_and_ends_as_the_run(chain: Chain
     shown = [chain.submitted.index(part) for part in ("step 2 of", "step 4 of", "is finished")]
     assert shown == sorted(shown)
     assert chain.exit_code == 0
-
-
-def test_a_run_is_reproduced_from_its_directory_alone(
-    lab: Lab, chain: Chain, tmp_path: Path
-) -> None:
-    shutil.copytree(chain.run.path, tmp_path / "moved")
-    (chain.run.path.parents[1] / "model.pt").unlink()
-    reproduce = [sys.executable, "-m", "launch", "reproduce", str(tmp_path / "moved"), "--wait"]
-    again = lab.exec("login", *reproduce, cwd=ROOT)
-    assert again.returncode != 0, again.stdout
-    assert "step 2 of 4 ranks at lr 0.5" in again.stdout
-    run = RunDir(tmp_path, "moved-again")
-    job = next(read_lines(run.job / "submissions.jsonl"))["job"]
-    old, new = (
-        (place.job / f"{job_id}_submission.sh").read_text()
-        for place, job_id in ((chain.run, chain.jobs[0]), (run, job))
-    )
-    moved = old.replace(str(chain.run.path), str(run.path)).replace("name=mine", "name=moved-again")
-    assert new == moved
-    assert sorted(path.name for path in run.code.iterdir()) == ["launch.py", "train.py"]
 
 
 def test_an_array_gives_each_task_a_run_of_its_own(lab: Lab, tmp_path: Path) -> None:

@@ -165,20 +165,6 @@ def test_refusals_queue_nothing_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_discovered_profile_describes_the_cluster_and_is_used(lab: Lab, tmp_path: Path) -> None:
-    env = {"XDG_CONFIG_HOME": str(tmp_path)}
-    found = lab.exec("login", *SUBMIT, "--discover", env=env)
-    assert found.returncode == 0, found.stderr
-    written = tmp_path / "rollcall" / "clusters" / "lab.yaml"
-    assert "# main*      4      1:00:00  8 CPUs, 16000 MB and 4 GPUs\n" in written.read_text()
-    written.write_text(
-        f"{written.read_text()}\n  - module() {{ :; }}\n".replace("setup: []", "setup:")
-    )
-    shown = lab.exec("login", *SUBMIT, "--cluster", "lab", "--dry-run", env=env, cwd=tmp_path)
-    assert "#SBATCH --partition=main\n" in shown.stdout
-    assert f"module() {{ :; }}\nexec {sys.executable} -m rollcall batch" in shown.stdout
-
-
 def test_a_place_that_cannot_be_written_is_refused(lab: Lab) -> None:
     # By root too: a file system that is mounted read-only, for this command alone.
     command = f"mount -t tmpfs -o ro none /mnt && exec {' '.join(SUBMIT)} --root /mnt/runs"

@@ -20,8 +20,7 @@ from rollcall.launch.commands import cancel, logs, why
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.states import Condition
 from rollcall.launch.submission import command, layers, profile, start
-from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import TakenError
+from rollcall.launch.submission.plan import TakenError, plan
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import dotted
 from rollcall.records.run import Line, LoggedStep, Validation
@@ -186,7 +185,7 @@ def _start(
     calls: Sequence[tuple[Any, ...]] = (),
     debug: bool = False,
 ) -> list[Job]:
-    if typed := options.keys() & {"array", "discover", "doctor", "dry_run", "host"}:
+    if typed := options.keys() & {"array", "doctor", "dry_run", "host"}:
         raise RefusedError(f"{min(typed)}: only the command line `rollcall submit` has this option")
     if (function is not None or calls) and not callable(function):
         kind = type(function).__name__

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from rollcall.config import ConfigError
 from rollcall.launch.batch import placement
-from rollcall.launch.batch.expand import Expansion
 from rollcall.launch.node.batch_process import BatchHeartbeat, leave_step, stand_by
 from rollcall.launch.node.identity import job_of, start_of
 from rollcall.launch.runs import find, resolve, restarts
@@ -117,7 +116,7 @@ class BatchProcess:
         self._hosts: placement.Hosts
         self._step: subprocess.Popen[bytes]
         self._heartbeat: BatchHeartbeat | None = None
-        self._expansion: Expansion | None = None
+        self._expansion: placement.Expansion | None = None
         self._lost: dict[str, str] = {}
         self._bad: dict[str, str] = {}  # hosts that the preflight found bad, and why
         self._was_asked = False
@@ -143,7 +142,7 @@ class BatchProcess:
             return 0
         self._hosts = placement.Hosts(os.environ, facts.nodes, facts.span)
         if facts.span:
-            self._expansion = Expansion(self.run, self.job, self._hosts)
+            self._expansion = placement.Expansion(self.run, self.job, self._hosts)
         code = self._hold_claims(self.run, self._options.number)
         if self._own_step is not None and not self._is_requeued:
             # Slurm waits for the end of the script, which died with its host.

@@ -4,7 +4,6 @@ A running job is asked to save, ended, and queued again. Slurm would then let it
 minutes; this command skips that wait, also for a job that has requeued itself.
 """
 
-import shlex
 import time
 from collections.abc import Sequence
 
@@ -12,8 +11,6 @@ from rollcall.launch.runs import find, states
 from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
-from rollcall.records.job import Cell, Submission
-from rollcall.records.run_dir import RunDir
 
 PATIENCE = 180.0
 """Seconds that the old attempt has to end: it may save, and Slurm kills it after KillWait."""
@@ -25,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     run = find.find(options.run, options.root)
     (condition,), _ = states.look([run])
     job = condition.job
-    again = f"submit it again: {_submission(run)}"
+    again = f"submit it, or its sweep, again: --name {run.name} continues it"
     if job is None or job.is_local:
         raise NoRunError(f"run {run.name} has no Slurm job; {again}")
     if condition.state == "done":
@@ -40,19 +37,6 @@ def main(argv: Sequence[str]) -> int:
     _start_now(job.id)
     print(f"job {job.id} of run {run.name} is requeued and may start at once")
     return 0
-
-
-def _submission(run: RunDir) -> str:
-    """Return the command that submits a run again; for a cell, the one that submits its sweep."""
-    parent = RunDir(run.path.parent.parent, run.path.parent.name)
-    submitted = parent if find.is_sweep(parent) else run
-    newest = Submission.newest(submitted.path)
-    words = (newest and newest.argv) or []
-    if Cell.are_in(submitted.path):
-        return shlex.join(["rollcall", "sweep", *(words or ["submit", "FILE"])])
-    has_name = submitted.name in (word.rpartition("=")[2] for word in words)
-    name = [] if has_name else ["--name", submitted.name]
-    return shlex.join(["rollcall", "submit", *name, *words])
 
 
 def _start_now(job_id: str) -> None:

@@ -1,22 +1,19 @@
-"""`rollcall watch [RUN …]`: show a run, or the table of `rollcall status`, until `q` or Ctrl-C.
+"""`rollcall watch [RUN …]`: show a run, or the table of `rollcall status`, until Ctrl-C.
 
 For one run, it shows the attempt and its ranks, the loss of the last logged steps, the newest
-validation, the time left, the phases of a step, the age of the last sign of life, the use of this
-machine if the run is on it, and failures, restarts and lost steps as soon as they happen.
+validation, the time left, the phases of a step, the age of the last sign of life, and failures,
+restarts and lost steps as soon as they happen.
 """
 
-import csv
-import socket
-import subprocess
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from math import inf, log, nan
+from collections.abc import Sequence
+from math import inf, nan
 
 from rollcall.launch.commands import status
 from rollcall.launch.runs import find, restarts, root_cause, states
 from rollcall.launch.runs.states import Condition
-from rollcall.messages.text import clock, duration, figure, size
+from rollcall.messages.text import clock, duration, figure
 from rollcall.records.attempt import AttemptEvent, AttemptRecord, Heartbeat, RankFailure
 from rollcall.records.job import Restart
 from rollcall.records.phases import Phases
@@ -30,7 +27,6 @@ TITLE = 12
 """Width of the first column, in characters."""
 EVENTS = 6
 """Most failures, restarts and rollbacks that are shown, the newest."""
-GPU = ("index", "utilization.gpu", "memory.used", "memory.total")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,8 +61,7 @@ def lines(run: RunDir, width: int) -> list[str]:
     if losses := [step.loss for step in steps]:
         rows.append(("loss", f"{losses[-1]:<9.4g} {sparkline(losses)}"))
         known = [loss for loss in losses if abs(loss) < inf] or [nan]
-        scale = ", logarithmic" if _is_log(known) else ""
-        between = f"{figure(min(known))} to {figure(max(known))}{scale}"
+        between = f"{figure(min(known))} to {figure(max(known))}"
         rows.append(("", f"{between}, steps {steps[0].step:,} to {steps[-1].step:,}"))
     figures = ", ".join(f"{name} {value:.4g}" for name, value in progress.validation.items())
     rows += [("validation", figures)] if figures else []
@@ -75,8 +70,6 @@ def lines(run: RunDir, width: int) -> list[str]:
         rows.append(("speed", f"{progress.rate:,.0f} samples/s{left if condition.is_live else ''}"))
     if (phases := Phases.newest(run.path)) is not None:
         rows.append(("step time", _phases(phases)))
-    if condition.is_live and (newest is None or socket.gethostname() in newest.hosts):
-        rows += _machine()
     sign = max(changed(run.metrics), changed(run.events), Heartbeat.newest(run.path))
     if sign:
         rows.append(("last sign", f"{max(0.0, time.time() - sign):.0f} s ago"))
@@ -92,18 +85,10 @@ def lines(run: RunDir, width: int) -> list[str]:
 def sparkline(values: Sequence[float]) -> str:
     """Return a bar for each value, scaled to the range of all; a space for NaN and infinities."""
     known = [value for value in values if abs(value) < inf]
-    at = {value: value for value in known}
-    if _is_log(known):
-        at = {value: log(value) for value in known}
-    low, high = min(at.values(), default=0.0), max(at.values(), default=0.0)
+    low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    bars = {value: BARS[round((at[value] - low) * scale)] for value in known}
+    bars = {value: BARS[round((value - low) * scale)] for value in known}
     return "".join(bars.get(value, " ") for value in values)
-
-
-def _is_log(values: Sequence[float]) -> bool:
-    """Return True if values differ so much that only their logarithms can be shown."""
-    return bool(values) and 0 < 50 * min(values) < max(values)
 
 
 def _stage(run: RunDir, condition: Condition) -> str:
@@ -148,21 +133,3 @@ def _bar(step: int, total: int | None, width: int) -> str:
     room = min(40, max(0, width - 50))
     full = round(done * room)
     return f"{step:,} of {total:,}  {'█' * full}{'░' * (room - full)}  {done:.0%}"
-
-
-def _machine() -> Iterator[tuple[str, str]]:
-    """Yield the use of this machine's processors, memory and GPUs."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    used = f"{size(memory.total - memory.available)} of {size(memory.total)} memory"
-    yield "cpu", f"{psutil.cpu_percent(0.1):.0f}% of {psutil.cpu_count()} cores, {used}"
-    command = ["nvidia-smi", f"--query-gpu={','.join(GPU)}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return  # there are no NVIDIA GPUs
-    for row in csv.reader(answer.stdout.splitlines(), skipinitialspace=True):
-        if len(row) == len(GPU):
-            number, busy, full, whole = row
-            yield f"gpu {number}", f"{busy}%, {full} of {whole} MiB memory"

@@ -16,13 +16,11 @@ Value: TypeAlias = str | float | dict[str, str] | None
 QUICK, THOROUGH = 8.0, 60.0
 """Seconds for all checks of a node together."""
 PROBE = """
-import json, time
-begin = time.perf_counter()
+import json
 import torch
-took = time.perf_counter() - begin
 count = torch.cuda.device_count()
 build = torch.version.cuda or ""
-print(json.dumps(dict(torch=torch.__version__, cuda=build, seconds=took, gpus=count)))
+print(json.dumps(dict(torch=torch.__version__, cuda=build, gpus=count)))
 """
 
 
@@ -79,13 +77,6 @@ class LocalNode:
             return Path(SYSROOT + path).read_text(errors="replace").strip()
         except OSError:
             return ""
-
-    def cgroup(self, name: str) -> str:
-        """Return a value of the innermost control group (version 2) that sets it."""
-        lines = self.read("/proc/self/cgroup").splitlines()
-        group = Path(next((line[3:] for line in lines if line.startswith("0::")), "/"))
-        values = (self.read(f"/sys/fs/cgroup{path}/{name}") for path in (group, *group.parents))
-        return next((value for value in values if value and not value.startswith("max")), "")
 
     def paths(self, pattern: str) -> list[str]:
         """Return the paths of the system that match, without the root of a test."""

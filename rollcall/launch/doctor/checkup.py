@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from rollcall.launch.doctor import cpu, fabric, gpu, limits, links, peers, software, storage
+from rollcall.launch.doctor import fabric, gpu, limits, links, peers, software, storage
 from rollcall.launch.doctor.check import QUICK, THOROUGH, LocalNode, Result, Skip, ToolError
 from rollcall.messages.text import listed
 
@@ -41,7 +41,7 @@ class Outlier(NamedTuple):
 @cache
 def checks() -> dict[str, Check]:
     """Return all checks by name, in the order of the table."""
-    modules = (limits, links, peers, cpu, storage, gpu, fabric, software)
+    modules = (limits, links, peers, storage, gpu, fabric, software)
     functions = ChainMap(gpu.FIELD_CHECKS, *map(vars, modules))
     table = {}
     for line in Path(__file__).with_name("table.md").read_text().splitlines()[2:]:

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,9 +19,6 @@ from rollcall.messages.text import listed, table
 from rollcall.system import hosts
 from rollcall.system.files import write_atomic
 from rollcall.system.process import leave
-
-MARK = "rollcall-doctor"
-"""The first word of the lines by which a node reports its clock."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,8 +36,6 @@ def main(argv: Sequence[str]) -> int:
     add("--as-node", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     name = options.as_node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    if options.into:
-        _say_time(name)
     of_job = hosts.expand(os.environ.get("SLURM_JOB_NODELIST", ""))
     node = LocalNode(options.root.absolute(), options.python, of_job, os.environ)
     node.meeting = options.into
@@ -49,17 +43,12 @@ def main(argv: Sequence[str]) -> int:
     if options.into:
         fields = {check: list(result) for check, result in results[name].items()}
         write_atomic(options.into / f"{name}.json", json.dumps(fields))
-        _say_time(name)
         leave(0)  # a check that hangs must not keep the job
     if options.json:
         print(as_json(results))
     else:
         print("\n".join(lines(results, options.all)))
     return int(is_bad(results))
-
-
-def _say_time(name: str) -> None:
-    print(f"{MARK} {name} {time.time()!r}", flush=True)
 
 
 def lines(nodes: Mapping[str, Results], shows_all: bool) -> Iterator[str]:

@@ -47,16 +47,6 @@ def hca_rate(node: LocalNode) -> Result:
     return warn(slow and f"slower than {text}: {listed(slow, 3)}", text, rates)
 
 
-def hca_errors(node: LocalNode) -> Result:
-    _ports(node)
-    wrong = []
-    for kind in ("link_downed", "symbol_error", "local_link_integrity_errors", "port_rcv_errors"):
-        for path in node.paths(f"{DEVICES}/*/ports/*/counters/{kind}"):
-            if (count := node.read(path)) not in ("", "0"):
-                wrong.append(f"{path.split('/')[4]}: {count} {kind}")
-    return warn(listed(wrong, 3), "no errors are counted")
-
-
 def roce(node: LocalNode) -> Result:
     ports = [port for port in _ports(node) if port.layer == "Ethernet" and port.state == "ACTIVE"]
     if not ports or fabric.recognise(check.SYSROOT) in PLUGIN:

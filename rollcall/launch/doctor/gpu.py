@@ -82,28 +82,6 @@ def nvlink(node: LocalNode) -> Result:
     return warn(down and text, text, text)  # all are down in a virtual machine or without a bridge
 
 
-def peer_access(node: LocalNode) -> Result:
-    if len(_gpus(node)) < 2:
-        raise Skip("there is one GPU")
-    rows = re.findall(r"^ ?GPU\d+\s+(.+)$", node.run("nvidia-smi", "topo", "-p2p", "r"), re.M)
-    cells = [cell for row in rows for cell in row.split() if "GPU" not in cell]
-    wrong = sum(cell not in ("X", "OK") for cell in cells)
-    return warn(wrong and f"{wrong // 2} pairs cannot reach each other", "all pairs")
-
-
-def dcgm(node: LocalNode) -> Result:
-    try:
-        answer = node.run("dcgmi", "diag", "-r", "1", seconds=45)
-    except ToolError as error:
-        if "connection" in str(error):  # with nv-hostengine, which need not run
-            raise Skip(str(error)) from None
-        raise
-    rows = re.findall(r"^\|\s*([\w /-]+?)\s*\|\s*(Fail|Warn)\b", answer, re.M)
-    fails = any(result == "Fail" for _, result in rows)
-    text = ", ".join(f"{name}: {result}" for name, result in rows)
-    return judge(text, "its quick diagnosis passes", state="bad" if fails else "warning")
-
-
 def _smi(node: LocalNode) -> Element:
     return ElementTree.fromstring(node.run("nvidia-smi", "-q", "-x"))
 

@@ -1,6 +1,5 @@
-"""Host names, network interfaces and clocks."""
+"""Host names and network interfaces."""
 
-import ctypes
 import ipaddress
 import os
 import socket
@@ -39,16 +38,6 @@ def own_name(node: LocalNode) -> Result:
     text = f"its name resolves to {address}" + (f", which takes {took:.1f} s" if took > 2 else "")
     problem = (loops and len(node.hosts) > 1) or took > 2
     return warn(problem and text, text, "loopback" if loops else "routable")
-
-
-def names_of_peers(node: LocalNode) -> Result:
-    peers, wrong = _peers(node), []
-    for peer in peers:
-        try:
-            hosts.route(peer)
-        except hosts.HostError as error:
-            wrong.append(str(error))
-    return judge("; ".join(wrong[:2]), f"{len(peers)} other hosts resolve")
 
 
 def interface(node: LocalNode) -> Result:
@@ -92,27 +81,6 @@ def link_speed(node: LocalNode) -> Result:
     is_half = link.duplex == psutil.NIC_DUPLEX_HALF
     text = f"{name}: {link.speed} Mbit/s{', half duplex' if is_half else ''}"
     return warn((link.speed < 1000 or is_half) and text, text, str(link.speed))
-
-
-def link_errors(node: LocalNode) -> Result:
-    counts = psutil.net_io_counters(pernic=True)[_link(node)[0]]
-    # Not dropin: it also counts packets of protocols that are not in use.
-    wrong = counts.errin + counts.errout + counts.dropout
-    text = f"{wrong:,} errors and lost packets of {counts.packets_recv:,}"
-    return warn(wrong > max(100, counts.packets_recv / 1e4) and text, text)
-
-
-def clock_kept(_node: LocalNode) -> Result:
-    state = ctypes.CDLL(None, use_errno=True).adjtimex((ctypes.c_long * 64)())
-    if state < 0:
-        raise Skip(os.strerror(ctypes.get_errno()))
-    # 5 is TIME_ERROR of adjtimex(2).
-    return warn(state == 5 and "no time service corrects the clock", "corrected")
-
-
-def clock(_node: LocalNode) -> Result:
-    # `nodes.ask` measures it for several nodes.
-    raise Skip("only the nodes of one job can be compared")
 
 
 def _peers(node: LocalNode) -> list[str]:

@@ -1,23 +1,20 @@
 """Run the doctor on every node of a job, and collect the results."""
 
 import contextlib
-import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 
 from rollcall.cli.installation import IS_CHECKOUT, ROOT, command
 from rollcall.launch.doctor.check import QUICK, THOROUGH, Result
 from rollcall.launch.doctor.checkup import Results
-from rollcall.launch.doctor.command import MARK, as_json, is_bad, lines
+from rollcall.launch.doctor.command import as_json, is_bad, lines
 from rollcall.launch.scheduler.job import Job, options
 from rollcall.system.files import read_object
 from rollcall.system.process import die_with_parent
@@ -63,15 +60,12 @@ def ask(
         nodes: the names of the nodes, or how many there are.
         limit: seconds after which nodes that have not answered are given up.
     """
-    clocks: dict[str, float] = {}
     processes = [*map(_start, commands)]
-    listeners = [threading.Thread(target=_listen, args=[p, clocks], daemon=True) for p in processes]
     end = time.monotonic() + limit
     try:
-        for listener in listeners:
-            listener.start()
-        for listener in listeners:
-            listener.join(max(0.0, end - time.monotonic()))
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
     finally:
         for process in processes:
             _end(process)
@@ -79,45 +73,30 @@ def ask(
     for path in sorted(into.glob("*.json")):
         fields = read_object(path) or {}
         results[path.stem] = {name: Result(*values) for name, values in fields.items()}
-    for node in results.keys() & clocks.keys() if len(clocks) > 1 else ():
-        offset = clocks[node] - median(clocks.values())
-        # A second may differ: starting a process on a node and hearing of it takes less.
-        results[node]["clock"] = Result("ok", f"{offset:+.1f} s", offset, within=1.0)
     if isinstance(nodes, int):
         nodes = [f"unknown-{number}" for number in range(nodes - len(results))]
     silent = {"python": Result("bad", "the doctor does not answer")}
     return results | {node: silent for node in nodes if node not in results}
 
 
-def _start(words: Sequence[str]) -> subprocess.Popen[str]:
+def _start(words: Sequence[str]) -> subprocess.Popen[bytes]:
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
 
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    null, errors = subprocess.DEVNULL, 2
     return subprocess.Popen(
-        words, stdin=null, stdout=pipe, text=True, start_new_session=True, preexec_fn=begin
+        words, stdin=null, stdout=errors, start_new_session=True, preexec_fn=begin
     )
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(2)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _listen(process: subprocess.Popen[str], clocks: dict[str, float]) -> None:
-    """Record how far each node's clock is ahead; the least delayed line counts."""
-    for line in process.stdout or ():
-        words = line.split()
-        if words[:1] == [MARK] and len(words) == 3:
-            ahead = float(words[2]) - time.time()
-            clocks[words[1]] = max(ahead, clocks.get(words[1], -math.inf))
-        else:
-            print(line, end="", file=sys.stderr)
 
 
 def report_on(job: Job, root: Path, local: bool, prints_json: bool) -> int:

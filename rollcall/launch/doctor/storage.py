@@ -1,16 +1,14 @@
 """Disks and file systems that a run uses."""
 
-import fcntl
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 
 import psutil
 
-from rollcall.launch.doctor.check import LocalNode, Result, judge, warn
+from rollcall.launch.doctor.check import LocalNode, Result, judge
 from rollcall.messages.text import size
 
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "fuse.sshfs", "pvfs2")
@@ -50,30 +48,12 @@ def writing(node: LocalNode) -> Result:
     return Result("ok", "files can be written and renamed")
 
 
-def locks(node: LocalNode) -> Result:
-    with TemporaryFile(prefix=SCRATCH, dir=dict(node.directories())["runs"]) as file:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return Result("ok", "files can be locked")
-
-
 def mounts(_node: LocalNode) -> Result:
     shared = {path: kind for path, kind in _mounts().items() if kind in SHARED}
     for path in shared:
         with suppress(PermissionError):  # another user's
             os.statvfs(path)  # a dead server makes this hang, which the time limit reports
     return Result("ok", f"{len(shared)} shared file systems answer", shared)
-
-
-def left_in_memory(node: LocalNode) -> Result:
-    files = []
-    for path in Path("/dev/shm").iterdir():
-        with suppress(FileNotFoundError):  # another program has removed it
-            files.append(path.lstat())
-    mine = [file for file in files if file.st_uid == os.getuid()]
-    old = [file for file in mine if time.time() - file.st_mtime > 60]
-    held = sum(file.st_blocks * 512 for file in old)
-    text = f"your {len(old)} older files hold {size(held)}"
-    return warn(held > 100e6 and "SLURM_JOB_ID" in node.env and text, text)
 
 
 def is_node_local(root: Path) -> bool:

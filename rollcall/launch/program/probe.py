@@ -27,7 +27,6 @@ class Scan:
 
     def __init__(self) -> None:
         self.own: dict[str, Path] = {}  # neither standard nor installed, and their places
-        self.packages: set[str] = set()  # modules of installed packages
         self.missing: dict[str, str] = {}  # modules that were not found, and who imports them
         self.broken = ""  # the first syntax error in what is sure to be imported
         self.changes_path = False  # whether the code uses sys.path: more modules may be found
@@ -75,9 +74,7 @@ class Scan:
         if top not in self._places:
             self._places[top] = _locate(top)
         kind, place = self._places[top]
-        if kind == "installed":
-            self.packages.add(top)
-        elif kind == "missing" and is_sure:
+        if kind == "missing" and is_sure:
             self.missing.setdefault(top, where)
         elif kind == "own":
             self.own[top] = place
@@ -168,7 +165,7 @@ def report(program: Sequence[str] = ()) -> dict[str, Any]:
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "executable": sys.executable,
         "first": str(Path(sys.path[0]).resolve()),
-        "versions": {name: _version(name) for name in ["torch", *sorted(scan.packages)]},
+        "torch": _version("torch"),
         "own": {name: str(place) for name, place in scan.own.items()},
         "shadowing": [str(root) for root in roots if _shadows(root, scan.own)],
         "broken": scan.broken,

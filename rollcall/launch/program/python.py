@@ -12,13 +12,10 @@ from pathlib import Path
 from rollcall.cli.installation import ROOT
 from rollcall.launch.program import probe
 from rollcall.messages.refusal import RefusedError
-from rollcall.messages.text import listed
 
 OLDEST = (3, 11)
 ENV_RUN = "ROLLCALL_TORCH" in os.environ
 """Whether env/run made the environment that runs rollcall."""
-MOST_SHOWN = 12
-"""Number of packages that a dry run names."""
 
 
 class ProgramError(RefusedError):
@@ -32,21 +29,16 @@ class Facts:
     executable: str
     python: str
     first: str  # the directory that Python searches first for the program's modules
-    versions: Mapping[str, str | None]  # of torch and of packages that the program imports
+    torch: str | None  # its version
     own: Mapping[str, str]  # modules that are not installed, and where they lie
     shadowing: Sequence[str]  # directories that hide other modules if they are searched first
     broken: str  # a syntax error in the program or in a module that it imports, and where
     missing: Mapping[str, str]  # modules that were not found, and where they are imported
 
     def describe(self) -> Iterator[str]:
-        """Yield lines for people: this Python, what the program imports, and what is missing."""
-        torch = self.versions.get("torch")
-        has_torch = f"torch {torch}" if torch else "no torch"
+        """Yield lines for people: this Python, and what it lacks."""
+        has_torch = f"torch {self.torch}" if self.torch else "no torch"
         yield f"python: {self.executable}, version {self.python}, {has_torch}"
-        others = [(name, version) for name, version in self.versions.items() if name != "torch"]
-        if others:
-            known = [f"{name} {version or ''}".strip() for name, version in others]
-            yield f"packages that the program imports: {listed(known, MOST_SHOWN)}"
         yield from self.lacks()
 
     def lacks(self) -> Iterator[str]:

@@ -282,8 +282,8 @@ def _wait(pids: Sequence[int], options: argparse.Namespace, store: KeyValueStore
             break
         elif shared and look.is_due() and shared.check(others):
             servers = set(pids) - set(codes)
-            for remaining in servers:
-                os.kill(remaining, signal.SIGKILL)
+            for late in servers:
+                os.kill(late, signal.SIGKILL)
         else:
             time.sleep(0.02 if shared else 0.002)
     if any(codes.values()):

@@ -21,8 +21,8 @@ from typing import Any
 from rollcall.launch.program import data
 from rollcall.launch.program.find import UserCode, checkout_of
 from rollcall.launch.submission import snapshot
-from rollcall.launch.submission.submission import note
 from rollcall.messages.refusal import RefusedError
+from rollcall.messages.text import note
 
 PROJECTS = ".rollcall"
 """Folder of the projects in the home directory on the other machine."""
@@ -49,17 +49,9 @@ def main(argv: Sequence[str]) -> int:
     identity = hashlib.sha256(f"{socket.gethostname()}:{checkout}".encode()).hexdigest()[:8]
     copy = f"{PROJECTS}/{checkout.name}-{identity}"
     directory = os.path.join(copy, os.path.relpath(here, checkout))  # noqa: PTH118
-    line = _or_refuse(
-        f"cd {shlex.quote(directory)} 2>/dev/null",
-        f"--host {host}: {here} has not been copied there yet; submit a run first",
-    )
-    for link in _links(words):
-        folder = os.path.normpath(f"{directory}/{link}/..")
-        line += _or_refuse(
-            f"[ -e {shlex.quote(link)} ]",
-            f"--link {link}: it is missing on {host}, because git ignores it here; copy it once: "
-            f"rsync -a {link} {host}:{folder}/",
-        )
+    problem = f"--host {host}: {here} has not been copied there yet; submit a run first"
+    message = shlex.quote(f"rollcall: error: {problem}")
+    line = f"cd {shlex.quote(directory)} 2>/dev/null || {{ echo {message} >&2; exit 2; }}; "
     # ssh ends with 255 if it fails; a command that does so itself leaves a file.
     mark = f'"$HOME"/{PROJECTS}/ended-{secrets.token_hex(8)}'
     line += f"{options.host_command or 'rollcall'} {shlex.join([*words, *argv[end:]])}; "
@@ -91,19 +83,6 @@ def _bring(file: str, host: str, directory: str) -> None:
             _prepare(host, line, stdout=here)
     except OSError as error:
         raise RefusedError(f"cannot write {file} here: {error.strerror}; use -o") from None
-
-
-def _links(words: Sequence[str]) -> list[str]:
-    """Return the paths of `--link` that exist here; git may leave them out of the copy."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--link", action="append", default=[])
-    links = [link.rstrip("/") for link in parser.parse_known_args(words)[0].link]
-    return [link for link in links if Path(link).exists() and not Path(link).is_absolute()]
-
-
-def _or_refuse(test: str, problem: str) -> str:
-    """Return shell code that ends with an error message unless a test succeeds."""
-    return f"{test} || {{ echo {shlex.quote(f'rollcall: error: {problem}')} >&2; exit 2; }}; "
 
 
 def _copy(code: UserCode, host: str, copy: str, inputs: Iterable[str] | None) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from getpass import getuser
 from pathlib import Path
 from typing import Literal
 
@@ -160,15 +159,6 @@ def names(
     place = ["-p", partition] if partition else []
     listed = slurm.ask("sinfo", "-h", "-N", *place, "-o", "%N" if kind == "nodes" else "%f")
     return sorted({name for name in re.split(r"[,\s]+", listed) if name not in ("", "(null)")})
-
-
-def accounts() -> list[str]:
-    """Return the accounts that this user can charge; none without an accounting database."""
-    try:
-        shown = slurm.ask("sacctmgr", "-nP", "show", "assoc", f"user={getuser()}", "format=account")
-    except SlurmError:
-        return []
-    return sorted(set(shown.split()))
 
 
 def configuration(name: str) -> str | None:

@@ -38,7 +38,6 @@ class Job:
     batch: tuple[str, ...] = ()  # what starts srun and looks after the job; empty leaves it to srun
     is_training: bool = True  # whether the program is rollcall's own training and not a user's
     continues: bool = True  # whether a restarted program continues its work
-    plugins: tuple[str, ...] = ()  # options of the site's plugins, with dashes
     allocation: str | None = None  # the allocation that the user holds and the run uses
     python: tuple[str, ...] = ()  # how `command` begins if it does not use rollcall's own Python
     # Of a heterogeneous job, what each group of hosts asks for; `nodes` counts all hosts.
@@ -141,9 +140,6 @@ def _resources(job: Job) -> Iterator[str]:
             yield f"{option}={_quote(str(value))}"
     for option, text in job.options.items():
         yield option if text is None else f"{option}={_quote(text)}"
-    for word in job.plugins:
-        option, equals, text = word.removeprefix("--").partition("=")
-        yield f"{option}={_quote(text)}" if equals else option
 
 
 def _quote(value: str) -> str:

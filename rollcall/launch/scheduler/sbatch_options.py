@@ -1,10 +1,8 @@
 """The options of sbatch from Slurm 20.11 to 26.05, with the pyxis plugin's."""
 
-import re
 from collections.abc import Iterable
 
 from rollcall.messages import text
-from rollcall.messages.refusal import RefusedError
 
 _FLAGS = """
 consolidate-segments contiguous exclusive get-user-env help hold ignore-pbs nice no-kill
@@ -68,29 +66,6 @@ ONE_OF = (
     frozenset({"gpus", "gpus-per-node", "gpus-per-task"}),
 )
 """Options of which one replaces the others."""
-
-
-_MEMORY = r"\d+[KMGT]?B?", "a number with K, M (the default), G or T, such as 64G"
-_NUMBER = r"-?\d+", "a whole number"
-_NODES = r"[^\[\]]*(\[[\d,-]+\][^\[\]]*)*", "names of nodes such as n[1-3,7],login"
-_SIGNALS = "HUP|INT|QUIT|ABRT|KILL|ALRM|TERM|USR[12]|URG|CONT|STOP|TSTP|TTIN|TTOU|XCPU"
-_JOBS = r"(singleton|(after\w*|expand)(:\d[\d_+]*)+)"
-FORMS = {
-    **dict.fromkeys(["mem", "mem-per-cpu", "mem-per-gpu", "tmp"], _MEMORY),
-    **dict.fromkeys(["mincpus", "threads-per-core", "core-spec", "thread-spec", "nice"], _NUMBER),
-    **dict.fromkeys(("nodelist", "exclude"), _NODES),
-    "time-min": (r"infinite|unlimited|(\d+-)?\d+(:\d+){0,2}", "a time such as 2:00:00 or 1-12"),
-    "signal": (rf"([RB]+:)?((SIG)?({_SIGNALS})|\d+)(@\d+)?", "a signal, such as USR1@120"),
-    "dependency": (rf"{_JOBS}([,?]{_JOBS})*", "jobs to wait for, such as afterok:123"),
-}
-"""Patterns of values, and what they describe: sbatch would refuse others, and a local run not."""
-
-
-def check(option: str, text: str | None) -> None:
-    """Raise RefusedError if sbatch would refuse this value because of its form."""
-    pattern, expected = FORMS.get(option, (".*", ""))
-    if text is not None and not re.fullmatch(pattern, text, re.IGNORECASE | re.DOTALL | re.ASCII):
-        raise RefusedError(f"--{option}: expected {expected}, not '{text}'")
 
 
 def did_you_mean(option: str, own: Iterable[str] = ()) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import options, render, render_step
-from rollcall.launch.submission import layers, profile
+from rollcall.launch.submission import layers
 from rollcall.launch.submission.options import CommandLine
-from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import SubmissionPlan, TakenError, note
-from rollcall.messages.text import table
+from rollcall.launch.submission.plan import SubmissionPlan, TakenError, plan
+from rollcall.messages.text import note, table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,8 +21,6 @@ def main(argv: Sequence[str]) -> int:
 
 def begin(line: CommandLine, setup: tuple[str, ...], argv: Sequence[str]) -> int:
     """Do what a parsed command line asks for; return the exit code."""
-    if line.own.discover:
-        return profile.discover(line.own.cluster, line.own.dry_run)
     local = is_local(line)
     if line.own.preflight and (local or line.own.in_allocation):
         note("--preflight has no effect here, because there is no other node to use; try --doctor")

@@ -11,14 +11,14 @@ from rollcall.launch.scheduler import gpus, slurm
 from rollcall.launch.scheduler.sbatch_options import ENVIRONMENT, FLAGS, ONE_OF
 from rollcall.launch.submission import options, profile
 from rollcall.launch.submission.options import CommandLine, alternatives
-from rollcall.launch.submission.submission import note
 from rollcall.messages.refusal import RefusedError
+from rollcall.messages.text import note
 
 
 def read(argv: Sequence[str], source: str = "command line") -> tuple[CommandLine, tuple[str, ...]]:
     """Parse a command line after the options of other places; return also the profile's setup."""
     asked = options.asked(argv)
-    if {"discover", "help"} & asked.keys() or "-h" in takewhile("--".__ne__, argv):
+    if "help" in asked or "-h" in takewhile("--".__ne__, argv):
         return options.read(argv), ()
     layers: list[tuple[str, list[str]]] = []
     setup: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from rollcall.config.refusals import about_option, synonyms
 from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.program.find import STARTERS
 from rollcall.launch.scheduler import cluster, gpus, slurm
-from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, check, did_you_mean
+from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
 from rollcall.messages.refusal import RefusedError
 
 EXAMPLES = """\
@@ -85,9 +85,10 @@ def _mount(text: str) -> str:
     return _placed(place) + colon + inside
 
 
-def _plugin(text: str) -> str:
-    if not re.fullmatch(r"--\w[\w-]*(=.*)?", text, re.DOTALL):
-        raise argparse.ArgumentTypeError(f"expected --OPTION or --OPTION=VALUE, not '{text}'")
+def _memory(text: str) -> str:
+    if not re.fullmatch(r"\d+[KMGT]?B?", text, re.IGNORECASE | re.ASCII):
+        expected = "expected a number with K, M (the default), G or T, such as 64G"
+        raise argparse.ArgumentTypeError(f"{expected}, not '{text}'")
     return text
 
 
@@ -96,61 +97,35 @@ LISTS = ("srun-arg", "sbatch-arg", "mount", "link", "teardown")
 OPTIONS = {
     "--nodes N": "number of nodes (default: 1); MIN-MAX uses all free nodes up to MAX",
     "--spares N": "further nodes of the job, which replace nodes that are lost",
-    "--max-restarts N": (
-        "how often failed ranks restart "
-        "(default: training until it makes no progress, your own script never)"
-    ),
-    "--nproc-per-node K": (
-        "ranks on each node (default: one per GPU, or 2 without GPUs); 4,8,8 for different nodes"
-    ),
+    "--max-restarts N": "restarts of failed ranks (default: while a training makes progress)",
+    "--nproc-per-node K": "ranks on each node, 4,8,8 if they differ (default: one per GPU, or 2)",
     "--gpus-per-node G": "GPUs on each node, also as TYPE:G (default: none)",
-    "--cpus-per-task C": (
-        "CPUs on each node, for all its ranks "
-        "(default: the share of a node that goes with its GPUs; one per rank without GPUs)"
-    ),
+    "--cpus-per-task C": "CPUs on each node (default: those that go with its GPUs; one per rank)",
     "--mem MEM": "memory on each node, such as 64G",
     "--time TIME": "time limit: M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S",
     "--partition P": "Slurm partition (default: the cluster's)",
     "--srun-arg =--OPTION": "an option of srun; may be repeated",
     "--sbatch-arg =--OPTION": "an option of sbatch that only this cluster knows; may be repeated",
-    "--teardown LINE": (
-        "a shell line to run when the ranks have ended, on the first node; may be repeated"
-    ),
-    "--cluster NAME": (
-        "take defaults from clusters/NAME.yaml and ~/.config/rollcall/clusters/NAME.yaml"
-    ),
-    "--discover": (
-        "write a profile of this cluster to ~/.config/rollcall/clusters/ and exit; "
-        "--dry-run prints it"
-    ),
+    "--teardown LINE": "a shell line for the first node when the ranks have ended; may be repeated",
+    "--cluster NAME": "take defaults from ~/.config/rollcall/clusters/NAME.yaml",
     "--name --job-name RUN": (
         "name of the run (default: recipe or script, date and time); auto: recipe or script and a "
         "hash of the arguments or keys, so that the same request is the same run"
     ),
     "--root DIR": "directory of the runs (default: runs)",
-    "--python PATH": (
-        "interpreter of the ranks, or its virtual or conda environment (default: this one)"
-    ),
+    "--python PATH": "interpreter of the ranks, or its environment (default: this one)",
     "--container IMAGE": "run the ranks in a container: pyxis if srun has it, else Apptainer",
     "--mount PATH[:INSIDE]": "a further directory that the container sees; may be repeated",
-    "--link PATH": (
-        "link this file or directory into the copy of the code instead of copying it; repeatable"
-    ),
-    "--start-method": (
-        "fork: one import for all ranks (default); torchrun: an interpreter for each rank"
-    ),
+    "--link PATH": "link this file or directory into the copy of the code; may be repeated",
+    "--start-method": "fork: one import for all ranks (default); torchrun: one for each rank",
     "--roles LIST": "role of each rank, for parameter servers: chief,ps:2,worker:3,evaluator",
     "--framework": "variables for the ranks of your script (default: by its imports)",
-    "--chain N": (
-        "queue N jobs of the run, each after the one before; they end at once if it is done"
-    ),
+    "--chain N": "queue N jobs of the run, each after the one before, until it is done",
     "--resume": "continue a run that has failed, or a finished one with more train.steps",
     "--new-code": "resume with the current code; keep the previous copy as code-0, code-1, ...",
     "--local": "run on this machine, even if it has Slurm",
     "--host HOST": "submit on another machine, by ssh; status, logs and the others take it too",
-    "--host-command COMMAND": (
-        "how rollcall is called there (default: $ROLLCALL_HOST_COMMAND, or rollcall)"
-    ),
+    "--host-command COMMAND": "rollcall there (default: $ROLLCALL_HOST_COMMAND, or rollcall)",
     "--in-allocation": "run in the allocation of this salloc shell, and show the output",
     "--dry-run": "print the script and the code; write nothing",
     "--doctor": "check the nodes that the job would get, print a table and start nothing",
@@ -161,8 +136,8 @@ OPTIONS = {
 """Each option of rollcall's own, with the name of its value, and its help."""
 TYPES: Mapping[str, Callable[[str], object]] = {
     **{"nodes": span, "spares": _whole, "max-restarts": _whole, "cpus-per-task": _positive},
-    **{"gpus-per-node": _checked(gpus.of_option), "time": _checked(slurm.seconds)},
-    **{"python": _placed, "container": _placed, "mount": _mount, "sbatch-arg": _plugin},
+    **{"gpus-per-node": _checked(gpus.of_option), "time": _checked(slurm.seconds), "mem": _memory},
+    **{"python": _placed, "container": _placed, "mount": _mount},
     **{"chain": _positive, "roles": _checked(roles.of_ranks)},
 }
 CHOICES = {"start-method": ("fork", "torchrun"), "framework": tuple(TABLE)}
@@ -207,7 +182,6 @@ def read(argv: Sequence[str]) -> CommandLine:
     _refuse_forgotten_dashes(argv[:end])
     rest, passed = _pass_on(argv[:end])
     own = parser.parse_intermixed_args(rest)
-    check("mem", own.mem)
     program = tuple(argv[end + 1 :])
     if "--" in argv and not program:
         parser.error("expected a script or -m module after `--`")
@@ -299,9 +273,15 @@ def _pass_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
         name, has_value, value = word.partition("=")
         if value == "--":  # argparse of Python 3.11 would raise ValueError
             raise RefusedError(f"{name}: expected a value, not '--'")
-        if name == "--sbatch-arg" and value.partition("=")[0] in NAMES | PASSED:
-            word = value  # as if it were given directly
-            name, has_value, value = word.partition("=")
+        if name == "--sbatch-arg":
+            word = value if has_value else next(words, "")
+            name, has_value, value = word.partition("=")  # as if it were given directly
+            if not re.fullmatch(r"--\w[\w-]*", name):
+                expected = "expected --OPTION or --OPTION=VALUE"
+                raise RefusedError(f"--sbatch-arg: {expected}, not '{word}'")
+            if name not in NAMES | PASSED:  # of a plugin
+                passed[name[2:]] = value if has_value else None
+                continue
         if not word.startswith("--") or name in NAMES:
             rest.append(word)
             continue
@@ -310,7 +290,6 @@ def _pass_on(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
             given = next(words, None)
             if given is None:
                 raise RefusedError(f"{name}: expected a value")
-        check(name[2:], given)
         passed[name[2:]] = given
     return rest, passed
 

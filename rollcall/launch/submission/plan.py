@@ -6,8 +6,8 @@ import os
 import re
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollcall.cli import installation
@@ -22,13 +22,37 @@ from rollcall.launch.scheduler.job import Job, array_tasks, one_line
 from rollcall.launch.submission import preflight, resources, snapshot, surroundings
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
-from rollcall.launch.submission.submission import SubmissionPlan, batch_command, note
 from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.messages.refusal import RefusedError
-from rollcall.messages.text import listed, word
+from rollcall.messages.text import listed, note, word
 from rollcall.records.job import Submission, slurm_output
 from rollcall.records.nodes import NodeReport
 from rollcall.records.run_dir import RunDir, plain
+
+
+class TakenError(RefusedError):
+    """Another submission of the run has come first since this one was planned."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SubmissionPlan:
+    """Everything that starting a run needs."""
+
+    argv: tuple[str, ...]
+    run: RunDir
+    recipes: tuple[Path, ...]  # the user's recipe files, which are copied to `job/`
+    code: Snapshot | None  # what to copy to `code/`; None if the run keeps the code that it has
+    launcher: Snapshot | None  # what to copy to `job/rollcall/`, if `code/` is the user's code
+    job: Job
+    is_new: bool = False  # whether the run directory is to be created
+    before: int = 0  # how often the run was submitted before
+    modules: tuple[Snapshot, ...] = ()  # for `job/modules/`: the user's modules from elsewhere
+    remarks: tuple[str, ...] = ()  # what a dry run says about the Python of the job
+    later: tuple[Job, ...] = ()  # further jobs of the run, each starting after the one before
+    files: Mapping[str, str | bytes] = field(default_factory=dict)  # others in `job/`, by name
+    resume: bool = False  # whether to continue a run that has failed or finished
+    wait: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)  # of the job's options, by name
 
 
 def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> SubmissionPlan:
@@ -204,11 +228,11 @@ def _job(
         time=own.time,
         partition=own.partition,
         options=options,
-        plugins=tuple(own.sbatch_arg),
         srun=tuple(map(one_line, own.srun_arg)),
         setup=setup,
         batch=(
-            *batch_command(run),
+            *installation.command("batch"),
+            f"--run-dir={run.path}",
             *(["--preflight"] if own.preflight else []),
             *(f"--teardown={line}" for line in own.teardown),
         ),

@@ -11,8 +11,8 @@ from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.cluster import Partition
 from rollcall.launch.scheduler.job import Job, array_tasks, options
 from rollcall.launch.scheduler.slurm import NoAnswerError, SlurmError
-from rollcall.launch.submission.submission import note
 from rollcall.messages.refusal import RefusedError
+from rollcall.messages.text import note
 
 MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 RESTART = 30.0

@@ -14,18 +14,11 @@ from rollcall.cli.installation import SITE
 from rollcall.config import trust
 from rollcall.config.yaml_values import read_texts
 from rollcall.launch.program.find import checkout_of
-from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.submission import options
 from rollcall.messages.refusal import RefusedError
-from rollcall.messages.text import table
 
 KEYS: dict[str, type[Any]] = {"options": dict, "modules": list, "environment": dict, "setup": list}
 DEFAULT = "default"
-
-
-def users_folder() -> Path:
-    """Return the folder of the user's profiles."""
-    return trust.users_file().with_name("clusters")
 
 
 def has_default() -> bool:
@@ -34,7 +27,8 @@ def has_default() -> bool:
 
 
 def _folders() -> tuple[Path, ...]:
-    return (SITE / "clusters", checkout_of(Path.cwd()) / "clusters", users_folder())
+    of_user = trust.users_file().with_name("clusters")
+    return (SITE / "clusters", checkout_of(Path.cwd()) / "clusters", of_user)
 
 
 def load(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -44,7 +38,6 @@ def load(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not files:
         there = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
         known = f"known profiles: {', '.join(there)}" if there else f"{folders[-1]} has none"
-        known += "; `rollcall submit --discover` writes one"
         raise RefusedError(f"--cluster {name}: no such profile; {known}")
     merged: dict[str, Any] = {key: kind() for key, kind in KEYS.items()}
     for path in files:
@@ -90,66 +83,3 @@ def _setup(values: dict[str, Any]) -> list[str]:
         lines.append(f"module load {shlex.join(values['modules'])} || exit")
     exports = [f"export {name}={shlex.quote(text)}" for name, text in values["environment"].items()]
     return [*lines, *exports, *values["setup"]]
-
-
-PROFILE = """\
-# The cluster {name}, as sinfo and scontrol describe it. Edit it, and use it with
-# rollcall submit --cluster {name}
-#
-{table}
-#
-# The largest index of an array is {index}.
-options:            # the options of rollcall submit, without the dashes
-  partition: {partition}
-{account}
-{gpus}
-# root:             # directory of the runs, on a file system that all nodes share
-modules: []         # names for `module load`
-environment: {{}}     # environment variables of every job
-setup: []           # further shell lines of the job script
-"""
-
-
-def discover(name: str | None, prints: bool = False) -> int:
-    """Write or print a cluster's profile (default: Slurm's ClusterName); return the exit code."""
-    if not slurm.is_available():
-        raise slurm.SlurmError(
-            "--discover: this machine has no Slurm cluster; run it on a login node"
-        )
-    partitions = cluster.partitions()
-    name = name or cluster.configuration("ClusterName") or "cluster"
-    path = users_folder() / f"{name}.yaml"
-    text = _describe(name, partitions)
-    if prints:
-        print(text, end="")
-        return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x") as file:
-            file.write(text)
-    except FileExistsError:
-        raise slurm.SlurmError(f"--discover: {path} exists; edit it or remove it") from None
-    print(f"written: {path}\nuse it:  rollcall submit --cluster {name} ...")
-    return 0
-
-
-def _describe(name: str, partitions: dict[str, cluster.Partition]) -> str:
-    """Return the text of a profile: partitions as a comment, the default partition as an option."""
-    size = int(cluster.configuration("MaxArraySize") or 1001)
-    defaults = [entry.name for entry in partitions.values() if entry.is_default]
-    rows = [("partition", "nodes", "limit", "a node has")]
-    for entry in partitions.values():
-        star = "*" if entry.is_default else ""
-        kinds = "; or ".join(entry.kinds)
-        rows.append((f"{entry.name}{star}", str(entry.nodes), entry.limit_text, kinds))
-    partition = [*defaults, *partitions, ""][0]
-    accounts = cluster.accounts()
-    # With one account, Slurm uses it anyway.
-    account = f"# account: {accounts[0] if accounts else ''}"
-    account += f"   # yours are {', '.join(accounts)}" if len(accounts) > 1 else ""
-    shapes = [shape for entry in partitions.values() for shape in entry.shapes]
-    types = ", ".join(sorted({f"{kind}:N" for _, by_type in shapes for kind in by_type if kind}))
-    gpus = f"# gpus-per-node:{f'   # by type: {types}' if types else ''}"
-    lines = "\n".join(f"# {line}" for line in table(rows))
-    filled = {"name": name, "table": lines, "index": size - 1, "partition": partition}
-    return PROFILE.format(**filled, account=account, gpus=gpus)

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from stat import S_IRUSR, S_ISDIR, S_ISLNK, S_ISREG
+from stat import S_IRUSR, S_ISLNK, S_ISREG
 from typing import NamedTuple
 
 from rollcall.cli.installation import ROOT
@@ -54,15 +54,12 @@ class Snapshot(NamedTuple):
     in_git: bool  # whether the files come from git's list
     shared: tuple[str, ...]  # suffixes of the files that runs share
     diff: bytes = b""  # uncommitted changes, as git shows them
-    record: Path | None = None  # of another run's copy, if this one is copied from it
     links: tuple[str, ...] = ()  # what the copy has as links to the originals
     results: tuple[str, ...] = ()  # files of earlier runs that are not copied
 
     def describe(self) -> str:
         """Return one line for people."""
-        if self.record is not None:
-            source = f"as first submitted, commit {self.commit}"
-        elif not self.in_git:
+        if not self.in_git:
             source = "not a git checkout"
         else:
             source = f"commit {self.commit[:12]}" if self.commit else "no commit yet"
@@ -191,12 +188,9 @@ def _check_size(root: Path, sizes: Mapping[str, int], in_git: bool, can_link: bo
     )
 
 
-def ignored(root: Path, names: Names) -> list[str]:
-    """Return which of these files and directories git ignores, or what in them.
-
-    A directory that is ignored as a whole counts once. Outside git, RefusedError is raised.
-    """
-    return _ls(root, "-oi", "--directory", "--", *names)
+def ignored(root: Path) -> list[str]:
+    """Return the files and directories that git ignores; a whole directory counts once."""
+    return _ls(root, "-oi", "--directory", "--", ".")
 
 
 def plan_modules(root: Path, names: Names) -> Snapshot:
@@ -228,13 +222,11 @@ def take(snapshot: Snapshot, target: Path, record: Path, kept: Path) -> None:
 
     Raises:
         OSError: the run directory cannot be written.
-        RefusedError: files of the copy that this one is copied from have changed.
     """
     beside = target.with_name(f".{target.name}.{os.getpid()}")
-    store = SourceStore(kept, None if snapshot.record else snapshot.root)
+    store = SourceStore(kept)
     try:
         digests = _copy(snapshot, beside, store)
-        store.remember()
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -245,23 +237,16 @@ def take(snapshot: Snapshot, target: Path, record: Path, kept: Path) -> None:
         aside = _put_aside(target, record)
         if known is not None and snapshot.shared != ALL:
             _carry_over(aside, beside, known.files)
-    if snapshot.record is not None:
-        for kind in (".json", ".diff"):
-            if (written := snapshot.record.with_suffix(kind)).exists():
-                shutil.copyfile(written, record.with_suffix(kind))
-    else:
-        if snapshot.commit:
-            write_atomic(record.with_suffix(".diff"), snapshot.diff)
-        place, facts = str(snapshot.root), (snapshot.commit, snapshot.is_modified)
-        source = CodeRecord(place, snapshot.size, list(snapshot.shared), digests, *facts)
-        source.write(record.with_suffix(".json"))
+    if snapshot.commit:
+        write_atomic(record.with_suffix(".diff"), snapshot.diff)
+    place, facts = str(snapshot.root), (snapshot.commit, snapshot.is_modified)
+    source = CodeRecord(place, snapshot.size, list(snapshot.shared), digests, *facts)
+    source.write(record.with_suffix(".json"))
     beside.rename(target)
 
 
 def _copy(snapshot: Snapshot, target: Path, store: SourceStore) -> dict[str, str | None]:
     """Copy the files; return the SHA-256 of each, None for links."""
-    recorded = CodeRecord.read(snapshot.record.with_suffix(".json")) if snapshot.record else None
-    expected = recorded.files if recorded else {}
     digests: dict[str, str | None] = {}
     target.mkdir(parents=True)
     folders: set[str] = set()
@@ -271,20 +256,12 @@ def _copy(snapshot: Snapshot, target: Path, store: SourceStore) -> dict[str, str
             os.makedirs(folder, exist_ok=True)  # noqa: PTH103 (as below, text is quicker)
             folders.add(folder)
         digests[name] = None
-        found = os.lstat(source)
         if name in snapshot.links:
             os.symlink(source, copy)  # noqa: PTH211
-        elif S_ISLNK(found.st_mode):
+        elif os.path.islink(source):  # noqa: PTH114
             shutil.copy2(source, copy, follow_symlinks=False)
-        elif S_ISDIR(found.st_mode):  # a link that a copy of the run has followed
-            shutil.copytree(source, copy, symlinks=True)
         else:
-            is_shared = name.endswith(snapshot.shared)
-            digests[name] = store.place(name, found, source, copy, is_shared)
-        if expected and expected[name] != digests[name]:
-            raise RefusedError(
-                f"{source} is not the submitted file any more: the run has changed it"
-            )
+            digests[name] = store.place(source, copy, name.endswith(snapshot.shared))
     return digests
 
 
@@ -308,15 +285,6 @@ def _carry_over(old: Path, new: Path, copied: Iterable[str]) -> None:
                 (new / inside).mkdir(parents=True, exist_ok=True)
                 (old / path).rename(new / path)
         folders[:] = [name for name in folders if (old / inside / name).exists()]
-
-
-def recorded(copy: Path, record: Path) -> Snapshot:
-    """Return the files of a copy made by `take`; raise KeyError if its record cannot be read."""
-    source = CodeRecord.read(record.with_suffix(".json"))
-    if source is None:
-        raise KeyError(str(record.with_suffix(".json")))
-    facts = (source.bytes, source.commit, source.modified, False, tuple(source.shared))
-    return Snapshot(copy, tuple(source.files), *facts, record=record)
 
 
 def _listed(root: Path, leave_out: Sequence[Path], only: Names) -> Iterator[str]:

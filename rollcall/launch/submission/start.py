@@ -28,10 +28,10 @@ from rollcall.launch.runs.processes import Processes
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import Job, render, render_step
 from rollcall.launch.submission import executors, preflight, snapshot
-from rollcall.launch.submission.submission import SubmissionPlan, TakenError, note
+from rollcall.launch.submission.plan import SubmissionPlan, TakenError
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.requirements import PACKAGES
-from rollcall.messages.text import listed, size
+from rollcall.messages.text import listed, note, size
 from rollcall.records.code import CodeRecord, digest_of
 from rollcall.records.job import Cancellation, JobRecord, Submission, local_output, slurm_output
 from rollcall.records.run_dir import RunDir

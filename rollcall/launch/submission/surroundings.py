@@ -1,6 +1,5 @@
 """The surroundings of a run, from where it is submitted: a Python, modules, data, a container."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -21,10 +20,8 @@ from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import snapshot
 from rollcall.launch.submission.options import CommandLine
-from rollcall.launch.submission.submission import note
-from rollcall.messages.refusal import RefusedError
 from rollcall.messages.requirements import PACKAGES
-from rollcall.messages.text import listed
+from rollcall.messages.text import listed, note
 from rollcall.records.job import JobRecord
 from rollcall.records.run_dir import RunDir
 
@@ -63,14 +60,14 @@ class Surroundings:
         if copy.results:
             note(copy.describe_results())
         missing = data.left_out((*copy.files, *copy.results), copy.links, self.code)
-        for text in islice(chain(missing, self._ignored(copy), self._ignored_in_modules()), 5):
+        for text in islice(chain(missing, self._ignored(copy)), 5):
             note(text)
 
     def _ignored(self, copy: snapshot.Snapshot) -> Iterator[str]:
         """Yield a sentence about data beside the script that git ignores."""
         if self.code and self.code.words and copy.in_git:
             reported = (*copy.links, *data.named(self.code.words[1:], self.code))
-            names = snapshot.ignored(copy.root, ["."])[:1000]
+            names = snapshot.ignored(copy.root)[:1000]
             names = [name for name in names if not snapshot.RESULTS.search(name)]
             around = {name: (Path(name), *Path(name).parents[:-1]) for name in names}
             itself = {
@@ -80,16 +77,6 @@ class Surroundings:
             if paths := data.ignored(names, reported, self.code):
                 lacks = f"git ignores {listed(paths)}, so the copy will not have it"
                 yield f"{lacks}; link what the script reads: --link {paths[0]}"
-
-    def _ignored_in_modules(self) -> Iterator[str]:
-        for root, names in self.found.outside.items():
-            with contextlib.suppress(RefusedError):  # outside git, all files are copied
-                for name in snapshot.ignored(root, names):
-                    if not name.endswith((".py", ".so", ".pyc", "__pycache__/")):
-                        yield (
-                            f"{root / name}, in a module that is copied, will not exist in the "
-                            "copy: git ignores it. Let your script use its absolute path"
-                        )
 
     def placed(self, job: Job, run: RunDir) -> Job:
         """Return the job with this Python, and with the places of the program's modules."""
@@ -168,7 +155,7 @@ def of(line: CommandLine, code: UserCode | None, config: Config) -> Surroundings
         raise ProgramError(f"{facts.broken}; correct it and submit again")
     if words[:1] == ["-m"] and not (own.container or is_call):
         _check_modules(facts, words[1:], uses_own and not program)
-    if own.start_method == "torchrun" and not facts.versions["torch"] and not own.container:
+    if own.start_method == "torchrun" and not facts.torch and not own.container:
         raise ProgramError(f"--start-method torchrun: {facts.executable} does not have torch")
     checkout = code.checkout if code else ROOT
     linked = data.links(own.link, checkout) if own.link else ()

@@ -19,16 +19,15 @@ from rollcall.cli.installation import training_words
 from rollcall.cli.parser import parser as command_parser
 from rollcall.config import parse, trust
 from rollcall.launch.commands import status
-from rollcall.launch.runs import find, states
+from rollcall.launch.runs import exit_code, find, states
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import command, layers, profile
-from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import SubmissionPlan, note
+from rollcall.launch.submission.plan import SubmissionPlan, plan
 from rollcall.launch.sweep import definition
 from rollcall.launch.sweep.definition import Sweep, SweepCell
 from rollcall.messages.refusal import RefusedError
-from rollcall.messages.text import did_you_mean, table
+from rollcall.messages.text import did_you_mean, note, table
 from rollcall.records.job import Cell as CellRecord
 from rollcall.records.run import LoggedStep, Validation
 from rollcall.records.run_dir import RunDir
@@ -62,7 +61,9 @@ def _submit(sweep: Sweep, given: argparse.Namespace, argv: Sequence[str]) -> int
         trust.check_words([*sweep.program, *words], given.file)
     local = given.local or not slurm.is_available()
     root = Path(given.root) / sweep.name
-    left = [cell for cell in sweep.cells if state(RunDir(root, cell.name)) != "done"]
+    runs = [RunDir(root, cell.name) for cell in sweep.cells]
+    states_of = [exit_code.state_of(run.read_verdict(), find.newest_attempt(run)) for run in runs]
+    left = [cell for cell, end in zip(sweep.cells, states_of, strict=True) if end != "done"]
     if not left:
         note(f"all {len(sweep.cells)} cells of {sweep.name} are done")
         return 0
@@ -100,16 +101,6 @@ def _plan(
         jobs.append(replace(base.job, command=supervised, batch=batch, options=options))
     # The sweep's own directory has no verdict; only its cells have one.
     return replace(base, job=jobs[0], later=tuple(jobs[1:]), files=files)
-
-
-def state(run: RunDir) -> str:
-    """Return a cell's state: missing, done, failed, stopped, or unfinished."""
-    if verdict := run.read_verdict():
-        return "stopped" if verdict.state == "requeue" else verdict.state
-    attempts = find.attempts(run)
-    if attempts and attempts[-1].state is not None:
-        return attempts[-1].state
-    return "unfinished" if run.path.exists() else "missing"
 
 
 def _status(sweep: Sweep, given: argparse.Namespace) -> int:

@@ -69,11 +69,6 @@ def test_the_code_runs_on_the_other_machine_and_is_followed_from_here(
     (project / "sub" / "gone.py").unlink()
     second, told = submit("b", "x")
     assert "on changed and not committed ['x'] False" in told, told
-    told = submit("c", "x", "--link=secret.key")[1]
-    assert (
-        "--link secret.key: it is missing on login.cluster, because git ignores it here; copy it"
-        in told
-    )
     assert not (second.code / "sub" / "gone.py").exists()
     assert (first.code / "sub" / "gone.py").exists()
     record = CodeRecord.read(second.job / "source.json")

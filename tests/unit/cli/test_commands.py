@@ -1,4 +1,4 @@
-"""The table of commands: its help, its completion in shells, and how to add one."""
+"""The table of commands: its help, and how to add one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-from rollcall.cli import completion
 from rollcall.cli import program as cli
 from rollcall.cli.commands import COMMANDS
 
@@ -107,54 +106,6 @@ def test_a_new_launcher_command_is_one_file_and_one_line(tmp_path: Path) -> None
         [sys.executable, "-m", "rollcall", "--help"], cwd=tmp_path, capture_output=True, text=True
     )
     assert "weather" in shown.stdout and "show the weather" in shown.stdout
-
-
-def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert completion.main([shell]) == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["sta"], ["stacks", "status"]),
-        (["train", "digi"], ["digits"]),
-        (["submit", "optim.lr"], ["optim.lr=", "optim.lr_scaling="]),
-        (["submit", "digits", "seed"], ["seed="]),
-        (["status", "di"], []),
-        (["supervi"], []),
-    ],
-)
-def test_bash_completes_commands_recipes_and_keys(
-    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    ask = f"""{script("bash", capsys)}
-complete -p rollcall
-COMP_WORDS=(rollcall "$@") COMP_CWORD=$#
-_rollcall
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-    shown = subprocess.check_output(["bash", "-c", ask, "bash", *words], text=True).splitlines()
-    assert shown[0] == "complete -o default -F _rollcall rollcall"
-    assert sorted(filter(None, shown[1:])) == expected
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_read_their_scripts(
-    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = script(shell, capsys)
-    for word in ("status", "digits", "optim.lr="):
-        assert word in text
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed: apt-get install {shell} runs this test")
-    (tmp_path / "script").write_text(text)
-    env = os.environ | {"HOME": str(tmp_path)}
-    subprocess.run([shell, "-n", tmp_path / "script"], check=True, env=env)
-    if shell == "fish":
-        ask = f"source {tmp_path}/script; complete -C 'rollcall submit optim.lr'"
-        shown = subprocess.check_output(["fish", "-c", ask], text=True, env=env)
-        assert shown.split() == ["optim.lr=", "optim.lr_scaling="]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

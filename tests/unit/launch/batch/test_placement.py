@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.launch.batch import expand, placement
-from rollcall.launch.batch.expand import Expansion
-from rollcall.launch.batch.placement import Hosts, NoSpareError
+from rollcall.launch.batch import placement
+from rollcall.launch.batch.placement import Expansion, Hosts, NoSpareError
 from rollcall.launch.runs import resolve, restarts
 from rollcall.launch.runs.resolve import StepFacts
 from rollcall.records.attempt import AttemptEvent
@@ -60,8 +59,8 @@ def test_an_elastic_step_goes_on_with_what_is_left() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expand, "HOSTS_POLL", 0.3)
-    monkeypatch.setattr(expand, "FREE", 0.3)
+    monkeypatch.setattr(placement, "HOSTS_POLL", 0.3)
+    monkeypatch.setattr(placement, "FREE", 0.3)
 
 
 def is_due(expansion: Expansion, seconds: float = 20.0) -> bool:

@@ -94,31 +94,13 @@ def test_slurm_says_where_the_files_do_not(
 
 
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize(
-    ("typed", "cell", "again"),
-    [
-        (["--name=it", "gpt", "seed=1"], None, "submit --name=it gpt seed=1"),
-        (["--nodes", "2", "gpt"], None, "submit --name it --nodes 2 gpt"),
-        (None, None, "submit --name it"),
-        (["submit", "my sweep.yaml"], "seed-1", "sweep submit 'my sweep.yaml'"),
-    ],
-)
-def test_a_run_that_slurm_has_forgotten_is_submitted_again_as_it_was_typed(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    typed: list[str] | None,
-    cell: str | None,
-    again: str,
+def test_a_run_that_slurm_has_forgotten_is_submitted_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(tmp_path)
-    Submission("7", 100.0, typed).append(run.path)
-    if cell:
-        (run.job / Cell.file_name("1", 0)).write_text("[]")
-        run = RunDir(run.path, cell)
-        run.job.mkdir(parents=True)
-        Submission("7_0", 100.0).append(run.path)
+    Submission("7", 100.0).append(run.path)
     assert cli.main(["requeue", str(run.path)]) == 2
-    assert capsys.readouterr().err.endswith(f"; submit it again: rollcall {again}\n")
+    assert f"again: --name {run.name} continues it\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("end", "why"), [("done", "is done"), ("cancelled", "was cancelled")])
@@ -130,7 +112,7 @@ def test_a_run_that_is_to_end_is_not_queued_again(
     if end == "cancelled":
         Cancellation(["7"], 1.0).append(run.path)
     assert cli.main(["requeue", str(run.path)]) == 2
-    assert f"run {run.name} {why}; submit it again: " in capsys.readouterr().err
+    assert f"run {run.name} {why}; submit it, or its sweep, again: " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fake")
@@ -297,16 +279,6 @@ def test_watching_goes_on_until_it_is_interrupted(
     assert (b"samples/s" not in shown) == is_narrow
 
 
-def test_watch_shows_the_gpus_of_this_machine(tmp_path: Path, fake: Fake) -> None:
-    run, hosts = make(tmp_path, "7"), [socket.gethostname()]
-    AttemptEvent(0, "7", "started", time.time(), hosts=hosts, ranks=1).append(run.path)
-    fake("squeue", "echo '7|7|RUNNING|None|2030-01-01T00:00:00|1'")
-    fake("nvidia-smi", "[ $# = 2 ] && echo '0, 97, 70123, 81559' && echo unreadable")
-    shown = watch.lines(run, 100)
-    assert "gpu 0       97%, 70123 of 81559 MiB memory" in shown
-    assert "unreadable" not in " ".join(shown)
-
-
 def test_each_run_costs_status_a_few_files_and_no_look_at_its_processes(tmp_path: Path) -> None:
     """The files that are opened and listed, as Python's audit events count them."""
     count = """
@@ -358,18 +330,6 @@ def test_what_a_failed_cell_is_explained_with_can_be_typed(
     for root in ("runs", "elsewhere"):
         hint = look(RunDir(tmp_path / root / "sweep", "it")).note
         assert cli.main(hint.split()[1:]) != 2, capsys.readouterr().err
-
-
-def test_a_run_of_torchrun_is_not_reproduced_but_told_how(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RunDir(tmp_path, "it")
-    run.create()
-    run.config.touch()
-    assert cli.main(["reproduce", str(run.path)]) == 2
-    told = f"rollcall train {run.config} run.name=NEW"
-    shown = capsys.readouterr().err
-    assert shown.startswith("rollcall: error: run it was not started") and told in shown
 
 
 def test_cells_of_a_sweep_are_runs_and_the_sweep_only_waits(

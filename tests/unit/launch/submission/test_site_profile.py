@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,32 +88,6 @@ def test_a_wrong_profile_is_told_with_file_and_key(place: Path, text: str, messa
 def test_an_unknown_cluster_is_told_with_those_that_there_are() -> None:
     with pytest.raises(RefusedError, match="no such profile; known profiles: here"):
         profile.load("there")
-
-
-def test_discover_writes_what_load_reads_and_never_over_it(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    binaries = {
-        "sbatch": "",
-        "sinfo": "echo 'gpu*|4|1-infinite|2-00:00:00|up|64|512000|gpu:a100:8|64'",
-        "scontrol": "echo 'ClusterName = hill'; echo 'MaxArraySize = 5001'",
-        "sacctmgr": "printf 'vision\\nspeech\\nvision\\n'",
-    }
-    for name, body in binaries.items():
-        (place / name).write_text(f"#!/bin/sh\n{body}\n")
-        (place / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{place}:{Path(sys.executable).parent}:/bin")
-    assert profile.discover(None, prints=True) == 0
-    assert not (profile.users_folder() / "hill.yaml").exists()
-    assert profile.discover(None) == 0
-    text = (profile.users_folder() / "hill.yaml").read_text()
-    assert "# gpu*       4      2-00:00:00  64 CPUs, 512000 MB and 8 GPUs\n" in text
-    assert "largest index of an array is 5000" in text
-    assert "# account: speech   # yours are speech, vision\n" in text
-    assert "# gpus-per-node:   # by type: a100:N\n" in text
-    assert profile.load("hill") == (("--partition=gpu",), ())
-    with pytest.raises(Exception, match=r"hill.yaml exists"):
-        profile.discover(None)
 
 
 def test_the_sites_default_serves_all_who_name_no_cluster(

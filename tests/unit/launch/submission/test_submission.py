@@ -1,7 +1,6 @@
 """submit.py up to the moment of submitting: what it shows, refuses, copies and costs."""
 
 import errno
-import hashlib
 import json
 import os
 import shlex
@@ -14,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -31,11 +29,9 @@ from rollcall.launch.submission import (
     options,
     preflight,
     snapshot,
-    snapshot_store,
     start,
 )
-from rollcall.launch.submission.plan import plan
-from rollcall.launch.submission.submission import SubmissionPlan, TakenError
+from rollcall.launch.submission.plan import SubmissionPlan, TakenError, plan
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import word
 from rollcall.records.attempt import AttemptEvent, NodeState
@@ -511,17 +507,15 @@ def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
     (root / "tools" / "go.sh").chmod(0o755)
     (root / "model.pt").write_text("saved here once")
 
-    def submitted(name: str, record: Path | None = None) -> RunDir:
+    def submitted(name: str) -> RunDir:
         run = RunDir(tmp_path, name)
         run.job.mkdir(parents=True)
-        found = snapshot.recorded(record.parents[1] / "code", record) if record else None
-        found = found or snapshot.plan(root, [tmp_path])
-        snapshot.take(found, run.code, run.job / "source", kept)
+        snapshot.take(snapshot.plan(root, [tmp_path]), run.code, run.job / "source", kept)
         return run
 
     one = submitted("one")
     two = submitted("two")
-    again = submitted("again", record=one.job / "source")
+    again = submitted("again")
     for run in (one, two, again):  # the third name is the store's
         assert shared_by(run.code) == {"fit.py": 4, "tools/go.sh": 4, "model.pt": 1}
     assert os.access(two.code / "tools" / "go.sh", os.X_OK)
@@ -531,8 +525,6 @@ def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
     (one.code / "new.txt").write_text("the first run's")
     assert (two.code / "model.pt").read_text() == "saved here once"
     assert not (two.code / "new.txt").exists()
-    with pytest.raises(RefusedError, match=r"model.pt is not the submitted file any more"):
-        submitted("late", record=one.job / "source")
 
     (root / "fit.py").write_text("edited")
     edited = submitted("edited")
@@ -554,45 +546,6 @@ def test_runs_share_equal_code_and_not_what_they_write(tmp_path: Path) -> None:
     kept.chmod(0o777)  # others could put code of theirs there
     assert set(shared_by(submitted("alone").code).values()) == {1}
     assert list(kept.iterdir()) == []
-
-
-def test_unchanged_code_is_linked_and_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot_store, "SETTLED", -60.0)  # the files here are new
-    root = tmp_path / "checkout"
-    opened: list[str] = []
-    root.mkdir()
-    for number in range(40):
-        (root / f"{number}.py").write_text(f"x = {number}")
-    real = open
-
-    def opening(path: str, *rest: Any, **more: Any) -> Any:
-        opened.append(str(path))
-        return real(path, *rest, **more)
-
-    monkeypatch.setattr("builtins.open", opening)
-
-    def opens(name: str) -> int:
-        """Submit; return how many files of code were opened."""
-        opened.clear()
-        run = RunDir(tmp_path, name)
-        run.job.mkdir(parents=True)
-        snapshot.take(snapshot.plan(root, []), run.code, run.job / "source", tmp_path / ".code")
-        source = json.loads((run.job / "source.json").read_text())
-        for file, digest in source["files"].items():
-            text = (root / file).read_bytes()
-            assert (run.code / file).read_bytes() == text
-            assert digest == hashlib.sha256(text).hexdigest()
-        return sum(path.endswith(".py") for path in opened)
-
-    assert [opens("first"), opens("again")] == [80, 0]  # one to read, one to write
-    before = (root / "7.py").stat()
-    (root / "7.py").write_text("x = 8")  # as long as before, and with the same time
-    os.utime(root / "7.py", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert opens("edited") == 1  # the text is in the store
-    (tmp_path / ".code" / next(iter((tmp_path / ".code").glob(".index-*"))).name).write_text("{")
-    assert opens("damaged") == 40
 
 
 def test_snapshot_outside_git_takes_the_packages(tmp_path: Path) -> None:
@@ -657,10 +610,6 @@ def test_a_checkout_that_is_not_utf8_is_copied(
     snapshot.take(found, tmp_path / "run" / "code", job / "source", tmp_path / ".code")
     assert (tmp_path / "run" / "code" / name).read_bytes() == b"caf\xe9 = 2\n"
     assert (job / "source.diff").read_bytes() == found.diff
-    (tmp_path / "away").mkdir()
-    copied = snapshot.recorded(tmp_path / "run" / "code", job / "source")
-    snapshot.take(copied, tmp_path / "away" / "code", tmp_path / "away" / "s", tmp_path / ".code")
-    assert (tmp_path / "away" / "code" / name).exists()
 
 
 @needs_root
