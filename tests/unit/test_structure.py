@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_980, 8_000
+CORE_LINES, TOOLS_LINES = 39_426, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,25 +30,25 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 62,
-    "rollcall/cli": 396,
+    "rollcall/cli": 322,
     "rollcall/config": 2481,
     "rollcall/launch": 1,
     "rollcall/launch/api": 346,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1035,
+    "rollcall/launch/commands": 1065,
     "rollcall/launch/doctor": 1293,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1676,
+    "rollcall/launch/node": 1695,
     "rollcall/launch/program": 515,
-    "rollcall/launch/rank": 872,
+    "rollcall/launch/rank": 883,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2060,
-    "rollcall/launch/scheduler": 788,
-    "rollcall/launch/submission": 2523,
-    "rollcall/launch/sweep": 411,
-    "rollcall/messages": 246,
-    "rollcall/records": 1239,
-    "rollcall/system": 813,
+    "rollcall/launch/runs": 2065,
+    "rollcall/launch/scheduler": 749,
+    "rollcall/launch/submission": 2302,
+    "rollcall/launch/sweep": 402,
+    "rollcall/messages": 253,
+    "rollcall/records": 1238,
+    "rollcall/system": 824,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 573,
     "rollcall/tools/bench": 1760,
@@ -56,8 +56,8 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
-    "rollcall/train": 2429,
-    "rollcall/train/checkpoint": 3246,
+    "rollcall/train": 2480,
+    "rollcall/train/checkpoint": 3382,
     "rollcall/train/data": 2996,
     "rollcall/train/exact": 662,
     "rollcall/train/health": 1143,
@@ -65,9 +65,9 @@ BUDGET: dict[str, int] = {
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1127,
     "rollcall/train/numerics": 1893,
-    "rollcall/train/parallel": 3028,
+    "rollcall/train/parallel": 3018,
     "rollcall/train/profiling": 669,
-    "rollcall/train/ranks": 1370,
+    "rollcall/train/ranks": 1397,
     "rollcall/train/recovery": 734,
     "rollcall/train/torch_private": 333,
     "rollcall/train/weights": 853,

@@ -1,4 +1,4 @@
-"""`rollcall status [RUN …]`: show a table of runs, live with --watch until Ctrl-C.
+"""`rollcall status [RUN …]`: show a table of runs, live with --watch until `q` or Ctrl-C.
 
 States come from the runs' files. Slurm is asked only about jobs that wait or run, and about those
 that ended without a record. slurmdbd is not needed, and jobs that Slurm forgot are shown too.
@@ -6,12 +6,15 @@ that ended without a record. slurmdbd is not needed, and jobs that Slurm forgot 
 
 import contextlib
 import os
+import select
 import shutil
 import sys
+import termios
 import textwrap
 import time
+import tty
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollcall.launch.runs import find, states
@@ -33,7 +36,7 @@ COLOURS = {
 }
 """Codes of a terminal's colours: green, cyan, yellow, red, dim, magenta."""
 REDRAW, LOOK = 5.0, 0.5
-"""Seconds between two tables, and between two looks for a reason to draw one earlier."""
+"""Seconds between two tables, and between two looks for a key or a reason to draw one earlier."""
 HOME, CLEAR = b"\x1b[H", b"\x1b[J"
 """Move a terminal's cursor to its first line; erase what follows the cursor."""
 
@@ -41,7 +44,9 @@ HOME, CLEAR = b"\x1b[H", b"\x1b[J"
 def main(argv: Sequence[str]) -> int:
     """Print the table; return the exit code."""
     parser = find.parser("status", __doc__, nargs="*")
-    parser.add_argument("--watch", action="store_true", help="keep the table live until Ctrl-C")
+    parser.add_argument(
+        "--watch", action="store_true", help="keep the table live until q or Ctrl-C"
+    )
     options = parser.parse_args(argv)
     return show(options.run, options.root, options.watch)
 
@@ -59,11 +64,11 @@ def show(words: Sequence[str], root: str, is_live: bool) -> int:
 
 
 def keep_live(table: Callable[[int], list[str]], sign: Callable[[], object] = int) -> None:
-    """Print a table for the width of the terminal repeatedly, until Ctrl-C.
+    """Print a table for the width of the terminal repeatedly, until `q` or Ctrl-C.
 
     It is printed at once when `sign` returns another value than before.
     """
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), _keys() as is_ended:
         while True:
             seen, end = sign(), time.monotonic() + REDRAW
             size = shutil.get_terminal_size()
@@ -73,7 +78,32 @@ def keep_live(table: Callable[[int], list[str]], sign: Callable[[], object] = in
             sys.stdout.buffer.write(HOME + CLEAR)  # which no record may
             print("\n".join(shown), flush=True)
             while time.monotonic() < end and sign() == seen:
-                time.sleep(LOOK)
+                if is_ended():
+                    return
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[], bool]]:
+    """Yield a function that waits for LOOK seconds, and returns True if `q` was pressed."""
+
+    def is_ended() -> bool:
+        if not select.select([0], [], [], LOOK)[0]:
+            return False
+        keys = os.read(0, 99)  # nothing if the terminal is gone
+        return not keys or b"q" in keys
+
+    is_ours = False
+    with contextlib.suppress(OSError):  # or the shell would stop this process
+        is_ours = os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    if not is_ours:
+        yield lambda: bool(select.select([], [], [], LOOK)[0])
+        return
+    before = termios.tcgetattr(0)
+    try:
+        tty.setcbreak(0)
+        yield is_ended
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def _chosen(words: Sequence[str], root: str) -> list[RunDir]:

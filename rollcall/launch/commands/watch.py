@@ -1,4 +1,4 @@
-"""`rollcall watch [RUN …]`: show a run, or the table of `rollcall status`, until Ctrl-C.
+"""`rollcall watch [RUN …]`: show a run, or the table of `rollcall status`, until `q` or Ctrl-C.
 
 For one run, it shows the attempt and its ranks, the loss of the last logged steps, the newest
 validation, the time left, the phases of a step, the age of the last sign of life, and failures,

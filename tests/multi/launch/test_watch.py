@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -26,12 +27,12 @@ sys.exit(watch.main(["a", "--root", sys.argv[1]]))
 """
 
 
-def test_a_killed_rank_and_the_lost_steps_are_shown_at_once(tmp_path: Path) -> None:
+def test_a_killed_rank_and_the_lost_steps_are_shown_at_once_and_q_ends(tmp_path: Path) -> None:
     run = RunDir(tmp_path, "a")
     words = [f"--root={tmp_path}", "--name=a", "--max-restarts=3", *KEYS, "checkpoint.every=20"]
     submit = subprocess.Popen([*SUBMIT, "--wait", *words], cwd=tmp_path, stdout=subprocess.DEVNULL)
     ours, theirs = pty.openpty()
-    watching = None
+    before, watching = termios.tcgetattr(theirs), None
     try:
         until(lambda: bool(run.read_events("checkpointed")), 600)
         until(lambda: LoggedStep.last(run.path)[-1].step % 20 > 5, 600)
@@ -52,8 +53,9 @@ def test_a_killed_rank_and_the_lost_steps_are_shown_at_once(tmp_path: Path) -> N
         assert "rank 1 on " in text and "was ended by SIGKILL" in text
         assert text.index("was ended by SIGKILL") < text.index("attempt 1 started")
         assert "attempt     1: 2 ranks on " in text
-        os.write(ours, b"\x03")  # Ctrl-C
+        os.write(ours, b"q")
         assert watching.wait(60) == 0
+        assert termios.tcgetattr(theirs) == before
     finally:
         if watching is not None:
             watching.kill()
