@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_426, 8_000
+CORE_LINES, TOOLS_LINES = 39_427, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1127,
     "rollcall/train/numerics": 1893,
-    "rollcall/train/parallel": 3018,
+    "rollcall/train/parallel": 3019,
     "rollcall/train/profiling": 669,
     "rollcall/train/ranks": 1397,
     "rollcall/train/recovery": 734,

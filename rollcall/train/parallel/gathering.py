@@ -1,4 +1,4 @@
-"""What ranks share beside gradients: the outputs of all, for a loss of them; changes of buffers."""
+"""Values that ranks share beside gradients: outputs, for a loss of all, and changes of buffers."""
 
 import fnmatch
 from collections.abc import Mapping

@@ -568,7 +568,8 @@ class Strategy:
 
         `max_norm=None` only measures it. `divisor` divides the gradient first, as fp16 needs.
         """
-        norm = clip(self._groups, max_norm, self._pipeline and self._pipeline.group, divisor)
+        group = self._pipeline.group if self._pipeline else None
+        norm = clip(self._groups, max_norm, group, divisor)
         if self._shard and self._shard.zeros:
             self._shard.drop_unused()
         return norm

@@ -109,7 +109,7 @@ def test_an_export_is_what_the_evaluation_used(tmp_path: Path) -> None:
     for target in ("w.pt", "w.safetensors"):
         assert checkpoint(["export", run_dir, str(tmp_path / target), "--best"]) == 0
     for place in (run_dir, str(tmp_path / "w.pt"), str(tmp_path / "w.safetensors")):
-        found = stored.open_(place, "gpt")
+        found = stored.open_(place)
         weights = {name: torch.empty(shape) for name, shape in found.shapes.items()}
         found.fill(weights)
         assert weights.keys() == state["model"].keys() == state["ema"].keys()

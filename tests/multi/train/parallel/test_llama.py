@@ -76,7 +76,7 @@ def _exported(job: Job) -> dict[str, torch.Tensor]:
     folder = job.root / "hf"
     if not folder.exists():
         export.export(max(job.run_dir.checkpoints.iterdir()), folder, "hf")
-    source = stored.open_(str(folder), "llama")
+    source = stored.open_(str(folder))
     tensors = {name: torch.empty(shape) for name, shape in source.shapes.items()}
     source.fill(tensors)
     return tensors

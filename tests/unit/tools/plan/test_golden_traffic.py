@@ -25,7 +25,7 @@ from rollcall.tools.plan.layout import Layout
 from rollcall.tools.plan.model import HALF, Attention, Model
 from rollcall.train import models
 from rollcall.train.data import sets
-from rollcall.train.parallel import replicate, schedules
+from rollcall.train.parallel import pipeline, replicate
 from rollcall.train.parallel.layers import balance, groups_of
 from rollcall.train.parallel.shard import units
 from rollcall.train.ranks.world import Place, World
@@ -171,11 +171,13 @@ def odd_parts(whole: list[Sized], tied: bool, used: bool) -> tuple[list[Sized], 
 def cnn_parts(config: Config, split: bool) -> list[Sized]:
     """Return the layers of the small cnn; those of its tensor plan are the last two."""
     model, rows = _built(config)
-    found = []
+    found, x = [], rows.to(next(model.parameters()).device)
     for group in groups_of(model, rows, _world(), "flops"):
+        for layer in group.layers.values():
+            x = layer(x)
         weights = [weight for layer in group.layers.values() for weight in layer.parameters()]
         values = sum(weight.numel() for weight in weights)
-        part = Sized(values, boundary=HALF * group.outputs, tensors=len(weights), cut_tensors=0)
+        part = Sized(values, boundary=HALF * x.numel(), tensors=len(weights), cut_tensors=0)
         found.append(part)
     if split:  # columns with their bias; rows without it, a DTensor all the same
         values = found[-1].weights - 10
@@ -254,7 +256,7 @@ def held(cell: Cell) -> list[list[range]]:
     if ranks == 1:
         return [[range(len(cell.parts))]]
     name = options.schedule_name
-    owners = schedules.owners(name, ranks, options.stages_per_rank if name in LOOPED else 1)
+    owners = pipeline.owners(name, ranks, options.stages_per_rank if name in LOOPED else 1)
     costs = [group.cost for group in groups_of(*_built(cell.config), _world(), "flops")]
     bounds = balance(costs, len(owners))
     found: list[list[range]] = [[] for _ in range(ranks)]

@@ -78,7 +78,7 @@ def test_a_folder_of_hugging_face_comes_and_goes_bit_for_bit(tied: bool, tmp_pat
     words = [*WORDS, f"model.tied={str(tied).lower()}", f"model.init={tmp_path / 'hf'}"]
     config = parse(words)[1]
     ours = built(*words).eval()
-    source = stored.open_(str(tmp_path / "hf"), "llama")
+    source = stored.open_(str(tmp_path / "hf"))
     names = match(ours, source.shapes, config)
     source.fill({names[name]: weight.data for name, weight in ours.named_parameters()})
     tokens = torch.randint(CLASSES, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -99,7 +99,7 @@ def test_a_folder_of_hugging_face_comes_and_goes_bit_for_bit(tied: bool, tmp_pat
     assert all(torch.equal(weights[name], one) for name, one in theirs.state_dict().items())
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, expected)
-    before, after = (stored.open_(str(tmp_path / name), "llama").shapes for name in ("hf", "again"))
+    before, after = (stored.open_(str(tmp_path / name)).shapes for name in ("hf", "again"))
     assert before == after
 
 
