@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _without_command(words: Sequence[str]) -> int:
-    """Print the help or the version, or refuse what is no command; return the exit code."""
+    """Print the help or the version, or refuse an unknown command; return the exit code."""
     if words and words[0] in ("-h", "--help"):
         print(usage())
         return 0

@@ -100,7 +100,7 @@ OPTIONS = {
     "--max-restarts N": "restarts of failed ranks (default: while a training makes progress)",
     "--nproc-per-node K": "ranks on each node, 4,8,8 if they differ (default: one per GPU, or 2)",
     "--gpus-per-node G": "GPUs on each node, also as TYPE:G (default: none)",
-    "--cpus-per-task C": "CPUs on each node (default: those that go with its GPUs; one per rank)",
+    "--cpus-per-task C": "CPUs on each node (default: the share of its GPUs, or one per rank)",
     "--mem MEM": "memory on each node, such as 64G",
     "--time TIME": "time limit: M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S",
     "--partition P": "Slurm partition (default: the cluster's)",

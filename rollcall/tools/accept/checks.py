@@ -23,7 +23,6 @@ from rollcall.config import ConfigError, parse
 from rollcall.launch.doctor import nodes
 from rollcall.launch.doctor.check import THOROUGH, Result
 from rollcall.launch.doctor.checkup import MUST_MATCH, compare
-from rollcall.launch.doctor.software import OF_RANKS
 from rollcall.launch.runs import find, root_cause
 from rollcall.launch.runs.states import Condition
 from rollcall.messages.refusal import RefusedError, refuse
@@ -144,9 +143,7 @@ def machine(setup: Setup) -> str:
     checked, by_node = {}, {}
     if setup.world.rank in setup.hosts:
         name = f"{setup.world.host}-{setup.world.rank}"
-        leaked = [key for key in os.environ if key.startswith("TORCHELASTIC_") or key in OF_RANKS]
-        words = ["env", *(f"--unset={key}" for key in leaked)]
-        words += nodes.doctor(setup.folder, f"--into={setup.folder}", f"--as-node={name}")
+        words = nodes.doctor(setup.folder, f"--into={setup.folder}", f"--as-node={name}")
         checked = nodes.ask([words], setup.folder, [name], THOROUGH + 15)[name]
     for rank, host in setup.hosts.items():
         fields = setup.world.broadcast(checked, rank)

@@ -229,7 +229,7 @@ def test_a_missing_module_is_installed_where_the_job_runs(
     monkeypatch: pytest.MonkeyPatch, name: str, cure: str
 ) -> None:
     monkeypatch.setattr(python, "ENV_RUN", True)
-    missing = python.Facts(sys.executable + name, "3.11.1", "", {}, {}, [], "", {"a": "fit.py:1"})
+    missing = python.Facts(sys.executable + name, "3.11.1", "", None, {}, [], "", {"a": "fit.py:1"})
     assert cure in next(missing.lacks())
 
 
