@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import user_tasks
+from ranks import leave_out_operations
 
 from rollcall.tools.bench import matrix
 from rollcall.tools.bench.matrix import Job
@@ -238,7 +239,7 @@ def done(
         )
         for name in used
     }
-    matrix.run([*alone.values()], root / "logs-1", 1)
+    matrix.run([*alone.values()], root / "logs-1", 1, prepare=leave_out_operations)
     jobs = {
         name: Job(root / name, [*words_of(name, root), f"parallel.strategy={cell.strategy}"])
         for name, cell in cells.items()
@@ -254,7 +255,8 @@ def done(
             shutil.copytree(saved, jobs[name].run_dir.checkpoints / saved.name)
         for first in range(0, len(group), TOGETHER):
             logs = root / f"logs-{ranks}-{is_resumed}-{first}"
-            matrix.run([jobs[name] for name in group[first : first + TOGETHER]], logs, ranks)
+            some = [jobs[name] for name in group[first : first + TOGETHER]]
+            matrix.run(some, logs, ranks, prepare=leave_out_operations)
     return {**alone, **jobs}
 
 

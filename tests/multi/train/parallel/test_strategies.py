@@ -24,7 +24,7 @@ import user_code
 from _pytest.mark import ParameterSet
 from checkout import ROOT, SHORT_TEXT
 from collectives import Collectives
-from ranks import TIMEOUT, Ranks, free_port, logged_steps, together
+from ranks import TIMEOUT, Ranks, free_port, leave_out_operations, logged_steps, together
 from torch.distributed.tensor import DTensor
 
 from rollcall.config import parse
@@ -270,10 +270,17 @@ CHECKED = [
     ("dropout", "pipeline-2"),
     ("batchnorm", "zero3-2"),
 ]
+UNCHECKED = 'parallel.check="off"'
 for model, name in CHECKED:
     setups = RUNS[model][1]
-    words = (*setups[name].words, 'parallel.check="off"')
-    setups[f"{name}-unchecked"] = setups[name]._replace(words=words)
+    setups[f"{name}-unchecked"] = setups[name]._replace(words=(*setups[name].words, UNCHECKED))
+# The check before the first step takes a third of such a run. It passes on digits and on text under
+# every mesh, and on these models under two ranks.
+for model in ("odd", "tied", "own", "experts", "top-1"):
+    setups = CONTRACT[model][1]
+    for name, chosen in setups.items():
+        if chosen.world_size > 2:
+            setups[name] = chosen._replace(words=(*chosen.words, UNCHECKED))
 ALONE = setup(1, "strategy=single")
 WIDE = (
     *DIGITS,
@@ -350,6 +357,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def _record(roots: list[Path]) -> None:
+    leave_out_operations()
     _record_gradients(roots)
     traffic.record(roots)
 
@@ -480,7 +488,7 @@ def test_the_check_before_the_first_step_leaves_no_trace(model: str, name: str, 
 @pytest.mark.timeout(3600)
 def test_any_strategy_resumes_any_other(tmp_path: Path) -> None:
     """And the matrix in the docs is what the command prints, but for the noise of its numbers."""
-    cells = matrix.measure(tmp_path)
+    cells = matrix.measure(tmp_path, [UNCHECKED])
     assert len(cells) == len(matrix.STRATEGIES) ** 2
     assert max(cells.values()) <= matrix.TOLERANCE, matrix.table(cells)
     assert NUMBER.sub("#", matrix.table(cells)) in NUMBER.sub("#", DOCS.read_text())
@@ -501,10 +509,11 @@ def test_the_same_mesh_resumes_to_the_last_bit(made: Made, tmp_path: Path) -> No
         words, setups = CONTRACT[model]
         step = SAVED if model == "digits" else 2
         saved = made(model, name).run_dir.checkpoints / f"step-{step:08d}"
-        job = Job(tmp_path / f"{model}-{name}", [*words, *setups[name].words])
+        job = Job(tmp_path / f"{model}-{name}", [*words, *setups[name].words, UNCHECKED])
         shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
         jobs[model, name] = step, job
-    matrix.run([job for _, job in jobs.values()], tmp_path / "logs", 4, 2)
+    resumed = [job for _, job in jobs.values()]
+    matrix.run(resumed, tmp_path / "logs", 4, 2, leave_out_operations)
     for (model, name), (step, job) in jobs.items():
         whole, result = made(model, name), Result.read(job)
         assert result.losses == whole.losses[step:], (model, name)
@@ -520,12 +529,13 @@ def test_experts_resume_on_any_mesh(made: Made, tmp_path: Path) -> None:
     jobs: dict[int, dict[tuple[str, str], Job]] = {}
     for before, after in itertools.permutations(names, 2):
         chosen = {"alone": ALONE, **ON_EXPERTS}[after]
-        job = Job(tmp_path / f"{before}-{after}", [*EXPERTS, *chosen.words])
+        job = Job(tmp_path / f"{before}-{after}", [*EXPERTS, *chosen.words, UNCHECKED])
         saved = made("experts", before).run_dir.checkpoints / "step-00000002"
         shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
         jobs.setdefault(chosen.world_size, {})[before, after] = job
     for ranks, group in jobs.items():
-        matrix.run([*group.values()], tmp_path / f"logs-{ranks}", ranks, min(ranks, 2))
+        logs, of_a_node = tmp_path / f"logs-{ranks}", min(ranks, 2)
+        matrix.run([*group.values()], logs, ranks, of_a_node, leave_out_operations)
         for pair, job in group.items():
             result = Result.read(job)
             assert result.losses == pytest.approx(whole.losses[2:], rel=TOLERANCE), pair
