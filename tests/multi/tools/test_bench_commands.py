@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from checkout import SHORT_TEXT
+
+from rollcall.cli.installation import TRAIN
+from rollcall.tools.bench import overhead
 
 pytestmark = pytest.mark.long
 
@@ -15,7 +19,6 @@ pytestmark = pytest.mark.long
     [
         ("overhead --model transformer --steps 2", ("bare", "bare + all-reduce", "rollcall")),
         ("step --model mlp --steps 2 --pieces", ("TrainingState.optimize", "Trainer._between")),
-        ("overhead --first", ("ddp", "zero3", "tensor")),
         ("batch digits device=cpu data.global_batch=8", ("2", "4", "8", "largest that fits  8")),
     ],
 )
@@ -27,3 +30,15 @@ def test_a_benchmark_prints_its_command_and_its_rows(words: str, rows: tuple[str
     assert lines[0] == f"$ rollcall bench {words} --repeats=1"
     for row in rows:
         assert any(line.startswith(row) for line in lines), done.stdout
+
+
+def test_the_check_before_the_first_step_is_timed_under_each_strategy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With few samples, since here only the table counts."""
+    monkeypatch.setattr(overhead, "BATCH", 2)
+    monkeypatch.setattr(overhead, "TRAIN", (*TRAIN, SHORT_TEXT))
+    assert overhead.main(["--first", "--repeats=1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for strategy in ("ddp", "zero3", "tensor"):
+        assert any(line.startswith(strategy) for line in shown), shown
