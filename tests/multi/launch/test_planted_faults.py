@@ -7,14 +7,12 @@ from first_causes import Case, answer, is_right, names_victim, plant, problems
 
 pytestmark = pytest.mark.long
 CASES = (
-    Case("rank", "os._exit 0", "middle", 1),
     Case("rank", "stopped", "middle", 0, 2),
     Case("agent", "SIGKILL", "middle", 1),
     Case("supervisor", "SIGKILL", "middle", 2),
 )
 IN_TRAININGS = (
     Case("rank", "os._exit 75", "often", 0, 1, trains=True, once=True),
-    Case("rank", "hang", "middle", 1, 1, trains=True),
     Case("rank", "locked", "saved", 0, 1, trains=True, once=True),
 )
 

@@ -205,11 +205,11 @@ def test_saved_by_the_clock(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_random_kills_lose_nothing(tmp_path: Path) -> None:
     """The long form is `PYTHONPATH=.:tests/helpers python tests/campaigns/random_kills.py 200`."""
-    print(random_kills.campaign(20, tmp_path, seed=1))
+    print(random_kills.campaign(10, tmp_path, seed=1))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_random_kills_of_trainings_lose_nothing(tmp_path: Path) -> None:
     """Of submit, controllers, supervisors and ranks; the long form has 2,000, also on a lab."""
-    print(random_kills_of_trainings.campaign(8, tmp_path, seed=1))
+    print(random_kills_of_trainings.campaign(4, tmp_path, seed=1))

@@ -12,7 +12,7 @@ import random_models
 @pytest.mark.timeout(1200)
 def test_random_models_train_as_in_a_plain_loop_or_are_refused(tmp_path: Path) -> None:
     ends: dict[str, str] = {}
-    for first in range(0, 20, random_models.AT_ONCE):
+    for first in range(0, 10, random_models.AT_ONCE):
         numbers = range(first, first + random_models.AT_ONCE)
         cases = [random_models.Case.of(number, seed=1) for number in numbers]
         (folder := tmp_path / f"{first}").mkdir()
