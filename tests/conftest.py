@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,7 +17,12 @@ import pytest
 
 # Read when torch is imported, here and in the processes of tests, of which several share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes import rollcall, and each worker the tests: compile them once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 MOST_WORKERS = 8
+MODELS_APART = ("[text-", "experts")
+"""Models of the table of strategies, by what names of their tests have."""
 CLUSTERS = {"slurm", "frameworks"}
 """Folders whose tests need a cluster: all of them are long."""
 COUNTED = pytest.StashKey[float]()
@@ -41,7 +48,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_asked = getattr(options, "numprocesses", 0) is not None  # with -n, or without the plugin
     if not (is_alone or is_asked or hasattr(config, "workerinput")):
         options.numprocesses = min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
-        options.dist = "loadscope"
+        options.dist, options.loadscopereorder = "loadscope", False
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,13 +63,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "gpu"  # in order, with one report
             if "::test_command_works[" in nodeid:  # the documented commands, page by page
                 return f"{path} {bisect('fp', nodeid.partition('[')[2])}"
+            if path.endswith("/test_strategies.py"):  # its models have nothing in common
+                return path + "".join(part for part in MODELS_APART if part in nodeid)
             return "linuxproc" if "[linuxproc" in nodeid else path
 
     return Scheduler(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Let Python's collections leave out what is imported: each training makes one."""
     gc.disable()
     try:
@@ -70,6 +79,19 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        session.config.stash[COUNTED] = cpu_seconds(with_running=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with files of long tests, then of many, so that no worker is alone at the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    lengths, counts = dict[Path, float](), Counter(item.path for item in items)
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        lengths[item.path] = max(lengths.get(item.path, 0), limit.args[0] if limit else 0)
+    items.sort(key=lambda item: (-lengths[item.path], -counts[item.path]))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -94,19 +116,26 @@ def pytest_runtest_makereport(
     """Note in the report what this part of the test cost, fixtures and processes included."""
     report = yield
     total = cpu_seconds(with_running=call.duration > QUICK_SECONDS)
-    report.cpu_seconds = max(0.0, total - item.config.stash.get(COUNTED, 0.0))
-    item.config.stash[COUNTED] = max(total, item.config.stash.get(COUNTED, 0.0))
+    spent = max(0.0, total - item.config.stash[COUNTED])
+    report.user_properties.append(("cpu_seconds", spent))
+    item.config.stash[COUNTED] = max(total, item.config.stash[COUNTED])
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """List the tests that cost most: CPU seconds, and beside them those of the clock."""
-    cpu, wall = Counter[str](), Counter[str]()
+    cpu, wall = defaultdict[str, float](float), defaultdict[str, float](float)
     for reports in terminalreporter.stats.values():
         for report in reports:
-            if hasattr(report, "cpu_seconds"):
-                cpu[report.nodeid] += report.cpu_seconds
+            noted = dict(getattr(report, "user_properties", ()))
+            if "cpu_seconds" in noted:
+                cpu[report.nodeid] += noted["cpu_seconds"]
                 wall[report.nodeid] += report.duration
-    terminalreporter.section(f"CPU seconds: {cpu.total():.0f} in {len(cpu)} tests, the most in")
-    for nodeid, seconds in cpu.most_common(config.option.costs or None):
+    if not cpu:
+        return
+    terminalreporter.section(
+        f"CPU seconds: {sum(cpu.values()):.0f} in {len(cpu)} tests, the most in"
+    )
+    most = sorted(cpu.items(), key=lambda cost: -cost[1])
+    for nodeid, seconds in most[: config.option.costs or None]:
         terminalreporter.write_line(f"{seconds:7.1f} in {wall[nodeid]:6.1f} s  {nodeid}")
