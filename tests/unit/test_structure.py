@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_650, 8_000
+CORE_LINES, TOOLS_LINES = 40_690, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,20 +56,20 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
-    "rollcall/train": 2433,
+    "rollcall/train": 2442,
     "rollcall/train/checkpoint": 3453,
-    "rollcall/train/data": 3073,
+    "rollcall/train/data": 3075,
     "rollcall/train/exact": 673,
-    "rollcall/train/health": 1150,
+    "rollcall/train/health": 1162,
     "rollcall/train/inference": 868,
     "rollcall/train/loggers": 360,
     "rollcall/train/models": 1127,
-    "rollcall/train/numerics": 1884,
-    "rollcall/train/parallel": 3143,
+    "rollcall/train/numerics": 1887,
+    "rollcall/train/parallel": 3144,
     "rollcall/train/profiling": 756,
-    "rollcall/train/ranks": 1370,
+    "rollcall/train/ranks": 1373,
     "rollcall/train/recovery": 734,
-    "rollcall/train/torch_private": 333,
+    "rollcall/train/torch_private": 338,
     "rollcall/train/weights": 944,
 }
 MAPS = (
