@@ -113,6 +113,12 @@ class Trainer:
                 "load_state_dict() in a loss, metric or callback, the state of weights in an "
                 "optimizer"
             )
+            in_passes = [name for name in names if name.startswith(("model.", "train.loss."))]
+            if in_passes and self._run.config.data.micro_batch is not None:
+                text += (
+                    f". {listed(in_passes)} may change once in each micro-batch: then the result "
+                    "depends on data.micro_batch"
+                )
             self._run.tell("unsaved_state", text, step=step)
         if names is not None:
             self._audit = None

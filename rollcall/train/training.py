@@ -59,6 +59,13 @@ OTHERS = 8
 
 def train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     """Train to the end or to a stop, in a world that this process has joined."""
+    try:
+        return _train(recipe, config, world, signals)
+    except SystemExit as error:  # its code, such as 0, would say how the run ended
+        raise RuntimeError(failure.describe(error)) from error
+
+
+def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     started = time.perf_counter()
     run = memory.with_proposal(_named(recipe, config, world))
     if is_searched := run.config.data.micro_batch == "auto":
@@ -96,17 +103,13 @@ def train(recipe: str, config: Config, world: World, signals: StopSignals) -> St
         profiler, shown = parts.profiler, parts.metrics.shown(run.progress.step)
         with watch, shown, run.measures.of_process(), closing(parts.callbacks), closing(profiler):
             profiler.begin()
-            try:
-                state = trainer.train()
-            except SystemExit as error:  # its code, such as 0, would say how the run ended
-                text = f"data, a model or a callback called sys.exit({error.code!r})"
-                raise RuntimeError(f"{text}; raise an exception, or return Action.STOP") from error
+            state = trainer.train()
         weights = ""
         if run.config.exact:
             weights = parts.recorder.end(trainer.state.read()["model"])
     except FencedError:  # the files of the run belong to another attempt now
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure.tell_run(run.run_dir, world.rank, error)
         if world.is_main:
             reason = failure.describe(error)

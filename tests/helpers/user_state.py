@@ -214,6 +214,8 @@ class Own(torch.optim.Optimizer):
                 rate = group["lr"]
                 if self.kind == "norm":
                     rate *= float(weight.norm()) / (float(change.norm()) + 1)
+                if self.kind == "limit":  # the norm of small weights alone
+                    rate *= min(1.0, float(weight.norm()))
                 if self.kind == "counter":
                     rate /= self.count
                 if self.kind == "noise":

@@ -805,6 +805,46 @@ class Parametrized(Net):
         return out
 
 
+class Frequent(Net):
+    """An embedding whose gradient is divided by how often a batch has a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2, 16, scale_grad_by_freq=True)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = hidden + self.words(torch.zeros(len(hidden), dtype=torch.int64))
+        return out
+
+
+class Mapped(Net):
+    """Calls a layer for each sample with torch.func, and one with rows of other lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapped, self.ragged = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights: dict[str, torch.Tensor] = {**dict(self.mapped.named_parameters())}
+
+        def of_sample(row: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = torch.func.functional_call(self.mapped, weights, (row,))
+            return out
+
+        ends = torch.arange(len(hidden) + 1)
+        rows = torch.nested.nested_tensor_from_jagged(torch.func.vmap(of_sample)(hidden), ends)
+        out: torch.Tensor = self.ragged(rows).values()
+        return out
+
+
+class Reused(nn.Sequential):
+    """A pipeline that uses one activation twice."""
+
+    def __init__(self) -> None:
+        tanh = nn.Tanh()
+        super().__init__(nn.Linear(WIDTH, 8), tanh, nn.Linear(8, 8), tanh, nn.Linear(8, CLASSES))
+
+
 class Masked(Net):
     """Hooks of modules in both directions."""
 

@@ -245,6 +245,24 @@ class Whole(Net):
         return Returned(mean * self.part, logits)
 
 
+class Packed(nn.Module):
+    """Computes the mean loss of the labels, or of the next ones, from each word and its place."""
+
+    def __init__(self, shifts: bool = False) -> None:
+        super().__init__()
+        self.shifts = shifts
+        self.embed, self.places = nn.Embedding(WORDS, 16), nn.Embedding(64, 16)
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, input_ids: Any, position_ids: Any, labels: Any = None) -> Any:
+        """Return the loss, if there are labels, and the logits."""
+        logits = self.head(self.embed(input_ids) + self.places(position_ids))
+        if labels is None:
+            return logits
+        scores, right = (logits[:, :-1], labels[:, 1:]) if self.shifts else (logits, labels)
+        return Returned(functional.cross_entropy(scores.transpose(1, 2), right), logits)
+
+
 class Phases(nn.Module):
     """One complex weight, for the pixels in an order of whole numbers."""
 

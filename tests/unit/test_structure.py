@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_427, 8_000
+CORE_LINES, TOOLS_LINES = 39_462, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -50,26 +50,26 @@ BUDGET: dict[str, int] = {
     "rollcall/records": 1238,
     "rollcall/system": 824,
     "rollcall/tools": 1,
-    "rollcall/tools/accept": 573,
+    "rollcall/tools/accept": 570,
     "rollcall/tools/bench": 1760,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1691,
-    "rollcall/train": 2480,
+    "rollcall/train": 2489,
     "rollcall/train/checkpoint": 3382,
-    "rollcall/train/data": 2996,
+    "rollcall/train/data": 2998,
     "rollcall/train/exact": 662,
-    "rollcall/train/health": 1143,
+    "rollcall/train/health": 1155,
     "rollcall/train/inference": 861,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1127,
-    "rollcall/train/numerics": 1893,
-    "rollcall/train/parallel": 3019,
+    "rollcall/train/numerics": 1896,
+    "rollcall/train/parallel": 3020,
     "rollcall/train/profiling": 669,
-    "rollcall/train/ranks": 1397,
+    "rollcall/train/ranks": 1400,
     "rollcall/train/recovery": 734,
-    "rollcall/train/torch_private": 333,
+    "rollcall/train/torch_private": 338,
     "rollcall/train/weights": 853,
 }
 MAPS = (

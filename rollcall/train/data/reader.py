@@ -50,7 +50,9 @@ class Reader:
             None if is_collated or not isinstance(self._dataset, BatchDataset) else self._dataset
         )
         if batches is not None:
-            with suppress(Exception):  # one by one, they show which sample is unreadable
+            with suppress(
+                Exception, SystemExit
+            ):  # one by one, they show which sample is unreadable
                 whole = batches.__getitems__(selection.samples)
                 if isinstance(whole, Batch):
                     return ReadResult(self._whole(whole, selection.weights), [])
@@ -60,7 +62,7 @@ class Reader:
         for row, (sample, epoch) in enumerate(zip(*selection[:2], strict=True)):
             try:
                 parts.append(self._sample(sample, epoch))
-            except Exception as error:  # a data set may raise anything
+            except (Exception, SystemExit) as error:  # a data set may raise anything
                 if weights[row]:
                     problems.append((epoch, self._explain(sample, error)))
                 weights[row] = 0
@@ -110,25 +112,25 @@ class Reader:
             return batch.map(lambda rows: rows[0])[:2]
         return self._dataset[sample]
 
-    def _neighbour(self, sample: int, error: Exception) -> Any:
+    def _neighbour(self, sample: int, error: BaseException) -> Any:
         """Return the next readable sample; zeros would distort the statistics of BatchNorm."""
         if isinstance(self._dataset, Stream):
             raise ConfigError(f"cannot read {self._explain(sample, error)}") from error
         size = len(self._dataset)  # type: ignore[arg-type]  # samples are read by index
         for distance in range(1, min(size, NEIGHBOURS)):
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 return self._sample((sample + distance) % size, 0)
         raise ConfigError(
             f"cannot read {self._explain(sample, error)}, nor any sample after it"
         ) from error
 
-    def _explain(self, sample: int, error: Exception) -> str:
+    def _explain(self, sample: int, error: BaseException) -> str:
         where = getattr(self._dataset, "where", None)
         file = f" ({where(sample)})" if where else ""
         reason = " ".join(str(error).split()) or "no reason given"
         return f"sample {sample} of {self._name}{file}: {error_prefix(error)}{reason}"
 
 
-def error_prefix(error: Exception) -> str:
+def error_prefix(error: BaseException) -> str:
     """Return the type to put before an error's message; empty for messages to the user."""
     return "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "

@@ -166,7 +166,7 @@ def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: i
         number, slot = pipe.recv()
         try:
             result = fetch(number)
-        except Exception as error:  # the rank raises it
+        except (Exception, SystemExit) as error:  # the rank raises it
             _reply(pipe, f"{error_prefix(error)}{error}")
             continue
         tensors, spec = tree_flatten(result.batch)

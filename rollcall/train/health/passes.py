@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rollcall.train.ranks.device import local_of, whole_of
-from rollcall.train.torch_private import tree_leaves
+from rollcall.train.torch_private import is_mapped, tree_leaves
 
 SLACK = 16
 """The largest difference, in multiples of the expected rounding error of a sum."""
@@ -55,13 +55,17 @@ def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
             return
         sketches = outputs_of.setdefault(name, [])
         for tensor in tree_leaves(outputs):
-            if len(sketches) < CALLS and isinstance(tensor, torch.Tensor):
+            is_tensor = isinstance(tensor, torch.Tensor) and not is_mapped(tensor)
+            if len(sketches) < CALLS and is_tensor:
                 local = local_of(tensor)
                 if local.is_floating_point():
                     sketches.append(sketch(local)._replace(turn=next(turns)))
 
-    modules = model.named_modules()
-    hooks = [module.register_forward_hook(partial(collect, name)) for name, module in modules]
+    hooks = [
+        module.register_forward_hook(partial(collect, name))
+        for name, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
+    ]
     try:
         yield outputs_of
     finally:
@@ -71,6 +75,7 @@ def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
 
 def sketch(tensor: torch.Tensor) -> Sketch:
     """Return the sketch of a tensor."""
+    tensor = tensor.values() if tensor.is_nested else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     rows = tensor.detach().float()
     rows = rows.view(1) if rows.ndim == 0 else rows

@@ -204,7 +204,7 @@ class Spread:
             is_memory = isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error)
             if is_memory or isinstance(error, ConfigError):
                 raise
-            self._run.say(f"rollcall: parallel.check did not compute samples one by one: {error}")
+            self._run.warn(f"parallel.check did not compute samples one by one: {error}")
             return ""
         parallel, config = self._run.config.parallel, self._run.config.train
         some = rows.conditional(model, [*alone, *used], parallel.conditional_patterns)
@@ -227,6 +227,13 @@ class Spread:
                 f"{what} depends on the other samples of a batch: "
                 f"{rows.CONSEQUENCE.format(error=size_of_error)}{remedy}"
             )
+        for name, module in model.named_modules():
+            if getattr(module, "scale_grad_by_freq", False):  # only a backward pass shows it
+                return (
+                    f"the gradient of {name} depends on the other samples of a batch, so the "
+                    "result would depend on the number of ranks and on data.micro_batch: leave out "
+                    "scale_grad_by_freq=True"
+                )
         if self._is_cut and whole.changed:
             self._run.warn(
                 f"forward() changes {listed([*whole.changed])} once in each micro-batch, so the "

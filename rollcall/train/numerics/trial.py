@@ -88,8 +88,11 @@ def _steps(
     drawn, rows = torch.Generator().manual_seed(0), 12 * (mesh.size() if mesh else 1)
 
     def numbers() -> list[torch.Tensor]:
-        shapes = (rows, 3), (rows,), (rows, 2)
-        tensors = [torch.randn(shape, generator=drawn).to(device) for shape in shapes]
+        # Of several sizes: a factor may depend on a norm between limits.
+        shapes = ((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)
+        tensors = [
+            scale * torch.randn(shape, generator=drawn).to(device) for shape, scale in shapes
+        ]
         if mesh and "shards" in variant:
             return [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
         return tensors

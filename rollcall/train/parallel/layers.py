@@ -34,16 +34,17 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     share weights or do not hold all.
     """
     own: Any = getattr(model, "pipeline_layers", None)
+    modules = dict(model.named_modules(remove_duplicate=False))  # an activation may be used twice
     if own is not None:
         layers: dict[str, nn.Module] = dict(own())
         for name, layer in layers.items():
-            if dict(model.named_modules()).get(name) is not layer:
+            if modules.get(name) is not layer:
                 raise ConfigError(
                     f"pipeline_layers() of {type(model).__name__} returns '{name}', but the model "
                     "has no such submodule, or another one"
                 )
     elif isinstance(model, nn.Sequential):
-        layers = dict(model.named_children())
+        layers = {name: module for name, module in modules.items() if name and "." not in name}
     else:
         raise ConfigError(
             f"a {type(model).__name__} cannot be divided into layers: expected an nn.Sequential "
@@ -117,7 +118,7 @@ def _counted(groups: Groups, x: torch.Tensor) -> list[int]:
             for name, layer in group.items():
                 try:
                     x = layer(x)
-                except RuntimeError as error:
+                except Exception as error:  # a layer may raise anything
                     if "meta" not in str(error):
                         raise
                     raise ConfigError(

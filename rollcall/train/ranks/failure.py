@@ -42,4 +42,7 @@ def tell_run(run: RunDir, rank: int, error: BaseException) -> None:
 
 def describe(error: BaseException) -> str:
     """Return the type and the message of an exception."""
+    if isinstance(error, SystemExit):
+        text = f"data, a model or a callback called sys.exit({error.code!r})"
+        return f"{text}; raise an exception, or return Action.STOP"
     return f"{type(error).__name__}: {error}"

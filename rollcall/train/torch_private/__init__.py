@@ -157,6 +157,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor within torch.func.vmap or grad, which has no numbers to read."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place."""
     return tensor._version

@@ -16,6 +16,7 @@ from user_state import WORDS
         ("RAdam", 2, "zero2", 0, ""),
         ("user_state:Own norm", 2, "zero1", 0, ""),
         ("user_state:Own norm", 2, "zero3", 2, "with sharded weights its steps differ by"),
+        ("user_state:Own limit", 2, "zero3", 2, "with sharded weights its steps differ by"),
         ("Adafactor", 2, "zero3", 2, "fails with sharded weights"),
         ("user_state:Own counter", 1, "single", 2, "after a save and a resume its steps differ"),
         ("user_state:Own noise", 2, "zero3", 0, ""),

@@ -178,6 +178,8 @@ def test_hooks_views_and_changes_are_seen() -> None:
     assert torch_private.has_hooks(other)
     x = torch.ones(2)
     assert torch_private.is_view(x[:1]) and not torch_private.is_view(x.clone())
+    assert torch.func.vmap(lambda row: row * torch_private.is_mapped(row))(x).all()
+    assert not torch_private.is_mapped(x)
     before = torch_private.version(x)
     x.add_(1)
     assert torch_private.version(x) == before + 1

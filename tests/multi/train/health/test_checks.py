@@ -136,6 +136,14 @@ REFUSED = {
         words("Limited", "zero3"),
         "forward() changes the weights embedding.weight by the samples that it sees",
     ),
+    "gradient-by-frequency": (
+        words("Frequent", "ddp"),
+        "the gradient of words depends on the other samples of a batch, so the result would",
+    ),
+    "gradient-by-frequency-before-a-gathered-loss": (
+        words("Frequent", "zero3", *GATHERED),
+        "the gradient of words depends on the other samples of a batch, so the result would",
+    ),
     "codebook-zero3": (
         words("Codebook", "zero3"),
         "forward() changes the buffers codes, uses by the samples that it sees",
@@ -180,6 +188,12 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
         user_surprises.DoubleStage,
         words("DoubleStage", "pipeline", "data.micro_batch=2"),
     ),
+    "activation-that-is-used-twice": (
+        user_surprises.Reused,
+        words("Reused", "pipeline", "data.micro_batch=2"),
+    ),
+    "mapped-and-nested-ddp": (user_surprises.Mapped, words("Mapped", "ddp")),
+    "mapped-and-nested-zero3": (user_surprises.Mapped, words("Mapped", "zero3")),
     "counter-ddp": (user_surprises.Remembers, words("Remembers", "ddp")),
     "counter-zero3": (user_surprises.Remembers, words("Remembers", "zero3")),
     "input-in-place-zero3": (user_surprises.Doubles, words("Doubles", "zero3")),
