@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_650, 8_000
+CORE_LINES, TOOLS_LINES = 40_740, 8_005
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -29,11 +29,11 @@ SLACK = 10
 # the room gives for it: a lower loss, a higher speed, a fault survived. `python` with this file's
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
-    "rollcall": 62,
-    "rollcall/cli": 396,
-    "rollcall/config": 2489,
+    "rollcall": 63,
+    "rollcall/cli": 395,
+    "rollcall/config": 2508,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 347,
+    "rollcall/launch/api": 360,
     "rollcall/launch/batch": 675,
     "rollcall/launch/commands": 1248,
     "rollcall/launch/doctor": 1529,
@@ -41,33 +41,33 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/node": 1676,
     "rollcall/launch/program": 526,
     "rollcall/launch/rank": 872,
-    "rollcall/launch/remote": 158,
-    "rollcall/launch/runs": 2060,
-    "rollcall/launch/scheduler": 788,
-    "rollcall/launch/submission": 2523,
+    "rollcall/launch/remote": 159,
+    "rollcall/launch/runs": 2069,
+    "rollcall/launch/scheduler": 799,
+    "rollcall/launch/submission": 2526,
     "rollcall/launch/sweep": 411,
     "rollcall/messages": 246,
-    "rollcall/records": 1240,
-    "rollcall/system": 813,
+    "rollcall/records": 1243,
+    "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 573,
     "rollcall/tools/bench": 1761,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
-    "rollcall/tools/report": 1691,
-    "rollcall/train": 2433,
+    "rollcall/tools/report": 1694,
+    "rollcall/train": 2436,
     "rollcall/train/checkpoint": 3453,
-    "rollcall/train/data": 3073,
+    "rollcall/train/data": 3078,
     "rollcall/train/exact": 673,
     "rollcall/train/health": 1150,
-    "rollcall/train/inference": 868,
+    "rollcall/train/inference": 869,
     "rollcall/train/loggers": 360,
-    "rollcall/train/models": 1127,
+    "rollcall/train/models": 1128,
     "rollcall/train/numerics": 1884,
     "rollcall/train/parallel": 3143,
     "rollcall/train/profiling": 756,
-    "rollcall/train/ranks": 1370,
+    "rollcall/train/ranks": 1387,
     "rollcall/train/recovery": 734,
     "rollcall/train/torch_private": 333,
     "rollcall/train/weights": 944,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcall.cli.parser import Parser
 from rollcall.launch.program import data
 from rollcall.launch.program.find import UserCode, checkout_of
 from rollcall.launch.submission import snapshot
@@ -34,7 +35,7 @@ SSH_FAILED = 255
 def main(argv: Sequence[str]) -> int:
     """Run a command of rollcall on the host of its option --host; return its exit code."""
     end = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="rollcall", allow_abbrev=False, add_help=False)
+    parser = Parser(prog="rollcall", allow_abbrev=False, add_help=False)
     parser.add_argument("--host", required=True)
     parser.add_argument("--host-command", default=os.environ.get("ROLLCALL_HOST_COMMAND"))
     options, words = parser.parse_known_args(argv[:end])
