@@ -31,7 +31,7 @@ MAX_LINE = 2000
 MISSING = re.compile(r"No such file or directory: '([^']+)'")
 """Matches the message of Python for a file that does not exist."""
 UNKNOWN = "the cause is unknown"
-REFUSAL = re.compile(r"^rollcall: error: rank (\d+): (.+)", re.MULTILINE)
+REFUSAL = re.compile(r"^rollcall: error: rank (\d+)(:? .+)", re.MULTILINE)
 TIMEOUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 """Matches such a message if the other rank was there, but did not answer."""
 
@@ -262,7 +262,7 @@ def _of_failure(evidence: Evidence, first: RankFailure) -> RootCause:
         what = f"{rank} raised {first.error}"
         hint = reasons.NO_THREADS if "can't start new thread" in first.error else ""
     elif said:
-        what = f"{rank}: {said[2]}"
+        what = f"{rank}{said[2]}"
     elif is_refusal:
         what = f"{rank} refused the request (exit code 2)"
     else:
