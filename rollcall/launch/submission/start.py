@@ -91,8 +91,8 @@ def difference(asked: SubmissionPlan) -> str:
     run, record = asked.run, JobRecord.read(asked.run.path)
     source = CodeRecord.read(run.job / "source.json")
     if record is None and run.config.exists():  # `rollcall train` has no record of its words
-        what = "a training that" if asked.job.is_training else "a script instead of a training that"
-        return f"{what} `rollcall train` started"
+        is_training = asked.job.is_training
+        return "`rollcall train` started it" if is_training else "a script instead of a training"
     if record is None or source is None or "command" not in record.more:
         return ""
     moved = (text.replace(record.run_directory, str(run.path)) for text in record.more["command"])
