@@ -46,7 +46,7 @@ def parse(request: str) -> tuple[str, str]:
     """Split ROLLCALL_TORCH into version and build, each of which may be empty.
 
     Raises:
-        CannotBuild: the request is malformed.
+        CannotBuild: the request is malformed, or torch is not made so.
     """
     match = REQUEST.fullmatch(request)
     if not match:
@@ -58,6 +58,12 @@ def parse(request: str) -> tuple[str, str]:
     [oldest] = re.findall(r'"torch>=([\d.]+)"', project.read_text())
     if match[1] and _numbers(match[1]) < _numbers(oldest):
         raise CannotBuild(f"ROLLCALL_TORCH={request}: rollcall needs torch {oldest} or newer.")
+    builds = [name for _, name in BUILDS[1:]]  # torch of that age has none for an older CUDA
+    if (match[2] or "").startswith("cu") and int(match[2][2:]) < int(builds[-1][2:]):
+        raise CannotBuild(
+            f"ROLLCALL_TORCH={request}: torch {oldest} and newer have no build {match[2]}. "
+            f"Choose cpu, default, or one of {', '.join(builds)}."
+        )
     return match[1] or "", match[2] or ""
 
 

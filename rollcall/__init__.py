@@ -48,7 +48,8 @@ __all__ += ["run", "runs", "submit"]
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        raise AttributeError(f"module 'rollcall' has no attribute '{name}'")
+        has = ", ".join(sorted(_MODULES))
+        raise AttributeError(f"module 'rollcall' has no attribute '{name}'; it has {has}")
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

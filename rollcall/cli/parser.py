@@ -3,7 +3,8 @@
 import argparse
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from itertools import takewhile
+from typing import Any, NoReturn
 
 from rollcall.messages.text import did_you_mean
 
@@ -19,6 +20,16 @@ WORDS = {
 class Parser(argparse.ArgumentParser):
     """A parser that answers a mistake in one line, with the nearest word or the valid ones."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and refuse what a command of a command does not take: its parent knows less."""
+        for word in takewhile("--".__ne__, args):  # for which argparse of Python 3.11 has a list
+            if re.fullmatch(r"--[a-z-]+=--", word):
+                self.error(f"{word}: expected a value, not '--'")
+        options, rest = super().parse_known_args(args, namespace)
+        if rest and " " in self.prog.removeprefix("rollcall "):
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options, rest
+
     def parse_with_keys(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options and the `key=value` words."""
         options, rest = self.parse_known_args(words)
@@ -31,10 +42,7 @@ class Parser(argparse.ArgumentParser):
         start, _, words = message.partition("unrecognized arguments: ")
         names = {str(a.metavar or a.dest): a for a in self._actions if not a.option_strings}
         if not start and words.startswith("-"):
-            kinds = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
-            parsers = [self, *(parser for kind in kinds for parser in kind.choices.values())]
-            text = "".join(parser.format_help() for parser in parsers)
-            options = re.findall(r"(?<![\w-])--[a-z-]+", text)
+            options = re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())
             hint = did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
             message += hint or f"; choose {', '.join(sorted(set(options)))}"
         elif not start:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -26,13 +27,14 @@ PLAIN = {*LAUNCH, "explain", "checkpoint"} - {"batch", "supervise"}
 def main(argv: Sequence[str]) -> int:
     """Run the command that the first word names; return its exit code."""
     words = list(argv)
-    if words and words[0] in LAUNCH and any(map(re.compile("--host(=|$)").match, _given(words))):
+    if (
+        words
+        and words[0] in LAUNCH
+        and any(map(re.compile("--host(=|$)").match, takewhile("--".__ne__, words)))
+    ):
         words.insert(0, "remote")
     if not words or words[0] not in COMMANDS:
         return _without_command(words)
-    if wrong := _without_value(words):
-        print(f"{words[0]}: error: {wrong}: expected a value, not '--'", file=sys.stderr)
-        return 2
     if words[0] not in LAUNCH and not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # for `my_module:Net`, as `python -m` does
     try:
@@ -41,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print(sentences(error), file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
+        print(f"rollcall {words[0]}: stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `| head` has read enough
         if not output_is_closed():
@@ -80,18 +83,6 @@ def _imported(module: str) -> ModuleType:
         return importlib.import_module(module)
     finally:
         gc.enable()
-
-
-def _without_value(words: Sequence[str]) -> str | None:
-    """Return an option such as `--root=--`, for which argparse of Python 3.11 raises ValueError."""
-    if words[0] in ("attach", "array", "batch", "remote", "supervise"):
-        return None  # the last words are another program's
-    return next((word for word in _given(words) if re.fullmatch(r"--[a-z-]+=--", word)), None)
-
-
-def _given(words: Sequence[str]) -> Sequence[str]:
-    """Return the words before the user's program."""
-    return words[: words.index("--")] if "--" in words else words
 
 
 def usage() -> str:

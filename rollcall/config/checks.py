@@ -4,6 +4,7 @@ The model, the data and the world size are checked where these are known.
 """
 
 import re
+from collections.abc import Collection
 
 from rollcall.config.catalog import DATA_SETS, LOSSES
 from rollcall.config.keys import on_resume
@@ -31,16 +32,18 @@ FIGURES = ("loss", "accuracy", "top5", "perplexity")
 """Figures that an evaluation may have without the user's code."""
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError for a configuration that cannot work, with the keys and what to choose."""
-    _check_allowed_changes(config)
+def check(config: Config, named: Collection[str] = ()) -> None:
+    """Raise ConfigError for keys that cannot work, or that are `named` and would have no effect."""
+    known = [name for name, rule in on_resume().items() if rule is OnResume.REFUSE]
+    if wrong := [name for name in config.run.changes_allowed if name not in known]:
+        raise ConfigError(f"run.allow_changes: expected {' or '.join(known)}, got '{wrong[0]}'")
     _check_batch(config)
     _check_mesh(config.parallel)
     _check_sync(config)
     _check_unused_parallel_keys(config.parallel)
     _check_schedule(config)
     _check_exact(config)
-    _check_optim(config)
+    _check_optim(config, named)
     _check_train(config)
     _check_model(config)
     _check_profile(config.profile)
@@ -65,13 +68,6 @@ def _check_profile(profile: Profile) -> None:
 
 def _is_set(section: Section, key: str) -> bool:
     return bool(getattr(section, key) != type(section).model_fields[key].default)
-
-
-def _check_allowed_changes(config: Config) -> None:
-    known = [name for name, rule in on_resume().items() if rule is OnResume.REFUSE]
-    for name in config.run.changes_allowed:
-        if name not in known:
-            raise ConfigError(f"run.allow_changes: expected {' or '.join(known)}, got '{name}'")
 
 
 def _check_batch(config: Config) -> None:
@@ -229,8 +225,11 @@ def _check_exact(config: Config) -> None:
         )
 
 
-def _check_optim(config: Config) -> None:
+def _check_optim(config: Config, named: Collection[str]) -> None:
     optim = config.optim
+    if optim.name != "sgd" and ("optim.momentum" in named or _is_set(optim, "momentum")):
+        text = f"optim.momentum is an option of optim.name=sgd, not of {optim.name}"
+        raise ConfigError(f"{text}; remove the key; optim.args has arguments of other optimizers")
     if (optim.lr_scaling == "none") != (optim.base_batch is None):
         raise ConfigError(
             "optim.lr_scaling and optim.base_batch need each other: the learning rate is scaled "

@@ -42,7 +42,8 @@ def missing(setting: str, module: str) -> str:
     """Return the refusal of a value that names a module which does not exist."""
     return (
         f"{setting}: module '{module}' is neither in {Path.cwd()} nor installed; "
-        f"start from the directory that holds {module}, or add that directory to PYTHONPATH"
+        f"start from the directory that holds {module}, add that directory to PYTHONPATH, or "
+        f"install the package, for example with env/run --with {module}"
     )
 
 

@@ -19,6 +19,7 @@ from rollcall.messages.text import did_you_mean, dotted
 from rollcall.system.files import is_there
 
 RECIPES = Path(__file__).parent / "recipes"
+OPTIONS = ("--ranks", "--help", "--print-config", "--print-schema")  # of `rollcall train`
 ENTRIES = ("train.metrics", "train.callbacks", "log.to")
 """Keys with several entries, which may be written as text."""
 
@@ -44,7 +45,7 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
     except ValidationError as error:
         given = [word.partition("=")[0] for word in words if "=" in word]
         raise ConfigError(refusals.explain(error.errors(), source, given)) from None
-    checks.check(config)
+    checks.check(config, {word.partition("=")[0] for word in words})
     trusted = trust.check(arguments.named_code(config), _path(source), words) or None
     config = config.model_copy(update={"run": config.run.model_copy(update={"trust": trusted})})
     if config.data.name == "jsonl" and (folder := tokenizer_folder(config)):
@@ -96,10 +97,16 @@ def _leaves(values: dict[str, Any]) -> list[str]:
 
 
 def _source(words: Sequence[str]) -> str:
+    if code := next((word for word in words if word.endswith(".py") and "=" not in word), ""):
+        raise ConfigError(
+            f"{code} is code, not a recipe: `rollcall submit -- {code}` runs a script, and "
+            f"model.name={Path(code).stem}:NAME trains a model in it"
+        )
     for number, word in enumerate(words):
         if word.startswith("-"):
+            hint = did_you_mean(word, OPTIONS, 0.8)
             advice = about_option(words[number:]) or "set keys as key=value, see --help"
-            raise ConfigError(f"unknown option {word}; {advice}")
+            raise ConfigError(f"unknown option {word}{hint or f'; {advice}'}")
         if word.startswith("="):
             raise ConfigError(f"'{word}': expected key=value without spaces around '='")
     sources = [word for word in words if "=" not in word]
@@ -107,9 +114,10 @@ def _source(words: Sequence[str]) -> str:
         raise ConfigError("'help': write --help, or --help KEY for one key such as optim.lr")
     if len(sources) > 1:
         got = f"got '{sources[0]}' and '{sources[1]}'"
-        keys = (re.sub("[: ]+", "=", word.lstrip("~+"), count=1) for word in sources[1:])
-        keys = (key for key in keys if key.partition(".")[0] in sections())
-        hint = next((f", did you mean {key if '=' in key else f'{key}=...'}?" for key in keys), "")
+        keys = (re.split("[: ]+", word.lstrip("~+"), maxsplit=1) for word in sources[1:])
+        keys = (key for key in keys if key[0].partition(".")[0] in sections())
+        given = (f"{key[0]}={''.join(key[1:]) or '...'}" for key in keys)
+        hint = next((f", did you mean {text}?" for text in given), "")
         raise ConfigError(f"expected one recipe or file and key=value pairs, {got}{hint}")
     return sources[0] if sources else "digits"
 
@@ -125,9 +133,15 @@ def _path(source: str) -> Path:
 
 def _read(source: str) -> dict[str, Any]:
     path = _path(source)
+    run = Path(source) if Path(source).is_dir() else Path("runs", source)
+    if not path.is_file() and (run / "config.yaml").is_file():
+        how = f"write its recipe and keys, which {run}/config.yaml has, and run.name={run.name}"
+        raise ConfigError(f"{source} is a run, not a recipe; to continue it, {how}")
     if not is_there(path):
         raise ConfigError(_not_found(source))
-    return yaml_values.read(path)
+    if (values := yaml_values.read(path)) or not path.is_file():
+        return values
+    raise ConfigError(f"{path}: the file sets no key; expected lines such as train: {{steps: 9}}")
 
 
 def _not_found(source: str) -> str:
@@ -143,11 +157,8 @@ def _not_found(source: str) -> str:
     name, *value = re.split("[: ]+", source, maxsplit=1)
     if value and name in {item.name for item in describe()}:
         return f"'{source}': expected key=value, here {name}={value[0]}"
-    if source.endswith(".py"):
-        return (
-            f"{source} is code, not a recipe: `rollcall submit -- {source}` runs a script, and "
-            f"model.name={Path(source).stem}:NAME trains a model in it"
-        )
+    if re.fullmatch(r"[\w.]+:\w+", source):
+        return f"'{source}' is not a recipe; write model.name={source} or data.name={source}"
     if "." in source and (hint := did_you_mean(source, (item.name for item in describe()), 0.8)):
         return f"'{source}': expected a recipe, not a key{hint} --help KEY explains a key"
     choices = f"; choose {', '.join(recipes())}, or a file that ends in .yaml"
@@ -155,6 +166,7 @@ def _not_found(source: str) -> str:
 
 
 def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
+    texts = {item.name for item in describe() if item.type in ("text", "text | null")}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals:
@@ -164,6 +176,8 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
         except yaml.YAMLError as error:
             why = getattr(error, "problem", None) or "put it in quotes"
             raise ConfigError(f"{word}: the value is not valid YAML: {why}") from None
+        if isinstance(value, int | float) and name in texts:
+            value = text  # a shell takes quotes away
         *sections, last = name.split(".")
         group = values
         for depth, section in enumerate(sections, 1):
@@ -171,5 +185,6 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
                 group[section] = entries(group.get(section, {}))
             group = group.setdefault(section, {})
             if not isinstance(group, dict):
-                raise ConfigError(f"{word}: '{section}' is not a section")
+                key = ".".join(sections[:depth])
+                raise ConfigError(f"{word}: {key} is a key without parts; write {key}={text}")
         group[last] = value

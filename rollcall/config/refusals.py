@@ -44,7 +44,10 @@ def explain(errors: Iterable[Any], source: str, given: Collection[str]) -> str:
     for error in errors:
         for key in _keys(error):
             by_key.setdefault(key, []).append(error)
-    prefixes = {key: "" if _overlaps(key, given) else f"{source}: " for key in by_key}
+    names = tuple(f"{name}." for name in given)
+    is_given = {key for key in by_key if f"{key}.".startswith(names)}
+    is_given |= {key for key in by_key for name in names if name.startswith(f"{key}.")}
+    prefixes = {key: "" if key in is_given else f"{source}: " for key in by_key}
     return "\n".join(prefixes[key] + _line(key, items) for key, items in by_key.items())
 
 
@@ -54,8 +57,12 @@ def unknown_key(key: str) -> str:
     section, _, last = key.rpartition(".")
     if key in known:  # only a file has it with its dot
         return f"'{key}': expected a section with keys in a file, {section}: {{{last}: ...}}"
-    if answer := _about_key(key):
-        return f"unknown key '{key}': {answer}"
+    word = _plain(key)
+    meant = _find(synonyms()["keys"], word)
+    answer = f"use {meant} ({_meaning(meant)})" if meant else _find(synonyms()["elsewhere"], word)
+    if answer:
+        code = f", or {section}.args.{last} for code of your own"
+        return f"unknown key '{key}': {answer}{code if section in ('model', 'data') else ''}"
     import difflib  # here: only mistakes need it
 
     last_parts = {last_part(name): name for name in known}
@@ -76,13 +83,6 @@ def synonyms() -> dict[str, Any]:
     return dict(yaml_values.load(Path(__file__).with_name("synonyms.yaml").read_text()))
 
 
-def _about_key(name: str) -> str:
-    """Return advice about another framework's key; an empty text if the key is unknown."""
-    word = _plain(name)
-    key = _find(synonyms()["keys"], word)
-    return f"use {key} ({_meaning(key)})" if key else _find(synonyms()["elsewhere"], word)
-
-
 def about_option(words: Sequence[str]) -> str:
     """Return advice about an option such as `--batch-size 32`; an empty text if it is unknown."""
     import difflib  # here: only mistakes need it
@@ -92,11 +92,14 @@ def about_option(words: Sequence[str]) -> str:
         value = words[1]
     word = _plain(option)
     names = [item.name for item in describe()]
+    key = option if option in names else ""
+    if not key and (answer := _find(synonyms()["options"] | synonyms()["elsewhere"], word)):
+        return answer
     parts = difflib.get_close_matches(word, [*map(last_part, names)], 1, 0.8)
-    alike = [name for name in names if option == name or last_part(name) in parts]
-    if key := _find(synonyms()["keys"], word) or (alike[0] if len(alike) == 1 else ""):
+    alike = [name for name in names if last_part(name) in parts]
+    if key := key or _find(synonyms()["keys"], word) or (alike[0] if len(alike) == 1 else ""):
         return f"write {key}={value or '...'} ({_meaning(key)})"
-    return _find(synonyms()["elsewhere"], word)
+    return ""
 
 
 def about_command(word: str) -> str:
@@ -141,11 +144,6 @@ def _keys(error: Any) -> list[str]:
     return [name for name in names if name in known][:1]  # pydantic appends the members of unions
 
 
-def _overlaps(key: str, given: Collection[str]) -> bool:
-    pairs = [(f"{key}.", f"{other}.") for other in given]
-    return any(first.startswith(second) or second.startswith(first) for first, second in pairs)
-
-
 def _line(key: str, errors: list[Any]) -> str:
     value = errors[0]["input"]
     if errors[0]["type"] in UNKNOWN:
@@ -155,11 +153,16 @@ def _line(key: str, errors: list[Any]) -> str:
     got = "an empty value" if value is None else SHORT.repr(value)
     if key in sections():
         first = next(item.name for item in describe() if item.name.startswith(f"{key}."))
-        return f"{key}: expected a section with keys such as {first}, got {got}"
+        hint = "; indent its keys" if value is None else ""
+        if isinstance(value, str) and first == f"{key}.name":
+            hint = f", did you mean {first}={value}?"
+        return f"{key}: expected a section with keys such as {first}, got {got}{hint}"
     wanted = " or ".join(dict.fromkeys(map(expected, errors))).replace("'", "")
     choices = [expected(error) for error in errors if error["type"] == "literal_error"]
     words = re.sub("[',]", "", " ".join(choices)).split()
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
+    if isinstance(value, str) and re.fullmatch(r"[-+.\de]+(,[-+.\de]+)+", value):
+        hint = f"; {_find(synonyms()['elsewhere'], 'multirun')}"
     return f"{key}: expected {wanted}, got {got}{hint}"
 
 

@@ -290,7 +290,7 @@ class Optim(Section):
     {"*.bias": {weight_decay: 0}, "head.*": {lr: 1e-2}}. `optimizer` names another optimizer for
     them."""
     momentum: float = _key(0.9, ge=0, lt=1)
-    """Momentum of sgd; other optimizers ignore it."""
+    """Momentum of sgd."""
     schedule: str = "constant"
     """Learning rate after the warm-up: $SCHEDULES, or your own as package.module:attribute. cosine
     and linear decay until the end; wsd (warm-up, stable, decay) stays constant and decays in the

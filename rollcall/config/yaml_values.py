@@ -69,7 +69,8 @@ def read(path: Path, as_text: bool = False) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML{_problem(error, text)}") from None
     if values is not None and not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected lines of key: value, got a {type(values).__name__}")
+        kind = "a list" if isinstance(values, list) else "a single value"
+        raise ConfigError(f"{path}: expected lines of key: value, got {kind}")
     return values or {}
 
 

@@ -290,23 +290,26 @@ def noticed(directory: Path) -> list[str]:
     return texts
 
 
-def start_and_steps(directory: Path) -> tuple[float, int | None, dict[str, float]]:
+def start_and_steps(directory: Path) -> tuple[float, int, int | None, dict[str, float]]:
     """Read the start of the newest attempt, in seconds since 1970 (0 if there is none).
 
-    Return also the number of steps it must do, and the figures of the newest evaluation by name.
+    Return also its first step once it is done (else 0), the number of steps it must do, and the
+    figures of the newest evaluation by name.
     """
-    started, steps, evaluated = 0.0, None, dict[str, Any]()
+    started, first, steps, evaluated = 0.0, 0, None, dict[str, Any]()
     # Other events, which are most of them, need not be parsed.
     having = (b'"started"', b'"first_step"', b'"evaluated"')
     for line in read_lines(directory / EVENTS, having=having):
         if is_event(line):
-            started = line["time"] if line["event"] == "started" else started
-            is_known = line["event"] == "first_step" and _check(int)(line.get("steps"))
-            steps = line["steps"] if is_known else steps
+            if line["event"] == "started":
+                started, first = line["time"], 0
+            if line["event"] == "first_step" and _check(int)(line.get("steps")):
+                steps = line["steps"]
+                first = line["step"] if _check(int)(line.get("step")) else 0
             evaluated = line if line["event"] == "evaluated" else evaluated
     figures = {name: value for name, value in evaluated.items() if isinstance(value, float)}
     figures = {name: figures[name] for name in figures if name not in ("time", "seconds")}
-    return started, steps, figures
+    return started, first, steps, figures
 
 
 def is_event(line: dict[str, Any]) -> bool:

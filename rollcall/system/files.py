@@ -150,7 +150,8 @@ def open_regular(path: Path, flags: int = 0) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | flags | (0 if is_typed else os.O_NONBLOCK))
     if not is_typed and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        what = "it is a directory" if path.is_dir() else "it is not a regular file"
+        raise OSError(errno.EINVAL, what, str(path))
     return open(descriptor, "rb")  # noqa: PTH123 (a descriptor)
 
 

@@ -72,6 +72,7 @@ def _main(words: Sequence[str]) -> int:
         print(config.to_yaml(), end="")
         return 0
     announce("importing PyTorch")
+    sys.excepthook = failure.show
     process.outlast_full_disks()
     gc.disable()  # until the imports are done, of whose time collections would take a quarter
     try:
@@ -91,7 +92,9 @@ def _start_ranks(words: Sequence[str], number: int) -> NoReturn:
         sys.exit(refuse(f"{option}: expected a number of ranks such as 4, got '{count}'"))
     rest = [*words[:number], *words[number + (1 if equals else 2) :]]
     try:
-        arguments.check_modules(schema.parse(rest)[1])  # once, before the ranks would
+        _, config = schema.parse(rest)
+        arguments.check_modules(config)  # once, before the ranks would
+        config.parallel.degrees(int(count), int(count))
     except ConfigError as error:
         sys.exit(refuse(error))
     torchrun = [str(ROOT / "env/bin/torchrun")] if IS_CHECKOUT else ["-m", "torch.distributed.run"]

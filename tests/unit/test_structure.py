@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_462, 8_000
+CORE_LINES, TOOLS_LINES = 39_548, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -29,11 +29,11 @@ SLACK = 10
 # the room gives for it: a lower loss, a higher speed, a fault survived. `python` with this file's
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
-    "rollcall": 62,
-    "rollcall/cli": 322,
-    "rollcall/config": 2481,
+    "rollcall": 63,
+    "rollcall/cli": 321,
+    "rollcall/config": 2500,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 346,
+    "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
     "rollcall/launch/commands": 1065,
     "rollcall/launch/doctor": 1293,
@@ -42,32 +42,32 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/program": 515,
     "rollcall/launch/rank": 883,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2065,
-    "rollcall/launch/scheduler": 749,
-    "rollcall/launch/submission": 2302,
+    "rollcall/launch/runs": 2074,
+    "rollcall/launch/scheduler": 760,
+    "rollcall/launch/submission": 2305,
     "rollcall/launch/sweep": 402,
     "rollcall/messages": 253,
-    "rollcall/records": 1238,
-    "rollcall/system": 824,
+    "rollcall/records": 1241,
+    "rollcall/system": 825,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 570,
     "rollcall/tools/bench": 1760,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
-    "rollcall/tools/report": 1691,
-    "rollcall/train": 2489,
+    "rollcall/tools/report": 1694,
+    "rollcall/train": 2492,
     "rollcall/train/checkpoint": 3382,
-    "rollcall/train/data": 2998,
+    "rollcall/train/data": 3003,
     "rollcall/train/exact": 662,
     "rollcall/train/health": 1155,
-    "rollcall/train/inference": 861,
+    "rollcall/train/inference": 862,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1127,
+    "rollcall/train/models": 1128,
     "rollcall/train/numerics": 1896,
     "rollcall/train/parallel": 3020,
     "rollcall/train/profiling": 669,
-    "rollcall/train/ranks": 1400,
+    "rollcall/train/ranks": 1417,
     "rollcall/train/recovery": 734,
     "rollcall/train/torch_private": 338,
     "rollcall/train/weights": 853,

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -157,6 +158,8 @@ def map(
     Every rank of a run calls the function with an item of each iterable. At most `throttle` runs
     run at the same time (0: all that fit). The options are as for `submit`.
     """
+    if not iterables:
+        raise RefusedError("map: expected a list with an item for each run, after the function")
     calls = list(zip(*iterables, strict=True))
     if options.get("debug") or not calls:
         return [submit(function, *arguments, **options) for arguments in calls]
@@ -178,7 +181,17 @@ def runs(root: str = "runs") -> list[Job]:
     return [Job(run) for run in find.find_all(root) if not find.is_sweep(run)]
 
 
-def _start(
+def _start(*request: Any) -> list[Job]:
+    """Start runs; a refusal speaks of keywords, and hides where it comes from."""
+    try:
+        return _begin(*request)
+    except RefusedError as error:
+        text = str(error).replace(" (--help lists the options)", "")
+        words = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), text)
+        raise type(error)(words) from None
+
+
+def _begin(
     options: Mapping[str, Any],
     words: Sequence[str],
     function: Callable[..., Any] | None = None,

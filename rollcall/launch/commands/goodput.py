@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     until = "until now" if shares.is_live else "to its end"
     counts = f"attempts: {shares.attempts}; steps done again: {shares.repeated_steps}"
-    share = f"{shares.productive:.1%} of {duration(shares.wall)} {until}"
-    print(f"run {run.name}: goodput {share}; {counts}")
+    share = f"goodput {shares.productive:.1%} of" if run.metrics.exists() else "no logged step in"
+    print(f"run {run.name}: {share} {duration(shares.wall)} {until}; {counts}")
     rows = [
         (name, f"{seconds / (shares.wall or 1):.1%}", duration(seconds), SHARES[name])
         for name, seconds in shares.shares.items()

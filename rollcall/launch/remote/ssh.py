@@ -5,7 +5,6 @@ pushed to ~/.rollcall/PROJECT on the host and checked out there. The index, the 
 objects of your own repository do not change. The file that `report` writes is moved here.
 """
 
-import argparse
 import hashlib
 import os
 import secrets
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcall.cli.parser import Parser
 from rollcall.launch.program import data
 from rollcall.launch.program.find import UserCode, checkout_of
 from rollcall.launch.submission import snapshot
@@ -34,7 +34,7 @@ SSH_FAILED = 255
 def main(argv: Sequence[str]) -> int:
     """Run a command of rollcall on the host of its option --host; return its exit code."""
     end = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="rollcall", allow_abbrev=False, add_help=False)
+    parser = Parser(prog="rollcall", allow_abbrev=False, add_help=False)
     parser.add_argument("--host", required=True)
     parser.add_argument("--host-command", default=os.environ.get("ROLLCALL_HOST_COMMAND"))
     options, words = parser.parse_known_args(argv[:end])

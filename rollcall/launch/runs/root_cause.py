@@ -31,6 +31,7 @@ MAX_LINE = 2000
 MISSING = re.compile(r"No such file or directory: '([^']+)'")
 """Matches the message of Python for a file that does not exist."""
 UNKNOWN = "the cause is unknown"
+REFUSAL = re.compile(r"^rollcall: error: rank (\d+)(:? .+)", re.MULTILINE)
 TIMEOUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 """Matches such a message if the other rank was there, but did not answer."""
 
@@ -235,7 +236,12 @@ def _place(failure: RankFailure) -> str:
 
 def _of_failure(evidence: Evidence, first: RankFailure) -> RootCause:
     """Describe what a rank or the parent of a node's ranks reported."""
-    code, rank, hint = first.exit_code, _place(first), ""
+    code, hint = first.exit_code, ""
+    logs = (_last_lines(evidence, failure) for failure in evidence.failures)
+    said = next(filter(None, map(REFUSAL.search, logs)), None) if code == REFUSED else None
+    if said:  # all ranks leave, and rank 0 says which one failed
+        first = _silent(evidence, int(said[1]), first.time, code)
+    rank = _place(first)
     is_refusal = code == REFUSED and not evidence.has_stepped
     part = evidence.nodes.get(first.node or 0)
     number = reasons.signal_of(code)
@@ -255,6 +261,8 @@ def _of_failure(evidence: Evidence, first: RankFailure) -> RootCause:
     elif first.error and first.who != AGENT:
         what = f"{rank} raised {first.error}"
         hint = reasons.NO_THREADS if "can't start new thread" in first.error else ""
+    elif said:
+        what = f"{rank}{said[2]}"
     elif is_refusal:
         what = f"{rank} refused the request (exit code 2)"
     else:

@@ -262,11 +262,12 @@ def lost_batch(run: RunDir, job: SubmittedJob) -> str:
 
 def progress(run: RunDir, condition: Condition) -> Progress:
     """Return the progress of a run, from the end of its metrics, and from its verdict."""
-    started, total, figures = start_and_steps(run.path)
+    started, done, total, figures = start_and_steps(run.path)
     span = LoggedStep.span(run.path, since=started)
     if span is None:
-        return Progress(total=total, validation=figures)
+        return Progress(done or None, total, validation=figures)
     first, last = span
+    last = replace(last, step=max(last.step, done))  # its line comes a step later
     verdict = condition.verdict
     # Not every step is logged; a failed run is at its last one, not at its checkpoint.
     if verdict is not None and verdict.step >= last.step and verdict.state != "failed":

@@ -80,6 +80,17 @@ def render(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
+def needs_slurm(job: Job) -> list[str]:
+    """Return the options that a run without Slurm leaves out."""
+    names = {name for group in job.all_groups for name in group.options} - {"array", "gres"}
+    for group in job.all_groups:
+        names |= {name for name in ("partition", "mem") if getattr(group, name)}
+    names |= {"srun-arg"} if job.srun else set()
+    names |= {"teardown" for word in job.batch if word.startswith("--teardown=")}
+    setup = ["the profile's modules, environment and setup"] if job.setup else []
+    return [*setup, *(f"--{name}" for name in sorted(names))]
+
+
 def render_step(job: Job) -> str:
     """Return the shell lines that run a job as a step of an allocation that the user holds."""
     srun = [

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.job import options, render, render_step
+from rollcall.launch.scheduler.job import needs_slurm, options, render, render_step
 from rollcall.launch.submission import layers
 from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.plan import SubmissionPlan, TakenError, plan
-from rollcall.messages.text import note, table
+from rollcall.messages.text import listed, note, table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,6 +64,8 @@ def show(submission: SubmissionPlan, local: bool) -> None:
     if local:
         print(f"cd {shlex.quote(job.directory)}\n{shlex.join(job.command)}\n")
         print(f"# on this machine, {job.nodes} times: once per simulated node")
+        if left_out := needs_slurm(job):
+            print(f"# without Slurm, left out: {listed(left_out, 9)}")
     elif job.allocation:
         print(render_step(job))
     else:

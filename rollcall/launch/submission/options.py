@@ -44,7 +44,7 @@ DISTRIBUTIONS = r"block|cyclic|plane|arbitrary|\*"
 
 def span(text: str) -> tuple[int, int]:
     """Parse a number of nodes or a range such as `2-8`, else raise ArgumentTypeError."""
-    least, dash, most = text.partition("-")
+    least, dash, most = text.partition("-") if text[:1] != "-" else (text, "", "")
     found = _positive(least), _positive(most if dash else least)
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"expected MIN-MAX, the smaller one first, not '{text}'")

@@ -26,7 +26,7 @@ from rollcall.launch.runs import exit_code, find, root_cause
 from rollcall.launch.runs.output import Output, follow
 from rollcall.launch.runs.processes import Processes
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.job import Job, render, render_step
+from rollcall.launch.scheduler.job import Job, needs_slurm, render, render_step
 from rollcall.launch.submission import executors, preflight, snapshot
 from rollcall.launch.submission.plan import SubmissionPlan, TakenError
 from rollcall.messages.refusal import RefusedError
@@ -90,8 +90,9 @@ def difference(asked: SubmissionPlan) -> str:
     """Return how a request differs from what its run was submitted with; empty if it does not."""
     run, record = asked.run, JobRecord.read(asked.run.path)
     source = CodeRecord.read(run.job / "source.json")
-    if record is None and not asked.job.is_training and run.config.exists():
-        return "a script instead of a training"
+    if record is None and run.config.exists():  # `rollcall train` has no record of its words
+        is_training = asked.job.is_training
+        return "`rollcall train` started it" if is_training else "a script instead of a training"
     if record is None or source is None or "command" not in record.more:
         return ""
     moved = (text.replace(record.run_directory, str(run.path)) for text in record.more["command"])
@@ -246,8 +247,8 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
     is_array, before = "array" in job.options, len(find.attempts(run))
     if submission.later:
         raise RefusedError("--chain needs Slurm, and this machine has no Slurm cluster")
-    if job.setup or any(word.startswith("--teardown=") for word in job.batch):
-        note("a profile's modules, environment and setup, and --teardown, need Slurm; left out")
+    if left_out := needs_slurm(job):
+        note(f"this run starts on this machine, without Slurm; left out: {listed(left_out, 9)}")
     needed = sum(group.nodes * group.gpus for group in job.all_groups)
     visible = len(visible_gpus(os.environ))
     minutes = slurm.seconds(job.time) / 60 if job.time else None

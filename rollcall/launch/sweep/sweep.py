@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     add("--csv", type=Path, metavar="FILE", help="also write the table to this file")
     add("--watch", action="store_true", help="update the table until Ctrl-C")
     for action in (submit, results):
-        action.add_argument("file", type=Path)
+        action.add_argument("file", type=Path, help="the sweep's YAML file")
         action.add_argument("--root", default="runs", help="directory of the runs (default: runs)")
     given = parser.parse_args(argv)
     sweep = definition.read(given.file)

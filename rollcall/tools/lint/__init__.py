@@ -18,7 +18,7 @@ RULES = (*directives.RULES, *launches.RULES)
 def main(argv: Sequence[str]) -> int:
     """Print the findings of the scripts; return the exit code."""
     parser = command_parser("lint", "Find mistakes in sbatch scripts.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="an sbatch script")
     code = 0
     for path in parser.parse_args(argv).files:
         try:

@@ -174,16 +174,16 @@ def heat_map(timing: Timing) -> Chart:
     return _grid("Step time by rank", words, values, timing.steps, data)
 
 
-def by_layer(title: str, layers: dict[str, Points]) -> Chart:
-    """Draw a number by layer and step: the largest of the steps of a cell."""
-    names = sorted(layers, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])
-    known = [thin(layers[name], CELLS[1] // 2) for name in names]
+def by_part(title: str, parts: dict[str, Points], part: str) -> Chart:
+    """Draw a number by part, such as a layer, and step: the largest of the steps of a cell."""
+    names = sorted(parts, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])
+    known = [thin(parts[name], CELLS[1] // 2) for name in names]
     steps = max((curve.x for curve in known), key=len)
     values = np.stack([np.interp(steps, c.x, c.high, np.nan, np.nan) for c in known])
-    largest = figure(float(np.nanmax(values)))
-    words = f"Rows are layers, {names[0]} at the top. The largest value is {largest}."
-    data = {"group": 1, "ranks": len(names), "unit": "", "names": names}
-    return _grid(f"{title} by layer", words, values, steps, data)
+    words = f"Rows are {part}s, {names[0]} at the top. The largest value is "
+    words += f"{figure(float(np.nanmax(values)))}."
+    data = {"group": 1, "ranks": len(names), "unit": "", "names": names, "row": part}
+    return _grid(f"{title} by {part}", words, values, steps, data)
 
 
 def _grid(title: str, words: str, values: Array, steps: Array, data: dict[str, Any]) -> Chart:
@@ -196,7 +196,7 @@ def _grid(title: str, words: str, values: Array, steps: Array, data: dict[str, A
         how = {"aspect": "auto", "interpolation": "none", "cmap": "cividis"}
         axes.imshow(np.clip(values, low, high), extent=box, vmin=low, vmax=high, **how)
         axes.grid(visible=False)
-        axes.set(xlabel="step", ylabel="layer" if "names" in data else "rank")
+        axes.set(xlabel="step", ylabel=data.get("row", "rank"))
         axes.yaxis.get_major_locator().set_params(integer=True)
 
     data |= {"grid": [*map(_short, values)], "steps": _short(steps)}

@@ -23,6 +23,7 @@ FIRST = ("loss", "val_loss", "val_accuracy", "grad_norm", "lr", "samples_per_sec
 """Curves in this order; others follow."""
 TILES = ("val_accuracy", "val_loss", "loss", "samples_per_second")
 """Curves whose last value is shown at the top."""
+OF_LAYERS = ("expert_imbalance", "router_entropy")
 MOST_CURVES = 12
 DETAILED = 4
 """Of this many runs, the report shows where the time went, failures and configuration."""
@@ -160,8 +161,9 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
         by_keys = compare.grouped(shown_runs, "seed")
         groups = min(groups, {", ".join(p): runs for p, runs in by_keys.items()}, key=len)
     keys = list(dict.fromkeys(key for run in shown_runs for key in run.drawn))
-    rows = [key for key in keys if key.partition("/")[0] in {*keys} - {key}]
-    keys = [key for key in keys if key not in rows]  # numbers of layers are in heat maps
+    parts = ((key, [row for row in keys if row.startswith(f"{key}/")]) for key in keys)
+    maps = {key: rows for key, rows in parts if len(rows) > 1}
+    keys = [key for key in keys if not any(key in rows for rows in maps.values())]
     keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
     winner, is_one = compare.best(stories), len(stories) == 1
     marks = stories[0].marks if is_one else []
@@ -192,10 +194,11 @@ def _curves(stories: Sequence[Story]) -> list[Chart]:
         shown = marks if is_wide else lines
         band = charts.SPREAD if len(groups) < len(shown_runs) else charts.EXTREMES
         result.append(charts.curves(title, named, shown, last, is_wide, may_be_log, band))
-    for key in dict.fromkeys(row.partition("/")[0] for row in rows) if is_one else ():
-        drawn = ((row, stories[0].drawn[row]) for row in rows if row.startswith(f"{key}/"))
-        layers = {row.removeprefix(f"{key}/"): part for row, part in drawn if len(part) > 1}
-        result += [charts.by_layer(title_of(key), layers)] if layers else []
+    for key, rows in maps.items() if is_one else ():
+        named_rows = ((row.removeprefix(f"{key}/"), stories[0].drawn[row]) for row in rows)
+        drawn = {name: points for name, points in named_rows if len(points) > 1}
+        kind = "layer" if key in OF_LAYERS else "part"
+        result += [charts.by_part(title_of(key), drawn, kind)] if drawn else []
     return result
 
 

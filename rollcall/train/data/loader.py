@@ -22,7 +22,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        global_batch: int,
+        global_batch: int = 0,
         world: World | None = None,
         *,
         shuffle: bool = False,
@@ -33,6 +33,7 @@ class Loader:
 
         Args:
             dataset: a map-style data set.
+            global_batch: the batch of all ranks together; also as `batch_size`.
             world: the ranks; default: those that this process has joined.
             options: options of torch's DataLoader, such as `num_workers` or `collate_fn`.
 
@@ -40,6 +41,10 @@ class Loader:
             ConfigError: the batch cannot be divided equally among the ranks, or `shuffle` would
                 leave out all samples.
         """
+        global_batch = int(global_batch or options.pop("batch_size", 0))
+        if shuffle:
+            options.pop("drop_last", None)  # they are left out
+        DataLoader(dataset, batch_sampler=[], **options)  # refuses wrong options now
         self.world = world = world or World.joined or World.join()
         self._dataset, self._options = dataset, options
         self._size = len(dataset)  # type: ignore[arg-type]  # a map-style data set
@@ -47,10 +52,10 @@ class Loader:
         self._shuffle, self._seed = shuffle, seed
         self._passes = self._done = 0  # passes that have ended, and batches of the current one
         self._is_open = False
-        if rest or not self._share:
+        if rest or self._share < 1:
             raise ConfigError(
                 f"a batch of {global_batch} samples cannot be divided equally among "
-                f"{world.world_size} ranks; choose a multiple of {world.world_size}"
+                f"{world.world_size} ranks; choose {world.world_size}, or a multiple of this"
             )
         if shuffle and self._size < global_batch:
             raise ConfigError(

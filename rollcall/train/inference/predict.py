@@ -198,8 +198,8 @@ def _predict(
 
 def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Return the samples, and facts that identify them for a continued prediction."""
+    from rollcall.train.data import files
     from rollcall.train.data.packing import Packed
-    from rollcall.train.data.sets import files
     from rollcall.train.data.stream import Stream
 
     source = model.source

@@ -46,10 +46,11 @@ def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
     """Return a run and its configuration with these overrides; ConfigError if one is wrong."""
     path = named(run, "config.yaml")
     if path is None:
-        near = did_you_mean(run, (path.name for path in Path("runs").glob("*")))
+        near = did_you_mean(run, (path.parent.name for path in Path("runs").glob("*/config.yaml")))
         raise ConfigError(
             f"unknown run '{run}': neither {Path(run).absolute()} nor "
-            f"{Path('runs', run).absolute()} has a config.yaml{near}"
+            f"{Path('runs', run).absolute()} has a config.yaml, as a run of a "
+            f"training has{near}"
         )
     path = path.absolute()
     _, config = schema.parse([str(path / "config.yaml"), *words])

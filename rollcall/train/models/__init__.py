@@ -25,6 +25,9 @@ def build(config: Model, source: Source) -> nn.Module:
     Raises:
         ConfigError: the model is unknown, or needs a number of classes that the data does not tell.
     """
+    is_short = ":" not in config.name and config.name not in MODELS
+    if is_short and config.name not in vision.names():
+        raise unknown("model.name", config.name, [*MODELS, TORCHVISION], MODELS)
     sizes = {"vocab_size", "num_labels"} & config.args.keys()  # of a model of transformers
     if ":" not in config.name and not source.classes and not sizes:
         raise ConfigError(
@@ -33,13 +36,11 @@ def build(config: Model, source: Source) -> nn.Module:
             "their number or the list of their names; for model.name=transformers, "
             "model.args.vocab_size or model.args.num_labels is enough"
         )
-    is_short = ":" not in config.name and config.name not in MODELS
-    if is_short and config.name in vision.names():
-        if config.args:
-            raise ConfigError(f"model.args: model.name={config.name} takes no arguments here")
-        return vision.vision(config, source)
     if is_short:
-        raise unknown("model.name", config.name, [*MODELS, TORCHVISION], MODELS)
+        if config.args:
+            problem = f"model.args: model.name={config.name} takes no arguments here"
+            raise ConfigError(f"{problem}; remove it, and use model.init for trained weights")
+        return vision.vision(config, source)
     given = {"config": config, "source": source}
     model = arguments.call("model.name", "model.args", config.name, config.args, **given)
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):

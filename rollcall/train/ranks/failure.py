@@ -3,10 +3,14 @@
 import contextlib
 import os
 import socket
+import sys
+import sysconfig
 import time
 import traceback
 from pathlib import Path
+from types import TracebackType
 
+from rollcall.cli.installation import PACKAGED, ROOT
 from rollcall.messages import refusal
 from rollcall.records.attempt import LOST_PEER, RankFailure
 from rollcall.records.run_dir import RunDir
@@ -38,6 +42,17 @@ def tell_run(run: RunDir, rank: int, error: BaseException) -> None:
         place = run.logs_by_hand / f"node-{os.environ.get('GROUP_RANK', '0')}"
         place.mkdir(parents=True, exist_ok=True)
         RankFailure(time.time(), host, 1, describe(error), rank, who).write(place)
+
+
+def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """Print an exception without the frames of rollcall and packages above the user's code."""
+    ours = *(f"{ROOT}/{part}" for part in PACKAGED), f"{sysconfig.get_path('stdlib')}/", "<"
+    users = frames
+    while users is not None and (file := users.tb_frame.f_code.co_filename):
+        if not (file.startswith(ours) or "/site-packages/" in file):
+            break
+        users = users.tb_next
+    sys.__excepthook__(kind, error.with_traceback(users or frames), users or frames)
 
 
 def describe(error: BaseException) -> str:

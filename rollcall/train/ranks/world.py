@@ -291,6 +291,8 @@ class _Replica(DistributedDataParallel):
 
 def pick_device(wanted: str, place: Place, env: Mapping[str, str]) -> torch.device:
     """Return this rank's device, now the current one; ConfigError if torch sees no GPU for it."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={wanted}: expected auto, cpu or cuda")
     if wanted == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -78,7 +78,20 @@ ANSWERS = {
     "drill run explode": "WHAT: expected one of preempt, time-limit, kill-rank",
     "checkpoint export run": "required: target, a name that ends in .safetensors",
     "checkpoint export run x --fromat hf": "--fromat hf, did you mean '--format'?",
-    "checkpoint show run --newest": "--newest; choose --all, --best, --format",
+    "checkpoint show run --newest": "show: error: unrecognized arguments: --newest; choose --help",
+    "checkpoint show run 7": "unrecognized arguments: 7; expected only path (",
+    "checkpoint export run x --step 7": "choose --all, --best, --format, --help, --merge",
+    "submit --host": "rollcall: error: --host: expected a value",
+    "submit --local --nodes -1 -- ok.py": "expected a whole number of at least 1, not '-1'",
+    "submit --local --num_processes 4 -- ok.py": "`rollcall submit --gpus-per-node N` or",
+    "submit --local --hostfile hosts -- ok.py": "`rollcall submit --nodes N`",
+    "lint": "required: FILE, an sbatch script (",
+    "sweep status": "required: file, the sweep's YAML file (",
+    "train net.py --lr 0.1": "net.py is code, not a recipe",
+    "train net:net": "'net:net' is not a recipe; write model.name=net:net",
+    "train digits log.to=nosuch:Logger": "install the package, for example with env/run --with nos",
+    "predict fine --output a.npy": "has a config.yaml, as a run of a training has\n",
+    "tokenize ok.py": "required: --tokenizer, --output",
     "doctor gpu": "unrecognized arguments: gpu; expected only options",
     "explain optim.lrr": "expected a recipe, not a key, did you mean 'optim.lr'? --help KEY",
     "bench": "expected the name of a benchmark; choose speedup, overhead",
@@ -103,6 +116,7 @@ ANSWERS = {
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, errors="surrogateescape")
+    (tmp_path / "runs" / "fine").mkdir(parents=True)  # of a script
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

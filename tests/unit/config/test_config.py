@@ -39,7 +39,7 @@ from rollcall.config.read import RECIPES
         (["optim.lr="], "optim.lr: expected a number, got an empty value"),
         (["faults.hang_seconds=x"], "faults.hang_seconds: expected auto or a number, got 'x'"),
         (["precision=bf61"], "got 'bf61', did you mean 'bf16'?"),
-        (["run.name=5"], "run.name: expected text (put numbers in quotes), got 5"),
+        (["profile.steps=10"], "profile.steps=10: expected FIRST:END"),
         (["=", "1"], "expected key=value without spaces around '='"),
         (
             ["trainer.xyzzy=1"],
@@ -57,7 +57,18 @@ from rollcall.config.read import RECIPES
         (["optim.lr:0.1"], "'optim.lr:0.1': expected key=value, here optim.lr=0.1"),
         (["recipes/digits.yaml"], "'digits' without directory and suffix is a recipe"),
         (["run.name=../elsewhere"], "run.name: expected letters, digits"),
-        (["--hepl"], "unknown option --hepl; set keys as key=value"),
+        (["--hepl"], "unknown option --hepl, did you mean '--help'?"),
+        (["--printconfig"], "did you mean '--print-config'?"),
+        (["--local"], "unknown option --local; it is an option of `rollcall submit`"),
+        (["--name", "x"], "write run.name=NAME, or `rollcall submit --name NAME`"),
+        (["ranks=2"], "`rollcall train --ranks N` sets the ranks"),
+        (["./mine.py", "--lr", "1"], "./mine.py is code, not a recipe: `rollcall submit -- ./mi"),
+        (["net:Net"], "'net:Net' is not a recipe; write model.name=net:Net or data.name=net:Net"),
+        (["/tmp"], "/tmp: cannot be read: it is a directory"),
+        (["optim.lr=1,2"], "`rollcall sweep submit FILE` starts a run for each value"),
+        (["seed=0,1,2"], "`rollcall sweep submit FILE` starts a run for each value"),
+        (["optim.momentum=0.9"], "optim.momentum is an option of optim.name=sgd, not of adamw"),
+        (["device=gpu:0"], "unknown 'gpu:0'; use cuda"),
         (["--batch-size", "32"], "unknown option --batch-size; write data.global_batch=32 ("),
         (["gpt", "--lr=0.1"], "unknown option --lr=0.1; write optim.lr=0.1 (peak learning rate)"),
         (["--epochs", "3", "gpt"], "write train.epochs=3"),
@@ -66,8 +77,8 @@ from rollcall.config.read import RECIPES
         (["--resume_from_checkpoint", "x"], "under its name, run.name=NAME; model.init=NAME"),
         (["ckpt_path=runs/a"], "unknown key 'ckpt_path': a run resumes if you start it again"),
         (["--nnodes=2"], "`rollcall submit --nodes N`"),
-        (["optim.lr.x=1"], "'lr' is not a section"),
-        (["optim=adam"], "optim: expected a section with keys such as optim.name, got 'adam'"),
+        (["optim.lr.x=1"], "optim.lr is a key without parts; write optim.lr=1"),
+        (["optim=adam"], "such as optim.name, got 'adam', did you mean optim.name=adam?"),
         (["optim.lr=[1"], "the value is not valid YAML"),
         (["digits", "mnist"], "expected one recipe or file"),
         (["data.seq_len=5"], "data.seq_len is an option of text, tokens, synthetic_tokens; data."),
@@ -87,6 +98,40 @@ def test_refusals_name_the_key_and_the_cure(words: list[str], expected: str) -> 
     with pytest.raises(ConfigError) as refusal:
         parse(words)
     assert expected in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "the file sets no key; expected lines such as train: {steps: 9}"),
+        ("# train:\n", "the file sets no key"),
+        ("hello", "expected lines of key: value, got a single value"),
+        ("- optim", "expected lines of key: value, got a list"),
+        ("model:\nname: a:Net\n", "got an empty value; indent its keys"),
+        ("model: a:Net\n", "got 'a:Net', did you mean model.name=a:Net?"),
+        ("model: {name: a:Net, width: 3}", ", or model.args.width for code of your own"),
+    ],
+)
+def test_refusals_of_a_file_name_it_and_the_cure(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        parse([str(file)])
+    assert str(file) in str(refusal.value) and expected in str(refusal.value)
+
+
+def test_a_run_is_not_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("train: {steps: 3}")
+    for word in ("first", "runs/first"):
+        with pytest.raises(ConfigError, match=f"{word} is a run.* to continue it.* run.name=first"):
+            parse([word])
+
+
+def test_numbers_may_be_text() -> None:
+    assert parse(["run.name=20260101"])[1].run.name == "20260101"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +162,9 @@ def test_answers_name_keys_and_values_that_exist() -> None:
     for words in (*tables["keys"], *tables["elsewhere"]):
         for word in words.split():
             # The nearest-word hint handles a key without its section, except for lr.
-            assert word in ("lr", "micro_batch", "root", "steps") or word not in last_parts, word
+            assert (
+                word in ("lr", "micro_batch", "ranks", "root", "steps") or word not in last_parts
+            ), word
     for key, answers in tables["values"].items():
         for words in answers:
             assert not set(words.split()) & set(keys[key].split(" | ")), key

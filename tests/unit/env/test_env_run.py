@@ -414,6 +414,19 @@ def test_a_build_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         server.terminate()
 
 
+def test_a_build_that_torch_never_had_is_refused_at_once() -> None:
+    ask = "import choose, sys; print(choose.parse(sys.argv[1]))"
+    for request, expected in (
+        ("cu99", "torch 2.11 and newer have no build cu99. Choose cpu, default, or one of cu128"),
+        ("2.11.0+cu118", "have no build cu118"),
+        ("cu126", "('', 'cu126')"),
+        ("2.12.0+cu130", "('2.12.0', 'cu130')"),
+    ):
+        command = [sys.executable, "-Bc", ask, request]
+        done = subprocess.run(command, cwd=ROOT / "env", capture_output=True, text=True)
+        assert expected in done.stdout + done.stderr
+
+
 def test_an_installation_that_takes_long_says_how_far_it_is(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hold")
     script = (

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rollcall.config.schema import ConfigError, Data
-from rollcall.train.data.sets import files
+from rollcall.train.data import files
 from rollcall.train.data.source import Source, data_set
 from rollcall.train.data.tokenizer import load
 from rollcall.train.numerics.cross_entropy import IGNORED

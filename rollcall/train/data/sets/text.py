@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.config.schema import ConfigError, Data
-from rollcall.train.data.sets import files
+from rollcall.train.data import files
 from rollcall.train.data.sets.windows import Windows, consecutive_windows
 from rollcall.train.data.source import ReadFiles, Source, data_set
 from rollcall.train.ranks.world import World

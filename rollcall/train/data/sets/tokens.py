@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from rollcall.config.schema import ConfigError, Data
 from rollcall.system.files import read_object
-from rollcall.train.data.sets.tokenize import FACTS, TYPES
 from rollcall.train.data.sets.windows import consecutive_windows
 from rollcall.train.data.source import ReadFiles, Source, data_set
+from rollcall.train.data.tokenize import FACTS, TYPES
 from rollcall.train.ranks.world import World
 
 CHUNK_TOKENS = 2**24

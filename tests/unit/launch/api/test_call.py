@@ -93,11 +93,11 @@ def test_options_become_words() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
-        ((print,), {"nodes": "two"}, "--nodes: expected a whole number of at least 1, not 'two'"),
+        ((print,), {"nodes": "two"}, "^nodes: expected a whole number of at least 1, not 'two'$"),
         (
             (print,),
             {"gpu_per_node": 1},
-            "--gpu-per-node: not an option .* did you mean '--gpus-per",
+            "^gpu_per_node: not an option .* did you mean 'gpus_per_node'",
         ),
         ((print,), {"time": "2h"}, "'2h' is not a valid Slurm time limit"),
         ((print,), {"name": "a b"}, "run.name: expected letters, digits"),
@@ -115,6 +115,21 @@ def test_a_mistake_is_refused_with_the_sentence_of_the_command(
     with pytest.raises(rollcall.RefusedError, match=text):
         rollcall.submit(*arguments, **{"local": True, **options})
     assert not Path("runs").exists()
+
+
+def test_a_refusal_is_short_and_lists_that_differ_are_refused() -> None:
+    with pytest.raises(rollcall.RefusedError) as refusal:
+        rollcall.submit(print, rank=2)
+    assert len(refusal.traceback) <= 3 and "profile" not in str(refusal.value)
+    refused: list[tuple[list[Any], dict[str, Any], str]] = [
+        ([], {}, "map: expected a list with an item for each run"),
+        ([[1]], {"throttle": "two"}, "array 0-0%two: expected indices such as"),
+    ]
+    for lists, options, text in refused:
+        with pytest.raises(rollcall.RefusedError, match=text):
+            rollcall.map(print, *lists, **options)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'; it has Checkpointer, "):
+        rollcall.Trainer  # noqa: B018
 
 
 def test_debug_calls_the_function_in_this_process(capsys: pytest.CaptureFixture[str]) -> None:

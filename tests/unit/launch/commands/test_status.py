@@ -214,6 +214,8 @@ def test_the_table_shows_progress(
     run = make(tmp_path, "7", ended="running")
     run.record("started")
     run.record("first_step", step=1, steps=100)
+    assert status.main(["--root", str(tmp_path)]) == 0
+    assert "running  1/100" in capsys.readouterr().out  # though no step is logged yet
     begin = time.time()
     for step in (10, 20):
         LoggedStep(step, 0.5, 1234.5, begin + step).append(run.path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.launch.scheduler.job import Job, render
+from rollcall.launch.scheduler.job import Job, needs_slurm, render
 from rollcall.messages.refusal import RefusedError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -101,3 +101,15 @@ def test_an_elastic_step_takes_as_many_hosts_as_the_job_was_given() -> None:
     count = '"$SLURM_JOB_NUM_NODES"'
     assert f"--nodes={count} --ntasks={count} --no-kill" in script
     assert "launch batch --nodes=2-4 \\\n" in script
+
+
+def test_what_a_run_without_slurm_does_not_get_is_named() -> None:
+    assert needs_slurm(SMALL) == []
+    assert needs_slurm(replace(SMALL, options={"array": "0-3", "gres": "gpu:1"})) == []
+    more = {**LARGE.options, "image": "x"}
+    asked = replace(LARGE, setup=("module load x",), options=more, srun=("--label",))
+    assert needs_slurm(replace(asked, batch=("batch", "--teardown=ls"))) == [
+        "the profile's modules, environment and setup",
+        *("--account", "--image", "--mem", "--partition", "--qos", "--srun-arg", "--teardown"),
+    ]
+    assert needs_slurm(GROUPS) == ["--account", "--mem", "--partition", "--qos"]

@@ -83,12 +83,15 @@ def test_numbers_of_layers_are_heat_maps(tmp_path: Path) -> None:
     run = make(tmp_path, "layers")
     for step in range(21, 400):
         layers = {f"load/block{n}.experts": 1 + 7 * (n == 2 and step == 300) for n in range(11)}
-        more: dict[str, float | None] = {"load": 8.0, "speed/up": 1.0, **layers}
+        others = {"speed/up": 1.0, "size": 3.0, "size/half": 1.5}
+        more: dict[str, float | None] = {"load": 8.0, **others, **layers}
         LoggedStep(step, 1.0, 100.0, 1000.0 + step, more=more).append(run.path)
     text = report(run)
     assert "The largest value is 8." in text
     assert text.count("<h3>Load") == 2  # the curve and the map
+    assert "<h3>Load by part" in text  # and not of a layer: they may be anything of the user's
     assert "<h3>Speed/up" in text  # no curve "speed": it is a curve as before
+    assert "<h3>Size/half" in text and "Size by" not in text  # a single part is a curve, too
     names = json.loads(re.findall(r'"names":(\[.*?\])', text)[0])
     assert names == [f"block{n}.experts" for n in range(11)]
 

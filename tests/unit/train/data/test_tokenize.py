@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollcall.train.data.sets.tokenize import main
+from rollcall.train.data.tokenize import main
 
 TEXTS = [f"Line {number} of a text, and <|end|> as text." for number in range(250)]
 

@@ -100,6 +100,7 @@ def test_device(
         (2, "auto", {}, "LOCAL_RANK 3 on .* has no GPU: 2 visible"),
         (1, "auto", {"SLURM_GPUS_ON_NODE": "1"}, "LOCAL_RANK 3 on .* has no GPU: 1 visible"),
         (0, "cuda", {}, "device=cuda asks for GPUs, .* sees none"),
+        (0, "nccl", {}, "device=nccl: expected auto, cpu or cuda"),
         (0, "auto", {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1 asks for GPUs"),
     ],
 )

@@ -21,7 +21,7 @@ from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.system.files import write_atomic
-from rollcall.train.data.sets import files
+from rollcall.train.data import files
 from rollcall.train.data.tokenizer import load, refused
 
 FACTS = "tokens.json"
