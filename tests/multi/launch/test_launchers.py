@@ -96,7 +96,7 @@ def test_a_wrong_number_of_ranks_is_refused(words: list[str], message: str) -> N
     [
         (["-m", "train", "optim.lrr=1"], ["rollcall: error: unknown key 'optim.lrr'"]),
         (
-            ["--nproc_per_node=two", "-m", "x"],
+            ["--nproc_per_node=two", "-m", "train"],
             ["torchrun: --nproc_per_node=two: expected a number"],
         ),
         (["fit"], ["torchrun: fit: no such file; for a module write -m fit"]),

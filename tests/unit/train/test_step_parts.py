@@ -84,7 +84,8 @@ def test_learning_rates(words: list[str], expected: list[float]) -> None:
 def test_adam_is_fused_on_cpus_but_not_what_takes_sparse_gradients(
     name: str, is_fused: bool
 ) -> None:
-    _, config = parse([f"optim.name={name}", "optim.momentum=0", "optim.weight_decay=0"])
+    momentum = [] if is_fused else ["optim.momentum=0"]
+    _, config = parse([f"optim.name={name}", "optim.weight_decay=0", *momentum])
     weights = nn.Embedding(3, 2, sparse=not is_fused)
     optimizer = optim.build(config.optim, [{"params": list(weights.parameters())}])
     assert bool(optimizer.defaults["fused"]) == is_fused
