@@ -140,7 +140,8 @@ class Trainer:
     def _save(self, step: int) -> None:
         run_dir = self._run.run_dir
         try:
-            run_dir.check_claim()
+            if self._run.world.is_main:
+                run_dir.check_claim()
         except FencedError:
             raise
         except OSError:  # the claim is checked again before publishing, and a save may fail
