@@ -62,6 +62,8 @@ class Trainer:
             raise
 
     def _train(self) -> State:
+        if self.task.lacks_evaluation(self._run.progress.step):
+            self._evaluate()
         action = self._steps_with_rollbacks()
         step = self._run.progress.step
         self.state.meet(step)  # if a signal ended the steps before that
