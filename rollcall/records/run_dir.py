@@ -118,9 +118,8 @@ class RunDir:
 
     def claim(self) -> None:
         """Make this attempt the only one that may write; an older one may still be alive."""
-        word = os.urandom(8).hex()
-        self._claim = word.encode()
-        write_atomic(self.path / CLAIM, word + "\n")
+        self._claim = self._claim or os.urandom(8).hex().encode()  # other ranks know it, too
+        write_atomic(self.path / CLAIM, self._claim.decode() + "\n")
 
     def share_claim(self, broadcast: Callable[[str], str]) -> str:
         """Return the word of the claim, which is the one that a function gives all ranks."""

@@ -132,7 +132,7 @@ class Steps:
         It is the one after the newest step then. No other rank takes part.
         """
         step = self._progress.step
-        if self._updater.begun != step or self._updater.skipped is not NO:
+        if self._updater.begun != step or self._updater.skipped:
             return False
         if self.gradient.number > step:
             self.gradient.drop()

@@ -213,6 +213,13 @@ class Task:
         interval = max(1, round(epochs * self.order.size / self.order.global_batch))
         return step % interval == 0
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Return True if an evaluation after `step` was cut off; all ranks call it together."""
+        if not step or not self.is_evaluation_due(step):
+            return False
+        newest = Validation.newest(self._run.run_dir.path)
+        return bool(self._run.world.broadcast(newest is None or newest.step < step))
+
     def evaluate(self, step: int, micro_batch: int | None = None) -> Evaluation | Action:
         """Evaluate and report the result; STOP or REQUEUE if a rank was asked to stop before.
 

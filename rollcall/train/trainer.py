@@ -62,6 +62,8 @@ class Trainer:
             raise
 
     def _train(self) -> State:
+        if self.task.lacks_evaluation(self._run.progress.step):
+            self._evaluate()
         action = self._steps_with_rollbacks()
         step = self._run.progress.step
         self.state.meet(step)  # if a signal ended the steps before that
@@ -140,7 +142,8 @@ class Trainer:
     def _save(self, step: int) -> None:
         run_dir = self._run.run_dir
         try:
-            run_dir.check_claim()
+            if self._run.world.is_main:
+                run_dir.check_claim()
         except FencedError:
             raise
         except OSError:  # the claim is checked again before publishing, and a save may fail

@@ -132,6 +132,7 @@ class Engine:
         self.facts: dict[str, Any] = {}  # of the checkpoint that was loaded last
         self._owner = ""
         self._count = 0
+        self._versions = {"torch": torch.__version__, "world_size": world.world_size}
 
     @property
     def busy(self) -> bool:
@@ -162,8 +163,8 @@ class Engine:
         # `toreadonly` copies nothing: it returns a view of the same memory.
         sources = [(chunk, view.toreadonly) for chunk, view in zip(chunks, views, strict=True)]
         part = partial(write.write_part, rank=self._world.rank, chunks=sources, values=values)
-        versions = {"torch": torch.__version__, "world_size": self._world.world_size}
-        self.start(step, part, {"step": step, "time": time.time()} | versions | facts, start, began)
+        about = {"step": step, "time": time.time(), **self._versions}
+        self.start(step, part, about | facts, start, began)
 
     def amend(self, step: int, **facts: Any) -> None:
         """Add facts to the save of a step in flight; all ranks call it, before any settles it."""
@@ -353,17 +354,12 @@ class Engine:
             path.with_suffix(".done").touch()
         if len([*written.glob("*.done")]) < groups:
             return False
-        facts |= {"step": step, "time": time.time(), "world_size": self._world.world_size}
+        facts |= {"step": step, "time": time.time(), **self._versions}
         final, check = store.path_of(step), self._hooks.before_publishing
         with suppress(FileExistsError, FileNotFoundError):  # another rank has ended just now, too
-            write.publish(
-                written,
-                final,
-                write.writers(written),
-                facts,
-                check,
-                others=[*written.glob("taken-*")],
-            )
+            write.publish(written, final, write.writers(written), facts, check)
+            for path in final.glob("taken-*"):  # not before: a late rank would take it again
+                path.unlink()
             return True
         return False
 

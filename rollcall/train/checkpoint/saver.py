@@ -207,11 +207,9 @@ class Saver:
         or if it would take longer than to repeat the steps since the one before.
         """
         saved = max(self._saved_at or 0, self._local_at or 0)
-        if (
-            self._rescue
-            and step > saved
-            and time.monotonic() - self._began > self._deadline.save_seconds
-        ):
+        seconds = time.monotonic() - self._began
+        is_worth = self._target.busy or seconds > self._deadline.save_seconds
+        if self._rescue and step > saved and is_worth:
             state, facts = make_state(), self._facts_of(step, facts)
             if self.checkpoints.rescue(step, state, f"rescue-{self._rescue}", **facts):
                 text = f"saved step {step}, because other ranks are lost"

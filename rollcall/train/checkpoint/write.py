@@ -66,14 +66,12 @@ def publish(
     facts: dict[str, Any],
     check: Callable[[], object],
     whole: bool = True,
-    others: Sequence[Path] = (),
 ) -> None:
     """Join the parts under a manifest, sync everything, and give the checkpoint its name.
 
     Args:
         check: called right before the rename; an exception from it stops the publishing.
         whole: the parts must make up the whole state.
-        others: files in the directory that the checkpoint does not need.
 
     Raises:
         OSError: the manifest could not be written.
@@ -85,8 +83,8 @@ def publish(
         file.flush()
         os.fsync(file.fileno())
     manifest.read(written, whole)
-    for path in (*others, *(_index(written, rank) for rank in ranks)):
-        path.unlink()
+    for rank in ranks:
+        _index(written, rank).unlink()
     sync(written)
     check()
     layout.publish(written, final)

@@ -48,8 +48,10 @@ def lose(root: Path, rank: int, ranks: int, *words: str) -> int | None:
     return max(layout.published(run_dir.checkpoints), default=None)
 
 
+WATCHED = ["optim.ema=0.9", "optim.evaluate_ema=true", "train.evaluate_every=0.01"]
+WATCHED += ["faults.spike_factor=50"]
 SPREAD = {
-    "ddp": (3, 1, ["model.name=user_code:with_batchnorm", "optim.ema=0.9", "data.micro_batch=7"]),
+    "ddp": (3, 1, ["model.name=user_code:with_batchnorm", "data.micro_batch=7", *WATCHED]),
     "ddp without rank 0": (2, 0, []),
     "zero2, replicas of shards": (4, 3, ["parallel.mesh=replicate=2,shard=2"]),
     "pipelines": (4, 2, ["parallel.mesh=replicate=2,pipeline=2", "model.name=mlp"]),
@@ -74,6 +76,11 @@ def test_no_step_is_repeated(tmp_path: Path, name: str) -> None:
     ]
     assert [line["step"] for line in resumed] == [step]
     undisturbed = finish(tmp_path, "undisturbed", ranks, step + 4, *words)
+    evaluations = [  # the one that the loss has cut off, too
+        [line["step"] for line in RunDir(tmp_path, name).read_events("evaluated")]
+        for name in ("lost", "undisturbed")
+    ]
+    assert evaluations[0] == evaluations[1]
     assert not differences(last, undisturbed)
 
 
