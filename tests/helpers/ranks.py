@@ -113,6 +113,7 @@ class Ranks:
         """Kill all ranks at once, like a power cut."""
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join()
 
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_548, 8_000
+CORE_LINES, TOOLS_LINES = 39_549, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/submission": 2305,
     "rollcall/launch/sweep": 402,
     "rollcall/messages": 253,
-    "rollcall/records": 1241,
+    "rollcall/records": 1240,
     "rollcall/system": 825,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 570,
@@ -56,8 +56,8 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1694,
-    "rollcall/train": 2492,
-    "rollcall/train/checkpoint": 3382,
+    "rollcall/train": 2502,
+    "rollcall/train/checkpoint": 3374,
     "rollcall/train/data": 3003,
     "rollcall/train/exact": 662,
     "rollcall/train/health": 1155,

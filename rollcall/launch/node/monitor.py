@@ -138,7 +138,7 @@ class NodeMonitor:
         """
         log_sizes, stopped = LogWatcher(log.parent), StoppedProcesses()
         self._output = output = Output([log] if self._node.is_head else [], True, HOLD)
-        told = False  # that a node is lost
+        has_signalled = False  # that a node is lost
         started: dict[int, float] = {}  # when ranks opened their logs, by the clock
         while (code := server.poll()) is None:
             self.listen(TICK)
@@ -156,8 +156,8 @@ class NodeMonitor:
                 self.job.batch.requeue_if_gone(comes_back)
             for pid in stopped.find([*ranks, *server.pids]):
                 self._end_stopped(pid, server, log.parent)
-            if self.has_lost and not told:
-                told = processes.tell_node_lost(ranks)
+            if self.has_lost and not has_signalled:
+                has_signalled = processes.tell_node_lost(ranks)
             if self._kill_at is not None and now > self._kill_at:
                 saves = now < self._kill_at + RESCUE and any(map(rescues, ranks))
                 facts = RestartFacts(rescuing=saves)

@@ -68,7 +68,7 @@ class NodeLocalStore(CheckpointStore):
         return {"run": self._run_id, "save": save_id, "held": held}
 
     def complete(self, step: int, held: Callable[[], int]) -> None:
-        """Copy the checkpoint to each node that lacks it, from one that has the same."""
+        """Copy the checkpoint to each node without it, from one that has the same."""
         directories = self.directory, self.mirrored
         here = [number for directory in directories for number in _has(directory, step)]
         if len({save for save, *_ in self.world.gather(torch.tensor(here)).tolist()}) == 1:

@@ -203,7 +203,7 @@ class Saver:
     def rescue(self, step: int, make_state: Callable[[], State], **facts: Any) -> None:
         """Save the newest step, if other ranks are lost and all that they held is here.
 
-        No collective is made. Nothing is saved if a save of that step, or one after it, is there,
+        No collective is made. Nothing is saved if that step, or one after it, has been saved,
         or if it would take longer than to repeat the steps since the one before.
         """
         saved = max(self._saved_at or 0, self._local_at or 0)

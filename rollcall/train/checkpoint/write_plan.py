@@ -87,8 +87,8 @@ class WritePlan:
     def taken(self, state: dict[str, Any], take: Callable[[int], bool]) -> tuple[Tensors, Values]:
         """Return the chunks and values of those groups that this rank can take.
 
-        No other rank is asked. What the plan does not know, which objects of the user's may hold,
-        belongs to the group of all ranks.
+        No other rank is asked. Chunks that the plan does not know, which objects of the user's may
+        hold, belong to the group of all ranks.
         """
         tensors, values = chunks(state)
         everyone = identify(tuple(range(self._world.world_size)))
