@@ -19,12 +19,7 @@ from rollcall.launch.runs.output import LogWatcher, Output, rank_of
 from rollcall.records.attempt import SUPERVISOR, NodeFailure, RankFailure
 from rollcall.records.run import JobEnd
 from rollcall.records.run_dir import RunDir
-from rollcall.system.process import (
-    StoppedProcesses,
-    redirect_output,
-    rescues,
-    wait_for_signal,
-)
+from rollcall.system.process import StoppedProcesses, redirect_output, rescues, wait_for_signal
 from rollcall.system.timer import Every, RunningClock
 
 TICK = 0.25
@@ -138,7 +133,7 @@ class NodeMonitor:
         """
         log_sizes, stopped = LogWatcher(log.parent), StoppedProcesses()
         self._output = output = Output([log] if self._node.is_head else [], True, HOLD)
-        told = False  # that a node is lost
+        is_known = False  # to the ranks, that a node is lost
         started: dict[int, float] = {}  # when ranks opened their logs, by the clock
         while (code := server.poll()) is None:
             self.listen(TICK)
@@ -156,8 +151,8 @@ class NodeMonitor:
                 self.job.batch.requeue_if_gone(comes_back)
             for pid in stopped.find([*ranks, *server.pids]):
                 self._end_stopped(pid, server, log.parent)
-            if self.has_lost and not told:
-                told = processes.tell_node_lost(ranks)
+            if self.has_lost and not is_known:
+                is_known = processes.tell_node_lost(ranks)
             if self._kill_at is not None and now > self._kill_at:
                 saves = now < self._kill_at + RESCUE and any(map(rescues, ranks))
                 facts = RestartFacts(rescuing=saves)
