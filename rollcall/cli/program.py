@@ -27,11 +27,8 @@ PLAIN = {*LAUNCH, "explain", "checkpoint"} - {"batch", "supervise"}
 def main(argv: Sequence[str]) -> int:
     """Run the command that the first word names; return its exit code."""
     words = list(argv)
-    if (
-        words
-        and words[0] in LAUNCH
-        and any(map(re.compile("--host(=|$)").match, takewhile("--".__ne__, words)))
-    ):
+    given = takewhile("--".__ne__, words)  # the words before the user's program
+    if words and words[0] in LAUNCH and any(map(re.compile("--host(=|$)").match, given)):
         words.insert(0, "remote")
     if not words or words[0] not in COMMANDS:
         return _without_command(words)

@@ -227,9 +227,11 @@ def _check_exact(config: Config) -> None:
 
 def _check_optim(config: Config, named: Collection[str]) -> None:
     optim = config.optim
-    if optim.name != "sgd" and ("optim.momentum" in named or _is_set(optim, "momentum")):
-        text = f"optim.momentum is an option of optim.name=sgd, not of {optim.name}"
-        raise ConfigError(f"{text}; remove the key; optim.args has arguments of other optimizers")
+    is_used = "sgd" in (optim.name, *(group.get("optimizer") for group in optim.groups.values()))
+    if not is_used and ("optim.momentum" in named or _is_set(optim, "momentum")):
+        raise ConfigError(
+            f"optim.momentum is an option of optim.name=sgd, not of {optim.name}; remove the key"
+        )
     if (optim.lr_scaling == "none") != (optim.base_batch is None):
         raise ConfigError(
             "optim.lr_scaling and optim.base_batch need each other: the learning rate is scaled "

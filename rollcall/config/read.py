@@ -22,6 +22,11 @@ RECIPES = Path(__file__).parent / "recipes"
 OPTIONS = ("--ranks", "--help", "--print-config", "--print-schema")  # of `rollcall train`
 ENTRIES = ("train.metrics", "train.callbacks", "log.to")
 """Keys with several entries, which may be written as text."""
+REMOVED = (
+    *(("parallel", "static_graph", False), ("checkpoint", "auto_interval", False)),
+    ("checkpoint", "mtbf_hours", 24),
+)
+"""Keys of earlier versions, which the files of their runs have; these values changed nothing."""
 
 
 def recipes() -> list[str]:
@@ -139,7 +144,11 @@ def _read(source: str) -> dict[str, Any]:
         raise ConfigError(f"{source} is a run, not a recipe; to continue it, {how}")
     if not is_there(path):
         raise ConfigError(_not_found(source))
-    if (values := yaml_values.read(path)) or not path.is_file():
+    values = yaml_values.read(path)
+    for section, key, value in REMOVED:
+        if isinstance(group := values.get(section), dict) and group.get(key) == value:
+            del group[key]
+    if values or not path.is_file():
         return values
     raise ConfigError(f"{path}: the file sets no key; expected lines such as train: {{steps: 9}}")
 

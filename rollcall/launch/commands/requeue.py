@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     run = find.find(options.run, options.root)
     (condition,), _ = states.look([run])
     job = condition.job
-    again = f"submit it, or its sweep, again: --name {run.name} continues it"
+    again = f"submit it again with --name {run.name}, or submit its sweep again"
     if job is None or job.is_local:
         raise NoRunError(f"run {run.name} has no Slurm job; {again}")
     if condition.state == "done":

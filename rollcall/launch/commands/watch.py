@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _news(run: RunDir) -> list[float]:
-    """Return when the files were changed that tell of failures, restarts and the end."""
+    """Return when the files with failures, restarts and the end were changed."""
     paths = [run.events, run.verdict, run.path / AttemptEvent.FILE, run.path / Restart.FILE]
     return [*map(changed, [*paths, *listed(run.attempt_logs(run.next_attempt() - 1), "node-*")])]
 

@@ -1,4 +1,4 @@
-"""GPUs, as nvidia-smi, dcgmi and the kernel's log describe them."""
+"""GPUs, as nvidia-smi and the kernel's log describe them."""
 
 import contextlib
 import re

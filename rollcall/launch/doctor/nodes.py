@@ -84,10 +84,9 @@ def _start(words: Sequence[str]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         die_with_parent(signal.SIGTERM)  # which an srun that waits for nodes passes on
 
-    null, errors = subprocess.DEVNULL, 2
-    return subprocess.Popen(
-        words, stdin=null, stdout=errors, start_new_session=True, preexec_fn=begin
-    )
+    null = subprocess.DEVNULL
+    # What the nodes print is a problem: 2 is standard error.
+    return subprocess.Popen(words, stdin=null, stdout=2, start_new_session=True, preexec_fn=begin)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Python, packages and code, Slurm, and variables of the environment."""
+"""Python, its packages, torch, and the code."""
 
 import json
 import os

@@ -19,12 +19,7 @@ from rollcall.launch.runs.output import LogWatcher, Output, rank_of
 from rollcall.records.attempt import SUPERVISOR, NodeFailure, RankFailure
 from rollcall.records.run import JobEnd
 from rollcall.records.run_dir import RunDir
-from rollcall.system.process import (
-    StoppedProcesses,
-    redirect_output,
-    rescues,
-    wait_for_signal,
-)
+from rollcall.system.process import StoppedProcesses, redirect_output, rescues, wait_for_signal
 from rollcall.system.timer import Every, RunningClock
 
 TICK = 0.25

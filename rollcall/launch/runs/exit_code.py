@@ -35,7 +35,7 @@ def of_run(run: RunDir, jobs: Sequence[str], before: int = 0, is_cancelled: bool
 
     Args:
         before: how many attempts the run had before these jobs.
-        is_cancelled: a person ended it by a signal that no record tells of.
+        is_cancelled: a person ended it by a signal that no record shows.
     """
     attempts = [attempt for attempt in find.attempts(run)[before:] if attempt.job in jobs]
     newest = attempts[-1] if attempts else None

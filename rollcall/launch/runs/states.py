@@ -118,7 +118,7 @@ def ask(job_id: str) -> JobInfo | None:
 
 
 def _from_files(run: RunDir, processes: Processes) -> tuple[Condition, list[SubmittedJob]]:
-    """Return the condition of a run as far as its files tell, and the jobs that Slurm may know."""
+    """Return the condition that the files of a run show, and the jobs that Slurm may know."""
     attempts = find.attempts(run)
     jobs = find.jobs(run, attempts)
     if not jobs:
@@ -265,9 +265,8 @@ def progress(run: RunDir, condition: Condition) -> Progress:
     started, done, total, figures = start_and_steps(run.path)
     span = LoggedStep.span(run.path, since=started)
     if span is None:
-        return Progress(done or None, total, validation=figures)
+        return Progress(done or None, total, validation=figures)  # its line comes a step later
     first, last = span
-    last = replace(last, step=max(last.step, done))  # its line comes a step later
     verdict = condition.verdict
     # Not every step is logged; a failed run is at its last one, not at its checkpoint.
     if verdict is not None and verdict.step >= last.step and verdict.state != "failed":

@@ -50,9 +50,8 @@ class Reader:
             None if is_collated or not isinstance(self._dataset, BatchDataset) else self._dataset
         )
         if batches is not None:
-            with suppress(
-                Exception, SystemExit
-            ):  # one by one, they show which sample is unreadable
+            # One by one, they show which sample is unreadable.
+            with suppress(Exception, SystemExit):
                 whole = batches.__getitems__(selection.samples)
                 if isinstance(whole, Batch):
                     return ReadResult(self._whole(whole, selection.weights), [])

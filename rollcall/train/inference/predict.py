@@ -47,10 +47,6 @@ PARTS_OF_A_RANK = 4
 """The smallest number of parts per rank; fewer would leave ranks idle, or lose more to a kill."""
 
 
-if TYPE_CHECKING:
-    from rollcall.train.ranks.world import World
-
-
 class Parts:
     """The parts of one output file, in a directory next to it until all are complete."""
 

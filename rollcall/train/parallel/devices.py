@@ -1,5 +1,6 @@
 """One process with several GPUs: a replica or some layers on each."""
 
+from collections import Counter
 from itertools import pairwise
 
 import torch
@@ -63,10 +64,12 @@ class LayersPerGpu(Part):
         if len(self.devices) == 1:
             model.to(self.devices[0])
             return
+        uses = Counter(id(layer) for held in self._held for layer in held.values())
         for device, held in zip(self.devices, self._held, strict=True):
-            layers = list(held.values())
-            for layer in layers:
+            for layer in held.values():
                 layer.to(device)
+            # Not an activation that stands in several places, also on other devices.
+            layers = [layer for layer in held.values() if uses[id(layer)] == 1]
             layers[0].register_forward_pre_hook(
                 lambda _, inputs, device=device: tuple(x.to(device) for x in inputs)
             )

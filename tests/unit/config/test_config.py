@@ -110,6 +110,8 @@ def test_refusals_name_the_key_and_the_cure(words: list[str], expected: str) -> 
         ("model:\nname: a:Net\n", "got an empty value; indent its keys"),
         ("model: a:Net\n", "got 'a:Net', did you mean model.name=a:Net?"),
         ("model: {name: a:Net, width: 3}", ", or model.args.width for code of your own"),
+        ("parallel: {static_graph: true}", "steps may leave out weights without it"),
+        ("checkpoint: {auto_interval: true}", "so set checkpoint.every_minutes instead"),
     ],
 )
 def test_refusals_of_a_file_name_it_and_the_cure(tmp_path: Path, text: str, expected: str) -> None:
@@ -128,6 +130,19 @@ def test_a_run_is_not_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for word in ("first", "runs/first"):
         with pytest.raises(ConfigError, match=f"{word} is a run.* to continue it.* run.name=first"):
             parse([word])
+
+
+def test_the_file_of_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It has every key, also those that are gone since, with the values that changed nothing."""
+    file = tmp_path / "config.yaml"
+    gone = "static_graph: false}\ncheckpoint: {every: 7, auto_interval: false, mtbf_hours: 24}"
+    file.write_text(f"parallel: {{strategy: ddp, {gone}")
+    assert parse([str(file)])[1].checkpoint.every == 7
+
+
+def test_momentum_may_be_for_a_group_of_weights() -> None:
+    words = ["optim.name=adamw", "optim.momentum=0.5", "optim.groups={'*.bias': {optimizer: sgd}}"]
+    assert parse(words)[1].optim.momentum == 0.5
 
 
 def test_numbers_may_be_text() -> None:

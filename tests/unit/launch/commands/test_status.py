@@ -100,7 +100,7 @@ def test_a_run_that_slurm_has_forgotten_is_submitted_again(
     run = make(tmp_path)
     Submission("7", 100.0).append(run.path)
     assert cli.main(["requeue", str(run.path)]) == 2
-    assert f"again: --name {run.name} continues it\n" in capsys.readouterr().err
+    assert f"again with --name {run.name}, or submit its sweep again\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("end", "why"), [("done", "is done"), ("cancelled", "was cancelled")])
@@ -112,7 +112,7 @@ def test_a_run_that_is_to_end_is_not_queued_again(
     if end == "cancelled":
         Cancellation(["7"], 1.0).append(run.path)
     assert cli.main(["requeue", str(run.path)]) == 2
-    assert f"run {run.name} {why}; submit it, or its sweep, again: " in capsys.readouterr().err
+    assert f"run {run.name} {why}; submit it again with --name " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fake")

@@ -146,7 +146,8 @@ def test_layers_over_the_devices_of_one_process() -> None:
     from rollcall.train.parallel.devices import LayersPerGpu
     from rollcall.train.ranks.world import World
 
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    act = nn.ReLU()  # it stands in two places
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), act, nn.Linear(8, 8), act)
     samples = torch.randn(4, 8)
     expected = model(samples)
     world = typing.cast("World", types.SimpleNamespace(device=torch.device("cpu"), is_main=True))
@@ -156,7 +157,9 @@ def test_layers_over_the_devices_of_one_process() -> None:
     part.check(model, Batch(samples, samples, torch.ones(4)))
     part.apply(model)
     assert torch.equal(model(samples), expected)
-    assert [[*held] for held in part._held] == [["0"], ["1", "2"], ["3", "4"]]
+    assert [[*held] for held in part._held] == [["0"], ["1", "2"], ["3", "4", "5", "6"]]
+    assert not act._forward_hooks and not act._forward_pre_hooks
+    assert model[5]._forward_hooks, "the outputs return to the first device"
 
 
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
