@@ -65,7 +65,7 @@ class Saver:
         self._local_at: int | None = None
         self._failures: dict[int, str] = {}
         self._named: set[str] = set()  # objects that differ between the ranks
-        self._rescue = ""  # a word that all ranks know, once `rescue` is prepared
+        self._rescue: str | None = None  # a word that all ranks know, once it is prepared
         self._is_slow = False  # a save already waited for the one in flight, in vain
 
     @doing("loading a checkpoint", may_take_long=True)
@@ -221,7 +221,7 @@ class Saver:
         """True until `prepare_rescue` was called, if a rescue is possible."""
         world, together = self._run.world, self._run.config.parallel.sync == "step"
         may = together and world.world_size > 1 and world.device.type == "cpu"
-        return may and not self._rescue
+        return may and self._rescue is None
 
     @property
     def _target(self) -> Engine:

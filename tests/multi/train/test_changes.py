@@ -12,7 +12,7 @@ from rollcall.config.schema import Model
 from rollcall.records.run_dir import RunDir
 from rollcall.train.data.source import Source
 
-WORDS = ["digits", "device=cpu", "model.name=mlp", "checkpoint.every=5", "optim.momentum=0.5"]
+WORDS = ["digits", "device=cpu", "model.name=mlp", "checkpoint.every=5", "optim.clip_norm=0.5"]
 TOLD = "continues with other values"
 
 
