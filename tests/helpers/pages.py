@@ -12,7 +12,7 @@ SHOWN = re.compile(
     r".*rank 0 of 2: loss 0\.\d+\n.*loss 0\.\d+\n"  # ranks on this machine
     r"0\.01 0\.\d+\n0\.03 0\.\d+\n0\.1 0\.\d+\n"  # many runs
     r".*rank [01] on \S+ \(node 0\) raised ZeroDivisionError.*"  # failures
-    r"--nodes: expected a whole number of at least 1, not 'two'.*\n"
+    r"nodes: expected a whole number of at least 1, not 'two'.*\n"
     r".*\n10\n"  # continue after a failure
     r"done 0\.25\n"  # debug
     r"digits done [0-9.e-]+\n\[1, 5, 10, 15, 20\] \[.*\]\n\[.*\]\n"  # records

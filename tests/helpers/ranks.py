@@ -151,6 +151,17 @@ def logged_steps(run_dir: RunDir) -> list[dict[str, Any]]:
     return [line for line in read_lines(run_dir.metrics) if "loss" in line]
 
 
+def steps_without_a_line(run_dir: RunDir) -> set[int]:
+    """Return the steps that metrics.jsonl should have but has not; each has one line at most.
+
+    A step that was saved after the loss of a rank may have none: its sums were never complete.
+    """
+    steps = [line["step"] for line in logged_steps(run_dir)]
+    assert len({*steps}) == len(steps)
+    rescued = {line["step"] for line in run_dir.read_events("rescued")}
+    return set(range(1, max(steps) + 1)) - {*steps} - rescued
+
+
 def _run_rank(words: list[str], env: Mapping[str, str], log: Path, cwd: str) -> None:
     from rollcall.train.main import main
 

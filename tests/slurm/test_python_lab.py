@@ -93,4 +93,4 @@ def test_an_array_a_failure_and_a_cancelled_job(lab: Lab, tmp_path: Path) -> Non
     (tmp_path / "many.py").write_text(MANY)
     done = lab.exec("login", *PYTHON, "many.py", cwd=tmp_path, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "--partition mian: no such partition; this cluster has main, urgent" in done.stdout
+    assert "partition mian: no such partition; this cluster has main, urgent" in done.stdout

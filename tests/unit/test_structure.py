@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_549, 8_000
+CORE_LINES, TOOLS_LINES = 39_567, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,19 +30,19 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 63,
-    "rollcall/cli": 321,
+    "rollcall/cli": 318,
     "rollcall/config": 2511,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
     "rollcall/launch/commands": 1065,
-    "rollcall/launch/doctor": 1293,
+    "rollcall/launch/doctor": 1292,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1695,
+    "rollcall/launch/node": 1690,
     "rollcall/launch/program": 515,
     "rollcall/launch/rank": 883,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2074,
+    "rollcall/launch/runs": 2073,
     "rollcall/launch/scheduler": 760,
     "rollcall/launch/submission": 2305,
     "rollcall/launch/sweep": 402,
@@ -51,21 +51,21 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 825,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 570,
-    "rollcall/tools/bench": 1760,
+    "rollcall/tools/bench": 1773,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1694,
     "rollcall/train": 2502,
     "rollcall/train/checkpoint": 3374,
-    "rollcall/train/data": 3003,
+    "rollcall/train/data": 3002,
     "rollcall/train/exact": 662,
     "rollcall/train/health": 1155,
-    "rollcall/train/inference": 862,
+    "rollcall/train/inference": 857,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1128,
+    "rollcall/train/models": 1145,
     "rollcall/train/numerics": 1896,
-    "rollcall/train/parallel": 3020,
+    "rollcall/train/parallel": 3026,
     "rollcall/train/profiling": 669,
     "rollcall/train/ranks": 1417,
     "rollcall/train/recovery": 734,

@@ -122,7 +122,7 @@ class Setup:
         """Compare losses and weights on rank 0; raise Failed if a difference is too large."""
         if not self.world.is_main:
             return ""
-        apart = matrix.apart(job.losses(), other.losses())
+        apart = matrix.apart(*matrix.of_same_steps(job, other))
         weights, expected = (
             export.read(max(run.run_dir.checkpoints.iterdir()))["model"] for run in (job, other)
         )

@@ -124,11 +124,28 @@ def _contexts(block: _Checkpointed, marks: Marks | None) -> Contexts:
 
     The marks from before show whether it moves, unless that is known.
     """
-    first, second = SELECTIVE() if block.mode == "selective" else (nullcontext(), nullcontext())
-    second = _counted_once(block, second)
-    if MOVES.get(block, True):
-        second = _from_the_same(block, Hidden({"": block}), marks, second)
-    return first, second
+    first, inner = SELECTIVE() if block.mode == "selective" else (nullcontext(), nullcontext())
+    before = Hidden({"": block}) if MOVES.get(block, True) else None
+
+    def make() -> AbstractContextManager[Any]:
+        second = _counted_once(block, inner)
+        return _from_the_same(block, before, marks, second) if before else second
+
+    return first, _EachTime(make)
+
+
+class _EachTime(AbstractContextManager[Any]):
+    """A context made anew for each pass: a loss with gradients of gradients repeats some twice."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> Any:
+        self._inner = self._make()
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inner.__exit__(*error)
 
 
 @contextmanager

@@ -186,13 +186,16 @@ def _left(module: nn.Module) -> Iterator[nn.Parameter]:
 def _odd(weights: Sequence[nn.Parameter]) -> set[nn.Parameter]:
     """Return the weights that FSDP2 cannot shard beside the others; each rank keeps them whole.
 
-    These are scalars, complex and transposed weights, and weights of another type than most.
+    These are scalars, empty, complex and transposed weights, and weights of another type than most.
     """
     plain = [weight for weight in weights if not isinstance(weight, DTensor)]
     odd = {
         weight
         for weight in plain
-        if weight.ndim == 0 or weight.is_complex() or not weight.is_contiguous()
+        if weight.ndim == 0
+        or not weight.numel()
+        or weight.is_complex()
+        or not weight.is_contiguous()
     }
     sizes: Counter[torch.dtype] = Counter()
     for weight in {*weights} - odd:
