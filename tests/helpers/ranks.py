@@ -154,12 +154,14 @@ def logged_steps(run_dir: RunDir) -> list[dict[str, Any]]:
 def steps_without_a_line(run_dir: RunDir) -> set[int]:
     """Return the steps that metrics.jsonl should have but has not; each has one line at most.
 
-    A step that was saved after the loss of a rank may have none: its sums were never complete.
+    A step that was saved after the loss of a rank may have none, and the step before it: rank 0
+    writes the line of a step during the next one.
     """
     steps = [line["step"] for line in logged_steps(run_dir)]
     assert len({*steps}) == len(steps)
-    rescued = {line["step"] for line in run_dir.read_events("rescued")}
-    return set(range(1, max(steps) + 1)) - {*steps} - rescued
+    rescued = [line["step"] for line in run_dir.read_events("rescued")]
+    before = [step - 1 for step in rescued]
+    return set(range(1, max(steps) + 1)) - {*steps, *rescued, *before}
 
 
 def _run_rank(words: list[str], env: Mapping[str, str], log: Path, cwd: str) -> None:

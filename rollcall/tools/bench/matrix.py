@@ -102,19 +102,6 @@ def measure(scratch: Path, words: Sequence[str] = ()) -> dict[tuple[str, str], f
     return {names: apart(one.losses(), expected) for names, one in cells.items()}
 
 
-def of_same_steps(job: Job, other: Job) -> tuple[list[float], list[float]]:
-    """Return the losses of both without a step that was saved after the loss of a rank.
-
-    The sums of such a step were never complete, so that it has no line.
-    """
-    rescued = {event["step"] for event in job.run_dir.read_events("rescued")}
-    steps = [line.step for line in other.run_dir.read_metrics()]
-    logged = {line.step for line in job.run_dir.read_metrics()}
-    pairs = zip(steps, other.losses(), strict=False)
-    expected = [loss for step, loss in pairs if step in logged or step not in rescued]
-    return job.losses(), [*expected, other.losses()[-1]]
-
-
 def apart(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest relative difference; NaN, which `max` may pass over, if there is one."""
     found = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
