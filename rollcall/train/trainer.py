@@ -95,15 +95,16 @@ class Trainer:
 
     def _rescue(self) -> None:
         """Save the newest step before this rank ends, because others are lost."""
-        Path("/proc/self/comm").write_text(RESCUE)  # the parent of the ranks waits for us
         step = self._run.progress.step
         try:
+            Path("/proc/self/comm").write_text(RESCUE)  # the parent of the ranks waits for us
             if not self.state.lags and self.steps.rewind():
                 self.saver.rescue(step, self.state.read_alone, **self.task.facts(step))
         except Exception as error:  # the loss is what ends this rank
             print(f"rollcall: step {step} was not saved: {error}", file=sys.stderr, flush=True)
         finally:
-            Path("/proc/self/comm").write_text("python")
+            with suppress(OSError):
+                Path("/proc/self/comm").write_text("python")
 
     def _tell_unsaved(self, step: int) -> None:
         """Name once what the first steps have changed, and no checkpoint holds."""
