@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
             if re.fullmatch(r"--[a-z-]+=--", word):
                 self.error(f"{word}: expected a value, not '--'")
         options, rest = super().parse_known_args(args, namespace)
-        if rest and " " in self.prog.removeprefix("rollcall "):
+        intermixed = any(action.nargs == argparse.SUPPRESS for action in self._actions)
+        if rest and " " in self.prog.removeprefix("rollcall ") and not intermixed:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return options, rest
 

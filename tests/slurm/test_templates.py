@@ -131,6 +131,7 @@ import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(total := torch.ones(1))
 print("sum", total.item(), *sys.argv[1:], flush=True)
+dist.destroy_process_group()  # else a thread of gloo may abort while Python ends
 """
 
 
