@@ -78,7 +78,7 @@ def test_a_run_outlives_its_first_host_and_takes_it_back(three: Lab, tmp_path: P
     """On 4 ranks, on 2, and on 4 again; with the weights of a run that stayed on 2."""
     run, whole = RunDir(tmp_path, "elastic"), RunDir(tmp_path, "whole")
     # On two ranks a step has four passes: the run is not done before both hosts train again.
-    job = submit(three, run, "--nodes=1-2", gate=f"1:0.05:{tmp_path}/gate")
+    job = submit(three, run, "--nodes=1-2", gate=f"1:0.15:{tmp_path}/gate")
     wait_for_checkpoint(run)
     submit(three, whole, "--nodes=1", "--nodelist=n3")
     lab_power.off(three, "n1")
