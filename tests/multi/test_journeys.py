@@ -75,6 +75,7 @@ def student(user: Journey) -> Journey:
     return user
 
 
+@pytest.mark.long
 def test_a_student_with_an_unmodified_script(student: Journey) -> None:
     before = {path.name for path in student.home.iterdir()}
     alone = student.types("python mine.py --epochs 2 --batch 4")

@@ -10,7 +10,7 @@ import pytest
 from simulated_hosts import Fault
 from simulation import Scenario, Simulation, simulate
 
-SEEDS = 100
+SEEDS = 60
 """Seeds of each run of the tests; the campaign takes thousands."""
 KEPT = {
     74: "a loss noticed while a round failed was forgotten, and noticed 30 s later",

@@ -124,6 +124,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_says_so(script: Path, bare:
     assert (ended.returncode, reason in ended.stderr) == (137, True), ended.stderr
 
 
+@pytest.mark.long
 def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
     """The whole local path: submit.py, submitit, two supervisors, signals, verdict, resume."""
     words = ["--local", "--nodes", "2", "--name", "it", "--wait", f"run.root={tmp_path}"]

@@ -109,6 +109,7 @@ def test_a_script_prints_the_same_numbers(tmp_path: Path, row: Row) -> None:
     assert "values equal, the last" in compare(row, tmp_path)
 
 
+@pytest.mark.long
 def test_another_number_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "clock.py").write_text("import time; print('loss', time.time())")

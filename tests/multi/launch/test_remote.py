@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from checkout import ROOT
 
 from rollcall.records.code import CodeRecord
@@ -23,6 +24,7 @@ print("on", helper.NAME, sys.argv[1:], os.path.exists("secret.key"), flush=True)
 """
 
 
+@pytest.mark.long
 def test_the_code_runs_on_the_other_machine_and_is_followed_from_here(
     tmp_path: Path, bare: str
 ) -> None:

@@ -93,6 +93,7 @@ def three_lines(rollcall: Path) -> list[str]:
 
 
 @needs_root
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("useradd") is None, reason="makes a user account")
 def test_a_new_user_submits_with_three_lines(place: Path) -> None:
     rollcall, home = install(place / "opt" / "rollcall", place / "tools"), place / "home"

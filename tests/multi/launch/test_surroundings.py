@@ -176,6 +176,7 @@ def test_a_script_finds_what_torchrun_gives_it(
     assert len(draws) == 2 * ranks
 
 
+@pytest.mark.long
 def test_ends_of_scripts(tmp_path: Path) -> None:
     """The first failing rank's own code; ranks that never met; what a rank leaves behind."""
     (tmp_path / "code.py").write_text(
@@ -227,6 +228,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_an_older_script_gets_its_local_rank_and_may_spawn(tmp_path: Path) -> None:
     (tmp_path / "spawns.py").write_text(SPAWNS)
     words = ["--local", "--wait", "--nproc-per-node=2", "--name=a", "--", "spawns.py", "kept"]

@@ -113,6 +113,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.long
 def test_bytes_and_flops_are_those_of_real_ranks(tmp_path: Path) -> None:
     """Four gloo ranks count what a step sends and computes; the planner's closed forms say it."""
     together(4, _count, tmp_path, per_node=2)

@@ -135,6 +135,7 @@ def test_a_downloaded_chart_needs_no_page(page: Page, reports: dict[str, Path]) 
     assert page.evaluate("document.querySelectorAll('figure.zoomed').length") == 0
 
 
+@pytest.mark.long
 def test_a_large_run_stays_small_and_quick(page: Page, tmp_path: Path) -> None:
     """100,000 steps on 1,024 ranks; the times are generous, because machines differ."""
     make(RunDir(tmp_path, "large"), 100_000, 1024)

@@ -106,6 +106,7 @@ def test_existing_runs_are_compared(
     assert verify.main(["runs", str(plain.path), str(second.path)]) == 2
 
 
+@pytest.mark.long
 def test_the_command_reports_a_difference_and_fails(tmp_path: Path) -> None:
     command = [sys.executable, f"{ROOT}/env/bin/rollcall", "verify", "equal", "--ranks", "1,2"]
     done = subprocess.run(
