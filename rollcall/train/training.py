@@ -47,7 +47,7 @@ from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.stop import Stop
 from rollcall.train.ranks.world import World
 from rollcall.train.recovery import memory, micro_batch
-from rollcall.train.recovery.micro_batch import Search
+from rollcall.train.recovery.micro_batch import Trial
 from rollcall.train.state import TrainingState
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
@@ -123,7 +123,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
     return state
 
 
-def try_micro_batches(run: Run, signals: StopSignals, limit: float | None = None) -> Search:
+def _try_micro_batches(run: Run, signals: StopSignals) -> Trial | None:
     """Build the parts of a run and try micro-batches; the parts are thrown away."""
     parts = _build(memory.with_micro_batch(run, None), signals)
     rows = len(parts.strategy.rows(run.config.data.global_batch))
@@ -136,23 +136,22 @@ def try_micro_batches(run: Run, signals: StopSignals, limit: float | None = None
         gradient.drop()
         return not gradient.is_exhausted
 
-    return micro_batch.search(run.world, fits_memory, batch, limit)
+    return micro_batch.search(run.world, fits_memory, batch)
 
 
 def _with_fastest(run: Run, signals: StopSignals) -> Run:
     """Return the run with the fastest micro-batch; ConfigError if not even one sample fits."""
-    found = try_micro_batches(run, signals)
+    found = _try_micro_batches(run, signals)
     gc.collect()  # the parts of the trials
     if run.world.device.type == "cuda":
         torch.cuda.empty_cache()
-    if found.fastest is None:
+    if found is None:
         raise ConfigError(
             "data.micro_batch=auto: not even one sample fits into memory; choose a smaller model, "
             "model.activation_checkpointing=blocks, or parallel.strategy=zero3"
         )
-    size = found.fastest.size
-    run.say(f"rollcall: data.micro_batch={size}, the fastest that fits")
-    return memory.with_micro_batch(run, size)
+    run.say(f"rollcall: data.micro_batch={found.size}, the fastest that fits")
+    return memory.with_micro_batch(run, found.size)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_567, 8_000
+CORE_LINES, TOOLS_LINES = 39_561, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,7 +30,7 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 63,
-    "rollcall/cli": 318,
+    "rollcall/cli": 319,
     "rollcall/config": 2511,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
@@ -51,7 +51,7 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 825,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
-    "rollcall/tools/bench": 1760,
+    "rollcall/tools/bench": 1751,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/parallel": 3026,
     "rollcall/train/profiling": 669,
     "rollcall/train/ranks": 1417,
-    "rollcall/train/recovery": 734,
+    "rollcall/train/recovery": 727,
     "rollcall/train/torch_private": 338,
     "rollcall/train/weights": 853,
 }

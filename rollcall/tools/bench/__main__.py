@@ -13,7 +13,7 @@ from rollcall.tools.bench.turns import BenchError
 NAMES = {
     "speedup": "how much faster more ranks are, and why not more",
     "overhead": "a step beside a bare loop and other frameworks",
-    "batch": "the largest micro-batch that fits, and the fastest",
+    "experts": "a step with experts beside a dense one and plain PyTorch",
     "startup": "from the command to the first step",
     "restart": "from a killed rank to the next first step",
     "checkpoint": "saves and loads beside torch's ways",

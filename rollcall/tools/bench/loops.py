@@ -5,12 +5,10 @@ and takes its batches by index from memory, if no DataLoader is named. The model
 time, so only steps are measured, with all that a loop does between two of them.
 """
 
-import functools
 import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,19 +59,6 @@ MODELS: dict[str, Callable[[Model, Source], nn.Module]] = {
     "cnn": cnn,
     "transformer": transformer,
 }
-PIECES = {
-    "step": ("set_seed", "Updater.apply"),
-    "data.order": ("Order.plan",),
-    "data.reader": ("Reader.read",),
-    "parallel.strategy": ("Strategy.forward_backward", "Strategy.clip"),
-    "ranks.agreement": ("Agreement.send", "Agreement.receive"),
-    "health.replicas": ("Replicas.report", "Replicas.settle"),
-    "profiling.phases": ("PhaseTimes.report", "PhaseTimes.settle"),
-    "ranks.clock": ("Clock.enter", "Clock.step"),
-    "metrics": ("Metrics.settle",),
-    "trainer": ("Trainer._between",),
-}
-"""Functions of one step in rollcall.train, whose times `--pieces` shows; some contain others."""
 
 
 class Settings(NamedTuple):
@@ -81,7 +66,6 @@ class Settings(NamedTuple):
 
     model: str
     steps: int  # that are timed
-    pieces: bool = False
     batch: int = BATCH  # samples of a step, over all ranks
     strategy: str = "ddp"
     threads: int = 1  # of each rank
@@ -121,7 +105,6 @@ def timed_model(config: Model, source: Source) -> nn.Module:
 
 def _timed(model: nn.Module) -> nn.Module:
     [settings] = given
-    pieces = _watch_pieces() if settings.pieces else {}
     passes, begun = itertools.count(1), [0.0, 0.0]
 
     def note(module: nn.Module, _: Any) -> None:
@@ -133,10 +116,9 @@ def _timed(model: nn.Module) -> nn.Module:
         now = time.perf_counter(), time.process_time()
         if number == settings.warm_up:
             begun[:] = now
-            pieces.clear()
         elif number == _steps():
-            found = {"wall": now[0] - begun[0], "CPU of a rank": now[1] - begun[1]} | pieces
-            write({name: taken / settings.steps for name, taken in found.items()})
+            taken = [(end - begin) / settings.steps for begin, end in zip(begun, now, strict=True)]
+            write(dict(zip(("wall", "CPU of a rank"), taken, strict=True)))
 
     model.register_forward_pre_hook(note)
     return model
@@ -145,29 +127,6 @@ def _timed(model: nn.Module) -> nn.Module:
 def write(figures: turns.Figures) -> None:
     """Write what this rank has measured."""
     (given[0].folder / f"rank-{os.environ['RANK']}").write_text(json.dumps(figures))
-
-
-def _watch_pieces() -> dict[str, float]:
-    """Return the thread's CPU time inside each of PIECES, which grows from now on."""
-    seconds: dict[str, float] = {}
-
-    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds[name] = seconds.get(name, 0.0) + time.thread_time() - start
-
-        return measured
-
-    for module, paths in PIECES.items():
-        for path in paths:
-            *parents, name = path.split(".")
-            owner: Any = sys.modules[f"rollcall.train.{module}"]
-            owner = functools.reduce(getattr, parents, owner)
-            setattr(owner, name, timed(getattr(owner, name), path))
-    return seconds
 
 
 def rollcall() -> None:

@@ -27,9 +27,6 @@ def main(argv: Sequence[str]) -> int:
     )
     words.add_argument("--steps", type=turns.count, default=400, help="steps that are timed")
     words.add_argument(
-        "--pieces", action="store_true", help="show what rollcall's step consists of"
-    )
-    words.add_argument(
         "--data-loader",
         action="store_true",
         help="compare loops with a DataLoader instead, beside the bare loop without one",
@@ -63,20 +60,12 @@ def main(argv: Sequence[str]) -> int:
     loading = [name for name in names if name.endswith(", DataLoader")]
     names = ["bare", *loading] if options.data_loader else [n for n in names if n not in loading]
     for model in options.model:
-        settings = loops.Settings(model, options.steps, options.pieces, strategy=options.strategy)
-        chosen = ["rollcall"] if options.pieces else names
-        if is_sharded and not options.pieces:
-            chosen = ["FSDP2", "rollcall"]
+        settings = loops.Settings(model, options.steps, strategy=options.strategy)
+        chosen = ["FSDP2", "rollcall"] if is_sharded else names
         ways = {name: partial(loops.measure, name, settings, ranks) for name in chosen}
         found = turns.take_turns(ways, options.repeats)
         title = f"one step, {model}, ranks: {ranks}, medians of {options.repeats} runs, in turns"
-        if options.pieces:
-            medians = turns.medians(found)["rollcall"]
-            own = sorted(medians, key=lambda piece: -medians[piece])
-            taken = [turns.cell(turns.column(found["rollcall"], one), turns.seconds) for one in own]
-            turns.show(title, [("piece", "per step"), *zip(own, taken, strict=True)])
-        else:
-            turns.compare(title, found, chosen[0])
+        turns.compare(title, found, chosen[0])
         print()
     return 0
 

@@ -39,26 +39,19 @@ class Trial:
         return self.size / self.seconds
 
 
-class Search:
-    """Which of the sizes that were tried fit into a limit, in bytes of a rank."""
-
-    def __init__(self, trials: Sequence[Trial], limit: float) -> None:
-        self.limit = limit
-        fitting = [trial for trial in trials if trial.peak <= limit]
-        self.fitting = sorted(fitting, key=lambda trial: trial.size)
-        best = max((trial.rate for trial in self.fitting), default=0.0)
-        close = [trial for trial in self.fitting if trial.rate >= (1 - CLOSE) * best]
-        self.largest = self.fitting[-1] if fitting else None
-        self.fastest = close[-1] if fitting else None
+def fastest(trials: Sequence[Trial], limit: float) -> Trial | None:
+    """Return the fastest of the trials that fit into a limit, in bytes of a rank."""
+    fitting = [trial for trial in trials if trial.peak <= limit]
+    best = max((trial.rate for trial in fitting), default=0.0)
+    close = [trial for trial in fitting if trial.rate >= (1 - CLOSE) * best]
+    return max(close, key=lambda trial: trial.size, default=None)
 
 
-def search(
-    world: World, fits_memory: Callable[[Batch], bool], batch: Batch, limit: float | None = None
-) -> Search:
+def search(world: World, fits_memory: Callable[[Batch], bool], batch: Batch) -> Trial | None:
     """Try passes over more and more rows of a batch; every rank calls it together.
 
     `fits_memory` computes the gradient of some of a rank's samples, and returns whether this rank
-    had enough memory. The limit is in bytes of this rank; by default, the free memory less MARGIN.
+    had enough memory. A rank may use its free memory less MARGIN.
     """
 
     def trial(size: int) -> Trial:
@@ -72,8 +65,8 @@ def search(
             times.append(time.perf_counter() - began)
         return Trial(size, *_most(world, _peak(world.device) if fits else math.inf, min(times)))
 
-    (least,) = _most(world, -(limit or _usable(world) * (1 - MARGIN)))
-    return Search(trials(trial, len(batch.weights), -least), -least)
+    (least,) = _most(world, -_usable(world) * (1 - MARGIN))
+    return fastest(trials(trial, len(batch.weights), -least), -least)
 
 
 def trials(trial: Callable[[int], Trial], most: int, limit: float) -> list[Trial]:

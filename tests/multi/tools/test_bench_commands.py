@@ -18,8 +18,7 @@ pytestmark = pytest.mark.long
     ("words", "rows"),
     [
         ("overhead --model transformer --steps 2", ("bare", "bare + all-reduce", "rollcall")),
-        ("step --model mlp --steps 2 --pieces", ("Updater.apply", "Trainer._between")),
-        ("batch digits device=cpu data.global_batch=8", ("2", "4", "8", "largest that fits  8")),
+        ("experts --ranks 2", ("dense", "plain torch", "experts, spread")),
     ],
 )
 def test_a_benchmark_prints_its_command_and_its_rows(words: str, rows: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from rollcall.records.run_dir import RunDir
 from rollcall.train.main import main
 from rollcall.train.ranks.world import Place, World
 from rollcall.train.recovery import memory
-from rollcall.train.recovery.micro_batch import Search, Trial, trials
+from rollcall.train.recovery.micro_batch import Trial, fastest, trials
 
 
 @pytest.mark.parametrize("bends", [False, True])
@@ -28,26 +28,25 @@ def test_the_largest_size_that_fits_is_found_within_a_sixteenth(
 
     def trial(size: int) -> Trial:
         used = peak(size)
-        return Trial(size, used if used < 1.5 * limit else math.inf, 1.0)
+        return Trial(size, used if used < 1.5 * limit else math.inf, 1.0)  # more are faster
 
     tried = trials(trial, most, limit)
-    found, largest = Search(tried, limit), min(fitting, most)
+    found, largest = fastest(tried, limit), min(fitting, most)
     assert len(tried) <= 2 * math.log2(most + 1) + 3
     assert all(1 <= each.size <= most for each in tried)
     if not largest:
-        assert found.largest is found.fastest is None
+        assert found is None
         return
-    assert found.largest is not None
-    assert largest - max(1, largest // 16) < found.largest.size <= largest
+    assert found is not None
+    assert largest - max(1, largest // 16) < found.size <= largest
     if not bends and fitting > 1:
         assert sum(each.peak > limit for each in tried) <= 1, "the line says what does not fit"
 
 
 def test_of_nearly_equal_sizes_the_largest_is_fastest() -> None:
     tried = [Trial(1, 1.0, 1.0), Trial(8, 8.0, 2.0), Trial(16, 16.0, 4.1), Trial(32, 32.0, 16.0)]
-    found = Search(tried, 20.0)
-    assert (found.largest, found.fastest) == (tried[2], tried[2])
-    assert Search(tried, 8.0).fastest == tried[1]
+    assert fastest(tried, 20.0) == tried[2]
+    assert fastest(tried, 8.0) == tried[1]
 
 
 def test_a_run_keeps_the_micro_batch_that_it_found(
