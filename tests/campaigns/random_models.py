@@ -216,6 +216,12 @@ class Shrinking(torch.optim.Optimizer):
                     weight.copy_(state["slow"].lerp_(weight, 0.5))
 
 
+def _by_format(weights: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """Group weights as rollcall does: Adafactor's epsilon is that of the first one in a group."""
+    formats = dict.fromkeys(weight.dtype for weight in weights)
+    return [{"params": [w for w in weights if w.dtype == format]} for format in formats]
+
+
 LOSSES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "cross_entropy": (each, []),
     "ignored": (each, ["data.args.ignored=true"]),
@@ -236,7 +242,10 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], list[str]]] = 
     "adamw": (lambda w: torch.optim.AdamW(w, 0.1, eps=0.1, weight_decay=0), ["optim.args.eps=0.1"]),
     "adagrad": (lambda w: torch.optim.Adagrad(w, 0.1, eps=0.1), ["optim.args.eps=0.1"]),
     "nadam": (lambda w: torch.optim.NAdam(w, 0.1, eps=0.1), ["optim.args.eps=0.1"]),
-    "adafactor": (lambda w: torch.optim.Adafactor(w, 0.1), ["optim.name=Adafactor"]),
+    "adafactor": (
+        lambda w: torch.optim.Adafactor(_by_format(w), 0.1),
+        ["optim.name=Adafactor"],
+    ),
 }
 OPTIMIZERS["adagrad"][1].append("optim.name=Adagrad")
 OPTIMIZERS["nadam"][1].append("optim.name=NAdam")

@@ -489,6 +489,113 @@ class LookingLayers(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, 8), Looks(), nn.Linear(8, CLASSES))
 
 
+class SharedBlocks(Blocks):
+    """Uses the first block once more as the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = self.blocks
+        self.blocks = nn.Sequential(first, second, first)
+
+
+class Freezes(Net):
+    """Stops training a layer after two passes."""
+
+    passes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(16, 16)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.passes.add_(1)
+        self.second.requires_grad_(self.passes.item() < 3)
+        out: torch.Tensor = self.second(hidden)
+        return out
+
+
+class Limits(Net):
+    """Gives the gradient of the hidden numbers of a batch a fixed size."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.requires_grad:
+            hidden.register_hook(_of_size_1)  # type: ignore[no-untyped-call]
+        return hidden
+
+
+def _of_size_1(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / (gradient.norm() + 1e-6)
+
+
+class Mirrored(Net):
+    """Has the memory of a weight also as a buffer."""
+
+    copy: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("copy", self.last.weight.data, persistent=False)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.copy[0]
+
+
+class Sparse(Net):
+    """An embedding with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2, 16, sparse=True)
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = hidden + self.words(torch.zeros(len(hidden), dtype=torch.int64))
+        return out
+
+
+class Ragged(nn.Linear):
+    """A layer that computes with a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows, as they were given."""
+        rows = torch.nested.nested_tensor_from_jagged(x, torch.arange(len(x) + 1))
+        out: torch.Tensor = super().forward(rows).values()
+        return out.tanh()
+
+
+class RaggedBlocks(Blocks):
+    """Blocks with nested tensors."""
+
+    kind = Ragged  # type: ignore[assignment]
+
+
+class Sloped(nn.Module):
+    """A layer that computes with its own slopes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs and a part of the slopes."""
+        with torch.enable_grad():
+            start = x if x.requires_grad else x.detach().requires_grad_()
+            out: torch.Tensor = self.inner(start).tanh()
+            (slopes,) = torch.autograd.grad(out.sum(), start, create_graph=True)
+        return out + 0.1 * slopes
+
+
+class SlopedLayers(nn.Sequential):
+    """Layers of a pipeline, of which one needs slopes."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), Sloped(), nn.Linear(8, CLASSES))
+
+
 class Reentrant(Blocks):
     """Recomputes a block itself, the old way, and has a layer that it does not use."""
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_561, 8_000
+CORE_LINES, TOOLS_LINES = 39_646, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,21 +56,21 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1694,
-    "rollcall/train": 2502,
+    "rollcall/train": 2505,
     "rollcall/train/checkpoint": 3374,
     "rollcall/train/data": 3002,
     "rollcall/train/exact": 662,
-    "rollcall/train/health": 1155,
+    "rollcall/train/health": 1195,
     "rollcall/train/inference": 857,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1145,
-    "rollcall/train/numerics": 1896,
-    "rollcall/train/parallel": 3026,
+    "rollcall/train/numerics": 1906,
+    "rollcall/train/parallel": 3038,
     "rollcall/train/profiling": 669,
     "rollcall/train/ranks": 1417,
     "rollcall/train/recovery": 727,
     "rollcall/train/torch_private": 338,
-    "rollcall/train/weights": 853,
+    "rollcall/train/weights": 873,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -91,6 +91,7 @@ def gradients(model: nn.Module, device: torch.device) -> dict[str, Sketch]:
         return sketches
     for name, weight in model.named_parameters():
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         first, rows = _rows(gradient.reshape(-1, 1) if gradient.ndim < 2 else gradient)
         sketches[name] = sketch(rows.to(device))._replace(first=first)  # some are on the CPU
     return sketches

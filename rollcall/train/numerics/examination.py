@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.hidden import differ, left_alone
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.ranks.device import local_of
@@ -137,6 +138,7 @@ def examined(
     model: nn.Module, loss: object, device: torch.device, draws: bool = False
 ) -> Iterator[Examination]:
     """Observe a pass; at the end, restore all that it has changed, also random numbers."""
+    drop_gathered(model)  # copies that the pass would free, and that nothing could be put back into
     cudnn = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False  # its RNNs have no backward pass in evaluation mode
     examination = (Drawn if draws else Examination)(model, draws)

@@ -167,10 +167,13 @@ def own_options(config: Optim, optimizer: torch.optim.Optimizer) -> Iterator[Non
 def check_state(config: Optim, optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError if checkpoints cannot hold what an optimizer keeps of a weight."""
     for name, value in (one for state in optimizer.state.values() for one in state.items()):
-        if not isinstance(value, torch.Tensor | int | float | dict):
+        is_sparse = isinstance(value, torch.Tensor) and value.layout is not torch.strided
+        if is_sparse or not isinstance(value, torch.Tensor | int | float | dict):
+            kind = "sparse tensor" if is_sparse else type(value).__name__
             raise ConfigError(
-                f"optim.name={config.name}: its state has '{name}', a {type(value).__name__}; let "
-                "it hold tensors and numbers alone, which checkpoints can store"
+                f"optim.name={config.name}: its state has '{name}', a {kind}; let it hold dense "
+                "tensors and numbers alone, which checkpoints can store"
+                f"{', with sparse=False in the embedding' if is_sparse else ''}"
             )
 
 

@@ -119,12 +119,14 @@ def _counted(groups: Groups, x: torch.Tensor) -> list[int]:
                 try:
                     x = layer(x)
                 except Exception as error:  # a layer may raise anything
-                    if "meta" not in str(error):
+                    needs_values = "meta" in str(error)
+                    if not (needs_values or isinstance(error, RuntimeError)):
                         raise
+                    what = "depends on values" if needs_values else "fails without them"
                     raise ConfigError(
                         "a pipeline needs the shapes of a model before its weights exist, but the "
-                        f"forward() of layer {name} depends on values: choose ddp or a zero "
-                        f"strategy ({error})"
+                        f"forward() of layer {name} {what}: choose ddp or a zero "
+                        f"strategy ({str(error).strip().splitlines()[0]})"
                     ) from error
         operations.append(counter.get_total_flops())
     return operations

@@ -36,6 +36,11 @@ def explain(error: BaseException) -> None:
             "the model calls torch.utils.checkpoint with use_reentrant=True, which a pipeline "
             "cannot do: call it with use_reentrant=False"
         ) from error
+    if "torch.utils.checkpoint: " in cause:
+        raise RankError(
+            "a block does not compute the same tensors when it is computed again: set "
+            f"model.activation_checkpointing=none ({cause.strip().splitlines()[0]})"
+        ) from error
     if "modified by an inplace operation" in cause:
         raise RankError(
             "the model changes a tensor in place that the backward pass still needs, such as an "

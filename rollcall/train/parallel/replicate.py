@@ -42,7 +42,6 @@ class Replicate(Part):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model in DDP, with the default group: all ranks of the world are replicas."""
-        self._weights = [weight for weight in module.parameters() if weight.requires_grad]
         return self._wrapped(module)
 
     def allow_unused(self, module: nn.Module) -> nn.Module:  # noqa: ARG002
@@ -51,6 +50,7 @@ class Replicate(Part):
         return self._wrapped(self._ddp.module)
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
+        self._weights = [weight for weight in module.parameters() if weight.requires_grad]
         # DDP broadcasts all buffers in every step. Those that no checkpoint holds are constants.
         torch_private.ignore_in_ddp(module, _constants(module))
         self._ddp = DistributedDataParallel(
@@ -105,7 +105,12 @@ class Replicate(Part):
         self._ddp.require_forward_param_sync = True
         if not missing:
             return False
+        frozen = [weight for weight in missing if not weight.requires_grad]  # by forward()
+        for weight in frozen:
+            weight.requires_grad_(True)
         torch.autograd.backward(missing, [torch.full_like(one, torch.nan) for one in missing])
+        for weight in frozen:
+            weight.requires_grad_(False)
         return True
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from rollcall.messages.text import listed, size
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.world import World
-from rollcall.train.torch_private import REGISTRIES, put, tree_leaves, tree_map_only
+from rollcall.train.torch_private import REGISTRIES, put, storage_key, tree_leaves, tree_map_only
 from rollcall.train.weights import deferred, stored
 from rollcall.train.weights.deferred import tensors_of
 from rollcall.train.weights.stored import Stored, copy_parts
@@ -336,11 +336,17 @@ def _fill_attributes(model: nn.Module, recorder: deferred.Recorder) -> None:
 def _check_attributes(model: nn.Module, model_name: str) -> None:
     """Raise ConfigError if a list holds a weight, since weights are replaced when they are spread.
 
-    Classes with their own `__setattr__`, such as LSTM, are trusted to keep such a list up to date.
+    The same for another tensor with the memory of a weight. Classes with their own `__setattr__`,
+    such as LSTM, are trusted to keep such a list up to date.
     """
     names = {id(weight): name for name, weight in model.named_parameters()}
+    tensors: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
+    trained = {_start(tensor): name for name, tensor in tensors if tensor.requires_grad}
     plain: tuple[Any, ...] = object.__setattr__, nn.Module.__setattr__
     for holder, attribute, leaves in _attributes(model):
+        what = f"{type(holder).__name__}.{attribute}"
+        if not hasattr(holder, f"{attribute}_orig"):  # torch's old norms compute it in each pass
+            tensors += [(what, leaf) for leaf in leaves if id(leaf) not in names]
         held = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
         if held is not None and type(holder).__setattr__ in plain:
             raise ConfigError(
@@ -349,6 +355,20 @@ def _check_attributes(model: nn.Module, model_name: str) -> None:
                 "weights are spread over the ranks: use nn.ParameterList, take it from its "
                 "module in forward(), or make its holder, such as an optimizer, outside the model"
             )
+    for name, tensor in tensors:
+        weight = trained.get(_start(tensor)) if isinstance(tensor, torch.Tensor) else None
+        if weight not in (None, name):
+            raise ConfigError(
+                f"model.name={model_name}: {name} has the memory of the weight {weight}, but not "
+                "once the weights are on their devices: use the weight in forward(), or clone() it"
+            )
+
+
+def _start(tensor: torch.Tensor) -> object:
+    """Return the same for tensors that begin in one place of memory."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return id(tensor)
+    return storage_key(tensor), tensor.storage_offset()
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[Any, str, list[Any]]]:

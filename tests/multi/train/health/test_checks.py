@@ -144,6 +144,14 @@ REFUSED = {
         words("Frequent", "zero3", *GATHERED),
         "the gradient of words depends on the other samples of a batch, so the result would",
     ),
+    "gradient-of-limited-size": (
+        words("Limits", "ddp"),
+        "the gradient of first.weight depends on the other samples of a batch: with other samples",
+    ),
+    "gradient-of-limited-size-zero3": (
+        words("Limits", "zero3"),
+        "the gradient of first.weight depends on the other samples of a batch: with other samples",
+    ),
     "codebook-zero3": (
         words("Codebook", "zero3"),
         "forward() changes the buffers codes, uses by the samples that it sees",
@@ -260,6 +268,12 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
         CONTRASTIVE,
         words("Net", "ddp", *GATHERED, "data.global_batch=7", "data.micro_batch=1"),
     ),
+    "block-that-is-used-twice-zero2": (
+        (user_surprises.SharedBlocks, user_surprises.contrastive),
+        words("SharedBlocks", "zero2", *GATHERED, "data.global_batch=7"),
+    ),
+    "weights-that-forward-freezes-ddp": (user_surprises.Freezes, words("Freezes", "ddp")),
+    "weights-that-forward-freezes-zero3": (user_surprises.Freezes, words("Freezes", "zero3")),
     "shared-mean-ddp": (
         user_surprises.Centers,
         words("Centers", "ddp", "model.sync_buffers={mean: mean}"),
@@ -339,6 +353,28 @@ BROKEN = {
         words("LookingLayers", "pipeline", "data.micro_batch=2"),
         "a pipeline needs the shapes of a model before its weights exist, but the forward() of "
         "layer 1 depends on values: choose ddp",
+    ),
+    "layers-that-need-slopes-in-a-pipeline": (
+        words("SlopedLayers", "pipeline", "data.micro_batch=2"),
+        "a pipeline needs the shapes of a model before its weights exist, but the forward() of "
+        "layer 1 fails without them: choose ddp",
+    ),
+    "memory-of-a-weight": (
+        words("Mirrored", "ddp"),
+        "model.name=user_surprises:Mirrored: copy has the memory of the weight last.weight, but",
+    ),
+    "sparse-state-of-an-optimizer": (
+        words("Sparse", "ddp"),
+        "optim.name=sgd: its state has 'momentum_buffer', a sparse tensor; let it hold dense",
+    ),
+    "sparse-gradient-zero3": (
+        words("Sparse", "zero3"),
+        "parallel.strategy=zero3 cannot add up the sparse gradient of words: leave out sparse=True",
+    ),
+    "recomputed-blocks-of-nested-tensors": (
+        words("RaggedBlocks", "ddp", AGAIN),
+        "a block does not compute the same tensors when it is computed again: set "
+        "model.activation_checkpointing=none",
     ),
     "reentrant-with-unused-weights": (
         words("Reentrant", "ddp"),
