@@ -16,7 +16,6 @@ class CodeRecord(Record):
     """The source of a copy of the code; in job/ as `source.json` and `rollcall.json`."""
 
     root: str  # the directory that was copied
-    bytes: int  # size of all files
     shared: list[str]  # suffixes of the files that runs share
     files: dict[str, str | None]  # SHA-256 of each file; None for links
     commit: str | None = None  # of the checkout; None outside git

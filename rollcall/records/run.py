@@ -4,8 +4,8 @@ Each file has one owner, a class here or in job.py and attempt.py: it alone know
 A record is either a line of a file that only grows (`Line`) or a whole file that is replaced
 atomically (`Whole`). Names are relative to the run directory unless the class says otherwise.
 
-Readers leave out what is cut off, misses a key or has a value of the wrong type, and `rollcall why`
-mentions it; unknown keys are ignored.
+Readers leave out what is cut off, misses a key or has a value of the wrong type; unknown keys are
+ignored.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import math
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, Self, TypeAlias, get_args
@@ -101,20 +101,6 @@ class Line(Record):
         """Return the last record, without reading the whole file; None without records."""
         return next(iter(cls.last(directory)[-1:]), None)
 
-    @classmethod
-    def is_known(cls, line: object) -> bool:
-        """Return True for a line that the file may have."""
-        return cls.parse(line) is not None
-
-    @classmethod
-    def unreadable(cls, directory: Path) -> Iterator[str]:
-        """Yield a sentence about lines that readers leave out, if there are any."""
-        lines = enumerate(files.read_every_line(directory / cls.FILE), 1)
-        bad = [number for number, line in lines if not cls.is_known(line)]
-        if bad:
-            count = "1 line" if len(bad) == 1 else f"{len(bad)} lines"
-            yield f"{cls.FILE}: {count} could not be read (line {bad[0]}); left out"
-
 
 @dataclass(frozen=True)
 class Whole(Record):
@@ -143,20 +129,10 @@ class Whole(Record):
     @classmethod
     def read_all(cls, directory: Path, **keys: object) -> dict[Path, Self]:
         """Read every file of this kind whose name has these keys, in the order of their names."""
-        records = {path: cls.parse(read_object(path)) for path in cls._paths(directory, **keys)}
-        return {path: record for path, record in records.items() if record is not None}
-
-    @classmethod
-    def unreadable(cls, directory: Path) -> Iterator[str]:
-        """Yield a sentence about each file that readers leave out."""
-        for path in cls._paths(directory):
-            if cls.parse(read_object(path)) is None:
-                yield f"{path.relative_to(directory)} could not be read; left out"
-
-    @classmethod
-    def _paths(cls, directory: Path, **keys: object) -> list[Path]:
         pattern = cls.FILE.format_map(defaultdict(lambda: "*", keys))
-        return files.listed(directory, pattern)
+        paths = files.listed(directory, pattern)
+        records = {path: cls.parse(read_object(path)) for path in paths}
+        return {path: record for path, record in records.items() if record is not None}
 
 
 @dataclass(frozen=True)
@@ -197,11 +173,6 @@ class LoggedStep(Line):
     more: dict[str, Any] = field(default_factory=dict)  # such as the learning rate
 
     @classmethod
-    def is_known(cls, line: object) -> bool:
-        """Return True for a step and for a validation, which are in the same file."""
-        return cls.parse(line) is not None or Validation.parse(line) is not None
-
-    @classmethod
     def span(cls, directory: Path, since: float) -> tuple[Self, Self] | None:
         """Return the first step since a time, of those in the last lines, and the newest step.
 
@@ -234,7 +205,7 @@ class LoggedStep(Line):
         if not path.exists():
             return
         lines = [*files.parse_lines(files.read_whole(path, files.MOST).splitlines(True))]
-        known = [line for line in lines if line is not None and cls.is_known(line)]
+        known = [line for line in lines if line and (cls.parse(line) or Validation.parse(line))]
         if len(known) < len(lines):
             set_aside(path)
         if dropped := [line for line in known if not is_kept(line)]:

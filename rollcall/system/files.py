@@ -24,16 +24,11 @@ def write_atomic(path: Path, text: str | bytes) -> None:
     """Write a small file so that it is whole or as before, even after a power cut or an OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor, has_name = _open_beside(path, beside)
-        with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor)
+        with beside.open("wb") as file:
             # surrogateescape: names of files are bytes, not always text.
             file.write(text if isinstance(text, bytes) else text.encode(errors="surrogateescape"))
             file.flush()
-            os.fsync(descriptor)
-            if not has_name:
-                beside.unlink(missing_ok=True)
-                # src_dir_fd is not needed for this path, but it makes Python follow the link.
-                os.link(f"/proc/self/fd/{descriptor}", beside, src_dir_fd=0)
+            os.fsync(file.fileno())
         if path.is_dir():
             set_aside(path)
         beside.replace(path)
@@ -52,14 +47,6 @@ def write_once(path: Path, text: str) -> None:
             os.link(beside, path)  # unlike a rename, a link never replaces a file
     finally:
         beside.unlink()
-
-
-def _open_beside(path: Path, beside: Path) -> tuple[int, bool]:
-    """Open a new file, if possible without a name; return True if it has the name `beside`."""
-    try:  # without a name, a process killed mid-write leaves no stray file
-        return os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), False
-    except OSError:  # NFS does not support O_TMPFILE
-        return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), True
 
 
 def sync(path: Path) -> None:
@@ -165,21 +152,15 @@ def read_whole(path: Path, most: int = 2**26, flags: int = 0) -> bytes:
 
 
 def read_lines(path: Path, having: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a line file's readable lines, or of those with a text of `having`."""
-    return (fields for fields in read_every_line(path, having) if fields is not None)
+    """Yield the objects of a line file's readable lines, or of those with a text of `having`.
 
-
-def read_every_line(path: Path, having: Sequence[bytes] = ()) -> Iterator[dict[str, Any] | None]:
-    """Yield the object of each complete line, None for one that cannot be read.
-
-    A last line without its end was cut off by a crash, or is being written: if it cannot be read,
-    nothing is yielded for it. A file that is missing or cannot be read has no lines.
+    A file that is missing or cannot be read has no lines.
     """
     with contextlib.suppress(OSError):
-        lines = text_lines(path)
-        yield from parse_lines(
-            line for line in lines if not having or any(text in line for text in having)
-        )
+        for line in text_lines(path):
+            is_wanted = not having or any(text in line for text in having)
+            if is_wanted and (fields := as_object(line)) is not None:
+                yield fields
 
 
 def text_lines(path: Path) -> Iterator[bytes]:
@@ -191,7 +172,11 @@ def text_lines(path: Path) -> Iterator[bytes]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
-    """Yield what `read_every_line` does, for lines in memory."""
+    """Yield the object of each complete line, None for one that cannot be read.
+
+    A last line without its end was cut off by a crash, or is being written: if it cannot be read,
+    nothing is yielded for it.
+    """
     for line in lines:
         fields = as_object(line)
         if fields is not None or line.endswith(b"\n"):

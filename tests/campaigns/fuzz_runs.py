@@ -135,7 +135,7 @@ def _launched(run: RunDir, job: str) -> None:
     (run.job / "rendezvous").mkdir(parents=True)
     (run.code / "train").mkdir(parents=True)
     (run.code / "train" / "loop.py").write_text("x = 1\n")
-    source = {"root": "/nowhere", "commit": "0" * 40, "modified": True, "bytes": 6}
+    source = {"root": "/nowhere", "commit": "0" * 40, "modified": True}
     source |= {"shared": [".py"], "files": {"train/loop.py": "0" * 64}}
     (run.job / "source.json").write_text(json.dumps(source))
     (run.job / "source.diff").write_text("diff\n")

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_646, 8_000
+CORE_LINES, TOOLS_LINES = 39_416, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -35,20 +35,20 @@ BUDGET: dict[str, int] = {
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1065,
+    "rollcall/launch/commands": 1031,
     "rollcall/launch/doctor": 1292,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1690,
     "rollcall/launch/program": 515,
-    "rollcall/launch/rank": 883,
+    "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2073,
-    "rollcall/launch/scheduler": 760,
-    "rollcall/launch/submission": 2305,
+    "rollcall/launch/runs": 2053,
+    "rollcall/launch/scheduler": 743,
+    "rollcall/launch/submission": 2255,
     "rollcall/launch/sweep": 402,
     "rollcall/messages": 253,
-    "rollcall/records": 1240,
-    "rollcall/system": 825,
+    "rollcall/records": 1210,
+    "rollcall/system": 810,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1751,
@@ -59,7 +59,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train": 2505,
     "rollcall/train/checkpoint": 3374,
     "rollcall/train/data": 3002,
-    "rollcall/train/exact": 662,
+    "rollcall/train/exact": 618,
     "rollcall/train/health": 1195,
     "rollcall/train/inference": 857,
     "rollcall/train/loggers": 291,

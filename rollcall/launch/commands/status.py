@@ -1,4 +1,4 @@
-"""`rollcall status [RUN …]`: show a table of runs, live with --watch until `q` or Ctrl-C.
+"""`rollcall status [RUN …]`: show a table of runs; `rollcall watch` keeps it live.
 
 States come from the runs' files. Slurm is asked only about jobs that wait or run, and about those
 that ended without a record. slurmdbd is not needed, and jobs that Slurm forgot are shown too.
@@ -20,7 +20,6 @@ from pathlib import Path
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.states import Condition, Progress
 from rollcall.messages.text import coloured, fixed
-from rollcall.records.run_dir import RunDir
 
 NARROW = 110
 """In terminals with fewer characters, the table has fewer columns, and notes go below it."""
@@ -43,22 +42,10 @@ HOME, CLEAR = b"\x1b[H", b"\x1b[J"
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; return the exit code."""
-    parser = find.parser("status", __doc__, nargs="*")
-    parser.add_argument(
-        "--watch", action="store_true", help="keep the table live until q or Ctrl-C"
-    )
-    options = parser.parse_args(argv)
-    return show(options.run, options.root, options.watch)
-
-
-def show(words: Sequence[str], root: str, is_live: bool) -> int:
-    """Print the table of the named runs or of all; return the exit code."""
-    if is_live:
-        keep_live(lambda width: _table(_chosen(words, root), root, width))
-        return 0
+    options = find.parser("status", __doc__, nargs="*").parse_args(argv)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(_table(_chosen(words, root), root, width)))
-    for path in () if words else find.closed(root):
+    print("\n".join(lines(options.run, options.root, width)))
+    for path in () if options.run else find.closed(options.root):
         print(f"{path.name}: cannot be read; it may be a run of another user")
     return 0
 
@@ -106,14 +93,10 @@ def _keys() -> Iterator[Callable[[], bool]]:
         termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
-def _chosen(words: Sequence[str], root: str) -> list[RunDir]:
-    if not words:
-        return find.find_all(root)
-    return [run for word in words for run in find.with_cells(find.find(word, root).path)]
-
-
-def _table(runs: Sequence[RunDir], root: str, width: int | None) -> list[str]:
-    """Return the lines of the table, for a terminal of this width or, with None, for a file."""
+def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
+    """Return the table of the named runs or of all, for a terminal of this width; None: a file."""
+    named = (run for word in words for run in find.with_cells(find.find(word, root).path))
+    runs = list(named) if words else find.find_all(root)
     if not runs:
         return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
     conditions, complaint = states.look(runs)

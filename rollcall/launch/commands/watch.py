@@ -34,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     options = find.parser("watch", __doc__, nargs="*").parse_args(argv)
     runs = [find.find(word, options.root) for word in options.run]
     if len(runs) != 1 or find.is_sweep(runs[0]):
-        return status.show(options.run, options.root, is_live=True)
+        status.keep_live(lambda width: status.lines(options.run, options.root, width))
+        return 0
     run = runs[0]
     status.keep_live(lambda width: [line[:width] for line in lines(run, width)], lambda: _news(run))
     return 0

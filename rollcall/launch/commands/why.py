@@ -9,24 +9,16 @@ Exit code: 0 if there is a cause or nothing to explain, 1 if the cause is unknow
 such run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rollcall.launch.runs import find, restarts, root_cause, states
 from rollcall.launch.runs.root_cause import RootCause
-from rollcall.records.attempt import AttemptEvent, NodeFailure, NodeState, RankFailure
-from rollcall.records.job import Cancellation, JobRecord, Restart, Submission
-from rollcall.records.phases import Phases
-from rollcall.records.run import EVENTS, LoggedStep, Verdict, is_event, noticed
+from rollcall.records.run import noticed
 from rollcall.records.run_dir import RunDir
-from rollcall.system.files import listed, read_every_line, tail
+from rollcall.system.files import tail
 
 LINES = 20
 """Number of lines shown from the end of a log."""
-CHECKED = (
-    *(Submission, AttemptEvent, Restart, Cancellation, LoggedStep, Phases),
-    *(Verdict, JobRecord, NodeState, NodeFailure),
-)
-"""Records whose damage is reported, because the explanation may be incomplete without them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(_block(run, f", attempt {newest.number}" if newest else "", cause))
     _show_restarts(run)
-    for text in [*noticed(run.path), *damage(run)]:
+    for text in noticed(run.path):
         print(f"  note: {text}")
     return 1 if cause is None else 0
 
@@ -65,16 +57,6 @@ def _block(run: RunDir, attempt: str, cause: RootCause) -> str:
     if cause.log and lines:
         rows += [f"  the last lines of {cause.log}:", *(f"  | {line}" for line in lines)]
     return "\n".join(rows)
-
-
-def damage(run: RunDir) -> Iterator[str]:
-    """Yield a sentence about each record of the run that could not be read."""
-    for kind in CHECKED:
-        yield from kind.unreadable(run.path)
-    if any(line is None or not is_event(line) for line in read_every_line(run.events)):
-        yield f"{EVENTS}: some lines could not be read; left out"
-    for folder in listed(run.path, "logs/attempt-*/node-*"):
-        yield from RankFailure.unreadable(folder)
 
 
 def _in_brackets(text: str) -> str:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rollcall.launch.frameworks import TABLE
 from rollcall.launch.rank.process import MAX_BYTES, RankError, record_failure, run_rank
 from rollcall.launch.rank.surroundings import RANK_OPTIONS
 from rollcall.records.attempt import AGENT, LOST_PEER, RankFailure
@@ -31,11 +30,14 @@ LOOK = 1.0
 Start = Callable[[argparse.Namespace], None]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Start the ranks that the command line asks for and wait for them; return the exit code."""
+def main() -> NoReturn:
+    """Start the ranks of each order until the supervisor has ended."""
     if RANK_OPTIONS in os.environ:  # torchrun has started this rank
         sys.exit(run_rank(argparse.Namespace(**json.loads(os.environ.pop(RANK_OPTIONS)))))
-    options = _read(argv)
+    options = parser().parse_args()
+    options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
+    options.nproc_per_node = options.ranks[options.node_rank]
+    options.first_rank = sum(options.ranks[: options.node_rank])
     # Before torch is imported: its thread pool reads this once.
     threads = max(1, hosts.usable_cpus() // options.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -59,18 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for name in set(os.environ) - variables:  # an import has set it; ranks must not inherit it
         del os.environ[name]
-    if options.serve is not None:
-        run_fork_server(options, start)
-    return _run(options, start)
-
-
-def _read(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = parser().parse_args(argv)
-    options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
-    options.nproc_per_node = options.ranks[options.node_rank]
-    options.env, options.port_fd, options.roles = {}, None, []  # an order brings them
-    options.first_rank = sum(options.ranks[: options.node_rank])
-    return options
+    run_fork_server(options, start)
 
 
 def _run(options: argparse.Namespace, start: Start) -> int:
@@ -153,20 +144,15 @@ def _fork_agent(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, with torchrun's option names where torchrun has the option."""
+    """The command line, with torchrun's option names; an order brings what differs by attempt."""
     name = "python -m rollcall.launch.rank.agent"
     result = argparse.ArgumentParser(prog=name, allow_abbrev=False)
+    result.add_argument("--serve", type=int, help="the socket of the orders")
     result.add_argument("--nnodes", type=int, default=1)
     result.add_argument("--node-rank", type=int, default=0)
     result.add_argument("--nproc-per-node", default="1", help="ranks, or 1,2,2 node by node")
-    result.add_argument("--master-addr", default="127.0.0.1", help="address of node 0")
-    result.add_argument("--master-port", type=int, default=0)
-    result.add_argument("--serve", type=int, help="be a fork server that takes orders here")
-    result.add_argument("--run-id", default="", help="the same on all nodes, new per attempt")
-    result.add_argument("--log-dir", default=".", help="where each rank writes rank-<n>.log")
     start = "fork: import torch once and fork the ranks; torchrun: an interpreter per rank"
     result.add_argument("--start-method", choices=("fork", "torchrun"), default="fork", help=start)
-    result.add_argument("--framework", choices=list(TABLE), default="torch")
     result.add_argument("-m", "--module", action="store_true", help="the program is a module")
     result.add_argument("program")
     result.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -174,6 +160,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stderr.flush()
-    os._exit(exit_code)  # there is nothing to save here, and unloading torch costs half a second
+    main()

@@ -231,8 +231,7 @@ def _fork(
         process.is_fork = True
         os.setsid()  # as under torchrun: a program may signal its whole group
         opener.close()
-        if options.serve is not None:
-            os.close(options.serve)
+        os.close(options.serve)
         order = gate.recv(MAX_BYTES)
         if not order:
             os._exit(1)  # the nodes have not met
@@ -266,8 +265,7 @@ def _wait(pids: Sequence[int], options: argparse.Namespace, store: KeyValueStore
             rule = decide("ranks run" if end == math.inf else "ranks end", "rank ended", facts)
             if rule.action == "fork the next ranks":
                 end = clock.read() + (rule.grace or 0)
-                if options.serve is not None:
-                    os.write(options.serve, b"!")
+                os.write(options.serve, b"!")
             if code > 0 and has_failed(code):  # it may have left by os._exit
                 record_failure(options, f"rank-{rank}", code, "", rank, replace=False)
         elif clock.read() > end:

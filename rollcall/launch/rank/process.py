@@ -48,9 +48,7 @@ class RankError(Exception):
 
 
 def receive(options: argparse.Namespace) -> None:
-    """Wait for the order of an attempt, if a fork server started this agent; apply it."""
-    if options.serve is None:
-        return
+    """Wait for the order of an attempt; apply it."""
     with socket.socket(fileno=os.dup(options.serve)) as orders:
         message, descriptors, _, _ = socket.recv_fds(orders, MAX_BYTES, 1)
     if not message:

@@ -24,7 +24,6 @@ class SubmittedJob:
     """A job of a run."""
 
     id: str
-    submitted: float  # seconds since 1970; for a job submitted by hand, when it started
     is_local: bool  # whether it runs on this machine instead of under Slurm
 
 
@@ -113,7 +112,7 @@ def jobs(run: RunDir, known: Sequence[AttemptRecord] | None = None) -> list[Subm
     # Without Slurm, a job's id is submitit's process id or a date: see node.identity.find.
     processes = local_jobs(run.job)
     ids = sorted(times, key=times.__getitem__)
-    return [SubmittedJob(job, times[job], "-" in job or job in processes) for job in ids]
+    return [SubmittedJob(job, "-" in job or job in processes) for job in ids]
 
 
 def cancelled(run: RunDir) -> set[str]:

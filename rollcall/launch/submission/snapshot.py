@@ -240,7 +240,7 @@ def take(snapshot: Snapshot, target: Path, record: Path, kept: Path) -> None:
     if snapshot.commit:
         write_atomic(record.with_suffix(".diff"), snapshot.diff)
     place, facts = str(snapshot.root), (snapshot.commit, snapshot.is_modified)
-    source = CodeRecord(place, snapshot.size, list(snapshot.shared), digests, *facts)
+    source = CodeRecord(place, list(snapshot.shared), digests, *facts)
     source.write(record.with_suffix(".json"))
     beside.rename(target)
 

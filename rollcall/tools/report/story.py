@@ -15,7 +15,7 @@ from rollcall.cli.installation import training_words
 from rollcall.config import Config, ConfigError, describe, origins, yaml_values
 from rollcall.config.arguments import complete
 from rollcall.config.read import is_file
-from rollcall.launch.commands.why import LINES, damage
+from rollcall.launch.commands.why import LINES
 from rollcall.launch.runs import find, restarts, root_cause, states
 from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.runs.goodput import Goodput, goodput
@@ -140,12 +140,12 @@ class Story:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Notes about files that are missing or could not be read."""
+        """Notes about what is missing."""
         notes = [self.complaint] if self.complaint else []
         if not any(self.curves.values()):
             notes += ["This run has no lines of steps in metrics.jsonl, so it has no curves."]
             notes += ["docs/report.md shows how a program of yours writes them."]
-        return [*notes, *damage(self.run)]
+        return notes
 
 
 def chosen(words: Sequence[str], root: str) -> list[RunDir]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
@@ -51,6 +52,27 @@ if os.environ["RANK"] == "1":
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
+DRIVER = """
+import json, os, sys, time
+from rollcall.launch.node.processes import ForkClient
+sys.executable = sys.argv[1]  # the Python of the ranks
+server = ForkClient(sys.argv[3:], os.environ)
+server.start(json.loads(sys.argv[2]), None)
+while (code := server.poll()) is None:
+    time.sleep(0.02)
+server.kill()
+sys.exit(code)
+"""
+"""Gives an order, as a supervisor does, and ends with the exit code of the agent."""
+
+
+def order_of(script: Path, name: str, logs: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the order of an attempt on one node."""
+    words = {"module": False, "program": str(script), "arguments": [*arguments]}
+    place = {"master_addr": "127.0.0.1", "master_port": free_port(), "run_id": name}
+    return {**words, **place, "log_dir": str(logs), "env": {}, "roles": [], "framework": "torch"}
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """A user's script."""
@@ -65,9 +87,10 @@ def agent(
     prefix: Sequence[str] = (),
     python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
-    """Two ranks of the script under the agent; their logs lie beside the script."""
-    place = [f"--master-port={free_port()}", "--run-id=test", f"--log-dir={script.parent}/logs"]
-    command = [python, "-m", "rollcall.launch.rank.agent", "--nproc-per-node=2", *place, *options]
+    """Two ranks of the script under an agent; their logs lie beside the script."""
+    order = order_of(script, "test", script.parent / "logs", [how, "--flag"])
+    options = (python, json.dumps(order), "--nproc-per-node=2", *options)
+    command = [sys.executable, "-c", DRIVER, *options]
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(
         [*prefix, *command, str(script), how, "--flag"],
@@ -172,9 +195,8 @@ def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
 
     def attempt(name: str) -> tuple[int, set[int | None]]:
         """Return the exit code, and the process ids of its agent."""
-        env = {"IS_FIRST": str(name == "first")}
-        order = {"run_id": name, "log_dir": str(tmp_path / name), "env": env}
-        server.start({"master_port": free_port(), **order}, None)
+        order = order_of(tmp_path / "script.py", name, tmp_path / name)
+        server.start({**order, "env": {"IS_FIRST": str(name == "first")}}, None)
         agents = set[int | None]()
         while (code := server.poll()) is None:
             agents.add(server.agent)

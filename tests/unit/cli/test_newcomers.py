@@ -53,7 +53,7 @@ ANSWERS = {
     "train digits --dry-run": "--print-config` prints the configuration",
     "train digits.yaml": "'digits' without directory and suffix is a recipe",
     "--nodes 2": "unknown command '--nodes'; `rollcall --help` lists the commands",
-    "status --everything": "unrecognized arguments: --everything; choose --help, --root, --watch",
+    "status --everything": "unrecognized arguments: --everything; choose --help, --root",
     "submit --local --root /proc/x -- ok.py": "; --root chooses another directory",
     "train help": "'help': write --help, or --help KEY",
     "train digits ~optim.lr": "did you mean optim.lr=...?",

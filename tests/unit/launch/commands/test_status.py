@@ -247,7 +247,7 @@ def test_no_row_of_the_table_is_wider_than_the_terminal(
     run = RunDir(tmp_path, run.path.rename(tmp_path / "warmup-of-300-lr-3e-4").name)
     run.record("first_step", step=1, steps=1_000_000)
     LoggedStep(123_456, 2e-05, 1234.5, time.time()).append(run.path)
-    head, row, *_ = status._table([run], str(tmp_path), columns)
+    head, row, *_ = status.lines([run.name], str(tmp_path), columns)
     assert ("123456789" in row) == has_job and "2e-05" in row and "123,456/1,000,000" in row
     assert len(head) <= columns and len(row) <= columns
 

@@ -43,7 +43,7 @@ def test_a_traceback_is_shown_once_it_is_clear_whose_fault_it_is(
 ) -> None:
     log = tmp_path / "rank-0.log"
     log.write_text(f"step 1\n{TRACEBACK}")
-    output = Output([log], is_local=True, hold=1000)
+    output = Output([log], hold=1000)
     output.show()
     output.show()
     assert capfdbinary.readouterr().out == b"step 1\n"
@@ -57,7 +57,7 @@ def test_a_program_that_prints_a_traceback_and_goes_on_is_shown(
 ) -> None:
     log = tmp_path / "rank-0.log"
     log.write_text(TRACEBACK)
-    output = Output([log], is_local=True, hold=-1)  # it is over at once
+    output = Output([log], hold=-1)  # it is over at once
     output.show()
     with log.open("a") as file:
         file.write("step 2\n")

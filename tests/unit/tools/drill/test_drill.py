@@ -37,7 +37,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     run = RunDir(tmp_path, "it")
     run.job.mkdir(parents=True)
     monkeypatch.setattr(states, "look", lambda _: ([Condition("running")], ""))
-    target = Target(run, SubmittedJob("7", 1.0, False), AttemptRecord(0, "7", ["n1"], 2, 1.0))
+    target = Target(run, SubmittedJob("7", False), AttemptRecord(0, "7", ["n1"], 2, 1.0))
     monkeypatch.setattr(drill, "await_training", lambda _: target)
     return target
 

@@ -156,8 +156,7 @@ def test_a_report_says_what_is_missing_or_damaged(tmp_path: Path) -> None:
     run.config.write_text("a: [")
     (run.path / Phases.FILE).write_bytes(b"\xff\n{}\n")
     Verdict.path_in(run.path).write_text("{")
-    text = report(run)
-    assert "metrics.jsonl: 3 lines could not be read" in text
+    assert "no lines of steps in metrics.jsonl" in report(run)
     huge = {"loss": float("inf"), "step": 10**30, "lr": 10**400, "grad_norm": float("nan")}
     for step in ({"step": 1}, {"step": 2}, {}):
         line = {"samples_per_second": 1.0, "time": 1e300, **huge, **step, "a": {}, "b": True}
