@@ -6,19 +6,17 @@ Imports no torch: the runs are separate processes.
 import argparse
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rollcall import config as schema
-from rollcall.cli.installation import TRAIN, command, environment
+from rollcall.cli.installation import TRAIN, environment
 from rollcall.cli.parser import parser
 from rollcall.config import ConfigError
 from rollcall.messages.text import table
@@ -26,7 +24,7 @@ from rollcall.records.run_dir import RunDir
 from rollcall.train.exact import difference
 
 USAGE = """\
-rollcall verify equal|resume|launch [--ranks N,…] [recipe or file.yaml] [key=value …]
+rollcall verify equal|resume [--ranks N,…] [recipe or file.yaml] [key=value …]
        rollcall verify runs DIRECTORY DIRECTORY …"""
 DESCRIPTION = """\
 Train the same run in several ways with exact=true, and check that the weights are equal to the
@@ -34,7 +32,6 @@ last bit. If they are not, report the first step and tensor that differ.
 
   equal   trains on each of several numbers of ranks
   resume  trains without interruption; then stops in the middle and resumes on fewer or more ranks
-  launch  starts with python, torchrun, srun (if Slurm is available) and rollcall submit
   runs    compares existing runs, for example from before and after a change
 
 The exit code is 0 if the weights are equal, 1 if they differ or a run fails, and 2 if the request
@@ -45,16 +42,16 @@ class VerifyError(RuntimeError):
     """A run failed or could not be stopped; the message says which run and why."""
 
 
-Start = Callable[[RunDir], list[str]]
-"""Returns the command that trains a run with the words that follow it."""
-
-
 class Way(NamedTuple):
     """One way to train the same run."""
 
     name: str
-    ranks: str  # of several attempts: such as "4, then 1"
-    starts: Sequence[Start]  # of the attempts; each but the last is asked to stop in the middle
+    attempts: Sequence[int]  # ranks of each; all but the last are asked to stop in the middle
+
+    @property
+    def ranks(self) -> str:
+        """The numbers of ranks in words, such as "4, then 1"."""
+        return ", then ".join(map(str, self.attempts))
 
 
 class Finished(NamedTuple):
@@ -69,8 +66,7 @@ def main(words: Sequence[str]) -> int:
     """Train the runs, compare them and print a table; return the exit code."""
     asked = parser("verify", DESCRIPTION, USAGE)
     asked.add_argument("kind", choices=[*WAYS, "runs"], help=argparse.SUPPRESS)
-    ranks = "numbers of ranks (default: 1,2,4); resume uses the smallest and the largest, and "
-    ranks += "launch the largest"
+    ranks = "numbers of ranks (default: 1,2,4); resume uses the smallest and the largest"
     asked.add_argument("--ranks", type=_ranks, default=[1, 2, 4], metavar="N,…", help=ranks)
     options, rest = asked.parse_known_args(words)
     try:
@@ -96,9 +92,9 @@ def _train_all(kind: str, ranks: Sequence[int], words: Sequence[str]) -> Iterato
             raise ConfigError(f"{run_dir.path} already exists: choose another run.name")
         print(f"rollcall: {way.name}, ranks: {way.ranks}, run directory {run_dir.path}", flush=True)
         try:
-            for attempt, start in enumerate(way.starts, 1):
-                command = [*start(run_dir), *words, *run_dir.words]
-                _run_to_end(command, run_dir, stop=attempt < len(way.starts))
+            for attempt, ranks_of_attempt in enumerate(way.attempts, 1):
+                command = [*_agent(ranks_of_attempt, run_dir), *words, *run_dir.words]
+                _run_to_end(command, run_dir, stop=attempt < len(way.attempts))
         except VerifyError as error:
             raise VerifyError(f"{way.name}: {error}") from None
         yield Finished(way.name, way.ranks, run_dir)
@@ -134,43 +130,22 @@ def report(runs: Sequence[Finished]) -> int:
             print(f"  {first}\n  {first.likely_cause}")
         else:
             print("  no step with fingerprints in both runs differs (see log.fingerprints)")
-        for line in difference.circumstances(reference.run_dir, other.run_dir):
-            print(f"  different: {line}")
     return 1 if unequal else 0
 
 
-def equal(ranks: Sequence[int]) -> Iterator[Way]:
+def equal(ranks: Sequence[int]) -> list[Way]:
     """Train on each number of ranks."""
-    for count in ranks:
-        yield Way("uninterrupted", str(count), [partial(_agent, count)])
+    return [Way("uninterrupted", [count]) for count in ranks]
 
 
-def resume(ranks: Sequence[int]) -> Iterator[Way]:
+def resume(ranks: Sequence[int]) -> list[Way]:
     """Train without a stop, and with a stop and a resume on a different number of ranks."""
     few, many = min(ranks), max(ranks)
-    yield from equal([many])
-    for first, then in dict.fromkeys([(many, few), (few, many)]):
-        attempts = [partial(_agent, first), partial(_agent, then)]
-        yield Way("stopped and resumed", f"{first}, then {then}", attempts)
+    pairs = dict.fromkeys([(many, few), (few, many)])
+    return [*equal([many]), *(Way("stopped and resumed", pair) for pair in pairs)]
 
 
-def launch(ranks: Sequence[int]) -> Iterator[Way]:
-    """Train with each launcher that this machine has."""
-    count = max(ranks)
-    python = [sys.executable, *TRAIN]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += [f"--nproc-per-node={count}", *TRAIN]
-    yield Way("python", "1", [lambda _: python])
-    yield Way("torchrun", str(count), [lambda _: torchrun])
-    submit = command("submit", "--wait", f"--nproc-per-node={count}")
-    if _slurm_answers():
-        yield Way("srun", str(count), [lambda _: ["srun", f"--ntasks={count}", *python]])
-        yield Way("rollcall submit", str(count), [lambda _: [*submit]])
-    else:
-        yield Way("rollcall submit --local", str(count), [lambda _: [*submit, "--local"]])
-
-
-WAYS = {"equal": equal, "resume": resume, "launch": launch}
+WAYS = {"equal": equal, "resume": resume}
 
 
 def _ranks(text: str) -> list[int]:
@@ -239,13 +214,3 @@ def _stop_in_the_middle(process: subprocess.Popen[str], run_dir: RunDir) -> None
             os.killpg(process.pid, signal.SIGTERM)
             return
         time.sleep(0.02)
-
-
-def _slurm_answers() -> bool:
-    if not (shutil.which("srun") and shutil.which("sinfo")):
-        return False
-    try:
-        answer = subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=20)
-    except subprocess.TimeoutExpired:
-        return False
-    return answer.returncode == 0 and bool(answer.stdout.strip())
