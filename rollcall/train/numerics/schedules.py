@@ -73,12 +73,14 @@ class Schedule:
         after = step - options.warmup_steps, total_steps - options.warmup_steps
         fraction = self._function(*after, **self._given)
         if not isinstance(fraction, float | Real) or not 0 <= float(fraction) < math.inf:
-            raise ConfigError(
-                f"optim.schedule={options.schedule}: expected a finite number of at least 0, the "
-                f"fraction of the peak rate, for step={after[0]} and steps={after[1]}, got "
-                f"{fraction!r}"
-            )
+            raise self._wrong(fraction, *after)
         return highest * float(fraction)
+
+    def _wrong(self, fraction: object, step: int, steps: int) -> ConfigError:
+        return ConfigError(
+            f"optim.schedule={self._config.optim.schedule}: expected a finite number of at least "
+            f"0, the fraction of the peak rate, for step={step} and steps={steps}, got {fraction!r}"
+        )
 
 
 def ratios(config: Optim, optimizer: torch.optim.Optimizer) -> list[float]:
