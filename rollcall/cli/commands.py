@@ -22,7 +22,6 @@ TRAIN = {
     "checkpoint": Command(
         "train.checkpoint.tools.command", "list, verify, compare and export checkpoints"
     ),
-    "replay": Command("train.recovery.replay", "repeat a skipped step and find its cause"),
 }
 """Commands about models and checkpoints, also as `python -m train COMMAND`."""
 

@@ -217,29 +217,6 @@ def check_modules(config: Any) -> None:
         top = module.partition(".")[0]
         if not (importlib.util.find_spec(top) or PathFinder.find_spec(top, [""])):
             raise ConfigError(plugin.missing(f"{key}={name}", top))
-        names = _names(module)
-        if names and attribute.partition(".")[0] not in names:
-            hint = did_you_mean(attribute, names)
-            raise ConfigError(
-                f"{key}={name}: module '{module}' has no attribute '{attribute}'{hint}"
-            )
-
-
-OTHER_WAYS = {"*", "__getattr__", "globals", "locals", "vars", "setattr", "modules", "exec"}
-"""Words of a module that may have names which its source does not show."""
-
-
-def _names(module: str) -> set[str]:
-    """Return every name that the source of a module sets; none if it can set others."""
-    try:
-        path = _file(module)
-        nodes = list(ast.walk(_tree(path))) if path else []
-    except (OSError, SyntaxError, ValueError):
-        return set()
-    fields = ("name", "asname", "id", "attr")  # of definitions, imports, variables, attributes
-    texts = {str(getattr(node, field, "")) for node in nodes for field in fields}
-    names = {name.partition(".")[0] for name in texts}
-    return set() if names & OTHER_WAYS else names
 
 
 def check_surroundings(config: Any) -> None:

@@ -34,11 +34,7 @@ def known(file: str | None = None) -> Chips:
 
 
 def numbers(content: Any) -> Chips:
-    """Return the numbers of each chip in the content of a YAML file.
-
-    Raises:
-        AttributeError, TypeError, ValueError: the file has another form.
-    """
+    """Return the numbers of each chip in a YAML file's content; an error for another form."""
     table = {
         str(name): {key: float(v) for key, v in chip.items() if key not in ("source", "fitted")}
         for name, chip in content.items()

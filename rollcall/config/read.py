@@ -24,7 +24,7 @@ ENTRIES = ("train.metrics", "train.callbacks", "log.to")
 """Keys with several entries, which may be written as text."""
 REMOVED = (
     *(("parallel", "static_graph", False), ("checkpoint", "auto_interval", False)),
-    ("checkpoint", "mtbf_hours", 24),
+    *(("checkpoint", "mtbf_hours", 24), ("faults", "replay_snapshots", 3)),
 )
 """Keys of earlier versions, which the files of their runs have; these values changed nothing."""
 

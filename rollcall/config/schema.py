@@ -362,8 +362,6 @@ class Faults(Section):
     spike_factor: float | None = _key(None, gt=1, on_resume=OnResume.TELL)
     """Skip a step whose loss is more than this multiple of the recent mean; needs one more
     collective per step. Set it from step 0; it cannot be added on resume. Default: off."""
-    replay_snapshots: int = _key(3, ge=0)
-    """Number of bad steps per attempt whose weights are kept for `rollcall replay`."""
     hang_seconds: Literal["auto"] | float | None = "auto"
     """Seconds without progress after which all ranks print their stacks and end; auto is ten times
     the longest step so far, at least 300; null turns it off."""

@@ -136,15 +136,6 @@ class Outer:
         for momentum in () if MOMENTUM in state else self._momentum.values():
             local_of(momentum).zero_()
 
-    def describe(self) -> str:
-        """Describe the meetings."""
-        options = self._options
-        how = "" if options.sync_compression == "none" else f" in {options.sync_compression}"
-        return (
-            f"The replicas train alone and meet every {options.sync_every} steps "
-            f"({options.sync}{how})."
-        )
-
 
 def _buckets(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, Any]]]:
     bucket, total = list[tuple[str, torch.Tensor]](), 0

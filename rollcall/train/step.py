@@ -81,7 +81,7 @@ class Steps:
         self._members = members
         self.gradient = Gradient(run, task.order, state, task.all_count)
         self._updater = Updater(run, task.order, state)
-        what = state.strategy, state.objective, state.read
+        what = state.strategy, state.objective
         self.recovery = Recovery(run, task.order, self.gradient, *what)
         self._newest: tuple[Batch, int]  # the batch and number of the newest update
         self._asked = Action.CONTINUE

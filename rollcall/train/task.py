@@ -265,11 +265,7 @@ class Task:
         self._on_logged(line.step, values)
 
     def _draw(self, step: int) -> None:
-        """Keep a grid of the images that `samples(model)` of the loss returns, if it has that.
-
-        Raises:
-            ConfigError: it returns something else.
-        """
+        """Keep a grid of the images that `samples(model)` of the loss returns, if it has that."""
         draw, world = getattr(self._loss.function, "samples", None), self._run.world
         if not self._loss.takes_model or draw is None:
             return

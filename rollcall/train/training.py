@@ -84,8 +84,6 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
     try:
         if world.is_main:
             run.say(f"rollcall: {parts.strategy.describe()}")
-            if outer := parts.trainer.state.outer:
-                run.say(f"rollcall: {outer.describe()}")
             if advice := not run.config.exact and precision.advice(run.config.precision, device):
                 run.say(f"rollcall: {advice}")
         try:
@@ -244,10 +242,7 @@ def _place_model(
         raise ConfigError(f"model.name={config.model.name}: the class has no method forward")
     crosscheck.check(world, config, model)
     example = spread.example
-    rows = len(strategy.rows(config.data.global_batch))
-    size = config.data.micro_batch
-    passes = strategy.data_ranks * -(-rows // (size if isinstance(size, int) else rows))
-    factors, missing = flops.factors(run, model, example, loss, passes)
+    factors, missing = flops.factors(run, model, example, loss)
     spread.compute_plain(model, begin.whole)
     strategy.place(model, example, begin.fill)
     if not loss.takes_model:

@@ -67,8 +67,7 @@ lint script.sbatch
 predict it --split validation
 generate it --help
 checkpoint list runs/it
-checkpoint verify runs/it
-replay it""".splitlines()
+checkpoint verify runs/it""".splitlines()
 HARMLESS = {"train": "--print-config", "submit": "--dry-run"}
 """Options that keep a command from starting anything."""
 FILES = {

@@ -29,7 +29,7 @@ from ranks import logged_steps, steps_without_a_line
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.train.checkpoint import layout
-from rollcall.train.checkpoint.tools import verify
+from rollcall.train.checkpoint.tools import export, verify
 from rollcall.train.exact import fingerprint
 
 Process = subprocess.Popen[bytes]
@@ -234,4 +234,4 @@ def _processes(run: RunDir) -> list[psutil.Process]:
 
 
 def _weights(run: RunDir) -> str:
-    return fingerprint.of_checkpoint(layout.path_of(run.checkpoints, STEPS))
+    return fingerprint.of(export.read(layout.path_of(run.checkpoints, STEPS))["model"])

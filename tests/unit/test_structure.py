@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_416, 8_000
+CORE_LINES, TOOLS_LINES = 38_858, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,8 +30,8 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 63,
-    "rollcall/cli": 319,
-    "rollcall/config": 2511,
+    "rollcall/cli": 318,
+    "rollcall/config": 2440,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/submission": 2255,
     "rollcall/launch/sweep": 402,
     "rollcall/messages": 253,
-    "rollcall/records": 1210,
+    "rollcall/records": 1189,
     "rollcall/system": 810,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
@@ -56,21 +56,21 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1694,
-    "rollcall/train": 2505,
-    "rollcall/train/checkpoint": 3374,
-    "rollcall/train/data": 3002,
-    "rollcall/train/exact": 618,
-    "rollcall/train/health": 1195,
-    "rollcall/train/inference": 857,
+    "rollcall/train": 2487,
+    "rollcall/train/checkpoint": 3318,
+    "rollcall/train/data": 2982,
+    "rollcall/train/exact": 590,
+    "rollcall/train/health": 1169,
+    "rollcall/train/inference": 785,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1145,
-    "rollcall/train/numerics": 1906,
-    "rollcall/train/parallel": 3038,
-    "rollcall/train/profiling": 669,
-    "rollcall/train/ranks": 1417,
-    "rollcall/train/recovery": 727,
+    "rollcall/train/models": 1128,
+    "rollcall/train/numerics": 1888,
+    "rollcall/train/parallel": 3034,
+    "rollcall/train/profiling": 614,
+    "rollcall/train/ranks": 1413,
+    "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 338,
-    "rollcall/train/weights": 873,
+    "rollcall/train/weights": 862,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -144,11 +144,7 @@ class Engine:
 
         To finish it, call `settle` with the sums of `signals` after every step, or call `drain`.
         The state is nested dictionaries of tensors and plain values under global names; the facts
-        are further plain values for the manifest.
-
-        Raises:
-            ConfigError: the state holds something that a checkpoint cannot hold.
-            RuntimeError: a save is in flight.
+        are further plain values. Raise ConfigError for anything else in the state.
         """
         if self._pending:
             raise RuntimeError(
@@ -219,15 +215,10 @@ class Engine:
     ) -> str:
         """Fill `state` in place and return the damage that any rank met; empty if all is intact.
 
-        Parts of replicas that the checkpoint does not hold are removed from the state. Everything
-        that the checkpoint holds must be in the state of some rank.
-
-        Args:
-            fill: fill the state, not only check what it needs.
-            complete: refuse a state that leaves out whole parts of the checkpoint, such as `ema`.
-
-        Raises:
-            ConfigError: the checkpoint belongs to another model or version, or holds more.
+        Without `fill`, only check what it needs. Parts of replicas that the checkpoint does not
+        hold are removed from the state. Everything that the checkpoint holds must be in the state
+        of some rank; with `complete`, also whole parts such as `ema`. Otherwise, and if the
+        checkpoint belongs to another model or version, raise ConfigError.
         """
         self.store.complete(step, partial(self.plan.of_node, state))
         problem = self.store.mismatch(step)
@@ -322,9 +313,6 @@ class Engine:
         publishes, under a `name` that all ranks know. A state is saved only if other ranks hold all
         that any rank holds; `WritePlan.share` has found that out. As in Just-In-Time Checkpointing
         (Gupta et al., EuroSys 2024), https://doi.org/10.1145/3627703.3650085.
-
-        Raises:
-            OSError: the part could not be written.
         """
         store, groups = self.store, self.plan.groups
         written = layout.unpublished(store.directory, step, name)
@@ -383,16 +371,8 @@ def restore(
 ) -> Restored | None:
     """Fill a state from the newest intact checkpoint of several tiers, and refuse damaged ones.
 
-    Args:
-        tiers: engines; if two of them have the same step, the first is read.
-        make_state: called only if there is something to load.
-        complete: see `Engine.try_load`.
-
-    Returns:
-        None if nothing was ever saved.
-
-    Raises:
-        ConfigError: a checkpoint belongs to another model or version, or none is intact.
+    If two tiers have the same step, the first is read. `make_state` is called only if there is
+    something to load. Raise ConfigError as `Engine.try_load` does, or if none is intact.
     """
     made: dict[str, Any] | None = None
     while True:

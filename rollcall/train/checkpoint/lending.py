@@ -36,10 +36,8 @@ class Loan(NamedTuple):
 def loans(rows: Sequence[Sequence[int]], publishers: Sequence[int]) -> list[Loan]:
     """Return which nodes get a step's checkpoint from which others.
 
-    Args:
-        rows: for each rank, what its node has: the save (0 if none) and a number for its tensors,
-            the same for the copy that it keeps for another node, and the number that it needs.
-        publishers: the first rank of each node.
+    A row of a rank is what its node has: the save (0 if none) and a number for its tensors, the
+    same for the copy that it keeps for another node, and the number that it needs.
     """
     save = next((row[kind] for kind in (0, 2) for row in rows if row[kind]), 0)
     held = {
@@ -56,11 +54,8 @@ def exchange(
 ) -> bool:
     """Send a checkpoint's files to one rank, and write those of another one; return True if any.
 
-    What cannot be read is sent as zeros, which no reader takes for the checkpoint.
-
-    Raises:
-        OSError: what came could not be written. All of it has come nevertheless.
-        RuntimeError: the other rank has ended.
+    What cannot be read is sent as zeros, which no reader takes for the checkpoint. Raise OSError if
+    what came could not be written, though all of it has come.
     """
     files = sorted(source.iterdir()) if source and source.is_dir() else []
     header = bytearray(json.dumps({file.name: file.stat().st_size for file in files}).encode())

@@ -82,12 +82,8 @@ def parse(data: bytes, directory: Path, whole: bool = True) -> Manifest:
 def read(directory: Path, whole: bool = True) -> Manifest:
     """Read the manifest of a checkpoint, and check that the data files have the right sizes.
 
-    Args:
-        whole: the pieces of every tensor must cover it, as everywhere but on a node's own disk.
-
-    Raises:
-        Damaged: the manifest or a data file is not what was written.
-        ConfigError: another version of rollcall wrote it.
+    If it is `whole`, as everywhere but on a node's own disk, pieces must cover every tensor. Raise
+    Damaged, or ConfigError if another version of rollcall wrote it.
     """
     manifest = load(directory, whole)
     for file in manifest.files:

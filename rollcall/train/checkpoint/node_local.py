@@ -220,12 +220,8 @@ def directory_of(text: str, run_dir: RunDir) -> Path:
 def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
     """Make the directories of `checkpoint.local` on all nodes; all ranks call it together.
 
-    Args:
-        text: the value of `checkpoint.local`, which may name environment variables.
-
-    Raises:
-        ConfigError: a directory is not usable as configured, or not safe.
-        OSError: a local disk is not writable.
+    Raise ConfigError if one is not usable as configured or not safe, OSError if a local disk is not
+    writable.
     """
     unfit = failure = run_id = ""
     word = world.broadcast_text(os.urandom(4).hex())  # a killed attempt may have left other probes

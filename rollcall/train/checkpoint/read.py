@@ -99,18 +99,11 @@ def view(tensor: torch.Tensor) -> memoryview:
 def load(
     directory: Path, stored: Manifest, state: dict[str, Any], whole: bool = True, fill: bool = True
 ) -> set[str]:
-    """Fill the tensors of `state` in place and replace its plain values.
+    """Fill the tensors of `state` in place and replace its plain values; return the dotted names.
 
-    Args:
-        whole: the checkpoint holds the whole state, not one node's part of it.
-        fill: fill the state, not only check the bytes that it needs.
-
-    Returns:
-        The dotted names of the tensors and values in the state.
-
-    Raises:
-        Damaged: the data is not what was written, or something that this rank needs is missing.
-        ConfigError: the checkpoint belongs to another model.
+    Without `fill`, only check the bytes that it needs. A checkpoint that is not `whole` holds one
+    node's part. Raise Damaged if the data is not what was written or something is missing, and
+    ConfigError if the checkpoint belongs to another model.
     """
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state)

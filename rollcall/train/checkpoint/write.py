@@ -36,12 +36,7 @@ ChunkSource = tuple[Chunk, Callable[[], memoryview]]
 def write_part(
     directory: Path, rank: int, chunks: Sequence[ChunkSource], values: Sequence[tuple[Key, Any]]
 ) -> None:
-    """Write and sync one rank's part: a file of raw bytes, and its index.
-
-    Raises:
-        OSError: the part could not be written.
-        Damaged: a chunk could not be read from its source.
-    """
+    """Write and sync one rank's part: a file of raw bytes, and its index."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)  # whatever umask the user's code has set
     index: dict[str, Any] = {"size": 0, "values": values, "boxes": []}
@@ -69,13 +64,8 @@ def publish(
 ) -> None:
     """Join the parts under a manifest, sync everything, and give the checkpoint its name.
 
-    Args:
-        check: called right before the rename; an exception from it stops the publishing.
-        whole: the parts must make up the whole state.
-
-    Raises:
-        OSError: the manifest could not be written.
-        Damaged: the parts do not make up the whole state.
+    An exception of `check`, which is called right before the rename, stops that. Raise Damaged if
+    the parts do not make up the `whole` state.
     """
     indexes = {rank: json.loads(_index(written, rank).read_bytes()) for rank in ranks}
     with _create(written / manifest.NAME) as file:

@@ -159,9 +159,8 @@ def differs(state: dict[str, Any], world: World) -> bool:
 def divide(held: Sequence[Mapping[int, int]], nodes: Sequence[int] = ()) -> list[list[int]]:
     """Return the chunks of each rank: each goes to its holder with the least so far, large first.
 
-    Args:
-        held: for each rank, the bytes of the chunks it holds, by id.
-        nodes: a number for each rank's node, if each node must write all that its ranks hold.
+    `held` has for each rank the bytes of the chunks it holds, by id. With a number for each rank's
+    node, each node writes all that its ranks hold.
     """
     sizes: dict[int, int] = {}
     holders: dict[tuple[int, int], list[int]] = {}  # ranks, by chunk and node

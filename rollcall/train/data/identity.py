@@ -18,10 +18,9 @@ HASHED_SAMPLES = 8
 
 
 def check(run: Run, source: Source, resuming: bool) -> dict[str, Any]:
-    """Compare the data with rank 0's and with an earlier attempt's; record and return its identity.
+    """Compare the data with rank 0's and an earlier attempt's; record and return its identity.
 
-    Raises:
-        ConfigError: the data differs from rank 0's, or from the data of the earlier attempts.
+    Raise ConfigError if it differs from either.
     """
     world, run_dir = run.world, run.run_dir
     identity, problem = identify(run.config.data.name, source), ""

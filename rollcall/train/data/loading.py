@@ -59,13 +59,9 @@ class Loading:
     ) -> Iterator[Batch]:
         """Yield the batches with these numbers, in order, on the device.
 
-        Args:
-            name: the data set in messages, such as "the training data".
-            select: returns the samples of a batch; called in the workers.
-            form: rules to make batches of samples.
-
-        Raises:
-            ConfigError, WorkerError: the first batch cannot be read.
+        Messages call the data set `name`, such as "the training data". The workers call `select`,
+        which returns the samples of a batch. Raise ConfigError or WorkerError if the first batch
+        cannot be read.
         """
         reader = Reader(dataset, name, self._seed, form or Form(), self._config.name)
 
@@ -88,13 +84,9 @@ class Loading:
         return waited
 
     def refuse(self, world: World, unreadable: float) -> None:
-        """Stop all ranks if too many samples could not be read; all ranks call it together.
+        """Raise ConfigError on all ranks, together, if too many samples could not be read.
 
-        Args:
-            unreadable: the sum of `self.unreadable` over all ranks.
-
-        Raises:
-            ConfigError: on every rank, with the rank, the file and the sample.
+        `unreadable` is the sum of `self.unreadable` over all ranks.
         """
         if unreadable > self._config.skip_unreadable + 0.5:  # a rank's share may be a fraction
             world.raise_together(self._problem)

@@ -125,10 +125,8 @@ def data_set(
 ) -> Callable[[Load], Load]:
     """Declare the abilities of a data set; decorates the function that loads it.
 
-    Args:
-        augments: it implements `data.augment`.
-        slow_imports: modules that loading imports; a node imports them before it forks its ranks.
-        reader: a function of config.data and the number of classes that returns a `ReadFiles`.
+    It may implement `data.augment`. Nodes import its `slow_imports` before they fork their ranks.
+    The `reader` makes a `ReadFiles` of config.data and the number of classes.
     """
 
     def declare(load: Load) -> Load:

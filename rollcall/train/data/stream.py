@@ -275,12 +275,8 @@ def _refuse_iterator(subject: str, name: str) -> None:
 def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> Any:
     """Return a map-style data set, packed if the form says so, or a `Stream` of an iterable.
 
-    Args:
-        name: the value of data.name, for messages.
-        parts: the largest number of parts of sharded data.
-
-    Raises:
-        ConfigError: the data set is neither, cannot be packed, or is a one-time iterator.
+    Sharded data has at most `parts` parts. Raise ConfigError if the data set is neither, cannot be
+    packed, or is a one-time iterator.
     """
     is_map = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
     if is_map and not isinstance(samples, torch.utils.data.IterableDataset):

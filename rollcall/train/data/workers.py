@@ -45,8 +45,7 @@ def in_order(
 ) -> Iterator[ReadResult]:
     """Yield the value of `fetch` for each number in order; workers compute `ahead` each in advance.
 
-    Raises:
-        WorkerError: a worker raised an exception, or one batch killed three.
+    Raise WorkerError if a worker raised an exception, or one batch killed three.
     """
     if not numbers:
         return

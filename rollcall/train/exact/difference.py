@@ -3,14 +3,12 @@
 Imports no torch. `recorder.py` writes the fingerprints.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.config import yaml_values
-from rollcall.messages.text import dotted
 from rollcall.records.run_dir import RunDir
-from rollcall.system.files import read_lines, read_whole
+from rollcall.system.files import read_lines
 
 FINGERPRINTS = "fingerprints.jsonl"
 LIKELY_CAUSES = {
@@ -66,20 +64,6 @@ def first(a: RunDir, b: RunDir) -> Difference | None:
     return None
 
 
-def circumstances(a: RunDir, b: RunDir) -> Iterator[str]:
-    """Describe other differences between two runs: configuration, versions, hardware, code."""
-    settings, others = _settings(a), _settings(b)
-    for key in _differing(settings, others):
-        yield f"{key}: {settings.get(key)} vs {others.get(key)}"
-    mine, theirs = _facts(a), _facts(b)
-    code, other_code = mine.pop("code", {}), theirs.pop("code", {})
-    for key in _differing(mine, theirs):
-        yield f"{key}: {_listed(mine.get(key))} vs {_listed(theirs.get(key))}"
-    changed = [name for name in code if other_code.get(name, code[name]) != code[name]]
-    if changed:
-        yield f"source code: {', '.join(changed)}"
-
-
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return [name for name in {**a, **b} if a.get(name) != b.get(name)]
 
@@ -87,22 +71,3 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _steps(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     lines = read_lines(run_dir.path / FINGERPRINTS)
     return {line["step"]: line for line in lines if "step" in line}
-
-
-def _facts(run_dir: RunDir) -> dict[str, Any]:
-    facts: dict[str, list[Any]] = {}
-    for line in read_lines(run_dir.path / FINGERPRINTS):
-        for name, value in line.get("facts", {}).items():
-            if name != "host" and value not in facts.setdefault(name, []):
-                facts[name].append(value)
-    code = {name: text for values in facts.pop("code", []) for name, text in values.items()}
-    return {**facts, "code": code}
-
-
-def _listed(values: Any) -> str:
-    return ", ".join(str(value) for value in values or ["nothing"])
-
-
-def _settings(run_dir: RunDir) -> dict[str, Any]:
-    values = yaml_values.load(read_whole(run_dir.config).decode())
-    return dotted({section: group for section, group in values.items() if section != "run"})

@@ -2,13 +2,9 @@
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from rollcall.train.checkpoint import layout, manifest, read
-from rollcall.train.checkpoint.contents import dotted
 
 
 def of(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -24,15 +20,6 @@ def of(tensors: Mapping[str, torch.Tensor]) -> str:
 def short(tensor: torch.Tensor) -> str:
     """Return a hash of one tensor's bytes in 16 hexadecimal digits."""
     return hashlib.sha256(numbers(tensor)).hexdigest()[:16]
-
-
-def of_checkpoint(directory: Path) -> str:
-    """Return the hash that `of` gives for a checkpoint's weights; Damaged if it is damaged."""
-    with layout.reading(directory):
-        stored = manifest.read(directory).tensors.values()
-        weights = [tensor for tensor in stored if tensor.key[0] == "model"]
-        tensors = read.whole(directory, weights)
-        return of({dotted(tensor.key[1:]): values for tensor, values in tensors})
 
 
 def numbers(tensor: torch.Tensor) -> Any:

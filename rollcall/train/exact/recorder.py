@@ -1,6 +1,6 @@
 """Record fingerprints of every tensor in every step, so that two runs can be compared.
 
-Rank 0 writes a line of facts for each attempt, a line for each step, and the weights at the end.
+Rank 0 writes a line for each step, and the weights at the end.
 """
 
 import json
@@ -14,7 +14,6 @@ from rollcall.system.files import append_line, read_lines, write_atomic
 from rollcall.train.data.source import Batch
 from rollcall.train.exact import fingerprint
 from rollcall.train.exact.difference import FINGERPRINTS
-from rollcall.train.health import crosscheck
 from rollcall.train.ranks.run import Run
 
 
@@ -33,7 +32,6 @@ class Recorder:
         if self._world.is_main:
             lines = read_lines(self._path)
             kept = [line for line in lines if line.get("step", 0) <= self._progress.step]
-            kept.append({"facts": crosscheck.facts(self._world.device)})
             write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def step(

@@ -45,8 +45,12 @@ class Way(NamedTuple):
     """One way to train the same run."""
 
     name: str
-    ranks: str  # of several attempts: such as "4, then 1"
-    starts: Sequence[int]  # the ranks of each attempt; all but the last are asked to stop halfway
+    attempts: Sequence[int]  # ranks of each; all but the last are asked to stop in the middle
+
+    @property
+    def ranks(self) -> str:
+        """The numbers of ranks in words, such as "4, then 1"."""
+        return ", then ".join(map(str, self.attempts))
 
 
 class Finished(NamedTuple):
@@ -87,10 +91,10 @@ def _train_all(kind: str, ranks: Sequence[int], words: Sequence[str]) -> Iterato
             raise ConfigError(f"{run_dir.path} already exists: choose another run.name")
         print(f"rollcall: {way.name}, ranks: {way.ranks}, run directory {run_dir.path}", flush=True)
         try:
-            for attempt, start in enumerate(way.starts, 1):
-                started = command("supervise", f"--nproc-per-node={start}", "--max-restarts=0")
+            for attempt, count in enumerate(way.attempts, 1):
+                started = command("supervise", f"--nproc-per-node={count}", "--max-restarts=0")
                 line = [*started, "--", *TRAIN, *words, *run_dir.words]
-                _run_to_end(line, run_dir, stop=attempt < len(way.starts))
+                _run_to_end(line, run_dir, stop=attempt < len(way.attempts))
         except VerifyError as error:
             raise VerifyError(f"{way.name}: {error}") from None
         yield Finished(way.name, way.ranks, run_dir)
@@ -126,23 +130,19 @@ def report(runs: Sequence[Finished]) -> int:
             print(f"  {first}\n  {first.likely_cause}")
         else:
             print("  no step with fingerprints in both runs differs (see log.fingerprints)")
-        for line in difference.circumstances(reference.run_dir, other.run_dir):
-            print(f"  different: {line}")
     return 1 if unequal else 0
 
 
-def equal(ranks: Sequence[int]) -> Iterator[Way]:
+def equal(ranks: Sequence[int]) -> list[Way]:
     """Train on each number of ranks."""
-    for count in ranks:
-        yield Way("uninterrupted", str(count), [count])
+    return [Way("uninterrupted", [count]) for count in ranks]
 
 
-def resume(ranks: Sequence[int]) -> Iterator[Way]:
+def resume(ranks: Sequence[int]) -> list[Way]:
     """Train without a stop, and with a stop and a resume on a different number of ranks."""
     few, many = min(ranks), max(ranks)
-    yield from equal([many])
-    for first, then in dict.fromkeys([(many, few), (few, many)]):
-        yield Way("stopped and resumed", f"{first}, then {then}", [first, then])
+    pairs = dict.fromkeys([(many, few), (few, many)])
+    return [*equal([many]), *(Way("stopped and resumed", pair) for pair in pairs)]
 
 
 WAYS = {"equal": equal, "resume": resume}

@@ -1,12 +1,6 @@
-"""Check before the first step that all ranks have the same code, configuration and model.
-
-`rollcall verify` uses the same facts to explain why two runs differ.
-"""
+"""Check before the first step that all ranks have the same code, configuration and model."""
 
 import hashlib
-import os
-import platform
-import socket
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -22,15 +16,6 @@ from rollcall.messages.text import dotted
 from rollcall.train.ranks.device import chip_name
 from rollcall.train.ranks.world import World
 
-VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_MAX_CPU_ISA",
-)
-"""Environment variables by which libraries choose their kernels or the order of additions."""
 MUST_BE_EQUAL = ("torch", "configuration", "code", "model")
 """Facts that must be the same on all ranks."""
 KERNELS = ("device", "cpu capability")
@@ -49,7 +34,11 @@ def check(world: World, config: Config, model: nn.Module) -> None:
     Raise ConfigError if the torch version, the configuration, the code or the model differs.
     """
     local = {
-        **facts(world.device),
+        "host": world.host,
+        "torch": torch.__version__,
+        "device": chip_name(world.device),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "code": code(),
         # In the form in which rank 0's arrives: all keys are texts.
         "configuration": dotted(config.model_dump(mode="json", exclude={"run"})),
         "model": {
@@ -85,21 +74,6 @@ def differences(name: str, main: Any, local: Any) -> Iterator[str]:
     elif main != local:
         is_code = name.startswith("code ")
         yield f"different {name}" if is_code else f"{name} is {local}, not {main}"
-
-
-def facts(device: torch.device) -> dict[str, Any]:
-    """Collect the facts that can change a run's result: versions, hardware, threads and code."""
-    return {
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": chip_name(device),
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "code": code(),
-    }
 
 
 def code() -> dict[str, str]:

@@ -1,25 +1,19 @@
-"""Formats of predictions: a JSON line for each sample, or one NumPy array."""
+"""The lines of predictions: one for each sample."""
 
-import io
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from rollcall.config import ConfigError
-from rollcall.system.files import write_atomic
 from rollcall.train.data.source import Batch
 from rollcall.train.inference.trained import Trained
 from rollcall.train.numerics import losses
 from rollcall.train.numerics.cross_entropy import IGNORED
 
 
-class _JsonLines:
+class Lines:
     """JSON lines with the sample's number, its file, the prediction, and a probability or loss."""
 
     def __init__(self, model: Trained, dataset: Dataset[Any], has_targets: bool) -> None:
@@ -30,7 +24,7 @@ class _JsonLines:
 
     def encode(
         self, indices: range, outputs: torch.Tensor, batch: Batch, filled: torch.Tensor | None
-    ) -> Sequence[Any]:
+    ) -> list[str]:
         """Return a line for each index; `filled` is a mask (rows, length) of the rows' content."""
         columns = self._predictions(outputs, batch.targets)
         lengths = _lengths(outputs, batch.targets, filled)
@@ -49,13 +43,6 @@ class _JsonLines:
                 line["error"] = "cannot be read"
             lines.append(json.dumps(line) + "\n")
         return lines
-
-    def write(self, path: Path, content: Sequence[Any]) -> None:
-        write_atomic(path, "".join(content))
-
-    def join(self, paths: Sequence[Path], target: Path) -> None:
-        with target.open("wb") as file:
-            file.writelines(path.read_bytes() for path in paths)
 
     def _predictions(self, outputs: torch.Tensor, targets: Any) -> Mapping[str, list[Any]]:
         if self._loss.is_of_values or not losses.are_scores(outputs, targets):
@@ -82,48 +69,3 @@ def _lengths(outputs: torch.Tensor, targets: Any, filled: torch.Tensor | None) -
     padding = targets[~filled.cpu()]  # targets that only happen to be as long have other values
     is_padded = (padding == (0 if targets.is_floating_point() else IGNORED)).all()
     return filled.sum(1).tolist() if is_padded else []
-
-
-class _NumpyArray:
-    """One array of all outputs; NaN for unreadable samples."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def encode(
-        self, indices: range, outputs: torch.Tensor, batch: Batch, _filled: torch.Tensor | None
-    ) -> Sequence[Any]:
-        outputs = outputs if outputs.is_complex() else outputs.float()
-        outputs[batch.weights.cpu() == 0] = float("nan")
-        return [*outputs[: len(indices)].numpy()]
-
-    def write(self, path: Path, content: Sequence[Any]) -> None:
-        _check_shapes({row.shape for row in content})
-        data = io.BytesIO()
-        np.save(data, np.stack(content))
-        write_atomic(path, data.getvalue())
-
-    def join(self, paths: Sequence[Path], target: Path) -> None:
-        """Copy into a memory-mapped file, which may be larger than the memory."""
-        parts: list[NDArray[np.float32]] = [np.load(path, mmap_mode="r") for path in paths]
-        _check_shapes({part.shape[1:] for part in parts})
-        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-        whole = np.lib.format.open_memmap(target, "w+", parts[0].dtype, shape)
-        start = 0
-        for part in parts:
-            whole[start : start + len(part)] = part
-            start += len(part)
-        whole.flush()
-
-
-def _check_shapes(shapes: set[tuple[int, ...]]) -> None:
-    """Raise ConfigError if the outputs of samples differ in their shapes."""
-    if len(shapes) > 1:
-        first, second, *_ = sorted(shapes)
-        raise ConfigError(
-            f"--output: one array cannot hold outputs of the shapes {first} and {second}; set "
-            "data.pad to the length of the longest row, or choose a .jsonl file"
-        )
-
-
-Format = _JsonLines | _NumpyArray
-OUTPUT_FORMATS: dict[str, Any] = {".jsonl": _JsonLines, ".npy": _NumpyArray}

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from rollcall.train.main import on_all_ranks
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from rollcall.train.inference.outputs import Format
+    from rollcall.train.inference.outputs import Lines
     from rollcall.train.inference.trained import Trained
     from rollcall.train.ranks.signals import StopSignals
     from rollcall.train.ranks.world import World
@@ -40,7 +40,6 @@ rollcall predict RUN [--input FILES | --split NAME] [--output FILE] [key=value .
 The ranks share the samples, with any strategy. key=value overrides the run's configuration. After a
 stop or a kill, the same command continues.
 """
-OUTPUT_SUFFIXES = (".jsonl", ".npy")
 MAX_PART = 1024
 """The largest number of samples of a part."""
 PARTS_OF_A_RANK = 4
@@ -58,11 +57,7 @@ class Parts:
         self.size = 1  # samples of a part
 
     def begin(self, facts: dict[str, Any], samples: int, size: int) -> None:
-        """Begin, or continue with existing parts and their size; all parts have the same facts.
-
-        Raises:
-            ConfigError: the output file exists, or the existing parts have other facts.
-        """
+        """Begin, or continue with existing parts and their size; all parts have the same facts."""
         with self.world.together():
             if self.world.is_main:
                 try:
@@ -85,12 +80,14 @@ class Parts:
 
     def path(self, part: int) -> Path:
         """Return the file of a part."""
-        return self._directory / f"{part:08d}{self._output.suffix}"
+        return self._directory / f"{part:08d}.jsonl"
 
-    def join(self, join: Callable[[Sequence[Path], Path], None]) -> None:
-        """Make one file of all parts with `join`; call it on one rank."""
-        whole = self._directory / f"whole{self._output.suffix}"
-        join([self.path(part) for part in range(-(-self.samples // self.size))], whole)
+    def join(self) -> None:
+        """Make one file of all parts; call it on one rank."""
+        whole = self._directory / "whole.jsonl"
+        parts = range(-(-self.samples // self.size))
+        with whole.open("wb") as file:
+            file.writelines(self.path(part).read_bytes() for part in parts)
         sync(whole)
         whole.replace(self._output)
         sync(self._output.parent)
@@ -125,10 +122,7 @@ def main(words: Sequence[str]) -> int:
     samples.add_argument("--input", metavar="FILES", help=files)
     split, splits = "part of the run's data set (default: %(default)s)", ("train", "validation")
     samples.add_argument("--split", choices=splits, default="validation", help=split)
-    output = (
-        ".jsonl for one line per sample, .npy for an array of the outputs (default: "
-        "predictions.jsonl in the run directory)"
-    )
+    output = "a .jsonl file, with a line for each sample (default: predictions.jsonl of the run)"
     add("--output", type=Path, metavar="FILE", help=output)
     batch = "samples per forward pass on one rank (default: data.micro_batch of the run, or 64)"
     add("--batch", type=int, help=batch)
@@ -137,11 +131,8 @@ def main(words: Sequence[str]) -> int:
     try:
         run_dir, config = trained.find(options.run, overrides)
         options.output = (options.output or run_dir.path / "predictions.jsonl").absolute()
-        if options.output.suffix not in OUTPUT_SUFFIXES:
-            raise ConfigError(
-                f"--output: expected a file that ends in {' or '.join(OUTPUT_SUFFIXES)}, got "
-                f"{options.output}"
-            )
+        if options.output.suffix != ".jsonl":
+            raise ConfigError(f"--output: expected a file that ends in .jsonl: {options.output}")
         if options.batch is None:
             size = config.data.micro_batch
             options.batch = size if isinstance(size, int) else 64
@@ -159,7 +150,7 @@ def _predict(
     world: "World",
     stop: "StopSignals",
 ) -> int:
-    from rollcall.train.inference.outputs import OUTPUT_FORMATS
+    from rollcall.train.inference.outputs import Lines
 
     with trained.load(run_dir, config, world, options.input is None, options.best) as model:
         dataset, facts = _samples(model, options)
@@ -170,7 +161,7 @@ def _predict(
         options.batch = min(options.batch, samples)
         facts = {**facts, "run": str(run_dir.path), "step": model.step}
         parts.begin(facts, samples, _size(samples, model.strategy.data_ranks, options.batch))
-        output = OUTPUT_FORMATS[options.output.suffix](model, dataset, options.input is None)
+        output = Lines(model, dataset, options.input is None)
         missing = parts.missing()
         started = time.perf_counter()
         _compute(model, dataset, parts, output, options.batch, stop)
@@ -179,7 +170,7 @@ def _predict(
     if world.is_main:
         if not left:
             try:
-                parts.join(output.join)
+                parts.join()
             except OSError as error:
                 raise ConfigError(f"{options.output}: cannot write: {error.strerror}") from None
         count = sum(len(parts.indices(part)) for part in missing if part not in left)
@@ -226,7 +217,7 @@ def _compute(
     model: "Trained",
     dataset: "Dataset[Any]",
     parts: Parts,
-    output: "Format",
+    output: "Lines",
     batch: int,
     stop: "StopSignals",
 ) -> None:
@@ -264,7 +255,7 @@ def _compute(
     # Of the ranks that compute the same outputs, the first writes them.
     shares = world.gather(torch.tensor([strategy.data_rank])).flatten().tolist()
     writes = shares.index(strategy.data_rank) == world.rank
-    content: list[Any] = []
+    content: list[str] = []
     for number, samples in enumerate(batches):
         inputs, filled = form.measured(samples.inputs)
         samples = samples._replace(inputs=inputs).to(world.device)
@@ -279,7 +270,7 @@ def _compute(
         with world.together():
             if mine is not None and writes:
                 try:
-                    output.write(parts.path(mine), content)
+                    write_atomic(parts.path(mine), "".join(content))
                 except OSError as error:
                     text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
                     raise ConfigError(text) from None

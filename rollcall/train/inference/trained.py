@@ -63,12 +63,7 @@ def load(
 ) -> "Iterator[Trained]":
     """Load the newest or best checkpoint of a run, with the weights that its evaluation uses.
 
-    Args:
-        with_data: load the data set; otherwise use the run's record of it, if that is enough to
-            read files.
-
-    Raises:
-        ConfigError: the run has no checkpoint, or it does not fit the configuration.
+    Without `with_data`, the run's record of its data set is used if that is enough to read files.
     """
     from torch.distributed.checkpoint import state_dict
 

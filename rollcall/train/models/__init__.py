@@ -20,11 +20,7 @@ TORCHVISION = "a classification model of torchvision such as resnet18 or vit_b_1
 
 
 def build(config: Model, source: Source) -> nn.Module:
-    """Return the model that the configuration names, with sizes that fit the data.
-
-    Raises:
-        ConfigError: the model is unknown, or needs a number of classes that the data does not tell.
-    """
+    """Return the model that the configuration names, with sizes that fit the data."""
     is_short = ":" not in config.name and config.name not in MODELS
     if is_short and config.name not in vision.names():
         raise unknown("model.name", config.name, [*MODELS, TORCHVISION], MODELS)
@@ -70,9 +66,6 @@ def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Apply the configured number format, activation checkpointing, BatchNorm and memory layout.
 
     The names of the weights do not change. Call it before the model is spread over ranks.
-
-    Raises:
-        ConfigError: the model does not support one of them.
     """
     if config.precision == "fp8":
         fp8.use(model)

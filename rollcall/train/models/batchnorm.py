@@ -72,10 +72,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 def warning(model: nn.Module, ranks: int, batch: int, is_cut: bool) -> str:
     """Return a warning if the result depends on the number of ranks or the micro-batch, or "".
 
-    Args:
-        ranks: the number of ranks that compute different samples of a batch.
-        batch: the global batch, in samples.
-        is_cut: a rank computes its samples in several micro-batches.
+    So many `ranks` compute different samples of a `batch`; each may cut its own in micro-batches.
     """
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     plain = [norm for norm in norms if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)]

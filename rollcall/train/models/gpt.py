@@ -98,11 +98,7 @@ def gpt(config: Model, source: Source) -> nn.Module:
 
 
 def transformer(kind: type[Gpt], block: "type[Block]", config: Model, source: Source) -> Gpt:
-    """Return a transformer of this class with blocks of that class.
-
-    Raises:
-        ConfigError: the samples are not sequences, or the numbers of heads do not divide.
-    """
+    """Return a transformer of this class with blocks of that class."""
     if len(source.shape) != 1:
         raise ConfigError(
             f"model.name={config.name} expects one tensor of tokens, got samples of shape "

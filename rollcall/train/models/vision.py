@@ -30,9 +30,6 @@ def vision(config: Model, source: Source) -> nn.Module:
     For images below 64 pixels, the first layer of a ResNet is a 3×3 convolution without a stride
     (He et al., section 4.2, https://arxiv.org/abs/1512.03385). The patches of a ViT are small
     enough to make at least 7×7 of them.
-
-    Raises:
-        ConfigError: the samples are not images, or too small for the model.
     """
     from torchvision import models
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,25 +22,10 @@ if TYPE_CHECKING:
 
 NOTHING = "rows are empty, all targets are -100, or the loss returns weights of 0"
 """Why no target counts."""
-Function = TypeVar("Function", bound=Callable[..., Any])
+KINDS = {"cross_entropy": "classes", "next_token": "classes", "mse": "values"}
+"""The targets of rollcall's losses: class numbers, of which -100 does not count, or numbers."""
 
 
-def of_classes(function: Function) -> Function:
-    """Declare a loss of class numbers, of which -100 does not count.
-
-    It returns the sum over each sample's targets divided by their number, with 0 for the ignored.
-    """
-    function.__dict__["kind"] = "classes"
-    return function
-
-
-def of_values(function: Function) -> Function:
-    """Declare a loss of numeric targets, for which the outputs are the predictions."""
-    function.__dict__["kind"] = "values"
-    return function
-
-
-@of_classes
 def per_sample_loss(
     outputs: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> torch.Tensor:
@@ -60,7 +45,6 @@ def per_sample_loss(
     return losses if targets.ndim == 1 else _mean(losses.view(targets.shape))
 
 
-@of_values
 def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean squared error of each sample: outputs and targets of one shape to (rows,)."""
     if outputs.shape != targets.shape:
@@ -143,11 +127,9 @@ class Loss:
     def __init__(
         self, name: str, function: Callable[..., Any], by_target: bool = False, source: str = ""
     ) -> None:
-        """Use the function of this name.
+        """Use the function of this name; `source` is the value of data.name, for messages.
 
-        Args:
-            by_target: whether rows have unequal numbers of targets, because they are padded.
-            source: the value of data.name, for messages.
+        With `by_target`, rows have unequal numbers of targets, because they are padded.
         """
         self.name = name
         self.function = function
@@ -156,7 +138,7 @@ class Loss:
         self.module = module if module and module.state_dict() else None
         self._source = source
         self.is_of_transformers = False  # it is the loss of a model of transformers, which shifts
-        self._kind = getattr(function, "kind", "")
+        self._kind = KINDS.get(name, "")
         self.is_of_values = self._kind == "values"  # outputs are numbers, not scores of classes
         self._is_by_target = by_target or name == "next_token"
         # Whether it returns weights too. They are known only after a forward pass.

@@ -256,14 +256,10 @@ class Balance(Part):
         scale: Callable[[], float | torch.Tensor],
         device: torch.device,
     ) -> None:
-        """Balance the layers of a model.
+        """Balance these layers, by name: the number of experts, and the layer, if it is here.
 
-        Args:
-            layers: the number of experts by the layer's name, and the layer, if this rank has it.
-            copies: ranks that count the same tokens.
-            passes: returns how many of the newest counts are of the step; 0 means all.
-            scale: returns the factor of a sample's loss in the gradient of the step.
-            device: where tokens are counted.
+        So many `copies` count the same tokens. `passes` returns how many of the newest counts are
+        of the step, 0 for all, and `scale` the factor of a sample's loss in its gradient.
         """
         self._layers, self._copies, self._passes = layers, copies, passes
         self._names = [f"{name} {n}" for name, (size, _) in layers.items() for n in range(size)]

@@ -2,11 +2,11 @@
 
 import gzip
 import json
-import math
 import os
 import sys
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from rollcall.train.ranks.run import Run
 
 MAX_STEPS = 1000
 """The largest number of steps of a profile: traces are large."""
-ELEMENT_BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2}
-"""Bytes of an element by its type, in small letters; 1 for other types."""
+ROWS = 15
+"""Operators that the table shows."""
 
 
 class Profiler:
@@ -147,38 +147,23 @@ class _Profile:
             files.append(f"memory-{rank}.pickle")
             torch_private.dump_memory(folder / files[-1])
             torch_private.record_memory(False)
-        with gzip.open(trace, "rt") as file:
-            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-        kernels = [event for event in events if event.get("cat") == "kernel"]
         exposed, source = seconds[COMMUNICATION], "the time in which the rank waited for others"
-        if kernels:
+        if kernels := _kernels(trace) if self._is_on_gpu else []:
             exposed, source = _exposed(kernels) / steps, "from the trace: only NCCL ran on the GPU"
         RankProfile(
             seconds=sum(seconds),
             phases=dict(zip(Phases.PHASES, seconds, strict=True)),
             exposed=exposed,
             exposed_by=source,
-            operators=self._operators(),
-            collectives=_collectives(events),
+            operators=self._torch.key_averages().table(
+                sort_by=f"self_{'device' if self._is_on_gpu else 'cpu'}_time_total",
+                row_limit=ROWS,
+                max_name_column_width=40,
+            ),
             files=files,
             **names,
         ).write(run.run_dir.path)
         run.say(f"rollcall: profile of steps {self._first} to {last}: {folder}")
-
-    def _operators(self) -> list[dict[str, Any]]:
-        """Return the operators by their own time, on the GPU if there is one."""
-        rows = []
-        kind = "device" if self._is_on_gpu else "cpu"
-        for event in self._torch.key_averages():
-            if event.key not in Phases.PHASES and not event.key.startswith("gloo:"):
-                self_time, total = (
-                    getattr(event, f"{of}{kind}_time_total") for of in ("self_", "")
-                )
-                times = {"seconds": self_time / 1e6, "total": total / 1e6}
-                rows.append({"name": event.key, "calls": event.count, **times})
-        whole = sum(row["seconds"] for row in rows) or 1.0
-        rows = [{**row, "share": row["seconds"] / whole} for row in rows]
-        return sorted(rows, key=lambda row: -row["seconds"])[:50]
 
 
 class _Nsight(_Profile):
@@ -209,30 +194,10 @@ def _steps_of(text: str) -> tuple[int, int]:
     return int(first), int(end)
 
 
-def _collectives(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return collectives of the same kind and size as one row, the longest first."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for event in events:
-        if (size := _size(event)) is not None:
-            name = event.get("args", {}).get("Collective name") or event["name"]
-            new = {"name": name, "bytes": size, "calls": 0, "seconds": 0.0}
-            row = rows.setdefault((name, size), new)
-            row["calls"] += 1
-            row["seconds"] += event["dur"] / 1e6
-    return sorted(rows.values(), key=lambda row: -row["seconds"])
-
-
-def _size(event: dict[str, Any]) -> int | None:
-    """Return the bytes that a rank gives to a collective; None for other events."""
-    args: dict[str, Any] = event.get("args", {})
-    if event.get("cat") == "kernel" and "In msg nelems" in args:
-        return int(args["In msg nelems"]) * ELEMENT_BYTES.get(args.get("dtype", "").lower(), 1)
-    if not event["name"].startswith("gloo:") or not args.get("Input Dims"):
-        return None
-    pairs = zip(args["Input Dims"], args["Input type"], strict=True)
-    return sum(
-        math.prod(map(int, shape)) * ELEMENT_BYTES.get(kind.lower(), 1) for shape, kind in pairs
-    )
+def _kernels(trace: Path) -> list[dict[str, Any]]:
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
 
 
 def _exposed(kernels: Iterable[dict[str, Any]]) -> float:

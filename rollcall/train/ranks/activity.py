@@ -22,9 +22,7 @@ _stacks: defaultdict[int, list[tuple[str, bool]]] = defaultdict(list)
 class doing:
     """A context manager and decorator that marks what the current thread is doing; may be nested.
 
-    Args:
-        what: a phrase that completes "rank 3 was …".
-        may_take_long: whether minutes without progress are normal here.
+    `what` completes "rank 3 was …"; it `may_take_long` if minutes without progress are normal.
     """
 
     def __init__(self, what: str, *, may_take_long: bool = False) -> None:

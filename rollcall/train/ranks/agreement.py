@@ -82,10 +82,8 @@ class Member(Protocol[Numbers]):
     def settle(self, step: Step, agreed: Numbers) -> Action:
         """Act on the sums of a step, one step later.
 
-        Args:
-            step: the step that the numbers are about.
-            agreed: the sums, the same on every rank: numbers as floats, vectors as lists of floats.
-                So all ranks may raise an error together.
+        They are the same on every rank, so all may raise an error together: numbers as floats,
+        vectors as lists of floats.
         """
         ...
 

@@ -13,13 +13,10 @@ import torch
 
 from rollcall.messages.text import listed
 from rollcall.system.files import read_value, write_atomic
-from rollcall.train.checkpoint.engine import Engine, MakeState
-from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.data.order import Order
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.parallel.strategy import Strategy
-from rollcall.train.ranks.activity import doing
 from rollcall.train.ranks.agreement import FaultError, Step
 from rollcall.train.ranks.run import Run
 from rollcall.train.recovery.nonfinite import BACKWARD, NOWHERE, Finding, Witness
@@ -27,8 +24,6 @@ from rollcall.train.recovery.nonfinite import BACKWARD, NOWHERE, Finding, Witnes
 SAMPLES_SHOWN = 8
 """Samples that a message names."""
 SAMPLES_RECORDED = 64
-SNAPSHOT_SECONDS = 60.0
-"""How long training waits until the weights of a skipped step are on disk."""
 LEFT_OUT = "left-out.json"
 
 
@@ -46,7 +41,7 @@ class Repeatable(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """One skipped step, as `faults/step-…` and the event `skipped` record it."""
+    """One skipped step, as the event `skipped` records it."""
 
     step: int  # from 1
     kind: str  # what was wrong
@@ -56,9 +51,6 @@ class Fault:
     samples: list[int]  # numbers of the training samples that caused it, as far as known
     loss: str  # of the whole step; a text because JSON knows no NaN
     grad_norm: str
-    micro_batch: int
-    rows: tuple[int, int]  # first and last (exclusive) place of the rank's rows in the global batch
-    stream: int  # the rank's stream of random numbers
 
 
 class Recovery:
@@ -74,11 +66,9 @@ class Recovery:
         gradient: Repeatable,
         strategy: Strategy,
         objective: Objective,
-        make_state: MakeState,  # returns what to save, as `model` the weights
     ) -> None:
         self._run, self._world, self._order = run, run.world, order
         self._gradient, self._strategy, self._objective = gradient, strategy, objective
-        self._make_state = make_state
         # The newest steps, if they were skipped: a state that is not worth saving.
         self.row: list[int] = []
         self.left_out: set[int] = set()  # updates (from 0) that are not done, after a rollback
@@ -87,15 +77,9 @@ class Recovery:
         self.is_idle = True  # no step of the run has changed the weights
         self._cause = ""  # of the newest step that did not
         self._directory = run.run_dir.faults
-        keep = run.config.faults.replay_snapshots
-        self._snapshots = (
-            Engine(CheckpointStore(self._directory, run.world, keep)) if keep else None
-        )
 
     def resume(self) -> None:
-        """Read which steps an earlier attempt left out, and remove its half-written snapshots."""
-        if self._snapshots:
-            self._snapshots.clean()
+        """Read which steps an earlier attempt left out."""
         # What cannot be read is found again: the rollback repeats.
         found = read_value(self._directory / LEFT_OUT) if self._world.is_main else []
         steps = self._world.broadcast(found if isinstance(found, list) else [])
@@ -157,14 +141,12 @@ class Recovery:
         self._gradient.drop()
         is_spike = is_spike and math.isfinite(step.loss)
         fault = self._spike(step, witness) if is_spike else self._nonfinite(step, witness)
-        self._keep(fault)
         self.row.append(step.number)
         self._skipped.append(step.number)
         self._report(fault, is_spike)
         self._cause = (
             f"{_steps(self.row)} skipped, the last one because of {fault.kind} in "
-            f"{fault.place}: see `rollcall replay {self._run.run_dir.path} {step.number}`, "
-            "lower optim.lr, set optim.clip_norm, or leave them out by "
+            f"{fault.place}: lower optim.lr, set optim.clip_norm, or leave them out by "
             "faults.on_repeated=rollback"
         )
         if len(self.row) >= self._run.config.faults.max_skipped_steps:
@@ -227,9 +209,6 @@ class Recovery:
             samples=[self._order.samples(step.number - 1, span)[0][0] for span in spans],
             loss=str(step.loss),
             grad_norm=str(step.grad_norm),
-            micro_batch=self._gradient.micro_batch or len(rows),
-            rows=(rows.start, rows.stop),
-            stream=self._strategy.stream,
         )
 
     def _nonfinite(self, step: Step, witness: Witness) -> Fault:
@@ -259,17 +238,6 @@ class Recovery:
         where = "" if is_spike else f" (rank {fault.rank} of {fault.world_size})"
         text = f"step {fault.step} was skipped: {fault.kind}, first in {fault.place}{where}"
         self._run.tell("skipped", f"{text}; samples {samples}{more}", **asdict(fault))
-
-    @doing("saving a checkpoint", may_take_long=True)
-    def _keep(self, fault: Fault) -> None:
-        if self._snapshots is None:
-            return
-        facts = {"fault": asdict(fault), **self._order.facts(fault.step - 1)}
-        self._snapshots.begin(fault.step, {"model": self._make_state()["model"]}, **facts)
-        outcome = self._snapshots.drain(SNAPSHOT_SECONDS)
-        if outcome and outcome.problem:
-            text = f"could not keep the weights of step {fault.step}: {outcome.problem}"
-            self._run.tell("snapshot_lost", text, step=fault.step)
 
 
 def _steps(row: list[int]) -> str:

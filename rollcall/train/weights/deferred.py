@@ -234,9 +234,7 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
 def build(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recorder | None, str]:
     """Build a model without memory for its tensors, if its code allows that.
 
-    Returns:
-        The model; the recorder that knows its values, or None if the model has them already; and
-        why that was so.
+    With it comes the recorder that knows its values; or None, and why the model has them already.
     """
     set_seed(seed, "model")  # for code that draws from Python or NumPy
     recorder = Recorder(seed)

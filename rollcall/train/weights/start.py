@@ -146,11 +146,7 @@ def start(run: Run, make: Callable[[], nn.Module]) -> Start:
     """Build the model of a run, freeze parts, and find the initial values of its tensors.
 
     All ranks call this together. A run that continues from a checkpoint no longer needs
-    `model.init`.
-
-    Raises:
-        ConfigError: on all ranks; `model.init` cannot be read or does not fit the model, or a
-            pattern fits nothing.
+    `model.init`. Raise ConfigError on all ranks if that cannot be read or does not fit.
     """
     config, world = run.config, run.world
     begin = built(config, make)
@@ -196,9 +192,8 @@ def match(
 ) -> dict[str, str]:
     """Return the stored names of tensors that `model.init` holds, by their names in the model.
 
-    Raises:
-        ConfigError: a parameter is not stored or has another shape, and `model.init_random` does
-            not name it; or a pattern fits nothing.
+    Raise ConfigError if a parameter that `model.init_random` does not name is not stored or has
+    another shape, or if a pattern fits nothing.
     """
     renamed = rename(shapes, config.model.init_rename)
     persistent = set(model.state_dict(keep_vars=True))
@@ -240,11 +235,7 @@ def match(
 
 
 def rename(names: Iterable[str], rules: str | None) -> dict[str, str]:
-    """Return stored names by the names that `old=new` rules give them; the first rule applies.
-
-    Raises:
-        ConfigError: a rule has no `=`, differs in its stars, or fits no name.
-    """
+    """Return stored names by the names that `old=new` rules give them; the first rule applies."""
     names = list(names)
     renamed: dict[str, str] = {}
     used: set[str] = set()

@@ -47,15 +47,10 @@ class _Chosen(NamedTuple):
 
 
 def export(path: Path, target: Path, form: str, is_whole: bool = False) -> int:
-    """Write the weights of a checkpoint, and return the number of tensors.
+    """Write the weights of a checkpoint in one of the FORMATS; return the number of tensors.
 
-    Args:
-        form: a key of FORMATS.
-        is_whole: write everything that the checkpoint holds, under its full names.
-
-    Raises:
-        Damaged: the checkpoint is damaged.
-        ConfigError: the format cannot hold a tensor, or the checkpoint holds no weights.
+    If it `is_whole`, write everything that the checkpoint holds, under its full names. Raise
+    Damaged, or ConfigError if the format cannot hold a tensor, or the checkpoint holds no weights.
     """
     with layout.reading(path):
         stored = manifest.read(path)

@@ -19,11 +19,7 @@ from rollcall.train.torch_private import keystr, tree_flatten_with_path
 
 
 def load(config: Data, world: World, seed: int = 0) -> Source:
-    """Load the data that the configuration names; every rank must call this together.
-
-    Raises:
-        ConfigError: the data set is unknown, or its files are missing or have another form.
-    """
+    """Load the data that the configuration names; every rank must call this together."""
     if config.augment and config.name in DATA_SETS and not _declared(config.name, "augments"):
         names = [name for name in DATA_SETS if _declared(name, "augments")]
         raise ConfigError(

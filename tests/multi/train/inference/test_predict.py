@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def predict(ranks: int, run: Path, output: Path, *more: str) -> list[dict[str, Any]]:
     train(ranks, ["predict", str(run), "--output", str(output), *more], output.parent / "logs")
     assert not output.with_name(f"{output.name}.parts").exists()
-    return [*read_lines(output)] if output.suffix == ".jsonl" else []
+    return [*read_lines(output)]
 
 
 @pytest.fixture(scope="module")
@@ -99,40 +99,35 @@ def test_rows_of_unequal_length_are_predicted_one_by_one(
     others = predict(2, run, tmp_path / "others.jsonl", "--batch", "2")
     for line, other in zip(lines, others, strict=True):
         assert other == {**line, "loss": pytest.approx(line["loss"], rel=1e-5)}
-    if more is PADDED:
-        array = ["predict", str(run), "--output", str(tmp_path / "x.npy"), "--batch", "2"]
-        ranks = Ranks(1, array, tmp_path / "refused")
-        assert ranks.wait() == [2]
-        assert "one array cannot hold outputs of the shapes (9, 32) and (11, 32)" in ranks.output()
 
 
 def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -> None:
-    whole = tmp_path / "whole.npy"
-    predict(1, run, whole, "--split", "train", "--batch", "2")
-    output = tmp_path / "parts.npy"
+    whole = predict(1, run, tmp_path / "whole.jsonl", "--split", "train", "--batch", "2")
+    output = tmp_path / "parts.jsonl"
     words = ["predict", str(run), "--output", str(output), "--split", "train", "--batch", "1"]
     words += ["model.name=user_code:gated"]
-    parts = tmp_path / "parts.npy.parts"
+    parts = tmp_path / "parts.jsonl.parts"
     kept: dict[Path, int] = {}
     for ending, count in ((signal.SIGKILL, 2), (signal.SIGTERM, 6)):
         gate = tmp_path / ending.name
         # A part is 180 passes: both ranks wait in their second one.
         ranks = Ranks(2, words, tmp_path / "logs", {"GATE": f"200:300:{gate}"})
-        until(lambda: len([*parts.glob("[0-9]*.npy")]) == len(kept) + 2)
+        until(lambda: len([*parts.glob("[0-9]*.jsonl")]) == len(kept) + 2)
         if ending == signal.SIGKILL:
             ranks.kill()
         else:
             os.kill(ranks.processes[1].pid or 0, ending)
             gate.touch()
             assert ranks.wait() == [os.EX_TEMPFAIL] * 2, ranks.output()
-        kept.update({path: path.stat().st_mtime_ns for path in parts.glob("[0-9]*.npy")})
+        kept.update({path: path.stat().st_mtime_ns for path in parts.glob("[0-9]*.jsonl")})
         assert len(kept) == count and not output.exists()
     again = ["predict", str(run), "--output", str(output)]
     ranks = Ranks(1, again, tmp_path / "logs")
     assert ranks.wait() == [2] and "contains parts of another prediction (input" in ranks.output()
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     train(1, words, tmp_path / "logs")
-    np.testing.assert_allclose(np.load(output), np.load(whole), rtol=1e-4, atol=1e-5)
+    for line, expected in zip(read_lines(output), whole, strict=True):
+        assert line == {**expected, "probability": pytest.approx(expected["probability"], rel=1e-4)}
     ranks = Ranks(1, words, tmp_path / "logs")
     assert ranks.wait() == [2] and "exists; delete it" in ranks.output()
     parts.mkdir()
@@ -241,7 +236,7 @@ def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
     ("words", "problem"),
     [
         (["predict", "nowhere"], "unknown run 'nowhere'"),
-        (["predict", "{run}", "--output", "x.csv"], "expected a file that ends in .jsonl or .npy"),
+        (["predict", "{run}", "--output", "x.csv"], "expected a file that ends in .jsonl"),
         (["predict", "{run}", "--inptu=x", "x"], "--inptu=x x, did you mean '--input'?"),
         (["predict", "{run}", "data.name=user_code:unvalidated"], "validation: no samples"),
         (["predict", "{run}", "data.name=user_code:streamed"], "the samples are a stream"),
