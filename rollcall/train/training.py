@@ -242,7 +242,10 @@ def _place_model(
         raise ConfigError(f"model.name={config.model.name}: the class has no method forward")
     crosscheck.check(world, config, model)
     example = spread.example
-    factors, missing = flops.factors(run, model, example, loss)
+    rows = len(strategy.rows(config.data.global_batch))
+    size = config.data.micro_batch
+    passes = strategy.data_ranks * -(-rows // (size if isinstance(size, int) else rows))
+    factors, missing = flops.factors(run, model, example, loss, passes)
     spread.compute_plain(model, begin.whole)
     strategy.place(model, example, begin.fill)
     if not loss.takes_model:

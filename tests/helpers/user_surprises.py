@@ -526,7 +526,8 @@ class Limits(Net):
 
 
 def _of_size_1(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient / (gradient.norm() + 1e-6)
+    limited: torch.Tensor = gradient / (gradient.norm() + 1e-6)
+    return limited
 
 
 class Mirrored(Net):

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_858, 8_000
+CORE_LINES, TOOLS_LINES = 38_903, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -43,8 +43,8 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2053,
-    "rollcall/launch/scheduler": 743,
-    "rollcall/launch/submission": 2255,
+    "rollcall/launch/scheduler": 760,
+    "rollcall/launch/submission": 2282,
     "rollcall/launch/sweep": 402,
     "rollcall/messages": 253,
     "rollcall/records": 1189,
@@ -56,17 +56,17 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1694,
-    "rollcall/train": 2487,
+    "rollcall/train": 2490,
     "rollcall/train/checkpoint": 3318,
     "rollcall/train/data": 2982,
-    "rollcall/train/exact": 590,
+    "rollcall/train/exact": 568,
     "rollcall/train/health": 1169,
     "rollcall/train/inference": 785,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1128,
     "rollcall/train/numerics": 1888,
     "rollcall/train/parallel": 3034,
-    "rollcall/train/profiling": 614,
+    "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 338,

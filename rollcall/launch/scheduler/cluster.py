@@ -94,6 +94,16 @@ def test_only(script: str) -> tuple[bool, str]:
     return answer.returncode == 0, slurm.plain(answer.stderr)
 
 
+def answering(partition: str) -> tuple[int, int]:
+    """Return how many nodes of some partitions the controller knows again, and how many exist.
+
+    After it has started, it waits until each has registered. Dead nodes have another state.
+    """
+    shown = slurm.ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T").splitlines()
+    states = dict(line.split("|") for line in shown)
+    return sum(not state.startswith("unk") for state in states.values()), len(states)
+
+
 def ask_for_nodes(script: Path, nodes: int) -> subprocess.Popen[bytes]:
     """Ask when a job like this would start on a number of nodes, without waiting for the answer."""
     command = ["sbatch", "--test-only", f"--nodes={nodes}", str(script)]

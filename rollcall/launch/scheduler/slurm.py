@@ -26,6 +26,8 @@ FINAL = {
 os.environ["SLURM_TIME_FORMAT"] = "standard"  # otherwise the user's own format applies
 AT_ONCE = 5000
 """Most jobs per query: Linux limits a word of a command line to 128 kB."""
+UNANSWERED = re.compile("Unable to contact|[Tt]imed out|[Cc]onnection refused")
+"""Matches what Slurm's commands say while the controller is away."""
 UNCONFIGURED = "this machine has Slurm's commands, but no cluster is configured"
 SOON = 8
 """Seconds until a requeued job may start: by then it should be gone from its nodes."""
@@ -33,6 +35,10 @@ SOON = 8
 
 class SlurmError(RefusedError):
     """Slurm refused, or one of its commands failed; the message says what would be valid."""
+
+
+class NoAnswerError(SlurmError):
+    """Slurm's controller does not answer, or its nodes do not yet, as after a restart."""
 
 
 def is_available() -> bool:
@@ -271,7 +277,8 @@ def _run(command: Sequence[str], what: str, advice: str = "") -> str:
     except FileNotFoundError:
         raise SlurmError(f"{command[0]} is not on PATH") from None
     except subprocess.CalledProcessError as error:
-        raise SlurmError(f"{command[0]} {what}: {plain(error.stderr)}{advice}") from None
+        kind = NoAnswerError if UNANSWERED.search(error.stderr) else SlurmError
+        raise kind(f"{command[0]} {what}: {plain(error.stderr)}{advice}") from None
 
 
 def plain(stderr: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -9,10 +10,13 @@ from typing import Literal
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.cluster import Partition
 from rollcall.launch.scheduler.job import Job, array_tasks, options
-from rollcall.launch.scheduler.slurm import SlurmError
+from rollcall.launch.scheduler.slurm import NoAnswerError, SlurmError
 from rollcall.messages.refusal import RefusedError
+from rollcall.messages.text import note
 
 MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+RESTART = 30.0
+"""Seconds for which Slurm is asked again if it, or its nodes, do not answer."""
 UNFIT = "node configuration is not available"
 NODE_OPTIONS = ["cpus-per-task", "gpus-per-node", "gres", "mem", "mem-per-cpu"]
 NODE_OPTIONS += ["constraint", "nodelist", "exclude"]
@@ -60,8 +64,23 @@ def check_root(job: Job, root: Path) -> None:
 def check(job: Job, script: str) -> str:
     """Ask whether Slurm would accept a job; return when and where it expects to start it.
 
-    If it would refuse the job or never start it, SlurmError names the option and the valid values.
+    Slurm may just be restarting, so it is asked again for a while. If it would refuse the job or
+    never start it, SlurmError names the option and the valid values.
     """
+    end, text = time.monotonic() + RESTART, ""
+    while True:
+        try:
+            return _check(job, script)
+        except NoAnswerError as error:
+            if time.monotonic() > end:
+                raise
+            if str(error) != text:
+                text = str(error)
+                note(f"{text}; asking again for up to {RESTART:.0f} s")
+        time.sleep(1.0)
+
+
+def _check(job: Job, script: str) -> str:
     named = ",".join(group.partition for group in job.all_groups if group.partition)
     known = cluster.partitions(named or None)
     chosen, *_ = [_check_limits(group, known) for group in job.all_groups]
@@ -74,6 +93,14 @@ def check(job: Job, script: str) -> str:
     if accepted:
         start = re.search(r"to start at (\S+) .*processors on (?:nodes )?(\S+)", message)
         return f"expected to start at {start[1]} on {start[2]}" if start else message
+    if UNFIT in message:  # nodes that do not answer cannot provide anything, either
+        names = [entry.name for entry in chosen]
+        count, there = cluster.answering(",".join(names))
+        if count < there:
+            nodes = (
+                f"{count} of the {there} nodes of partition {' or '.join(names)} have registered"
+            )
+            raise NoAnswerError(f"Slurm's controller has just started: {nodes} with it")
     raise SlurmError(_refusal(job, message, chosen))
 
 

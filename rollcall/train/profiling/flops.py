@@ -29,13 +29,18 @@ class Operations(NamedTuple):
     recomputed: int  # of forward passes that activation checkpointing repeats
 
 
-def factors(run: Run, model: nn.Module, example: Batch, loss: Loss) -> tuple[dict[str, float], str]:
+def factors(
+    run: Run, model: nn.Module, example: Batch, loss: Loss, passes: int
+) -> tuple[dict[str, float], str]:
     """Return factors that turn samples per second into further figures of metrics.jsonl.
 
-    With them comes a warning, empty if nothing is missing. `flops_per_second` are the model's own
-    operations on all ranks; if the peak of the chip is known, `mfu` is their share of it (Chowdhery
-    et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311). Rank 0 alone counts, because it
-    writes the figures. The model is not spread yet.
+    With them comes a warning, empty if nothing is missing. The figures are `tokens_per_second` for
+    sequences of one length; `flops_per_second`, the model's own operations on all ranks; and
+    `recomputed_flops_per_second`, if there are any. If the peak of the chip is known, `mfu`: the
+    share of it that the model's own operations take; see Chowdhery et al., PaLM, appendix B,
+    https://arxiv.org/abs/2204.02311. Only rank 0 counts operations, because no other rank writes
+    these figures. The model is not spread yet. Operations that do not grow with samples happen in
+    each of the `passes` of a step on all ranks. Raise ConfigError if `log.chips` cannot be read.
     """
     config, world = run.config, run.world
     figures = {}
@@ -48,18 +53,33 @@ def factors(run: Run, model: nn.Module, example: Batch, loss: Loss) -> tuple[dic
     if loss.turns:
         return figures, "flops_per_second is not logged: a step trains one of several networks"
     try:
-        counts = operations_of(model, example, loss)
+        of_model, recomputed = _per_sample(model, example, loss, passes / config.data.global_batch)
     except Exception as error:  # the model's code may raise anything
         text = str(error).strip().partition("\n")[0] or type(error).__name__
         return figures, f"flops_per_second is not logged: it cannot compute without values: {text}"
-    of_model = (counts.forward + counts.backward) / len(example.weights)
     if of_model:
         figures["flops_per_second"] = of_model
-    if counts.recomputed:
-        figures["recomputed_flops_per_second"] = counts.recomputed / len(example.weights)
+    if recomputed:
+        figures["recomputed_flops_per_second"] = recomputed
     if of_model and peak:
         figures["mfu"] = of_model / peak / world.world_size
     return figures, ""
+
+
+def _per_sample(model: nn.Module, example: Batch, loss: Loss, passes: float) -> tuple[float, float]:
+    """Return the operations for a sample: of the model, and recomputed.
+
+    The difference of two numbers of samples shows what a pass costs anyway, such as an orthogonal
+    parametrization of the weights.
+    """
+    count = len(example.weights)
+    single = operations_of(model, example, loss)
+    double = operations_of(model, Batch.joined([example, example]), loss)
+    forward, backward, again = (
+        (more - some) / count + (2 * some - more) * passes
+        for some, more in zip(single, double, strict=True)
+    )
+    return forward + backward, again
 
 
 def operations_of(model: nn.Module, example: Batch, loss: Loss | None = None) -> Operations:

@@ -146,13 +146,34 @@ def test_a_refusal_by_sbatch_is_told_without_its_prefixes(fake: Fake) -> None:
         preflight.check(JOB, "")
 
 
-def test_a_cluster_that_does_not_answer_is_an_error(fake: Fake) -> None:
+def test_a_cluster_that_does_not_answer_is_an_error(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "RESTART", 0.5)
     fake("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(slurm.SlurmError, match="sinfo does not answer: Unable to contact"):
         preflight.check(JOB, "")
 
 
 UNFIT = "echo 'allocation failure: Requested node configuration is not available' >&2"
+
+
+def test_a_controller_that_restarts_is_asked_again(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At first it does not answer; then its nodes have not registered yet."""
+    silent = "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2"
+    begun, known = tmp_path / "begun", tmp_path / "known"
+    table = f"cat <<'END'\n{SINFO}\nEND"
+    states = f"case $* in *%T) printf '%s\n' 'n1|unknown' 'n2|idle'; touch {known}; exit;; esac"
+    fake("sinfo", f"[ -e {begun} ] || {{ touch {begun}; {silent}; exit 1; }}\n{states}\n{table}")
+    accepted = "echo 'sbatch: Job 7 to start at 2030-01-01T00:00:00 using 8 processors on n1' >&2"
+    fake("sbatch", f"[ -e {known} ] && {{ {accepted}; exit; }}\n{UNFIT}; exit 1")
+    assert preflight.check(JOB, "").startswith("expected to start at 2030")
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 2, notes
+    assert "sinfo does not answer: Unable to contact slurm controller" in notes[0]
+    assert "1 of the 2 nodes of partition main have registered with it; asking again" in notes[1]
 
 
 def test_a_job_that_no_node_fits_is_refused_at_once(fake: Fake) -> None:
