@@ -19,9 +19,7 @@ TRAIN = {
     "tokenize": Command("train.data.tokenize", "write text as token files for training"),
     "predict": Command("train.inference.predict", "write a trained model's outputs"),
     "generate": Command("train.inference.generate", "continue a text with a trained model"),
-    "checkpoint": Command(
-        "train.checkpoint.tools.command", "list, verify, compare and export checkpoints"
-    ),
+    "checkpoint": Command("train.checkpoint.tools.command", "list, verify and export checkpoints"),
 }
 """Commands about models and checkpoints, also as `python -m train COMMAND`."""
 

@@ -26,8 +26,7 @@ class Parser(argparse.ArgumentParser):
             if re.fullmatch(r"--[a-z-]+=--", word):
                 self.error(f"{word}: expected a value, not '--'")
         options, rest = super().parse_known_args(args, namespace)
-        intermixed = any(action.nargs == argparse.SUPPRESS for action in self._actions)
-        if rest and " " in self.prog.removeprefix("rollcall ") and not intermixed:
+        if rest and " " in self.prog.removeprefix("rollcall "):
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return options, rest
 

@@ -24,9 +24,9 @@ ENTRIES = ("train.metrics", "train.callbacks", "log.to")
 """Keys with several entries, which may be written as text."""
 REMOVED = (
     *(("parallel", "static_graph", False), ("checkpoint", "auto_interval", False)),
-    *(("checkpoint", "mtbf_hours", 24), ("faults", "replay_snapshots", 3)),
+    *(("checkpoint", "mtbf_hours", 24), ("faults", "replay_snapshots", ...)),
 )
-"""Keys of earlier versions, which the files of their runs have; these values changed nothing."""
+"""Keys of earlier versions, in files of their runs; these values (...: any) changed nothing."""
 
 
 def recipes() -> list[str]:
@@ -146,7 +146,8 @@ def _read(source: str) -> dict[str, Any]:
         raise ConfigError(_not_found(source))
     values = yaml_values.read(path)
     for section, key, value in REMOVED:
-        if isinstance(group := values.get(section), dict) and group.get(key) == value:
+        group = values.get(section)
+        if isinstance(group, dict) and key in group and value in (..., group[key]):
             del group[key]
     if values or not path.is_file():
         return values

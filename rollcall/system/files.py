@@ -22,7 +22,7 @@ TAIL = 16384
 
 def write_atomic(path: Path, text: str | bytes) -> None:
     """Write a small file so that it is whole or as before, even after a power cut or an OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         with beside.open("wb") as file:
             # surrogateescape: names of files are bytes, not always text.

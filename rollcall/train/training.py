@@ -207,10 +207,7 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     spread = Spread(run, strategy, example, task.example(OTHERS) if strategy.gathers else example)
     begin, factors = _place_model(run, source, spread, strategy, loss)
     if config.parallel.check != "off":
-        weights = strategy.model.parameters()
-        smallest = min((len(w) for w in weights if w.ndim > 1 and w.numel()), default=1)
-        tried_on = world.device, strategy.sharding_mesh, smallest
-        refusal, warning = trial.check(config.optim, *tried_on)
+        refusal, warning = trial.check(config.optim, world.device, strategy.sharding_mesh)
         world.raise_together(refusal and f"{refusal}; or set parallel.check=off to train anyway")
         run.warn(warning)
     optimizer = strategy.optimizer(partial(optim.build, config.optim))

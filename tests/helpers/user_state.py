@@ -38,17 +38,6 @@ class Net(nn.Module):
         return out
 
 
-class Row(Net):
-    """Has a weight of one row, which is on one rank alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.ones(1, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * self.row)
-
-
 class Rare(Net):
     """Has a layer for rare rows, which not every rank uses in a step."""
 
@@ -218,8 +207,6 @@ class Own(torch.optim.Optimizer):
                 state, change = self.state[weight], weight.grad
                 if self.kind == "decay":
                     change = change + group["wd"] * weight
-                if self.kind == "columns" and change.ndim == 2:
-                    change = change - change.mean(0, keepdim=True)
                 if not state:
                     state["step"], state["mean"] = 0, torch.zeros_like(weight)
                 state["step"] += 1

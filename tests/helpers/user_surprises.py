@@ -516,20 +516,6 @@ class Freezes(Net):
         return out
 
 
-class Limits(Net):
-    """Gives the gradient of the hidden numbers of a batch a fixed size."""
-
-    def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.requires_grad:
-            hidden.register_hook(_of_size_1)  # type: ignore[no-untyped-call]
-        return hidden
-
-
-def _of_size_1(gradient: torch.Tensor) -> torch.Tensor:
-    limited: torch.Tensor = gradient / (gradient.norm() + 1e-6)
-    return limited
-
-
 class Mirrored(Net):
     """Has the memory of a weight also as a buffer."""
 

@@ -133,7 +133,7 @@ def test_submitting_tells_what_is_queued_and_a_live_run_is_left_alone(chain: Cha
         # In the project, whose runs/ is the default root, the run's name is enough.
         shown = rf"({ROOT}/env/run --quiet rollcall|{ROOT}/env/bin/rollcall) {command} mine\n"
         assert re.search(shown, chain.submitted)
-    assert f"run mine is live (job {chain.jobs[0]}, " in chain.again
+    assert f"run mine is live (job {chain.jobs[0]} " in chain.again
     assert len(chain.jobs) == 3
 
 

@@ -31,7 +31,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = {
         match["table"]: match for match in EXAMPLE.finditer((ROOT / "CONTRIBUTING.md").read_text())
     }
-    for table in ("DATA_SETS", "MODELS", "OPTIMIZERS"):
+    for table in ("DATA_SETS", "MODELS", "OPTIMIZERS", "LOSSES"):
         example = found[table]
         (root / example["file"]).write_text(example["code"])
         place = root / example["place"]

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_903, 8_000
+CORE_LINES, TOOLS_LINES = 38_899, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,8 +30,8 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 63,
-    "rollcall/cli": 318,
-    "rollcall/config": 2440,
+    "rollcall/cli": 315,
+    "rollcall/config": 2441,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
@@ -42,9 +42,9 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/program": 515,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2053,
+    "rollcall/launch/runs": 2061,
     "rollcall/launch/scheduler": 760,
-    "rollcall/launch/submission": 2282,
+    "rollcall/launch/submission": 2305,
     "rollcall/launch/sweep": 402,
     "rollcall/messages": 253,
     "rollcall/records": 1189,
@@ -56,21 +56,21 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1694,
-    "rollcall/train": 2490,
+    "rollcall/train": 2487,
     "rollcall/train/checkpoint": 3318,
     "rollcall/train/data": 2982,
-    "rollcall/train/exact": 568,
-    "rollcall/train/health": 1169,
+    "rollcall/train/exact": 572,
+    "rollcall/train/health": 1138,
     "rollcall/train/inference": 785,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1128,
-    "rollcall/train/numerics": 1888,
-    "rollcall/train/parallel": 3034,
+    "rollcall/train/numerics": 1883,
+    "rollcall/train/parallel": 3035,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 338,
-    "rollcall/train/weights": 862,
+    "rollcall/train/weights": 863,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from rollcall.launch.runs import find
 from rollcall.records.attempt import NodeState
 from rollcall.records.run_dir import RunDir
+from rollcall.system.process import stat
 
 CLOCK = 60.0
 """Seconds by which the clock may have been set since."""
@@ -29,6 +30,11 @@ class Processes:
     def begin(self) -> bool:
         """Read them; return False if they were read before."""
         return "_words" not in vars(self) and bool(self._words)
+
+    def stopped(self, run: RunDir) -> list[int]:
+        """Return those of a run's processes that somebody has stopped, as with SIGSTOP."""
+        pids = {*self.of(run), *self._supervisors(run)}
+        return sorted(pid for pid in pids if stat(pid)[:1] == ["T"])
 
     def _supervisors(self, run: RunDir) -> list[int]:
         """Return the supervisors of the newest attempt that still run, as their records say."""

@@ -160,7 +160,9 @@ def of_newest(
     elif newest and newest.state == "finished" and newest.job == job.id:
         return _ended(run, condition, newest)
     elif job.is_local and processes.of(run):
-        return replace(condition, state="running", note="")
+        pids = " ".join(map(str, processes.stopped(run)))
+        note = f"stopped by a signal; to continue it: kill -CONT {pids}" if pids else ""
+        return replace(condition, state="running", note=note)
     if newest is None or newest.state is None:
         return condition
     # A later job of a chain makes no attempt if it finds the run finished.

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,8 +22,9 @@ import psutil
 from rollcall.cli.installation import IS_CHECKOUT, ROOT, USER_PROGRAM, command
 from rollcall.launch.node.identity import visible_gpus
 from rollcall.launch.program import python
-from rollcall.launch.runs import exit_code, find, root_cause, states
+from rollcall.launch.runs import exit_code, find, root_cause
 from rollcall.launch.runs.output import Output, follow
+from rollcall.launch.runs.processes import Processes
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.job import Job, needs_slurm, render, render_step
 from rollcall.launch.submission import executors, preflight, snapshot
@@ -69,10 +71,8 @@ def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
 
     A run that has failed is refused without `resume`.
     """
-    (condition,), _ = states.look([run])
-    if condition.is_live and (job := condition.job):
-        where = " on this machine" if job.is_local else ""
-        return f"is live (job {job.id}{where}, {condition.state}): nothing is submitted"
+    if live := _live_jobs(run):
+        return f"is live ({listed(live, 3)}): nothing is submitted"
     verdict = run.read_verdict()
     if resume:
         return None
@@ -112,6 +112,29 @@ def _program(command: Sequence[str]) -> list[str]:
     """Return the words of the ranks' program in a supervisor's command line."""
     words = list(command[command.index("--") + 1 :])
     return words[3:] if tuple(words[:2]) == USER_PROGRAM else words[2:]
+
+
+def _live_jobs(run: RunDir) -> list[str]:
+    if not (known := find.jobs(run)):
+        return []
+    newest = known[-1]
+    if newest.is_local:
+        there = Processes().of(run)
+        return [f"process {there[0]} on this machine"] if there else []
+    if not slurm.is_available():
+        return []
+    attempt = find.newest_attempt(run)
+    if newest.id == os.environ.get("SLURM_JOB_ID") and attempt and attempt.state is not None:
+        return []  # the shell of the allocation in which it ran
+    jobs = dict.fromkeys(record.job for record in Submission.read(run.path))
+    jobs[newest.id] = None
+    # A task of an array, or a group of nodes, is listed under two names: its job id and 12_3, 12+1.
+    live: dict[int, str] = {}
+    queue = slurm.queue(list(jobs))  # sorted by state; show the jobs by number
+    for name, info in sorted(queue.items(), key=lambda item: int(re.split(r"\D", item[0])[0])):
+        if info.state not in slurm.FINAL:
+            live.setdefault(id(info), f"job {name} {info.state}")
+    return list(live.values())
 
 
 def _on_slurm(submission: SubmissionPlan) -> int:

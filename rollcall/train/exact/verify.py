@@ -168,9 +168,12 @@ def _result(run_dir: RunDir) -> tuple[int, str, float | None]:
 
 def _run_to_end(line: list[str], run_dir: RunDir, stop: bool) -> None:
     """Run a command until it exits; with `stop`, ask the run to stop after half of its steps."""
+    env = environment()
+    for name in ("SLURM_STEP_ID", "SUBMITIT_LOCAL_JOB_ID"):  # it starts no part of that job
+        env.pop(name, None)
     process = subprocess.Popen(
         line,
-        env=environment(),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -195,13 +198,14 @@ def _run_to_end(line: list[str], run_dir: RunDir, stop: bool) -> None:
 
 
 def _stop_in_the_middle(process: subprocess.Popen[str], run_dir: RunDir) -> None:
-    """Send SIGTERM to all ranks, like Slurm, after half of the steps."""
+    """Ask the run to stop, as Slurm does, after half of its steps."""
     total = sys.maxsize
     fingerprints = run_dir.path / difference.FINGERPRINTS
     while process.poll() is None:
         for line in run_dir.read_events():
             total = line.get("steps", total)
-        if fingerprints.exists() and len(fingerprints.read_bytes().splitlines()) > total // 2:
+        enough = max(1, total // 2)
+        if fingerprints.exists() and len(fingerprints.read_bytes().splitlines()) >= enough:
             os.killpg(process.pid, signal.SIGTERM)
             return
         time.sleep(0.02)

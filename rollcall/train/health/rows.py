@@ -17,8 +17,6 @@ CONSEQUENCE = (
     "with other samples it is something else (by {error:.1e} of its size), so the result "
     "would depend on the number of ranks and on data.micro_batch"
 )
-OF_GRADIENTS = 1e-2
-"""The largest difference of gradients: a model may round those of samples or of sums to 16 bits."""
 
 
 def dependence(
@@ -45,23 +43,6 @@ def dependence(
     if (of_outputs or error_of_loss <= tolerance) and "" not in names:
         return None
     return different[min(different)] if different else ("", error_of_loss)
-
-
-def limited(whole: Pass, alone: Sequence[Pass]) -> tuple[str, float] | None:
-    """Return the first weight whose gradient is not the mean over single samples, and the error.
-
-    A hook or an autograd.Function that limits the gradient of a batch does that.
-    """
-    shares = [part.weight / whole.weight if whole.weight else 1 / len(alone) for part in alone]
-    of_all = math.hypot(*(sketch.norm for part in alone for sketch in part.gradients.values()))
-    for name, sketch in whole.gradients.items():
-        parts = [part.gradients[name] for part in alone if name in part.gradients]
-        expected = torch.zeros_like(sketch.sums)
-        expected += sum(part.sums * share for part, share in zip(parts, shares, strict=True))
-        error, own = float((sketch.sums - expected).norm()), max(part.norm for part in parts)
-        if error > OF_GRADIENTS * (own + of_all / 10):  # that of some biases is rounding alone
-            return name, error / own
-    return None
 
 
 def _call(part: Pass, name: str, number: int) -> Sketch | None:

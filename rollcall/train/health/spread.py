@@ -69,7 +69,8 @@ class Spread:
             return
         embeddings = nn.Embedding, nn.EmbeddingBag
         modules = model.named_modules() if self._compares else ()
-        if sparse := [name for name, m in modules if isinstance(m, embeddings) and m.sparse]:
+        chosen = [(name, m) for name, m in modules if isinstance(m, embeddings)]
+        if sparse := [name for name, m in chosen if m.sparse and m.weight.requires_grad]:
             raise ConfigError(
                 f"{config.parallel.choice} cannot add up the sparse gradient of {listed(sparse)}: "
                 "leave out sparse=True, or choose parallel.strategy=ddp"
@@ -198,17 +199,11 @@ class Spread:
         """Return a problem if a sample's results depend on the other samples of its batch."""
         strategy, used = self._strategy, list[Pass]()
         compute = partial(strategy.plain_pass, model)
-        # Experts add the gradient of a penalty, whose factor is that of a step.
-        backward = plain is not None or not strategy.penalizes
-
-        def compute_all(batch: Batch) -> Pass:
-            model.zero_grad()
-            return self._pass(model, partial(compute, backward=backward), batch)
-
-        try:
-            whole = plain or compute_all(self._samples)
-            alone = [compute_all(batch) for batch in self._samples.split(1)]
-            model.zero_grad()
+        try:  # with gradients, as in training: a loss may ask for that
+            # Of a recomputation, a backward pass would change buffers once more.
+            same = plain if plain and not plain.changed else None
+            whole = same or self._pass(model, compute, self._samples)
+            alone = [self._pass(model, compute, batch) for batch in self._samples.split(1)]
             if strategy.gathers:  # a layer that some samples use may be rare
                 data = self._run.config.data
                 size = int(data.micro_batch or len(strategy.rows(data.global_batch)))
@@ -247,13 +242,6 @@ class Spread:
                     "result would depend on the number of ranks and on data.micro_batch: leave out "
                     "scale_grad_by_freq=True"
                 )
-        limited = None if config.gather else rows.limited(whole, alone)
-        if limited:
-            return (
-                f"the gradient of {limited[0]} depends on the other samples of a batch: "
-                f"{rows.CONSEQUENCE.format(error=limited[1])}: let hooks and autograd functions "
-                "change the gradient of each sample alone, in proportion"
-            )
         if self._is_cut and whole.changed:
             self._run.warn(
                 f"forward() changes {listed([*whole.changed])} once in each micro-batch, so the "

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from rollcall.config.schema import Parallel
+from rollcall.messages.refusal import RankError
 from rollcall.train import torch_private
 from rollcall.train.parallel.part import Part
 
@@ -42,6 +43,7 @@ class Replicate(Part):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model in DDP, with the default group: all ranks of the world are replicas."""
+        self._weights = [weight for weight in module.parameters() if weight.requires_grad]
         return self._wrapped(module)
 
     def allow_unused(self, module: nn.Module) -> nn.Module:  # noqa: ARG002
@@ -50,7 +52,6 @@ class Replicate(Part):
         return self._wrapped(self._ddp.module)
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
-        self._weights = [weight for weight in module.parameters() if weight.requires_grad]
         # DDP broadcasts all buffers in every step. Those that no checkpoint holds are constants.
         torch_private.ignore_in_ddp(module, _constants(module))
         self._ddp = DistributedDataParallel(
@@ -105,12 +106,12 @@ class Replicate(Part):
         self._ddp.require_forward_param_sync = True
         if not missing:
             return False
-        frozen = [weight for weight in missing if not weight.requires_grad]  # by forward()
-        for weight in frozen:
-            weight.requires_grad_(True)
+        if not all(weight.requires_grad for weight in missing):
+            raise RankError(
+                "forward() sets requires_grad of weights to False, which ranks with ddp and zero1 "
+                "have to know before: name them in model.freeze, or choose parallel.strategy=zero3"
+            )
         torch.autograd.backward(missing, [torch.full_like(one, torch.nan) for one in missing])
-        for weight in frozen:
-            weight.requires_grad_(False)
         return True
 
     def forget(self) -> None:

@@ -336,7 +336,8 @@ def _check_attributes(model: nn.Module, model_name: str) -> None:
     plain: tuple[Any, ...] = object.__setattr__, nn.Module.__setattr__
     for holder, attribute, leaves in _attributes(model):
         what = f"{type(holder).__name__}.{attribute}"
-        if not hasattr(holder, f"{attribute}_orig"):  # torch's old norms compute it in each pass
+        computes = hasattr(holder, f"{attribute}_orig")  # torch's old norms do so in each pass
+        if not computes and type(holder).__setattr__ in plain:
             tensors += [(what, leaf) for leaf in leaves if id(leaf) not in names]
         held = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
         if held is not None and type(holder).__setattr__ in plain:

@@ -127,7 +127,7 @@ def test_whoever_stops_alone_in_a_run_of_one_node_is_woken(tmp_path: Path) -> No
             process.suspend()
             time.sleep(0.5)
             (condition,), _ = states.look([run])
-            assert condition.state == "running"
+            assert condition.state == "running" and f"kill -CONT {process.pid}" in condition.note
             end = time.monotonic() + 200
             while process.status() == psutil.STATUS_STOPPED:
                 assert time.monotonic() < end, f"nobody wakes {process.cmdline()}"

@@ -313,7 +313,8 @@ def test_every_value_has_an_origin(tmp_path: Path, capsys: pytest.CaptureFixture
     assert shown["optim.lr=0.002"] == shown["train.steps=null"] == "command line"
     assert shown["optim.weight_decay=0.0"] == "default"
     names = {setting.partition("=")[0] for setting in shown}
-    assert {key.name for key in describe()} - names == {"optim.args"}  # one line for each argument
+    left = {key.name for key in describe()} - names
+    assert left == {"optim.args", "train.loss_args"}  # one line for each argument
 
 
 @pytest.mark.parametrize(

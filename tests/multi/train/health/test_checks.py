@@ -144,14 +144,6 @@ REFUSED = {
         words("Frequent", "zero3", *GATHERED),
         "the gradient of words depends on the other samples of a batch, so the result would",
     ),
-    "gradient-of-limited-size": (
-        words("Limits", "ddp"),
-        "the gradient of first.weight depends on the other samples of a batch: with other samples",
-    ),
-    "gradient-of-limited-size-zero3": (
-        words("Limits", "zero3"),
-        "the gradient of first.weight depends on the other samples of a batch: with other samples",
-    ),
     "codebook-zero3": (
         words("Codebook", "zero3"),
         "forward() changes the buffers codes, uses by the samples that it sees",
@@ -272,7 +264,6 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
         (user_surprises.SharedBlocks, user_surprises.contrastive),
         words("SharedBlocks", "zero2", *GATHERED, "data.global_batch=7"),
     ),
-    "weights-that-forward-freezes-ddp": (user_surprises.Freezes, words("Freezes", "ddp")),
     "weights-that-forward-freezes-zero3": (user_surprises.Freezes, words("Freezes", "zero3")),
     "shared-mean-ddp": (
         user_surprises.Centers,
@@ -329,6 +320,10 @@ ACCEPTED = {
 }
 TWICE = "model.activation_checkpointing=blocks computes each block again, but the forward() of "
 BROKEN = {
+    "weights-that-forward-freezes-ddp": (
+        words("Freezes", "ddp"),
+        "forward() sets requires_grad of weights to False, which ranks",
+    ),
     "recomputed-blocks-of-teachers": (
         words("FollowingBlocks", "ddp", AGAIN),
         f"{TWICE}Following changes its weights teacher.weight, so",

@@ -296,14 +296,20 @@ def test_a_run_that_has_ended_is_told_and_not_submitted(
 
 
 @pytest.mark.parametrize(
-    "listed",
+    ("listed", "told"),
     [
-        "12+0|12|RUNNING|None|N/A|1\n12+1|13|RUNNING|None|N/A|2",
-        "12_0|13|RUNNING|None|N/A|1\n12_1|12|PENDING|None|N/A|1",
+        (
+            "12+0|12|RUNNING|None|N/A|1\n12+1|13|RUNNING|None|N/A|2",
+            "job 12+0 RUNNING, job 12+1 RUNNING",
+        ),
+        (
+            "12_0|13|RUNNING|None|N/A|1\n12_1|12|PENDING|None|N/A|1",
+            "job 12_0 RUNNING, job 12_1 PENDING",
+        ),
     ],
 )
 def test_a_run_is_live_while_its_groups_or_tasks_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, told: str
 ) -> None:
     run = RunDir(tmp_path, "a")
     run.job.mkdir(parents=True)
@@ -312,7 +318,7 @@ def test_a_run_is_live_while_its_groups_or_tasks_are(
         (tmp_path / name).write_text(f"#!/bin/sh\ncat <<END\n{listed}\nEND\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert "is live (job 12, running)" in str(start.reason_not_to_submit(run, False))
+    assert f"is live ({told}" in str(start.reason_not_to_submit(run, False))
 
 
 @pytest.mark.parametrize("left", ["task", "supervisor"])
@@ -339,7 +345,7 @@ def test_a_run_is_live_while_a_part_of_its_killed_job_is(tmp_path: Path, left: s
         end = time.monotonic() + 10
         while (reason := start.reason_not_to_submit(run, True)) is None:
             assert time.monotonic() < end
-        assert "is live (job 4000000 on this machine, running)" in reason
+        assert f"is live (process {process.pid} on this machine)" in reason
         if left == "supervisor":  # a later process with the id of one that is gone
             replace(part, started=2.0).write(run.path)
             assert start.reason_not_to_submit(run, True) is None

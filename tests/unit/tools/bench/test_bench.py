@@ -47,7 +47,7 @@ def test_the_interval_of_a_median_holds_it_in_95_of_100_samples() -> None:
         (["speedup", "--ranks", "100000"], "100000 ranks"),
         (["overhead", "--strategy=zero3"], "--strategy zero3 needs --nproc-per-node 2"),
         (["checkpoint", "--megabytes=much"], "--megabytes: expected a whole number, got 'much'"),
-        (["batch", "--repeats=-1"], "expected a whole number of at least 1, not '-1'"),
+        (["data", "--repeats=-1"], "expected a whole number of at least 1, not '-1'"),
     ],
 )
 def test_wrong_words_get_a_sentence(
