@@ -276,7 +276,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "optimizer keeps a text": (
         ["optim.name=user_mistakes:Wordy"],
-        "optim.name=user_mistakes:Wordy: its state has 'note', a str; let it hold dense tensors and",
+        "optim.name=user_mistakes:Wordy: its state has 'note', a str; let it hold dense tensors",
     ),
     "less than a sample": (
         ["train.epochs=0.01", "train.steps=null"],
