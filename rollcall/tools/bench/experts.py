@@ -1,7 +1,7 @@
 """`rollcall bench experts`: a step with a mixture of experts, beside a dense one of equal work.
 
-All runs train the recipe gpt in turns; a rank has one thread. A token passes as many weights.
-`plain torch` is a mixture written by hand, which loops over its experts.
+All runs train the recipe gpt in turns; a rank has one thread.
+A token passes as many weights in each. `plain torch` is a mixture written by hand, in a loop.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rollcall.train.models.gpt import gpt
 from rollcall.train.parallel.experts import Experts, Perceptrons
 from rollcall.train.ranks.measures import measure
 
-BATCH, STEPS = 16, 20
+STEPS = 20
 HIDDEN, TOP_K = 512, 2
 """Units of the dense perceptron, and the experts of half as many that a token passes."""
 ROUTING = "routing"
