@@ -132,7 +132,7 @@ class NodeMonitor:
         `log` is the one of the node's first rank; a run that is asked to stop `comes_back`, or not.
         """
         log_sizes, stopped = LogWatcher(log.parent), StoppedProcesses()
-        self._output = output = Output([log] if self._node.is_head else [], HOLD)
+        self._output = output = Output([log] if self._node.is_head else [], True, HOLD)
         has_signalled = False  # that a node is lost
         started: dict[int, float] = {}  # when ranks opened their logs, by the clock
         while (code := server.poll()) is None:

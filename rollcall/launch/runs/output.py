@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,8 +28,12 @@ SIZES_POLL = 1.0
 class Output:
     """The files that a job writes its output to, shown from the beginning as they grow."""
 
-    def __init__(self, paths: Sequence[Path], hold: float | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], is_local: bool = False, hold: float | None = None
+    ) -> None:
         self._positions = dict.fromkeys(paths, 0)
+        self._is_local = is_local  # whether their writers are on this host: the files stay open
+        self._files: dict[Path, FileIO] = {}
         self._hold = hold  # seconds for which a traceback, and what follows it, is held back
         self._held: dict[Path, float] = {}  # since when, by the monotonic clock
 
@@ -41,7 +46,7 @@ class Output:
         """Print what was added since the last time; as text in a notebook, which takes no bytes."""
         stream: Any = getattr(sys.stdout, "buffer", sys.stdout)
         for path, position in self._positions.items():
-            while text := self._free(path, _read(path, position)):
+            while text := self._free(path, self._read(path, position)):
                 position += len(text)
                 stream.write(text.decode(errors="replace") if stream is sys.stdout else text)
             self._positions[path] = position
@@ -55,6 +60,18 @@ class Output:
         for path in [] if is_wanted else self._held:
             print(f"rank {rank_of(path)} lost the others; its traceback: {path}", flush=True)
 
+    def _read(self, path: Path, position: int) -> bytes:
+        """Return further text; none if the file has not begun, or cannot be read now."""
+        with contextlib.suppress(OSError):
+            file = self._files.pop(path, None) or path.open("rb", buffering=0)
+            text = os.pread(file.fileno(), 1 << 20, position)  # file.read first asks for the size
+            if self._is_local:
+                self._files[path] = file
+            else:  # on NFS, only a file that was just opened is sure to be up to date
+                file.close()
+            return text
+        return b""
+
     def _free(self, path: Path, text: bytes) -> bytes:
         """Return the part of new text that need not be held back."""
         now, begin = time.monotonic(), text.find(TRACEBACK)
@@ -64,14 +81,6 @@ class Output:
             del self._held[path]
             return text
         return text[: text.rfind(b"\n", 0, begin) + 1]
-
-
-def _read(path: Path, position: int) -> bytes:
-    """Return further text; none if the file has not begun, or cannot be read now."""
-    # On NFS, only a file that was just opened is sure to be up to date.
-    with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), 1 << 20, position)
-    return b""
 
 
 def follow(output: Output, is_over: Callable[[], bool]) -> None:

@@ -57,10 +57,11 @@ def test_a_program_that_prints_a_traceback_and_goes_on_is_shown(
 ) -> None:
     log = tmp_path / "rank-0.log"
     log.write_text(TRACEBACK)
-    output = Output([log], hold=-1)  # it is over at once
+    output = Output([log], is_local=True, hold=-1)  # it is over at once
     output.show()
     with log.open("a") as file:
         file.write("step 2\n")
+    log.unlink()  # a local file is opened once, for the sake of its file server
     output.show()
     assert capfdbinary.readouterr().out.decode() == f"{TRACEBACK}step 2\n"
 
