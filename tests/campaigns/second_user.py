@@ -342,8 +342,8 @@ def _ports(run: RunDir) -> list[int]:
     return sorted(ports)
 
 
-def campaign(folder: Path) -> tuple[dict[str, str], bool]:
-    """Try all attacks; return what came of each, and whether all of them failed."""
+def campaign(folder: Path, share: int = 1) -> tuple[dict[str, str], bool]:
+    """Try each `share`-th attack; return what came of them, and whether all of them failed."""
     folder.chmod(0o755)
     root = folder / "runs"
     root.mkdir()
@@ -351,7 +351,8 @@ def campaign(folder: Path) -> tuple[dict[str, str], bool]:
     control = stranger.run(*ROLLCALL[1:], "--help")  # or all attacks would fail for another reason
     assert control.returncode == 0 and stranger.succeeds("import torch"), control.stderr
     with training(root) as run:
-        for number, (name, attack) in enumerate(attacks(run, stranger), start=1):
+        numbered = enumerate(attacks(run, stranger), start=1)
+        for number, (name, attack) in itertools.islice(numbered, 0, None, share):
             succeeded = attack()
             results[f"{number} {name}"] = "SUCCEEDED" if succeeded else "fails"
         attempts = len(find.attempts(run))

@@ -34,6 +34,7 @@ def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
     words = ["run.name=first", f"run.root={tmp_path}"]
     done = run(["torchrun", "--nproc_per_node=4", "-m", "train", *words])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 
 import pytest
 from checkout import SHORT_TEXT
 
 from rollcall.cli.installation import TRAIN
-from rollcall.tools.bench import overhead
+from rollcall.tools.bench import __main__ as program
+from rollcall.tools.bench import experts, overhead
 
 pytestmark = pytest.mark.long
 
@@ -21,14 +21,22 @@ pytestmark = pytest.mark.long
         ("experts --ranks 2", ("dense", "plain torch", "experts, spread")),
     ],
 )
-def test_a_benchmark_prints_its_command_and_its_rows(words: str, rows: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "rollcall.tools.bench", *words.split(), "--repeats=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_a_benchmark_prints_its_command_and_its_rows(
+    words: str,
+    rows: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(experts, "STEPS", 3)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert program.main([*words.split(), "--repeats=1"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"$ rollcall bench {words} --repeats=1"
     for row in rows:
-        assert any(line.startswith(row) for line in lines), done.stdout
+        assert any(line.startswith(row) for line in lines), lines
 
 
 def test_the_check_before_the_first_step_is_timed_under_each_strategy(
