@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from checkpoints import restored, save
 from lab import running_lab
-from ranks import FORKSERVER, TIMEOUT, free_port
+from ranks import FORKSERVER, TIMEOUT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from rollcall.tools.bench.turns import free_port
 from rollcall.train.checkpoint import layout
 from rollcall.train.checkpoint.engine import Engine
 from rollcall.train.checkpoint.store import CheckpointStore

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
+from rollcall.tools.bench.turns import free_port
 
 # Read when the server imports torch. With more threads, four ranks would compete for two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,13 +23,6 @@ FORKSERVER.set_forkserver_preload(
     ["tests.helpers.imports", "rollcall.train.training", "torch._dynamo", "sklearn.datasets"]
 )
 TIMEOUT = 500
-
-
-def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def together(

@@ -16,7 +16,9 @@ import photo_files
 import pytest
 from checkout import ROOT
 from photo_files import PHOTOS
-from ranks import FORKSERVER, free_port
+from ranks import FORKSERVER
+
+from rollcall.tools.bench.turns import free_port
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 

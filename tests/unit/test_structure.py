@@ -51,7 +51,7 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 810,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
-    "rollcall/tools/bench": 1751,
+    "rollcall/tools/bench": 1759,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,

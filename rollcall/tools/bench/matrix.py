@@ -11,7 +11,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from rollcall.config import ConfigError, parse
 from rollcall.records.run_dir import RunDir
+from rollcall.tools.bench import turns
 from rollcall.train import torch_private
 
 STRATEGIES = ("ddp", "zero1", "zero3", "hsdp", "pipeline", "tensor")
@@ -157,10 +157,7 @@ def on_ranks(
     # Ranks are forked from a server that imported torch once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rollcall.train.training", torch_private.COMPILER])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
+    port, ranks = turns.free_port(), []
     try:
         for rank in range(world_size):
             place = {

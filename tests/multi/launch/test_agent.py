@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from disks import needs_root
-from ranks import free_port, logged_steps
+from ranks import logged_steps
 
 from rollcall.cli.installation import USER_PROGRAM, command, environment
 from rollcall.launch.commands import cancel
@@ -30,6 +30,7 @@ from rollcall.launch.runs import find, states
 from rollcall.launch.runs.exit_code import CANCELLED
 from rollcall.records.attempt import NodeState
 from rollcall.records.run_dir import RunDir
+from rollcall.tools.bench.turns import free_port
 
 SCRIPT = """
 import atexit, os, signal, sys

@@ -49,7 +49,7 @@ train(net, torch.utils.data.DataLoader(share, 4), torch.optim.SGD(net.parameters
 """,
     "spawn.py": """
 from model import *
-import socket, torch.multiprocessing
+import random, torch.multiprocessing
 def work(rank, port):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     ddp = nn.parallel.DistributedDataParallel(net)
@@ -57,9 +57,7 @@ def work(rank, port):
     train(ddp, loader, torch.optim.SGD(net.parameters(), 0.1), "loss" if rank == 0 else "other")
     dist.destroy_process_group()
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = random.randrange(16_384, 32_768)  # below those that the kernel gives to others
     torch.multiprocessing.spawn(work, (port,), nprocs=2)
 """,
     "sharded.py": """

@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 from checkout import ROOT
-from ranks import free_port
 
 from rollcall.launch.runs import states
 from rollcall.launch.submission import start
 from rollcall.records.attempt import NodeState
 from rollcall.records.run_dir import RunDir
+from rollcall.tools.bench.turns import free_port
 
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 SCRIPT = '''

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import ROOT
-from ranks import FORKSERVER, free_port, together
+from ranks import FORKSERVER, together
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from rollcall import Checkpointer, Loader, World
+from rollcall.tools.bench.turns import free_port
 
 PAGE = ROOT / "docs" / "from-your-script.md"
 STEPS = 60

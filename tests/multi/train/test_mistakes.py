@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from checkout import HELPERS
-from ranks import FORKSERVER, TIMEOUT, free_port
+from ranks import FORKSERVER, TIMEOUT
+
+from rollcall.tools.bench.turns import free_port
 
 GOOD = {
     "model.name": "user_mistakes:net",

@@ -24,7 +24,7 @@ import user_code
 from _pytest.mark import ParameterSet
 from checkout import ROOT, SHORT_TEXT
 from collectives import Collectives
-from ranks import TIMEOUT, Ranks, free_port, leave_out_operations, logged_steps, together
+from ranks import TIMEOUT, Ranks, leave_out_operations, logged_steps, together
 from torch.distributed.tensor import DTensor
 
 from rollcall.config import parse
@@ -32,6 +32,7 @@ from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.tools.bench import matrix
 from rollcall.tools.bench.matrix import Job
+from rollcall.tools.bench.turns import free_port
 from rollcall.train import models
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.data import sets
