@@ -232,6 +232,9 @@ class Model(Section):
     expert_size: int | None = _key(None, ge=1)
     """Hidden units of an expert. Default: model.ffn_size, or 4 times
     model.hidden_size."""
+    expert_capacity: float = _key(0.0, ge=0)
+    """How many tokens of a sequence an expert takes in training, times the mean, such as 1.25; the
+    later ones do not pass it. 0: all."""
     shared_experts: int = _key(0, ge=0)
     """Number of experts that every token passes beside its own."""
     balance_rate: float = _key(1e-3, ge=0)

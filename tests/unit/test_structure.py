@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_908, 8_000
+CORE_LINES, TOOLS_LINES = 38_951, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 63,
     "rollcall/cli": 315,
-    "rollcall/config": 2441,
+    "rollcall/config": 2444,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
@@ -63,9 +63,9 @@ BUDGET: dict[str, int] = {
     "rollcall/train/health": 1138,
     "rollcall/train/inference": 785,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1128,
+    "rollcall/train/models": 1129,
     "rollcall/train/numerics": 1883,
-    "rollcall/train/parallel": 3035,
+    "rollcall/train/parallel": 3074,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,

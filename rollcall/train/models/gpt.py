@@ -149,6 +149,7 @@ def experts(config: Model, width: int) -> Experts:
         balance_rate=config.balance_rate,
         balance_loss=config.balance_loss,
         z_loss=config.router_z_loss,
+        capacity_factor=config.expert_capacity,
     )
 
 

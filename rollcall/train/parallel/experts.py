@@ -1,12 +1,14 @@
 """Mixtures of experts, and experts spread over ranks.
 
 Each token passes through a few of many perceptrons (Shazeer et al., 2017,
-https://arxiv.org/abs/1701.06538); none is dropped. Biases of the router balance their loads. They
-move after each step, as in DeepSeek-V3, https://arxiv.org/abs/2412.19437; losses may help. With a
-mesh dimension `expert`, each of its ranks holds some of the experts of each layer, and tokens
-travel to them and back by two all-to-alls (GShard, https://arxiv.org/abs/2006.16668).
+https://arxiv.org/abs/1701.06538); none is dropped, unless experts have a capacity. Biases of the
+router balance their loads. They move after each step, as in DeepSeek-V3,
+https://arxiv.org/abs/2412.19437; losses may help. With a mesh dimension `expert`, each of its ranks
+holds some of the experts of each layer, and tokens travel to them and back by two all-to-alls
+(GShard, https://arxiv.org/abs/2006.16668).
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -52,6 +54,7 @@ class Experts(nn.Module):
         balance_rate: float = 1e-3,
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
+        capacity_factor: float = 0.0,
     ) -> None:
         """Create the layer.
 
@@ -70,6 +73,9 @@ class Experts(nn.Module):
             balance_loss: weight of the loss of uneven loads within a sequence (DeepSeek-V3, 2.1.2).
             z_loss: weight of the loss of large outputs of the router (ST-MoE,
                 https://arxiv.org/abs/2202.08906, 2.2).
+            capacity_factor: in training, how many tokens of a sequence an expert takes, times the
+                mean (Switch Transformer, https://arxiv.org/abs/2101.03961, 2.2); 0 for all. The
+                later ones do not pass it, so no token depends on one after it.
 
         Raises:
             ValueError: `top_k` or `scores` is not possible.
@@ -81,6 +87,7 @@ class Experts(nn.Module):
             raise ValueError(f"scores={scores}: expected softmax or sigmoid")
         self.number, self.top_k, self.scores = number, top_k, scores
         self.balance_rate, self.balance_loss, self.z_loss = balance_rate, balance_loss, z_loss
+        self.capacity_factor = capacity_factor
         # The factor of a sample's loss in the gradient; None for the mean over the samples of x.
         self.scale: Callable[[], float | torch.Tensor] | None = None
         self.router = nn.Linear(width, number, bias=False)
@@ -106,9 +113,14 @@ class Experts(nn.Module):
         weights = scores.gather(-1, chosen)
         if self.top_k > 1:  # the weight of one expert must follow its score, or nothing trains it
             weights = weights / weights.sum(-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)
-        rows = tokens.repeat_interleave(self.top_k, 0).index_select(0, order)
-        outputs = self._exchanged(rows, _count(chosen.flatten(), self.number))
+        drops = self.training and self.capacity_factor > 0 and not x.is_meta
+        taken = self._within_capacity(chosen.view(len(x), -1)) if drops else chosen.flatten()
+        order, counts = taken.argsort(stable=True), _count(taken, self.number + 1)[:-1]
+        passing = order[: int(counts.sum())] if drops else order  # waits for a GPU
+        rows = tokens.repeat_interleave(self.top_k, 0).index_select(0, passing)
+        outputs = self._exchanged(rows, counts)
+        if drops:
+            outputs = functional.pad(outputs, (0, 0, 0, len(order) - len(passing)))
         outputs = outputs.index_select(0, order.argsort()).view(len(tokens), self.top_k, -1)
         y = (outputs * weights.unsqueeze(-1)).sum(1).type_as(x)
         if self.shared:
@@ -117,8 +129,19 @@ class Experts(nn.Module):
         if self.training and y.requires_grad and self.router.weight.requires_grad:
             if self.balance_loss or self.z_loss:
                 y = _Penalized.apply(y, self._penalties(len(x), logits, scores, chosen), self.scale)
-            y.register_hook(partial(self._note, chosen, scores.detach()))  # type: ignore[no-untyped-call]
+            y.register_hook(partial(self._note, chosen, taken, scores.detach()))  # type: ignore[no-untyped-call]
         return y
+
+    def _within_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the experts of sequences, in a row; `number` stands for those that are full."""
+        order = chosen.argsort(dim=1, stable=True)
+        experts = chosen.gather(1, order)
+        numbers = torch.arange(self.number, device=chosen.device).repeat(len(chosen), 1)
+        begins = torch.searchsorted(experts, numbers).gather(1, experts)
+        queue = torch.arange(chosen.shape[1], device=chosen.device) - begins
+        most = math.ceil(self.capacity_factor * chosen.shape[1] / self.number)
+        experts = experts.where(queue < most, self.number)
+        return torch.empty_like(chosen).scatter_(1, order, experts).flatten()
 
     def _penalties(
         self, rows: int, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
@@ -149,7 +172,13 @@ class Experts(nn.Module):
         outputs = self.perceptrons(rows.index_select(0, order), theirs.sum(0))
         return all_to_all(outputs.index_select(0, order.argsort()), sent, received, group)
 
-    def _note(self, chosen: torch.Tensor, scores: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _note(
+        self,
+        chosen: torch.Tensor,
+        taken: torch.Tensor,
+        scores: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> None:
         """Count tokens in the backward pass, where padding has no gradient, and none counts twice.
 
         A forward pass may be repeated, to save memory. The entropy of a token counts for each of
@@ -160,20 +189,22 @@ class Experts(nn.Module):
         entropies = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1, keepdim=True)
         entropies = (entropies / UNIT * self.top_k).long().where(has_gradient, 0)
         counts = _count(numbers.flatten(), self.number + 1)
-        self._totals.append(torch.cat([counts[:-1], entropies.sum(0)]))
+        dropped = has_gradient & (taken.view_as(chosen) == self.number)
+        self._totals.append(torch.cat([counts[:-1], entropies.sum(0), dropped.sum()[None]]))
 
     def take_totals(self, passes: int = 0) -> torch.Tensor:
         """Return, and forget, totals of the newest passes, or of all for 0.
 
-        They are the tokens of each expert, then the sum of the entropies of the router's scores.
+        They are the tokens that chose each expert, then the sum of the entropies of the router's
+        scores, then how many choices were above the capacity.
         """
         totals = [*self._totals][-passes:]
         self._totals.clear()
-        return sum(totals, self.bias.new_zeros(self.number + 1, dtype=torch.int64))
+        return sum(totals, self.bias.new_zeros(self.number + 2, dtype=torch.int64))
 
     def take_counts(self) -> torch.Tensor:
         """Return, and forget, the tokens of each expert in all passes."""
-        return self.take_totals()[:-1]
+        return self.take_totals()[:-2]
 
     def move_biases(self, counts: torch.Tensor) -> None:
         """Raise the bias of experts with fewer tokens than the mean, and lower the others'."""
@@ -254,14 +285,17 @@ class Balance(Part):
         copies: int,
         passes: Callable[[], int],
         scale: Callable[[], float | torch.Tensor],
+        drops: bool,
         device: torch.device,
     ) -> None:
         """Balance these layers, by name: the number of experts, and the layer, if it is here.
 
         So many `copies` count the same tokens. `passes` returns how many of the newest counts are
-        of the step, 0 for all, and `scale` the factor of a sample's loss in its gradient.
+        of the step, 0 for all, and `scale` the factor of a sample's loss in its gradient. `drops`:
+        a layer has a capacity.
         """
         self._layers, self._copies, self._passes = layers, copies, passes
+        self._drops = drops
         self._names = [f"{name} {n}" for name, (size, _) in layers.items() for n in range(size)]
         # The steps in which no token has chosen an expert, and all steps.
         self._idle = torch.zeros(len(self._names), dtype=torch.int64, device=device)
@@ -276,23 +310,26 @@ class Balance(Part):
         none = partial(torch.zeros, dtype=torch.int64, device=self._idle.device)
         passes = self._passes()
         layers = self._layers.values()
-        held = [layer.take_totals(passes) if layer else none(size + 1) for size, layer in layers]
+        held = [layer.take_totals(passes) if layer else none(size + 2) for size, layer in layers]
         totals = torch.cat(held)
         if dist.get_world_size() > 1:
             dist.all_reduce(totals)
-        sums = torch.split(totals // self._copies, [size + 1 for size, _ in layers])
-        parts = [total[:-1] for total in sums]
+        sums = torch.split(totals // self._copies, [size + 2 for size, _ in layers])
+        parts = [total[:-2] for total in sums]
         loads, entropies = [], []
         for (name, (_, layer)), part, total in zip(self._layers.items(), parts, sums, strict=True):
             if layer:
                 layer.move_biases(part)
             # A layer without gradients, before frozen weights alone, counts no tokens.
             loads.append(part.max() / part.double().mean().clamp(min=1e-9))
-            entropies.append(total[-1] * UNIT / part.sum().clamp(min=1))
+            entropies.append(total[-2] * UNIT / part.sum().clamp(min=1))
             measure(f"expert_imbalance/{name}", loads[-1])
             measure(f"router_entropy/{name}", entropies[-1])
         measure("expert_imbalance", torch.stack(loads).max())
         measure("router_entropy", torch.stack(entropies))
+        if self._drops:
+            choices = torch.cat(parts).sum().clamp(min=1)
+            measure("dropped_tokens", torch.stack([total[-1] for total in sums]).sum() / choices)
         idle = torch.cat([(part == 0) & part.any() for part in parts])
         measure("idle_experts", idle.sum())
         self._idle = torch.where(idle, self._idle + 1, 0)

@@ -184,10 +184,12 @@ class Strategy:
         experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
         self.penalizes = any(m.balance_loss or m.z_loss for m in experts.values())
         self._mean_weight: float | torch.Tensor = 1.0  # of the samples of the step, if it penalizes
-        if "context" in self.degrees and self.penalizes:
+        drops = any(m.capacity_factor for m in experts.values())
+        if "context" in self.degrees and (self.penalizes or drops):
             raise ConfigError(
-                "the losses of experts are about whole sequences, which context cuts: remove "
-                "model.balance_loss and model.router_z_loss, or choose another mesh"
+                "the losses and capacities of experts are about whole sequences, which context "
+                "cuts: remove model.balance_loss, model.router_z_loss and model.expert_capacity, "
+                "or choose another mesh"
             )
         if experts and self.replicas_apart:
             raise ConfigError(
@@ -235,7 +237,7 @@ class Strategy:
             layers = {name: (m.number, m if m in held else None) for name, m in experts.items()}
             pipeline = self._pipeline
             passes = (lambda: pipeline.passes) if pipeline else (lambda: 0)  # 0: all of the step
-            of_step = self.copies, passes, self._factor
+            of_step = self.copies, passes, self._factor, drops
             self._parts.append(Balance(layers, *of_step, self.world.device))
         self._callables = [model] if turns else modules
         self.trained = self._with_loss(model)

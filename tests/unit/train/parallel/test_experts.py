@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,20 @@ def by_hand(layer: Experts, x: torch.Tensor) -> torch.Tensor:
         return out
 
     outputs = []
-    for token in x.flatten(0, -2):
+    most = math.ceil(layer.capacity_factor * x[0, ..., 0].numel() * layer.top_k / layer.number)
+    for number, token in enumerate(x.flatten(0, -2)):
+        if number % x[0, ..., 0].numel() == 0:
+            queues = dict.fromkeys(range(layer.number), 0)  # of a sequence
         logits = layer.router.weight @ token
         scores = logits.softmax(0) if layer.scores == "softmax" else logits.sigmoid()
         chosen = sorted(range(layer.number), key=lambda e: -(scores[e] + layer.bias[e]).item())
         chosen = chosen[: layer.top_k]
         total = sum(scores[e] for e in chosen) if layer.top_k > 1 else 1
+        for e in chosen:
+            queues[e] += 1
+        chosen = [e for e in chosen if queues[e] <= most or not layer.capacity_factor]
         parts = [scores[e] / total * perceptron(layer.perceptrons, e, token) for e in chosen]
+        parts.append(torch.zeros_like(token))
         if layer.shared:
             parts.append(perceptron(layer.shared, 0, token))
         outputs.append(torch.stack(parts).sum(0))
@@ -56,7 +64,8 @@ def by_hand(layer: Experts, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("top_k", "options"),
-    [(1, {}), (2, {"gated": True}), (3, {"scores": "sigmoid"}), (2, {"shared": 2, "gated": True})],
+    [(1, {}), (2, {"gated": True}), (3, {"scores": "sigmoid"}), (2, {"shared": 2, "gated": True})]
+    + [(k, {"capacity_factor": factor}) for k, factor in ((1, 1.0), (2, 1.25), (2, 0.1))],
 )
 def test_a_layer_equals_a_loop_over_tokens(top_k: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -134,7 +143,7 @@ def test_more_experts_for_a_token_than_there_are() -> None:
 
 def balanced(model: nn.Sequential) -> experts.Balance:
     layers = {name: (4, layer) for name, layer in model.named_children()}
-    return experts.Balance(layers, 1, lambda: 0, lambda: 1.0, torch.device("cpu"))  # type: ignore[arg-type]
+    return experts.Balance(layers, 1, lambda: 0, lambda: 1.0, True, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -220,6 +229,22 @@ def test_the_entropy_of_a_router_is_a_mean_over_tokens_that_count(
     balanced(model).finish(model)
     for name in ("router_entropy", "router_entropy/0"):
         assert float(measured[name]) == pytest.approx(float(expected), abs=2e-6)
+
+
+def test_the_share_of_tokens_above_the_capacity_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(experts, "measure", lambda name, value: measured.update({name: value}))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    model = nn.Sequential(Experts(WIDTH, HIDDEN, 4, 1, capacity_factor=2.0))
+    model[0].bias[2] = 9  # type: ignore[operator]  # all choose this one
+    x = torch.randn(3, 8, WIDTH)
+    towards = torch.ones(3, 8, WIDTH)
+    towards[1, 6:] = 0  # padding, which was dropped too but does not count
+    (model(x) * towards).sum().backward()
+    balanced(model).finish(model)
+    assert float(measured["dropped_tokens"]) == pytest.approx(10 / 22)
+    model.eval()
+    assert model(x).abs().sum(-1).min() > 0  # validation drops none
 
 
 def test_an_expert_that_no_token_chooses_is_named(
