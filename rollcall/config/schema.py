@@ -238,8 +238,8 @@ class Model(Section):
     shared_experts: int = _key(0, ge=0)
     """Number of experts that every token passes beside its own."""
     balance_rate: float = _key(1e-3, ge=0)
-    """How far the bias of an expert moves in a step, so that all get as many tokens; 0 turns the
-    balance off."""
+    """How far the bias of an expert moves in a step, so that all get the same number of tokens; 0
+    turns the balance off."""
     balance_loss: float = _key(0.0, ge=0)
     """Weight of a loss that grows with uneven loads of experts within a sequence."""
     router_z_loss: float = _key(0.0, ge=0)

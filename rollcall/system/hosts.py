@@ -4,8 +4,10 @@ A host's own name does not help: Debian maps it to 127.0.1.1, so torch would lis
 Instead, a host asks the kernel by which address and interface it reaches the others.
 """
 
+import contextlib
 import itertools
 import os
+import random
 import re
 import socket
 import zlib
@@ -157,3 +159,12 @@ def processor() -> str:
 def usable_cpus() -> int:
     """Return the number of CPUs on which this process may run, as Slurm or taskset allow."""
     return len(os.sched_getaffinity(0))
+
+
+def free_port() -> int:
+    """Return a free TCP port, which the kernel gives to no other program before it is used."""
+    while True:
+        port = random.randrange(FIRST_PORT, FIRST_PORT + PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -30,7 +30,7 @@ from ranks import FORKSERVER, TIMEOUT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rollcall.tools.bench.turns import free_port
+from rollcall.system.hosts import free_port
 from rollcall.train.checkpoint import layout
 from rollcall.train.checkpoint.engine import Engine
 from rollcall.train.checkpoint.store import CheckpointStore

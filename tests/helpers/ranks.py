@@ -14,7 +14,7 @@ from typing import Any
 
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
-from rollcall.tools.bench.turns import free_port
+from rollcall.system.hosts import free_port
 
 # Read when the server imports torch. With more threads, four ranks would compete for two cores.
 os.environ["OMP_NUM_THREADS"] = "1"

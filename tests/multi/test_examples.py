@@ -18,7 +18,7 @@ from checkout import ROOT
 from photo_files import PHOTOS
 from ranks import FORKSERVER
 
-from rollcall.tools.bench.turns import free_port
+from rollcall.system.hosts import free_port
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 

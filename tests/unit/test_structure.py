@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_951, 8_000
+CORE_LINES, TOOLS_LINES = 38_962, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -48,10 +48,10 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/sweep": 402,
     "rollcall/messages": 253,
     "rollcall/records": 1189,
-    "rollcall/system": 810,
+    "rollcall/system": 821,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
-    "rollcall/tools/bench": 1759,
+    "rollcall/tools/bench": 1748,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1427,
     "rollcall/tools/plan": 2147,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from rollcall.config import ConfigError, parse
 from rollcall.records.run_dir import RunDir
-from rollcall.tools.bench import turns
+from rollcall.system import hosts
 from rollcall.train import torch_private
 
 STRATEGIES = ("ddp", "zero1", "zero3", "hsdp", "pipeline", "tensor")
@@ -157,7 +157,7 @@ def on_ranks(
     # Ranks are forked from a server that imported torch once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rollcall.train.training", torch_private.COMPILER])
-    port, ranks = turns.free_port(), []
+    port, ranks = hosts.free_port(), []
     try:
         for rank in range(world_size):
             place = {

@@ -11,10 +11,8 @@ import importlib.metadata
 import math
 import os
 import platform
-import random
 import resource
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -218,12 +216,3 @@ def on_ranks(work: Callable[[], object], folder: Path, ranks: int) -> None:
         matrix.on_ranks(work, folder / "logs", ranks, ranks)
     except RuntimeError as error:
         raise BenchError(str(error)) from None
-
-
-def free_port() -> int:
-    """Return a free TCP port, below those that the kernel may give to others before it is used."""
-    while True:
-        port = random.randrange(16_384, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

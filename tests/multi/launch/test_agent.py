@@ -30,7 +30,7 @@ from rollcall.launch.runs import find, states
 from rollcall.launch.runs.exit_code import CANCELLED
 from rollcall.records.attempt import NodeState
 from rollcall.records.run_dir import RunDir
-from rollcall.tools.bench.turns import free_port
+from rollcall.system.hosts import free_port
 
 SCRIPT = """
 import atexit, os, signal, sys

@@ -18,7 +18,7 @@ from rollcall.launch.runs import states
 from rollcall.launch.submission import start
 from rollcall.records.attempt import NodeState
 from rollcall.records.run_dir import RunDir
-from rollcall.tools.bench.turns import free_port
+from rollcall.system.hosts import free_port
 
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 SCRIPT = '''

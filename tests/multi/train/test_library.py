@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from rollcall import Checkpointer, Loader, World
-from rollcall.tools.bench.turns import free_port
+from rollcall.system.hosts import free_port
 
 PAGE = ROOT / "docs" / "from-your-script.md"
 STEPS = 60

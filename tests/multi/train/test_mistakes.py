@@ -13,7 +13,7 @@ import pytest
 from checkout import HELPERS
 from ranks import FORKSERVER, TIMEOUT
 
-from rollcall.tools.bench.turns import free_port
+from rollcall.system.hosts import free_port
 
 GOOD = {
     "model.name": "user_mistakes:net",

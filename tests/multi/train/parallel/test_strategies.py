@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from rollcall.config import parse
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
+from rollcall.system.hosts import free_port
 from rollcall.tools.bench import matrix
 from rollcall.tools.bench.matrix import Job
-from rollcall.tools.bench.turns import free_port
 from rollcall.train import models
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.data import sets
