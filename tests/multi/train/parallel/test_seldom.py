@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import slow_link
 import torch
 import user_seldom
 from collectives import Collectives
@@ -165,3 +169,18 @@ def test_4_bits_keep_numbers_within_half_a_step() -> None:
     padded = torch.cat([numbers, torch.zeros(24)]).view(8, 128)
     limits = (padded.abs().amax(1, keepdim=True) / 14 * 1.001).expand(8, 128).reshape(-1)[:1000]
     assert ((unpack(message, 1000) - numbers).abs() <= limits).all()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("tc"), reason="needs root and tc")
+def test_a_slow_link_costs_replicas_that_meet_seldom_less(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The campaign behind a table of docs/seldom.md, with two of its ways on a slower link."""
+    ways = {name: slow_link.WAYS[name] for name in ("`ddp`", "`diloco`, `sync_every=20`")}
+    monkeypatch.setattr(slow_link, "WAYS", ways)
+    assert slow_link.main(["--steps=4", "--every=2", "--mbit=20"]) == 0
+    often, seldom = capsys.readouterr().out.splitlines()[-2:]
+    assert " 1.0" in often and "`diloco`" in seldom, often
+    # 20 Mbit/s carry the 7 MB of a gradient in about 3 seconds.
+    assert re.search(r"` +[2-9]\.\d+ s ", often) and re.search(r"` +\d+ ms ", seldom), seldom

@@ -75,17 +75,22 @@ def parts(text: str) -> list[str]:
 
 @cache
 def golden() -> dict[str, list[Rank]]:
-    """Return what the ranks of each cell send; an all-gather counts as what it returns."""
+    """Return what the ranks of each cell send; an all-gather counts as what it returns.
+
+    Without experts: how many tokens travel to them is not in the file.
+    """
     found: dict[str, list[Rank]] = {}
-    for line in traffic.GOLDEN.read_text().splitlines():
-        if not line.startswith(" "):
-            ranks = found.setdefault(line, [])
-        elif not line.startswith("    "):
-            [number, *_] = re.findall(r"\d+", line)
-            ranks.append(Rank(int(number), Messages(), set()))
-        else:
-            for one in lines(line):
-                _add(ranks[-1], one)
+    for name, text in traffic.sections(traffic.GOLDEN.read_text()).items():
+        if name.startswith(("experts", "top-1")):
+            continue
+        ranks = found.setdefault(name, [])
+        for line in text[1:]:
+            if not line.startswith("    "):
+                [number, *_] = re.findall(r"\d+", line)
+                ranks.append(Rank(int(number), Messages(), set()))
+            else:
+                for one in lines(line):
+                    _add(ranks[-1], one)
     return found
 
 
@@ -150,8 +155,9 @@ def odd_parts(whole: list[Sized], tied: bool, used: bool) -> tuple[list[Sized], 
     block = replace(whole[1], weights=whole[1].weights - SHARED, tensors=whole[1].tensors - 1)
     more = replace(block, weights=block.weights + UNUSED, tensors=block.tensors + 2)
     # Tensor ranks hold all of the unused weights, and do not compute them on pieces.
-    held = [whole[0], *[more] * 5, *whole[6:]]
-    learns = [*held] if not used else [whole[0], *[block] * 5, *whole[6:]]
+    count = len(whole) - 3  # with the embedding, the last norm and the head
+    held = [whole[0], *[more] * count, *whole[-2:]]
+    learns = [*held] if not used else [whole[0], *[block] * count, *whole[-2:]]
     key = learns[2]
     learns[2] = replace(
         key,
@@ -234,7 +240,8 @@ def cell(name: str) -> Cell:
     config = parse([*words, *setups[run].words])[1]
     layout = layout_of(config, setups[run].world_size)
     if model in ("text", "odd", "tied"):
-        described = plan_model.describe(parse([*RUNS["text"][0], *setups[run].words])[1])
+        layers = f"model.num_layers={config.model.num_layers}"
+        described = plan_model.describe(parse([*RUNS["text"][0], layers, *setups[run].words])[1])
         found = trained = gpt_parts(described)
         if model != "text":
             is_fsdp = layout.zero >= 2 or layout.tensor > 1 or layout.stages > 1
