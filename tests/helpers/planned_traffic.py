@@ -112,7 +112,8 @@ def of_update(parts: Sequence[Sized], held: Sequence[range], layout: Layout) -> 
     """Return the messages of the gradient's norm and of the new weights.
 
     FSDP and tensor parallelism add up a number for each tensor that they divide. Only `parts` that
-    have a gradient count.
+    have a gradient count. The 8 bytes of the norm over pipeline stages are left out, as the
+    recorder leaves out those of the number of targets.
     """
     messages, held_parts = Messages(), _own(parts, held)
     tensor, shards = layout.tensor, layout.shards
@@ -127,7 +128,6 @@ def of_update(parts: Sequence[Sized], held: Sequence[range], layout: Layout) -> 
     if layout.zero == 1:
         messages.add("broadcast", shards, tensor, tensors, FULL * _values(held_parts, layout))
     messages.add("all-reduce", tensor, 1, bool(split), FULL * split)
-    messages.add("all-reduce", layout.stages, layout.ranks // layout.stages, 1, FULL)
     return messages
 
 

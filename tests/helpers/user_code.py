@@ -544,6 +544,52 @@ class AskedPositions(OwnPositions):
         return self._rest(self.embed(tokens, position_ids))
 
 
+class _Stack(nn.Module):
+    """Four experts of a user's own, one in each row of the weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, width, 24) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(4, 24, width) * 24**-0.5)
+
+    def forward(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(tokens)
+        for number in range(len(self.up)):
+            rows, which = (chosen == number).nonzero(as_tuple=True)
+            done = functional.relu(tokens[rows] @ self.up[number]) @ self.down[number]
+            out = out.index_add(0, rows, done * weights[rows, which, None])
+        return out
+
+
+class _Mixture(nn.Module):
+    """Two of four experts for each token: at first the same two, so that some ranks have none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4, bias=False)
+        nn.init.zeros_(self.router.weight)
+        self.stack = _Stack(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).sigmoid().topk(2)
+        out: torch.Tensor = self.stack(tokens, chosen, weights).view_as(x)
+        return out
+
+
+def stacked(config: Model, source: Source) -> nn.Module:
+    """Return a transformer whose blocks have such mixtures."""
+    model = gpt(config, source)
+    for block in model.children():
+        if isinstance(block, Block):
+            block.experts = _Mixture(config.hidden_size)  # type: ignore[assignment]
+            del block.up, block.down
+    vars(model).update(tensor_plan={}, expert_plan=["*.stack"])
+    return model
+
+
 class _Block(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ They keep their class and the names of their weights. A model can start from a f
 with `model.init`, and `rollcall checkpoint export --format hf` writes such a folder.
 """
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from rollcall.messages.text import did_you_mean
 from rollcall.train.data.source import Source
 from rollcall.train.data.tokenizer import package, refused
 
+EXPERT_INPUTS = {"top_k_index", "top_k_weights"}
+"""Arguments of modules that have a stack of experts."""
 PLAN_STYLES = {"colwise": "columns", "rowwise": "rows"}
 """Styles in the plans of transformers; layers of other styles stay whole on each rank."""
 PLANS = {
@@ -149,7 +152,7 @@ def _logits(_: nn.Module, __: Any, outputs: Any) -> Any:
 
 
 def _plan(model: Any) -> None:
-    """Declare how tensor parallelism splits the layers, and the sizes that must divide."""
+    """Declare the layers that tensor and expert parallelism cut, and the sizes that must divide."""
     styles = (model._tp_plan or {}).items()
     plan = {name: PLAN_STYLES[style] for name, style in styles if style in PLAN_STYLES}
     plan = plan or PLANS.get(model.config.model_type, {})
@@ -158,3 +161,6 @@ def _plan(model: Any) -> None:
         heads = ("num_attention_heads", "num_key_value_heads")
         counts = {name: getattr(model.config, name, None) for name in heads}
         model.tensor_divides = {name: count for name, count in counts.items() if count}
+    for name, module in model.named_modules():
+        if inspect.signature(type(module).forward).parameters.keys() >= EXPERT_INPUTS:
+            model.expert_plan = [*getattr(model, "expert_plan", []), name]

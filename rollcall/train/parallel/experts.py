@@ -8,6 +8,7 @@ holds some of the experts of each layer, and tokens travel to them and back by t
 (GShard, https://arxiv.org/abs/2006.16668).
 """
 
+import fnmatch
 import math
 import sys
 from collections import deque
@@ -118,7 +119,7 @@ class Experts(nn.Module):
         order, counts = taken.argsort(stable=True), _count(taken, self.number + 1)[:-1]
         passing = order[: int(counts.sum())] if drops else order  # waits for a GPU
         rows = tokens.repeat_interleave(self.top_k, 0).index_select(0, passing)
-        outputs = self._exchanged(rows, counts)
+        outputs = _exchanged(rows, counts, self._group, self.perceptrons)
         if drops:
             outputs = functional.pad(outputs, (0, 0, 0, len(order) - len(passing)))
         outputs = outputs.index_select(0, order.argsort()).view(len(tokens), self.top_k, -1)
@@ -154,23 +155,6 @@ class Experts(nn.Module):
         uneven = (loads * shares).sum(1) * self.number / chosen.shape[1]
         large = logits.logsumexp(-1).square().view(rows, -1).mean(1)
         return self.balance_loss * uneven + self.z_loss * large
-
-    def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Pass rows, sorted by expert, through the experts wherever these are."""
-        group = self._group
-        if group is None or rows.is_meta:
-            return self.perceptrons(rows, counts)  # type: ignore[no-any-return]
-        ranks = dist.get_world_size(group)
-        theirs = all_to_all(counts, None, None, group).view(ranks, -1)
-        sums = torch.stack([counts.view(ranks, -1).sum(1), theirs.sum(1)])
-        sent, received = sums.tolist()  # the only wait for a GPU
-        rows = all_to_all(rows, received, sent, group)
-        # They come sorted by rank, then by expert.
-        numbers = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
-        numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(rows))
-        order = numbers.argsort(stable=True)
-        outputs = self.perceptrons(rows.index_select(0, order), theirs.sum(0))
-        return all_to_all(outputs.index_select(0, order.argsort()), sent, received, group)
 
     def _note(
         self,
@@ -209,6 +193,28 @@ class Experts(nn.Module):
     def move_biases(self, counts: torch.Tensor) -> None:
         """Raise the bias of experts with fewer tokens than the mean, and lower the others'."""
         self.bias += self.balance_rate * (counts.double().mean() - counts).sign().to(self.bias)
+
+
+def _exchanged(
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Pass rows, sorted by expert, through the experts wherever these are."""
+    if group is None or rows.is_meta:
+        return compute(rows, counts)
+    ranks = dist.get_world_size(group)
+    theirs = all_to_all(counts, None, None, group).view(ranks, -1)
+    sums = torch.stack([counts.view(ranks, -1).sum(1), theirs.sum(1)])
+    sent, received = sums.tolist()  # waits for a GPU
+    rows = all_to_all(rows, received, sent, group)
+    # They come sorted by rank, then by expert.
+    numbers = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
+    numbers = numbers.repeat_interleave(theirs.flatten(), output_size=len(rows))
+    order = numbers.argsort(stable=True)
+    outputs = compute(rows.index_select(0, order), theirs.sum(0))
+    return all_to_all(outputs.index_select(0, order.argsort()), sent, received, group)
 
 
 class _Penalized(torch.autograd.Function):
@@ -269,9 +275,57 @@ def _count(numbers: torch.Tensor, limit: int) -> torch.Tensor:
     return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
-def layers_of(model: nn.Module) -> list[Experts]:
-    """Return the layers of experts of a model, or of this rank's part of it."""
-    return [module for module in model.modules() if isinstance(module, Experts)]
+def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose weights have an expert in each row, by the names of their layers.
+
+    They are those of `Experts`, and those that the model names in `expert_plan`: patterns of names.
+    Such a module maps (tokens, width), the numbers of the experts (tokens, k) and their weights
+    (tokens, k) to (tokens, width).
+
+    Raises:
+        ConfigError: `expert_plan` names no such module.
+    """
+    named, plan = dict(model.named_modules()), tuple(getattr(model, "expert_plan", ()))
+    for pattern in plan:
+        if not fnmatch.filter(named, pattern):
+            raise ConfigError(f"expert_plan has {pattern}, but the model has no such module")
+    found = {name: m.perceptrons for name, m in named.items() if isinstance(m, Experts)}
+    names = {name for pattern in plan for name in fnmatch.filter(named, pattern)}
+    return found | {name: named[name] for name in named if name in names}
+
+
+class _Own:
+    """The forward pass of a module of `expert_plan` of which this rank has some of the experts."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self._module, self._group = module, group
+        self._kind = type(module)  # FSDP makes another one of it
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes depend on the router
+    def __call__(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        numbers = chosen.flatten()
+        count = len(next(self._module.parameters()))
+        order = numbers.argsort(stable=True)
+        rows = tokens.repeat_interleave(chosen.shape[1], 0).index_select(0, order)
+        outputs = _exchanged(rows, _count(numbers, count), self._group, self._compute)
+        outputs = outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
+        return (outputs * weights.unsqueeze(-1)).sum(1).type_as(tokens)
+
+    def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Let the module compute with the experts that are here."""
+        held = {name: local_of(w) for name, w in self._module.named_parameters(recurse=False)}
+        if not len(rows):  # the gradient still travels
+            return rows + sum(weight.flatten()[0] for weight in held.values()) * 0
+        bare = object.__new__(self._kind)
+        vars(bare).update(vars(self._module) | held, _parameters={})
+        del vars(bare)["forward"]
+        if hasattr(bare, "num_experts"):  # as modules of transformers have it
+            vars(bare)["num_experts"] = len(counts)
+        numbers = torch.arange(len(counts), device=rows.device)
+        numbers = numbers.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
+        return bare.forward(rows, numbers, torch.ones_like(numbers, dtype=rows.dtype))  # type: ignore[no-any-return]
 
 
 class Balance(Part):
@@ -355,24 +409,32 @@ class Spread(Part):
     def __init__(self, mesh: DeviceMesh, shards: int, name: str) -> None:
         """Divide over the mesh; `shards` ranks share each expert, for the model of this name."""
         self._mesh, self._shards, self._name = mesh, shards, name
-        self._layers: list[Experts] = []  # of this rank
+        self._stacks: list[nn.Module] = []
 
     def check(self, model: nn.Module, _example: Batch) -> None:
         """Raise ConfigError if the model has no experts, or their number does not divide."""
-        layers = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
-        degree = self._mesh.size()
-        if not layers:
+        stacks, degree = stacks_of(model), self._mesh.size()
+        if not stacks:
             raise ConfigError(
                 f"the mesh has expert={degree}, but model.name={self._name} has no experts: set "
-                "model.experts for gpt, use rollcall.Experts in your model, or remove expert"
+                "model.experts for gpt, use rollcall.Experts in your model, name its experts in "
+                "expert_plan, or remove expert"
             )
-        for name, layer in layers.items():
-            if layer.number % degree:
+        for name, stack in stacks.items():
+            shapes = {key: tuple(weight.shape) for key, weight in stack.named_parameters()}
+            numbers = {shape[:1] for shape in shapes.values() if len(shape) > 1}
+            if len(numbers) != 1 or any(len(s) < 2 or "." in key for key, s in shapes.items()):
                 raise ConfigError(
-                    f"{name} has {layer.number} experts, which do not divide by expert={degree}; "
-                    f"choose {nearest_multiples(layer.number, degree)} experts"
+                    f"expert_plan: expected all weights of {name} to be of itself, with an expert "
+                    f"in each row of the first dimension; got {shapes or 'none'}"
                 )
-            for weight in layer.perceptrons.parameters():
+            [[number]] = numbers
+            if number % degree:
+                raise ConfigError(
+                    f"{name} has {number} experts, which do not divide by expert={degree}; "
+                    f"choose {nearest_multiples(number, degree)} experts"
+                )
+            for weight in stack.parameters():
                 if weight.shape[1] % self._shards:
                     raise ConfigError(
                         f"{name} has experts of {weight.shape[1]} units, which do not divide by "
@@ -382,19 +444,22 @@ class Spread(Part):
 
     def apply(self, model: nn.Module) -> None:
         """Keep this rank's experts."""
-        self._layers = layers_of(model)
-        for layer in self._layers:
-            for name, weight in [*layer.perceptrons.named_parameters()]:
+        group, stacks = self._mesh.get_group(), stacks_of(model)
+        self._stacks = [*stacks.values()]
+        for layer, stack in stacks.items():
+            for name, weight in [*stack.named_parameters()]:
                 part = distribute_tensor(weight, self._mesh, [Shard(0)], src_data_rank=None)
-                setattr(
-                    layer.perceptrons, name, nn.Parameter(part, requires_grad=weight.requires_grad)
-                )
-            layer.spread(self._mesh.get_group())
+                setattr(stack, name, nn.Parameter(part, requires_grad=weight.requires_grad))
+            owner = model.get_submodule(layer)
+            if isinstance(owner, Experts):
+                owner.spread(group)
+            else:
+                vars(stack)["forward"] = _Own(stack, group)
 
     def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
         """Divide the gradients, which are sums over the ranks of the dimension, as means are."""
-        for layer in self._layers:
-            for weight in layer.perceptrons.parameters():
+        for stack in self._stacks:
+            for weight in stack.parameters():
                 if weight.grad is not None:
                     local_of(weight.grad).div_(self._mesh.size())
         return False

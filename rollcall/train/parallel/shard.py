@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from rollcall.config import ConfigError
 from rollcall.train.data.source import Batch
-from rollcall.train.parallel.experts import layers_of
+from rollcall.train.parallel.experts import stacks_of
 from rollcall.train.parallel.gradients import sum_gradients
 from rollcall.train.parallel.part import MakeOptimizer, Part
 from rollcall.train.ranks.device import local_of
@@ -94,8 +94,8 @@ class Shard(Part):
             self._conditional |= {named[name] for name in names}
         self._names = {module: name for name, module in model.named_modules()}
         if self._of_experts:  # cut along the second dimension, because the mesh cuts the first
-            for layer in layers_of(model):
-                self._shard(layer.perceptrons, self._of_experts, lambda _: Cut(1))
+            for stack in stacks_of(model).values():
+                self._shard(stack, self._of_experts, lambda _: Cut(1))
         for unit in [unit for unit in units(model) if not _shares_weights(unit, model)]:
             if not self._conditional.issuperset(unit.parameters()):
                 self._shard(unit, self._mesh)

@@ -190,6 +190,12 @@ ON_TOP_1 = {
     "zero3-2-again": Setup(2, ("parallel.strategy=zero3", AGAIN)),
     "expert-3": setup(3, "mesh=expert=3"),
 }
+# Experts of a user's own, of which some ranks get no token at first.
+STACKED = (*TEXT, "model.name=user_code:stacked")
+ON_STACKED = {
+    "expert-2": setup(2, "mesh=expert=2"),
+    "shard×expert-4": setup(4, "mesh=shard=2,expert=2"),
+}
 OWN_LOSS = "train.loss=user_code:token_losses"  # returns sums and weights
 ON_ODD = {
     "pipeline-2": setup(2, "strategy=pipeline"),
@@ -221,6 +227,7 @@ CONTRACT = {
     "own": (OWN, ON_OWN),
     "experts": (EXPERTS, ON_EXPERTS),
     "top-1": (TOP_1, ON_TOP_1),
+    "stacked": (STACKED, ON_STACKED),
 }
 CELLS = [(model, name) for model, (_, setups) in CONTRACT.items() for name in setups]
 
@@ -441,7 +448,7 @@ def test_a_step_sends_what_it_sent_before(model: str, made: Made) -> None:
     for name, chosen in RUNS[model][1].items():
         if "parallel.balance=time" not in chosen.words:  # which may divide otherwise each time
             root = made(model, name).run_dir.path.parent
-            is_routed = model in ("experts", "top-1")
+            is_routed = model in ("experts", "top-1", "stacked")
             found[f"{model}: {name}"] = traffic.read(root, chosen.world_size, is_routed)
     traffic.compare(found)
 

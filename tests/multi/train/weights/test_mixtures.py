@@ -32,9 +32,14 @@ def test_shards_train_as_one_rank_and_transformers_loads_the_result(
     words += [f"model.args.base={kind}", f"run.root={tmp_path}"]
     train(1, [*words, "run.name=whole"], tmp_path / "logs")
     train(2, [*words, "run.name=cut", "parallel.strategy=zero3"], tmp_path / "more")
-    whole, cut = RunDir(tmp_path, "whole"), RunDir(tmp_path, "cut")
-    losses = [[line["loss"] for line in logged_steps(run)] for run in (whole, cut)]
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-6)
+    mesh = "parallel.mesh=shard=2,expert=2"
+    train(4, [*words, "run.name=spread", mesh], tmp_path / "most")
+    runs = [RunDir(tmp_path, name) for name in ("whole", "cut", "spread")]
+    first, *others = [[line["loss"] for line in logged_steps(run)] for run in runs]
+    assert len(first) == 3
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-6)
+    cut = runs[-1]
     folder = tmp_path / "folder"
     assert checkpoint(["export", str(cut.path), str(folder), "--format", "hf"]) == 0
     loaded = library.AutoModelForCausalLM.from_pretrained(folder).state_dict()

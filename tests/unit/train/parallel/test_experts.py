@@ -136,6 +136,21 @@ def test_what_does_not_divide_is_refused(layer: nn.Module, message: str) -> None
         Spread(Mesh(), 2, "own").check(nn.Sequential(layer), None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (["*.stack"], "expert_plan has *.stack, but the model has no such module"),
+        (["0"], "expert_plan: expected all weights of 0 to be of itself, with an expert in each"),
+        (["0.0"], "expert_plan: expected all weights of 0.0 to be of itself, with an expert in"),
+    ],
+)
+def test_a_plan_of_other_modules_is_refused(plan: list[str], message: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)))
+    model.expert_plan = plan  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Spread(Mesh(), 2, "own").check(model, None)  # type: ignore[arg-type]
+
+
 def test_more_experts_for_a_token_than_there_are() -> None:
     with pytest.raises(ValueError, match="top_k=3: expected 1 to 2"):
         Experts(8, 8, 2, 3)
