@@ -11,6 +11,7 @@ from rollcall.messages.text import did_you_mean
 WORDS = {
     r"^argument ([^ :/]+)\S*: ": r"\1: ",
     "invalid int value: ": "expected a whole number, got ",
+    r"ignored explicit argument (.*)": r"expected no value, got \1",
     "invalid float value: ": "expected a number, got ",
     "expected (one|at least one) argument": "expected a value",
 }
@@ -41,12 +42,11 @@ class Parser(argparse.ArgumentParser):
         """Print the line and exit."""
         start, _, words = message.partition("unrecognized arguments: ")
         names = {str(a.metavar or a.dest): a for a in self._actions if not a.option_strings}
-        if not start and words.startswith("-"):
-            options = re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())
-            hint = did_you_mean(words.split()[0].partition("=")[0], options, 0.75)
-            message += hint or f"; choose {', '.join(sorted(set(options)))}"
-        elif not start:
-            message += f"; expected only {' '.join(names) or 'options'}"
+        if not start:
+            options = {*re.findall(r"(?<![\w-])--[a-z-]+", self.format_help())} - {"--help"}
+            word = words.split()[0].partition("=")[0] if words.startswith("-") else ""
+            hint = did_you_mean(word, options, 0.75)
+            message += hint or f"; expected only {', '.join([*names, *sorted(options)])}"
         elif message.endswith(": RUN"):
             message += "; `rollcall status` lists the runs"
         elif (missing := names.get(message.split()[-1])) and "required: " in message:

@@ -8,6 +8,7 @@ signature is read from the source without importing it, so that a login node can
 import ast
 import importlib.util
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial, update_wrapper
@@ -149,6 +150,8 @@ def call(key: str, args_key: str, name: str, args: Mapping[str, Any], **given: A
     """Import and call the code, or prepare it for later calls; raise ConfigError if it fails."""
     slot = SLOTS[key]
     loaded = plugin.load_attribute(_full_name(key, name), key)
+    if not callable(loaded):
+        raise ConfigError(f"{key}={name}: expected a class or a function, got {loaded!r:.80}")
     code = code_of(loaded)
     if slot.base and inspect.isclass(loaded):  # before it is called: a class may do anything
         base = plugin.load_attribute(slot.base, key)
@@ -220,7 +223,11 @@ def check_modules(config: Any) -> None:
 
 
 def check_surroundings(config: Any) -> None:
-    """Raise ConfigError if the data or the package of a logger is missing on this machine."""
+    """Raise ConfigError if the data or a logger is missing, or no run can be written here."""
+    run = Path(config.run.root, config.run.name or "").absolute()
+    existing = next(path for path in (run, *run.parents) if is_there(path))
+    if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"run.root: {existing} is not a folder that you may write to; choose one")
     path = config.data.path
     is_one = path and ":" not in config.data.name and not re.search(r"[*?\[,]", path)
     if is_one and not is_there(Path(path)):

@@ -13,11 +13,18 @@ from rollcall.config.mesh import PRESETS, parse
 from rollcall.config.schema import Config, ConfigError, OnResume, Parallel, Profile
 
 DATA_KEYS = {
+    "path": ("folder", "jsonl", "text", "tokens"),
     "seq_len": ("text", "tokens", "synthetic_tokens"),
     "image_size": ("folder", "synthetic_images"),
     "num_samples": ("synthetic_images", "synthetic_tokens"),
 }
 """Keys that only some of the data sets use."""
+DATA_PATHS = {
+    "folder": "a directory with a directory of images for each class, or train/ and val/ of such",
+    "jsonl": "files with one JSON object a line",
+    "tokens": "a directory with train.bin and val.bin, as `rollcall tokenize` writes them",
+}
+"""The meaning of data.path for the data sets that need it."""
 DDP_KEYS = "parallel.bucket_mb parallel.compression"
 PIPELINE_KEYS = "parallel.schedule parallel.balance"
 SYNC_KEYS = "parallel.sync_every parallel.sync_compression"
@@ -42,6 +49,8 @@ def check(config: Config, named: Collection[str] = ()) -> None:
     known = [name for name, rule in on_resume().items() if rule is OnResume.REFUSE]
     if wrong := [name for name in config.run.changes_allowed if name not in known]:
         raise ConfigError(f"run.allow_changes: expected {' or '.join(known)}, got '{wrong[0]}'")
+    if config.data.path is None and (wanted := DATA_PATHS.get(config.data.name)):
+        raise ConfigError(f"data.name={config.data.name} needs data.path: {wanted}")
     _check_batch(config)
     _check_mesh(config.parallel)
     _check_unused(config, named)

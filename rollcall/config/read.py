@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rollcall.config import arguments, checks, refusals, trust, yaml_values
 from rollcall.config.keys import describe, sections
-from rollcall.config.refusals import about_option
+from rollcall.config.refusals import about_option, is_given
 from rollcall.config.schema import LLAMA, Config, ConfigError, entries
 from rollcall.messages.text import did_you_mean, dotted
 from rollcall.system.files import is_there
@@ -45,18 +45,23 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
     values = _read(source)
     _assign_all(values, words)
     _take_shape(values, words)
+    given = [word.partition("=")[0] for word in words if "=" in word]
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        given = [word.partition("=")[0] for word in words if "=" in word]
         raise ConfigError(refusals.explain(error.errors(), source, given)) from None
-    checks.check(config, {word.partition("=")[0] for word in words})
-    trusted = trust.check(arguments.named_code(config), _path(source), words) or None
-    config = config.model_copy(update={"run": config.run.model_copy(update={"trust": trusted})})
-    if config.data.name == "jsonl" and (folder := tokenizer_folder(config)):
-        args = {**config.data.args, "tokenizer": folder}
-        config = config.model_copy(update={"data": config.data.model_copy(update={"args": args})})
-    return Path(source).stem, arguments.complete(config)
+    try:
+        checks.check(config, {word.partition("=")[0] for word in words})
+        trusted = trust.check(arguments.named_code(config), _path(source), words) or None
+        run, data = config.run.model_copy(update={"trust": trusted}), config.data
+        if data.name == "jsonl" and (folder := tokenizer_folder(config)):
+            data = data.model_copy(update={"args": {**data.args, "tokenizer": folder}})
+        config = config.model_copy(update={"run": run, "data": data})
+        return Path(source).stem, arguments.complete(config)
+    except ConfigError as error:
+        key = re.split("[^a-z_.]", str(error), maxsplit=1)[0]
+        is_of_file = is_given(key, _leaves(_read(source))) and not is_given(key, given)
+        raise ConfigError(f"{source}: {error}" if is_of_file else str(error)) from None
 
 
 def _take_shape(values: dict[str, Any], words: Sequence[str]) -> None:
@@ -138,8 +143,8 @@ def _path(source: str) -> Path:
 
 def _read(source: str) -> dict[str, Any]:
     path = _path(source)
-    run = Path(source) if Path(source).is_dir() else Path("runs", source)
-    if not path.is_file() and (run / "config.yaml").is_file():
+    run = Path(source) if is_there(Path(source, ".")) else Path("runs", source)
+    if not (is_there(path) and path.is_file()) and is_there(run / "config.yaml"):
         how = f"write its recipe and keys, which {run}/config.yaml has, and run.name={run.name}"
         raise ConfigError(f"{source} is a run, not a recipe; to continue it, {how}")
     if not is_there(path):

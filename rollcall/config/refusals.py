@@ -44,11 +44,15 @@ def explain(errors: Iterable[Any], source: str, given: Collection[str]) -> str:
     for error in errors:
         for key in _keys(error):
             by_key.setdefault(key, []).append(error)
-    names = tuple(f"{name}." for name in given)
-    is_given = {key for key in by_key if f"{key}.".startswith(names)}
-    is_given |= {key for key in by_key for name in names if name.startswith(f"{key}.")}
-    prefixes = {key: "" if key in is_given else f"{source}: " for key in by_key}
+    prefixes = {key: "" if is_given(key, given) else f"{source}: " for key in by_key}
     return "\n".join(prefixes[key] + _line(key, items) for key, items in by_key.items())
+
+
+def is_given(key: str, given: Collection[str]) -> bool:
+    """Return True if a key, a part of it or what it is a part of is among those `given`."""
+    return any(
+        f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in given
+    )
 
 
 def unknown_key(key: str) -> str:

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_033, 8_000
+CORE_LINES, TOOLS_LINES = 39_063, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 63,
     "rollcall/cli": 315,
-    "rollcall/config": 2444,
+    "rollcall/config": 2469,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
@@ -42,10 +42,10 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/program": 515,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2070,
+    "rollcall/launch/runs": 2072,
     "rollcall/launch/scheduler": 760,
-    "rollcall/launch/submission": 2305,
-    "rollcall/launch/sweep": 402,
+    "rollcall/launch/submission": 2308,
+    "rollcall/launch/sweep": 403,
     "rollcall/messages": 253,
     "rollcall/records": 1189,
     "rollcall/system": 821,
@@ -53,15 +53,15 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1748,
     "rollcall/tools/drill": 398,
-    "rollcall/tools/lint": 1427,
+    "rollcall/tools/lint": 1432,
     "rollcall/tools/plan": 2147,
-    "rollcall/tools/report": 1694,
-    "rollcall/train": 2487,
+    "rollcall/tools/report": 1697,
+    "rollcall/train": 2488,
     "rollcall/train/checkpoint": 3318,
-    "rollcall/train/data": 2982,
+    "rollcall/train/data": 2979,
     "rollcall/train/exact": 572,
     "rollcall/train/health": 1138,
-    "rollcall/train/inference": 785,
+    "rollcall/train/inference": 786,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1135,
     "rollcall/train/numerics": 1883,

@@ -43,6 +43,8 @@ def find(word: str, root: str) -> RunDir:
             return RunDir(path.parent, path.name)
     known = (os.path.relpath(run.path, root) for run in find_all(root))  # also CELL of a sweep
     hint = did_you_mean(word, known) or "; rollcall status lists all"
+    if Path(root, word) in closed(root):
+        hint = " that you may read: another user may own it"
     raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
 
 

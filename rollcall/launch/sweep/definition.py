@@ -77,9 +77,10 @@ def read(path: Path) -> Sweep:
 def _choices(path: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     grid, listed = values.get("grid", {}), values.get("list", [])
     if not isinstance(grid, dict) or not all(isinstance(column, list) for column in grid.values()):
-        raise RefusedError(f"{path}: grid: expected a list of values for each key")
+        wanted = "expected a list of values for each key, such as optim.lr: [1e-3, 3e-4]"
+        raise RefusedError(f"{path}: grid: {wanted}; got {grid}")
     if not isinstance(listed, list) or not all(isinstance(choice, dict) for choice in listed):
-        raise RefusedError(f"{path}: list: expected a list of 'key: value' groups")
+        raise RefusedError(f"{path}: list: expected a list of 'key: value' groups, got {listed}")
     product = itertools.product(*grid.values()) if grid else []
     return [*(dict(zip(grid, choice, strict=True)) for choice in product), *listed]
 

@@ -13,6 +13,7 @@ from rollcall.tools.lint import directives, launches
 from rollcall.tools.lint.script import Rule, Script
 
 RULES = (*directives.RULES, *launches.RULES)
+NOT_A_JOB = "is not an sbatch script: expected #!/bin/bash in the first line, or #SBATCH lines"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,9 +24,13 @@ def main(argv: Sequence[str]) -> int:
     for path in parser.parse_args(argv).files:
         try:
             script = Script(path, read_whole(path).decode())
+            is_job = script.text.startswith("#!") or script.directives or script.late
+            problem = "" if is_job else f"{path} {NOT_A_JOB}"
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            print(f"rollcall: error: {path} cannot be read: {reason}", file=sys.stderr)
+            problem = f"{path} cannot be read: {reason}"
+        if problem:
+            print(f"rollcall: error: {problem}", file=sys.stderr)
             code = 2
             continue
         findings = check(script)

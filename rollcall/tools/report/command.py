@@ -37,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
         raise RefusedError(f"found no runs in {Path(options.root).absolute()}; name one, or --root")
     if options.figure is None and (options.log or options.smooth or options.over):
         raise RefusedError("--log, --smooth and --over need --figure FILE, which draws one chart")
+    for path in filter(None, (options.output, options.figure)):
+        if not path.parent.is_dir():  # known before the report is made
+            raise RefusedError(f"cannot write {path}: run mkdir -p {path.parent} first")
     if options.figure is not None:
         stories = story.tell(story.chosen(words, options.root))
         from rollcall.tools.report import figures  # imports matplotlib

@@ -14,8 +14,9 @@ from rollcall.train.data.form import Form
 from rollcall.train.data.reader import Reader, ReadResult, Selection
 from rollcall.train.data.source import Batch
 from rollcall.train.data.stream import Stream, StreamPosition
-from rollcall.train.data.workers import WorkerError, in_order
+from rollcall.train.data.workers import WorkerDiedError, WorkerError, in_order
 from rollcall.train.ranks.activity import doing
+from rollcall.train.ranks.agreement import FaultError
 from rollcall.train.ranks.clock import DATA, OTHER, clock
 from rollcall.train.ranks.device import copy_ahead, hand_over
 from rollcall.train.ranks.world import World
@@ -47,6 +48,7 @@ class Loading:
         self._unreadable_ahead: float = 0  # the same, up to the batch that was read
         self.positions: dict[int, StreamPosition] = {}  # in a stream, before each batch
         self._problem = ""
+        self._has_died = False  # its workers
         self._epoch = 0
 
     def batches(
@@ -84,11 +86,13 @@ class Loading:
         return waited
 
     def refuse(self, world: World, unreadable: float) -> None:
-        """Raise ConfigError on all ranks, together, if too many samples could not be read.
+        """Raise ConfigError, or FaultError if workers died, on all ranks if too much is unreadable.
 
         `unreadable` is the sum of `self.unreadable` over all ranks.
         """
         if unreadable > self._config.skip_unreadable + 0.5:  # a rank's share may be a fraction
+            if world.has_any(self._has_died):
+                raise FaultError(world.first_problem(self._problem))
             world.raise_together(self._problem)
 
     def _checked(self, read: Iterator[ReadResult], numbers: range) -> Iterator[Batch]:
@@ -108,6 +112,7 @@ class Loading:
             if batch is None:
                 raise
             self._unreadable_ahead, self._problem = math.inf, f"rank {self._rank}: {error}"
+            self._has_died = isinstance(error, WorkerDiedError)
             # The other ranks wait for this rank in collectives: it continues with weights of zero.
             for _ in range(count):
                 yield batch._replace(weights=torch.zeros_like(batch.weights))

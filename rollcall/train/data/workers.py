@@ -37,7 +37,11 @@ MAX_DEATHS = 3
 
 
 class WorkerError(RuntimeError):
-    """A worker failed, or died repeatedly; the message names it."""
+    """A worker failed; the message names it."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker died repeatedly, for example of too little memory: a new attempt may succeed."""
 
 
 def in_order(
@@ -131,7 +135,7 @@ class _Worker:
         died = f"{self._name} (pid {self._process.pid}) {cause}"
         self.kill()
         if self._deaths == MAX_DEATHS:
-            raise WorkerError(
+            raise WorkerDiedError(
                 f"{died}, {MAX_DEATHS} times while reading batch {number}. If the machine is out "
                 "of memory, reduce data.num_workers or data.prefetch_factor; data.num_workers=0 "
                 "reads in the rank itself and shows where it fails"

@@ -49,7 +49,8 @@ def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
         near = did_you_mean(run, (path.parent.name for path in Path("runs").glob("*/config.yaml")))
         raise ConfigError(
             f"unknown run '{run}': neither {Path(run).absolute()} nor "
-            f"{Path('runs', run).absolute()} has a config.yaml, as a run of a training has{near}"
+            f"{Path('runs', run).absolute()} has a config.yaml, as a run of a training has"
+            f"{near or '; `rollcall status` lists all runs'}"
         )
     path = path.absolute()
     _, config = schema.parse([str(path / "config.yaml"), *words])

@@ -23,10 +23,10 @@ BIN = f"{ROOT}/env/bin:{Path(sys.executable).parent}"
 """As env/run sets PATH: rollcall's torchrun before torch's."""
 
 
-def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **env},
         capture_output=True,
         text=True,
@@ -116,6 +116,12 @@ def test_torchrun_reports_a_failure_in_a_line(
     shown = done.stderr.splitlines()
     assert len(shown) == len(lines)
     assert all(expected in line for expected, line in zip(lines, shown, strict=True))
+
+
+def test_torchrun_finds_rollcall_from_any_directory(tmp_path: Path) -> None:
+    words = ["torchrun", "--nproc_per_node=1", "-m", "rollcall.train", "lr=1"]
+    done = run(words, tmp_path, ROLLCALL_CHECKOUT=str(ROOT))
+    assert done.stderr.startswith("rollcall: error: unknown key 'lr'"), done.stderr
 
 
 def test_torchrun_says_that_it_waits_for_other_nodes() -> None:

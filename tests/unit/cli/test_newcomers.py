@@ -14,6 +14,8 @@ FILES = {
     "net.py": "class Net:\n    def forward(self, x):\n        return x\n\n\nnet = Net()\n",
     "job.sbatch": "#!/bin/bash\nsrun python ok.py\n",
     "dotted.yaml": "train.steps: 2\n",
+    "momentum.yaml": "optim: {name: adamw, momentum: 0.5}\n",
+    "python.sbatch": "#!/usr/bin/env python\nprint(1)\n",
     "indent.yaml": "train:\n  steps: 2\n   epochs: 1\n",
     "includes.yaml": "defaults: [digits]\n",
     "latin.yaml": "model: \udce9\n",
@@ -53,7 +55,7 @@ ANSWERS = {
     "train digits --dry-run": "--print-config` prints the configuration",
     "train digits.yaml": "'digits' without directory and suffix is a recipe",
     "--nodes 2": "unknown command '--nodes'; `rollcall --help` lists the commands",
-    "status --everything": "unrecognized arguments: --everything; choose --help, --root",
+    "status --everything": "unrecognized arguments: --everything; expected only RUN, --root",
     "submit --local --root /proc/x -- ok.py": "; --root chooses another directory",
     "train help": "'help': write --help, or --help KEY",
     "train digits ~optim.lr": "did you mean optim.lr=...?",
@@ -70,7 +72,7 @@ ANSWERS = {
     "config": "unknown command 'config'; use explain",
     "tensorboard": "unknown command 'tensorboard'; use dashboard",
     "logs run --rank zero": "--rank: expected a whole number, got 'zero'",
-    "logs run other": "unrecognized arguments: other; expected only RUN (",
+    "logs run other": "unrecognized arguments: other; expected only RUN, --",
     "profile run --steps": "--steps: expected a value",
     "sweep": "the following arguments are required: COMMAND; choose submit, status",
     "sweep statsu sweep.yaml": "COMMAND: expected one of submit, status; got 'statsu', did you",
@@ -78,9 +80,9 @@ ANSWERS = {
     "drill run explode": "WHAT: expected one of preempt, time-limit, kill-rank",
     "checkpoint export run": "required: target, a name that ends in .safetensors",
     "checkpoint export run x --fromat hf": "--fromat hf, did you mean '--format'?",
-    "checkpoint show run --newest": "show: error: unrecognized arguments: --newest; choose --help",
+    "checkpoint show run --newest": "unrecognized arguments: --newest; expected only path",
     "checkpoint show run 7": "unrecognized arguments: 7; expected only path (",
-    "checkpoint export run x --step 7": "choose --all, --best, --format, --help, --merge",
+    "checkpoint export run x --step 7": "expected only path, target, --all, --best",
     "submit --host": "rollcall: error: --host: expected a value",
     "submit --local --nodes -1 -- ok.py": "expected a whole number of at least 1, not '-1'",
     "submit --local --num_processes 4 -- ok.py": "`rollcall submit --gpus-per-node N` or",
@@ -90,14 +92,14 @@ ANSWERS = {
     "train net.py --lr 0.1": "net.py is code, not a recipe",
     "train net:net": "'net:net' is not a recipe; write model.name=net:net",
     "train digits log.to=nosuch:Logger": "install the package, for example with env/run --with nos",
-    "predict fine --output a.jsonl": "has a config.yaml, as a run of a training has\n",
+    "predict fine --output a.jsonl": "has a config.yaml, as a run of a training has; `",
     "tokenize ok.py": "required: --tokenizer, --output",
-    "doctor gpu": "unrecognized arguments: gpu; expected only options",
+    "doctor gpu": "unrecognized arguments: gpu; expected only --all, --doctor",
     "explain optim.lrr": "expected a recipe, not a key, did you mean 'optim.lr'? --help KEY",
     "bench": "expected the name of a benchmark; choose speedup, overhead",
     "checkpoint lst run": "got 'lst', did you mean 'list'?",
     "generate run": "one of the arguments --prompt --tokens --chat is required",
-    "generate run --prompt x --max_new_tokens 5": "--max_new_tokens 5; choose --best, --chat",
+    "generate run --prompt x --max_new_tokens 5": "--max_new_tokens 5; expected only RUN, --best",
     "generate run --prompt x --length 0": "expected --length at least 1, --temperature",
     "predict run --split test": "--split: expected one of train, validation; got 'test'",
     "submit --local --framework jaxx -- ok.py": "tensorflow, mpi; got 'jaxx', did you mean 'jax'?",
@@ -107,6 +109,15 @@ ANSWERS = {
     "submit --local -- A=1 ok.py": "A=1: write variables before `rollcall`; expected a script",
     "submit --local -- 'ok.py --lr 1'": "ok.py --lr 1: remove the quotes; expected a script",
     "submit --local -- .": ".: a directory; expected a script",
+    "train momentum.yaml": "momentum.yaml: optim.momentum is an option of optim.name=sgd",
+    "train momentum.yaml optim.name=sgd data.name=folder": "error: data.name=folder needs",
+    "train digits run.root=ok.py/runs": "ok.py is not a folder that you may write to; choose",
+    "train digits data.path=runs": "data.path is an option of folder, jsonl, text, tokens",
+    "lint dotted.yaml": "dotted.yaml is not an sbatch script: expected #!/bin/bash",
+    "lint ok.py": "ok.py is not an sbatch script",
+    "report fine -o gone/x.html": "cannot write gone/x.html: run mkdir -p gone first",
+    "generate fine --prompt x": "as a run of a training has; `rollcall status` lists all runs",
+    "submit --doctor --json=1": "--json: expected no value, got '1'",
     "submit --local --gpus 1 -- ok.py": "would need 1 GPU, and this machine has none; remove",
 }
 
@@ -143,12 +154,12 @@ def test_help_is_shown_beside_a_number_of_ranks(capsys: pytest.CaptureFixture[st
 
 
 def test_lint_says_what_it_has_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["lint", "job.sbatch", "ok.py"]) == 0
+    assert cli.main(["lint", "job.sbatch", "python.sbatch"]) == 0
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
         "job.sbatch: no findings",
-        "ok.py: no findings in #SBATCH lines, the rest is not a shell script",
+        "python.sbatch: no findings in #SBATCH lines, the rest is not a shell script",
     ]
     (place / "bad.sbatch").write_text("#!/bin/bash\n#SBATCH --gpu-per-node=1\n")
     assert cli.main(["lint", "bad.sbatch"]) == 1

@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> int:
     except (ConfigError, Damaged) as error:
         problem = str(error)
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        problem = f"{error.filename or vars(arguments).get('target', '')}: {error.strerror}"
     return refuse(_plain(problem))
 
 

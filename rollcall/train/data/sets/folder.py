@@ -19,12 +19,7 @@ def _format(config: Data) -> ImageFormat:
 @data_set(augments=True, reader=lambda config, _: image_reader(_format(config)))
 def folder(config: Data, _world: World) -> Source:
     """Load data.path/train and data.path/val; without them, every fifth image is for validation."""
-    if config.path is None:
-        raise ConfigError(
-            "data.name=folder needs data.path: a directory with one directory of images for each "
-            "class, or with train/ and val/ that contain such directories"
-        )
-    root, form = Path(config.path), _format(config)
+    root, form = Path(config.path or ""), _format(config)
     if (root / "train").is_dir():
         names = _classes(root / "train")
         train, validation = _images(root / "train", names), _images(root / "val", names)

@@ -27,12 +27,7 @@ def _reader(config: Data, classes: int) -> ReadFiles:
 @data_set(reader=_reader)
 def tokens(config: Data, world: World) -> Source:
     """Load samples of `data.seq_len` tokens from train.bin and val.bin, which are memory-mapped."""
-    if config.path is None:
-        raise ConfigError(
-            "data.name=tokens needs data.path: a directory with train.bin and val.bin, files of "
-            "unsigned 16-bit tokens, or train.u32 and val.u32, as `rollcall tokenize` writes them"
-        )
-    folder = Path(config.path)
+    folder = Path(config.path or "")
     suffix = next((kind for kind in TYPES if (folder / f"train{kind}").exists()), ".bin")
     paths = [folder / f"{split}{suffix}" for split in ("train", "val")]
     seq_len, splits = config.seq_len, [mapped(path) for path in paths]

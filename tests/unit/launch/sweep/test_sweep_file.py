@@ -49,7 +49,7 @@ def test_names_depend_on_the_cells_own_values_and_are_names_of_runs(tmp_path: Pa
     ("text", "message"),
     [
         ("gird: {a: [1]}", "lr.yaml: unknown key 'gird', did you mean 'grid'?"),
-        ("grid: {a: 1}", "lr.yaml: grid: expected a list of values for each key"),
+        ("grid: {a: 1}", "lr.yaml: grid: expected a list of values for each key, such as"),
         ("program: [digits]", "lr.yaml: the sweep has no cells: add grid or list"),
         ("list: [{a: 1}, {a: 1}]", "lr.yaml: the cell a-1 is listed twice"),
         ("list: [{a: [1, 2]}]", "lr.yaml: a: expected a single value"),

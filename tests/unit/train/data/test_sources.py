@@ -224,7 +224,6 @@ def test_synthetic_tokens(world: World) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"name": "folder"}, "data.name=folder needs data.path"),
         ({"name": "folder", "path": "{here}/none"}, "cannot read {here}/none: No such file"),
         (
             {"name": "folder", "path": "{here}/empty"},
@@ -233,7 +232,6 @@ def test_synthetic_tokens(world: World) -> None:
         ({"name": "folder", "path": "{here}"}, "found no images"),
         ({"name": "text", "path": "{here}/none"}, "data.path: no file matches '{here}/none'"),
         ({"name": "text", "path": "{here}/odd"}, "fewer than 50 samples of data.seq_len=128"),
-        ({"name": "tokens"}, "data.name=tokens needs data.path"),
         ({"name": "tokens", "path": "{here}"}, "train.bin: cannot read: No such file"),
         ({"name": "tokens", "path": "{here}/odd.d"}, "train.bin: expected whole tokens"),
         (
