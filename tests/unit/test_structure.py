@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_951, 8_000
+CORE_LINES, TOOLS_LINES = 38_952, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -64,7 +64,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/inference": 785,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1128,
-    "rollcall/train/numerics": 1895,
+    "rollcall/train/numerics": 1896,
     "rollcall/train/parallel": 3040,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,

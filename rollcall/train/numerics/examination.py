@@ -67,7 +67,8 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._dispatch(func, args, kwargs or {})
-        if not (getattr(func, "is_view", False) or torch_private.is_backward()):
+        # What it writes to has its format already, such as a gradient that a loss divides.
+        if not (_facts(func)[1] or getattr(func, "is_view", False) or torch_private.is_backward()):
             tensors = result if isinstance(result, tuple | list) else (result,)
             self.formats |= {part.dtype for part in tensors if isinstance(part, torch.Tensor)}
         return result
