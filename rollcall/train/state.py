@@ -149,14 +149,11 @@ class TrainingState:
                     value.load_state_dict(self._restored[name])
 
     def audit(self) -> Audit:
-        """Return an audit of what no checkpoint holds."""
+        """Return an audit of what training changes."""
+        roots = {"model": self.strategy.model, "optim": self.local_optimizer, **self.objects}
         # The state of a module are its tensors; it may have further attributes.
-        unsaved = {
-            name: value
-            for name, value in self.objects.items()
-            if isinstance(value, nn.Module) or name not in self._stateful
-        }
-        return Audit({"model": self.strategy.model, "optim": self.local_optimizer, **unsaved})
+        modules = {name for name, value in roots.items() if isinstance(value, nn.Module)}
+        return Audit(roots, self._stateful.keys() - modules)
 
     def evaluated(self) -> AbstractContextManager[None]:
         """Give the model the weights to evaluate while the context is open."""

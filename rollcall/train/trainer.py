@@ -15,6 +15,7 @@ from rollcall.system.process import RESCUE
 from rollcall.train import changes
 from rollcall.train.checkpoint.engine import Restored
 from rollcall.train.checkpoint.saver import Saver
+from rollcall.train.health import rows
 from rollcall.train.numerics.hidden import Audit
 from rollcall.train.ranks import failure
 from rollcall.train.ranks.agreement import Action, FaultError, Member
@@ -53,7 +54,7 @@ class Trainer:
 
     def train(self) -> State:
         """Train to the end, or until all ranks agree to stop; save the state in either case."""
-        self._audit = self.state.audit() if self._run.world.is_main else None
+        self._audit = self.state.audit()
         try:
             return self._train()
         except Exception as error:
@@ -106,9 +107,11 @@ class Trainer:
             with suppress(OSError):
                 Path("/proc/self/comm").write_text("python")
 
-    def _tell_unsaved(self, step: int) -> None:
-        """Name once what the first steps have changed, and no checkpoint holds."""
-        names = self._audit.after_step() if self._audit else None
+    def _tell_changed(self, step: int) -> None:
+        """Name once what the first steps change, and no checkpoint holds or ranks do not share."""
+        if not (result := self._audit and self._audit.after_step()):
+            return
+        self._audit, (names, moved) = None, result
         if names:
             text = (
                 f"training changes {listed(names)}, which no checkpoint holds: a resumed run "
@@ -123,13 +126,13 @@ class Trainer:
                     "depends on data.micro_batch"
                 )
             self._run.tell("unsaved_state", text, step=step)
-        if names is not None:
-            self._audit = None
+        if self._run.config.parallel.check != "off" and self.state.strategy.apart == 1:
+            self._run.warn(rows.warning(self.state.strategy, moved))
 
     def _between(self, step: int) -> None:
         """Let replicas meet, evaluate and save after a step, if that is due."""
         self.state.meet(step)
-        self._tell_unsaved(step)
+        self._tell_changed(step)
         if self.saver.needs_preparation:
             self.saver.prepare_rescue(self.state.read_alone)
         if self.task.is_evaluation_due(step):

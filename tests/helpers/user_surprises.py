@@ -110,6 +110,36 @@ class Scales(Net):
         return {"first": self.first, "relu": self.relu, "last": self.last}
 
 
+class Halves(nn.ReLU):
+    """Has a weight of 16 bits, and computes with 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 16).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale.float()
+
+
+class HalfScales(Scales):
+    """The same, beside a weight of 16 bits."""
+
+    scales = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = Halves()
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().between(self.relu(hidden)) if self.scales else self.relu(hidden)
+
+
+class WithHalf(HalfScales):
+    """The same without the scale, which trains."""
+
+    scales = False
+
+
 class Normalizes(Net):
     """Normalizes, in training alone, the features that tensor parallelism splits."""
 
@@ -791,6 +821,19 @@ class Running:
         if losses.requires_grad:
             self.mean = 0.9 * self.mean + 0.1 * float(losses.detach().mean())
         return losses / self.mean
+
+
+class Level(Net):
+    """Begins with the same outputs for all samples, so that their losses hardly differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.last.weight)
+        self.newest = 0.0
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.newest = hidden.detach().mean().item() if hidden.requires_grad else 0.0
+        return hidden
 
 
 class Annealed:

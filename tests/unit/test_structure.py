@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_063, 8_000
+CORE_LINES, TOOLS_LINES = 39_108, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -60,16 +60,16 @@ BUDGET: dict[str, int] = {
     "rollcall/train/checkpoint": 3318,
     "rollcall/train/data": 2979,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1138,
+    "rollcall/train/health": 1160,
     "rollcall/train/inference": 786,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1135,
-    "rollcall/train/numerics": 1883,
-    "rollcall/train/parallel": 3139,
+    "rollcall/train/numerics": 1896,
+    "rollcall/train/parallel": 3144,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,
-    "rollcall/train/torch_private": 338,
+    "rollcall/train/torch_private": 343,
     "rollcall/train/weights": 863,
 }
 MAPS = (

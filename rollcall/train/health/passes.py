@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,17 +105,15 @@ def _rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     return 0, whole_of(tensor)
 
 
-def tolerance(model: nn.Module, rounds: bool = False) -> float:
-    """Return the relative error that rounding may cause.
+def tolerance(model: nn.Module, formats: Collection[torch.dtype]) -> float:
+    """Return the relative error that rounding may cause in numbers of these formats.
 
     In fp32, a sum of n terms in another order differs by about sqrt(n) * 2^-24 of its size, and the
     errors of successive layers add up likewise. Sums of other numbers are made in fp32.
     """
-    weights = list(model.parameters())
     layers = sum(1 for _ in model.modules())
-    dtypes = {weight.dtype for weight in weights if weight.requires_grad} | {torch.float32}
-    if rounds:
-        dtypes.add(torch.bfloat16)
+    dtypes = {torch.float32, *(dtype for dtype in formats if dtype.is_floating_point)}
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
-    terms = max(max(weight.shape, default=1) for weight in weights) if epsilon < 1e-6 else 1
+    largest = max(max(weight.shape, default=1) for weight in model.parameters())
+    terms = largest if epsilon < 1e-6 else 1
     return SLACK * epsilon * math.sqrt(terms * layers)

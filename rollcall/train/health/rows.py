@@ -6,17 +6,17 @@ Two samples pass through the model together, and each of them alone.
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from rollcall.messages.text import listed
+from rollcall.train.exact import fingerprint
 from rollcall.train.health.passes import Pass, Sketch
-
-CONSEQUENCE = (
-    "with other samples it is something else (by {error:.1e} of its size), so the result "
-    "would depend on the number of ranks and on data.micro_batch"
-)
+from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks.device import local_of
+from rollcall.train.torch_private import BatchNorm
 
 
 def dependence(
@@ -37,7 +37,7 @@ def dependence(
         sketch.turn: (name, error)
         for name, calls in whole.outputs.items()
         for number, sketch in enumerate(calls)
-        if not (error := _error(sketch, [_call(part, name, number) for part in alone])) <= tolerance
+        if not (error := _error(sketch, name, number, alone)) <= tolerance
     }
     names = {name for name, _ in different.values()}
     if (of_outputs or error_of_loss <= tolerance) and "" not in names:
@@ -45,19 +45,15 @@ def dependence(
     return different[min(different)] if different else ("", error_of_loss)
 
 
-def _call(part: Pass, name: str, number: int) -> Sketch | None:
-    calls = part.outputs.get(name, [])
-    return calls[number] if number < len(calls) else None
-
-
-def _error(whole: Sketch, alone: Sequence[Sketch | None]) -> float:
-    """Return the relative difference of an output from the outputs of single samples.
+def _error(whole: Sketch, name: str, call: int, alone: Sequence[Pass]) -> float:
+    """Return the relative difference of an output of a module from those of single samples.
 
     It is 0 if the output has no dimension for samples.
     """
     errors = [0.0]
-    for number, part in enumerate(alone):
-        if part is None or len(part.shape) != len(whole.shape):
+    for number, sample in enumerate(alone):
+        calls = sample.outputs.get(name, [])[call:]
+        if not calls or len((part := calls[0]).shape) != len(whole.shape):
             continue
         sizes = enumerate(zip(part.shape[:-1], whole.shape[:-1], strict=True))
         cut = [axis for axis, (own_size, size) in sizes if own_size != size]
@@ -130,4 +126,30 @@ def sentence_of_tensors(ways: Mapping[str, str], buffers: set[str]) -> str:
     return (
         f"{text}: let forward() add up what it changes them by, with torch.distributed, as in "
         "dist.all_reduce(counts)"
+    )
+
+
+def warning(strategy: Strategy, moved: Mapping[str, Any]) -> str:
+    """Return a warning if ranks of other samples hold other values of what training has moved.
+
+    Every rank calls it together. BatchNorm warns itself, and pieces of sequences have positions.
+    """
+    norms = {f"model.{n}" for n, m in strategy.model.named_modules() if isinstance(m, BatchNorm)}
+    compared = ("train.loss.",) if "context" in strategy.degrees else ("train.loss.", "model.")
+    mine = {}  # tensors of other shapes are no statistics
+    for name, value in moved.items():
+        tensor = torch.tensor(value) if isinstance(value, float) else value
+        is_tensor = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if is_tensor and tensor.is_floating_point() and name.rpartition(".")[0] not in norms:
+            mine[f"{name} {tensor.shape}"] = fingerprint.short(local_of(tensor))
+    first, groups = strategy.world.broadcast(mine), strategy.replicas(["replicate", "shard"])
+    is_alike = any({0, strategy.world.rank} <= {*group} for group in groups)
+    names = {key.partition(" ")[0] for key in mine.keys() & first if mine[key] != first[key]}
+    names = {name for name in names if name.startswith(compared)} if is_alike else set()
+    different = strategy.world.first_problem(listed(sorted(names)))
+    return different and (
+        f"the ranks have different values of {different}, which training changes by the samples "
+        "that each of them sees, so the result depends on the number of ranks, unless nothing is "
+        "computed with them: set train.gather=true for a loss, model.sync_buffers for buffers, or "
+        "add up the values over the ranks"
     )

@@ -54,9 +54,7 @@ class Spread:
         self._compares = strategy.changes_passes and run.world.world_size > 1
         self._plain: Pass | None = None
         self._is_due, self._is_cut = False, run.config.data.micro_batch is not None
-        self._tolerance = 0.0
-        self._key = ""
-        self._seconds = 0.0
+        self._key, self._tolerance, self._of_stored, self._seconds = "", 0.0, 0.0, 0.0
 
     def compute_plain(self, model: nn.Module, whole: Whole) -> None:
         """Pass the samples through the model before it is spread, if it has to be compared.
@@ -67,9 +65,8 @@ class Spread:
         config, world = self._run.config, self._world
         if config.parallel.check == "off" or not (world.world_size > 1 or self._is_cut):
             return
-        embeddings = nn.Embedding, nn.EmbeddingBag
         modules = model.named_modules() if self._compares else ()
-        chosen = [(name, m) for name, m in modules if isinstance(m, embeddings)]
+        chosen = [(name, m) for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         if sparse := [name for name, m in chosen if m.sparse and m.weight.requires_grad]:
             raise ConfigError(
                 f"{config.parallel.choice} cannot add up the sparse gradient of {listed(sparse)}: "
@@ -79,7 +76,6 @@ class Spread:
         events = self._run.run_dir.read_events(EVENT) if world.is_main else []
         if world.broadcast(bool(events) and events[-1].get("key") == self._key):
             return
-        self._tolerance = tolerance(model, self._strategy.rounds)
         self._is_due = not self._left_out(self._obstacle(model))
         if not (self._is_due and self._compares):
             return
@@ -187,13 +183,19 @@ class Spread:
         device = self._world.device
         modes = nullcontext() if draws else evaluating(model, BatchNorm)
         set_seed(self._run.config.seed, "check")
+        undrawn = next_numbers()[:2]  # `seen` knows those of torch
         with examined(model, self._strategy.loss.function, device, draws) as seen, modes:
-            undrawn = next_numbers()[:2]  # `seen` knows those of torch
             with outputs(model) as of_modules:
                 sums = compute(batch.to(device).map(torch.clone))
+            is_random = seen.is_random  # before the next line draws
             has_drawn = seen.has_drawn or undrawn != next_numbers()[:2]
+            if not self._tolerance:  # the first pass is one of the plain model
+                formats = {*seen.formats, *([torch.bfloat16] if self._strategy.rounds else [])}
+                stored = {weight.dtype for weight in model.parameters()}
+                self._tolerance = tolerance(model, formats)
+                self._of_stored = tolerance(model, formats | stored)  # a gradient has that format
             numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
-            return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or seen.is_random)
+            return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or is_random)
 
     def _find_dependence(self, model: nn.Module, plain: Pass | None = None) -> str:
         """Return a problem if a sample's results depend on the other samples of its batch."""
@@ -232,8 +234,9 @@ class Spread:
                 remedy = ": let its sums grow with the number of samples, also what it adds to them"
             remedy = "" if module else remedy
             return (
-                f"{what} depends on the other samples of a batch: "
-                f"{rows.CONSEQUENCE.format(error=size_of_error)}{remedy}"
+                f"{what} depends on the other samples of a batch: with other samples it is "
+                f"something else (by {size_of_error:.1e} of its size), so the result would depend "
+                f"on the number of ranks and on data.micro_batch{remedy}"
             )
         for name, module in model.named_modules():
             if getattr(module, "scale_grad_by_freq", False):  # only a backward pass shows it
@@ -321,22 +324,21 @@ class Spread:
         """Return the first difference of loss, norm, a gradient or a weight; empty if none."""
         total = math.sqrt(sum(sketch.norm**2 for sketch in plain.gradients.values()))
         norm, scale = float(self._strategy.clip(None)), total or 1
-        errors = {
-            "its loss": abs(spread.loss - plain.loss) / (abs(plain.loss) or 1),
-            "the norm of its gradient": abs(norm - total) / scale,
-        }
+        weights = dict(self._strategy.model.named_parameters())
+        is_short = {name: weight.dtype.itemsize < 4 for name, weight in weights.items()}
+        errors = {"its loss": (abs(spread.loss - plain.loss) / (abs(plain.loss) or 1), False)}
+        errors["the norm of its gradient"] = abs(norm - total) / scale, True
         for name, mine in spread.gradients.items():
             whole = plain.gradients[name].sums[mine.first : mine.first + len(mine.sums)]
             difference = float((mine.sums - whole).norm())
-            errors[f"the gradient of {name}"] = difference / scale
-        weights = dict(self._strategy.model.named_parameters())
+            errors[f"the gradient of {name}"] = difference / scale, is_short[name]
         for name in plain.changed.keys() & weights.keys():
             mine = sketch(whole_of(spread.changed.get(name, weights[name])))
             theirs = sketch(plain.changed[name])
-            difference = float((mine.sums - theirs.sums).norm())
-            errors[f"the weight {name}, which forward() changes,"] = difference / theirs.norm
-        for quantity, error in errors.items():
-            if not error <= self._tolerance:
+            error = float((mine.sums - theirs.sums).norm()) / theirs.norm
+            errors[f"the weight {name}, which forward() changes,"] = error, is_short[name]
+        for quantity, (error, may_round) in errors.items():
+            if not error <= (self._of_stored if may_round else self._tolerance):
                 return f"{quantity} differs by {error:.1e} of its size"
         return ""
 

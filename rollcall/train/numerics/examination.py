@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollcall.train import torch_private
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.hidden import differ, left_alone
 from rollcall.train.numerics.randomness import kept
@@ -62,9 +63,17 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_random = False  # whether anything was drawn
         self.has_drawn = False  # numbers that are not in EXPECTED
+        self.formats = set[torch.dtype]()  # of what operations of the forward pass compute
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        result = self._dispatch(func, args, kwargs or {})
+        # What it writes to has its format already, such as a gradient that a loss divides.
+        if not (_facts(func)[1] or getattr(func, "is_view", False) or torch_private.is_backward()):
+            tensors = result if isinstance(result, tuple | list) else (result,)
+            self.formats |= {part.dtype for part in tensors if isinstance(part, torch.Tensor)}
+        return result
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         names, written, is_random = _facts(func)
         is_random = is_random and not self._draws
         if not (written or is_random):

@@ -4,7 +4,7 @@ A counter of a model is an example. Passes before the first step must not move i
 run would begin with another value, so that the user has to know.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,14 +56,14 @@ class Hidden:
                 elif copy is not None:
                     value.data.copy_(copy)
 
-    def changed(self) -> dict[str, Any]:
+    def changed(self, also_saved: bool = False) -> dict[str, Any]:
         """Return the values that differ now, by name, without results that have a gradient."""
         before = {id(holder): kept for holder, kept in self._kept}
         return {
             f"{name}.{key}" if isinstance(key, str) else name: value
             for name, holder, saved in _holders(self._roots)
             for key, value in _entries(holder).items()
-            if key not in saved
+            if (also_saved or key not in saved)
             and _differs(value, *before.get(id(holder), {}).get(key, (None, None)))
         }
 
@@ -71,18 +71,22 @@ class Hidden:
 class Audit:
     """Finds what the steps of a training change, apart from what was computed once and kept."""
 
-    def __init__(self, roots: Mapping[str, object]) -> None:
-        self._roots, self._before = roots, Hidden(roots)
+    def __init__(self, roots: Mapping[str, object], stateful: Collection[str] = ()) -> None:
+        """Begin before the first step; the roots whose names are `stateful` save what they hold."""
+        self._roots, self._saved = roots, tuple(f"{name}." for name in stateful)
+        self._start = self._before = Hidden(roots)
         self._first: dict[str, Any] | None = None
 
-    def after_step(self) -> list[str] | None:
-        """Return the names of what has changed, after the second call; None after the first."""
+    def after_step(self) -> tuple[list[str], dict[str, Any]] | None:
+        """Return, at the second call, what steps change unsaved, and all that differs by now."""
         changed = self._before.changed()
         if self._first is None:
             self._first, self._before = changed, Hidden(self._roots)
             return None
         flags = {name for name, value in self._first.items() if isinstance(value, bool)}
-        return sorted(flags | (self._first.keys() & changed.keys()))
+        names = flags | (self._first.keys() & changed.keys())
+        unsaved = sorted(name for name in names if not name.startswith(self._saved))
+        return unsaved, self._start.changed(also_saved=True)
 
 
 @contextmanager

@@ -31,6 +31,11 @@ def explain(error: BaseException) -> None:
             "beside weights that the loss does not use or uses twice: call it with "
             "use_reentrant=False, or choose parallel.strategy=zero2"
         ) from error
+    if "Expected variable to have sparse gradient" in cause:
+        raise RankError(
+            "the loss also uses the weight of an embedding with sparse=True by other ways, which "
+            "DDP cannot do: leave out sparse=True"
+        ) from error
     if "When use_reentrant=True" in cause:
         raise RankError(
             "the model calls torch.utils.checkpoint with use_reentrant=True, which a pipeline "

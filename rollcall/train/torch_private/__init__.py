@@ -136,6 +136,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_backward() -> bool:
+    """Return True if a backward pass calls this code."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def arguments_of(operation: Any) -> Sequence[Any]:
     """Return the declared arguments of an ATen operation, with names and what it writes to.
 

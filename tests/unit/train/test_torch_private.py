@@ -180,6 +180,11 @@ def test_hooks_views_and_changes_are_seen() -> None:
     assert torch_private.is_view(x[:1]) and not torch_private.is_view(x.clone())
     assert torch.func.vmap(lambda row: row * torch_private.is_mapped(row))(x).all()
     assert not torch_private.is_mapped(x)
+    seen: list[bool] = []
+    leaf = x.clone().requires_grad_()
+    leaf.register_hook(lambda _: seen.append(torch_private.is_backward()))  # type: ignore[no-untyped-call]
+    leaf.sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == [True] and not torch_private.is_backward()
     before = torch_private.version(x)
     x.add_(1)
     assert torch_private.version(x) == before + 1

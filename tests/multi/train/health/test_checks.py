@@ -68,6 +68,10 @@ REFUSED = {
         words("Scales", "pipeline", "data.micro_batch=2"),
         "parallel.strategy=pipeline computes something else than one rank would: its loss",
     ),
+    "a-weight-of-16-bits-does-not-hide-it": (
+        words("HalfScales", "pipeline", "data.micro_batch=2"),
+        "parallel.strategy=pipeline computes something else than one rank would: its loss",
+    ),
     "scale-of-training-in-stages": (
         words("Scales", "split"),
         "parallel.strategy=split computes something else than one rank would: its loss",
@@ -312,8 +316,14 @@ ACCEPTED = {
     "weight-of-training-context": words("ExtraWords", "context"),
     "unusual-code": words("Unusual", "ddp"),
     "collate-that-draws": words("Net", "zero3", "data.collate=user_surprises:mixed"),
+    "weight-of-16-bits-pipeline": words("WithHalf", "pipeline", "data.micro_batch=2"),
+    "weight-of-16-bits-zero3": words("WithHalf", "zero3", "data.micro_batch=2"),
     "warning": words("Spread", "ddp", "parallel.check=warn"),
     "teacher-out-of-memory": words("FollowsAndExhausts", "ddp"),
+    "running-mean-of-equal-losses-ddp": words("Level", "ddp", "train.loss=user_surprises:Running"),
+    "running-mean-of-equal-losses-zero3": words(
+        *("Level", "zero3", "train.loss=user_surprises:Running")
+    ),
     "repeated-samples": words(
         *("Centers", "ddp", "model.sync_buffers={mean: mean}", "data.global_batch=7")
     ),
@@ -365,6 +375,10 @@ BROKEN = {
     "sparse-gradient-zero3": (
         words("Sparse", "zero3"),
         "parallel.strategy=zero3 cannot add up the sparse gradient of words: leave out sparse=True",
+    ),
+    "dense-gradient-of-a-sparse-embedding": (
+        words("Sparse", "ddp", "train.loss=user_state:penalized"),
+        "the loss also uses the weight of an embedding with sparse=True by other ways, which",
     ),
     "recomputed-blocks-of-nested-tensors": (
         words("RaggedBlocks", "ddp", AGAIN),
@@ -483,6 +497,14 @@ def test_samples_that_are_repeated_to_divide_a_batch_are_announced(ends: Ends) -
     assert "repeat samples" not in warned["shared-mean-ddp"]
 
 
+def test_values_of_which_each_rank_has_its_own_are_announced(ends: Ends) -> None:
+    warned = json.loads((ends[1] / "warned-0.json").read_text())
+    text = "warning: the ranks have different values of model.newest, train.loss.mean, which"
+    named = {name for name, printed in warned.items() if text[:40] in printed}
+    assert named == {"running-mean-of-equal-losses-ddp", "running-mean-of-equal-losses-zero3"}
+    assert all(text in warned[name] for name in named)
+
+
 def test_a_collate_function_that_draws_is_announced(ends: Ends) -> None:
     warned = json.loads((ends[1] / "warned-0.json").read_text())
     text = "warning: data.collate=user_surprises:mixed draws random numbers for the rows of a rank"
@@ -505,4 +527,5 @@ def test_few_samples_pass_before_the_first_step(case: str, ends: Ends) -> None:
     for rank in range(2):
         passed = json.loads((folder / f"passed-{rank}.json").read_text())[case]
         assert steps < sum(passed) <= steps + 20, passed
-        assert len(passed) <= STEPS + 6, passed
+        # A model that draws no random numbers does not pass with them.
+        assert len(passed) <= STEPS + {"ddp": 5, "zero3": 6, "tensor": 4}[case[8:]], passed
