@@ -8,7 +8,6 @@ signature is read from the source without importing it, so that a login node can
 import ast
 import importlib.util
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial, update_wrapper
@@ -223,11 +222,11 @@ def check_modules(config: Any) -> None:
 
 
 def check_surroundings(config: Any) -> None:
-    """Raise ConfigError if the data or a logger is missing, or no run can be written here."""
-    run = Path(config.run.root, config.run.name or "").absolute()
-    existing = next(path for path in (run, *run.parents) if is_there(path))
-    if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"run.root: {existing} is not a folder that you may write to; choose one")
+    """Raise ConfigError if the data or a logger is missing, or a file is where runs go."""
+    root = Path(config.run.root).absolute()
+    existing = next(path for path in (root, *root.parents) if is_there(path))
+    if not existing.is_dir():
+        raise ConfigError(f"run.root: {existing} is a file; choose a folder")
     path = config.data.path
     is_one = path and ":" not in config.data.name and not re.search(r"[*?\[,]", path)
     if is_one and not is_there(Path(path)):

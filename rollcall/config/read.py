@@ -59,7 +59,7 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
         config = config.model_copy(update={"run": run, "data": data})
         return Path(source).stem, arguments.complete(config)
     except ConfigError as error:
-        key = re.split("[^a-z_.]", str(error), maxsplit=1)[0]
+        key = re.split(r"[^\w.]", str(error), maxsplit=1)[0]
         is_of_file = is_given(key, _leaves(_read(source))) and not is_given(key, given)
         raise ConfigError(f"{source}: {error}" if is_of_file else str(error)) from None
 
@@ -143,7 +143,7 @@ def _path(source: str) -> Path:
 
 def _read(source: str) -> dict[str, Any]:
     path = _path(source)
-    run = Path(source) if is_there(Path(source, ".")) else Path("runs", source)
+    run = Path(source) if is_there(Path(source)) and Path(source).is_dir() else Path("runs", source)
     if not (is_there(path) and path.is_file()) and is_there(run / "config.yaml"):
         how = f"write its recipe and keys, which {run}/config.yaml has, and run.name={run.name}"
         raise ConfigError(f"{source} is a run, not a recipe; to continue it, {how}")

@@ -4,7 +4,6 @@ Words of other frameworks are refused with a hint at rollcall's words.
 """
 
 import re
-import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -34,8 +33,6 @@ EXPECTED = {
 """The expected value, for each of pydantic's types of error."""
 UNKNOWN = ("extra_forbidden", "invalid_key")
 """Types of error of a key that does not exist, or is not text."""
-SHORT = reprlib.Repr()
-SHORT.maxlevel = 2  # a few lines of YAML aliases can expand to gigabytes
 
 
 def explain(errors: Iterable[Any], source: str, given: Collection[str]) -> str:
@@ -154,7 +151,7 @@ def _line(key: str, errors: list[Any]) -> str:
         return unknown_key(key)
     if answer := about_value(key, value):
         return f"{key}: unknown {value!r}; {answer}"
-    got = "an empty value" if value is None else SHORT.repr(value)
+    got = "an empty value" if value is None else yaml_values.SHORT.repr(value)
     if key in sections():
         first = next(item.name for item in describe() if item.name.startswith(f"{key}."))
         hint = "; indent its keys" if value is None else ""

@@ -6,6 +6,7 @@ if a key is true or false, or a number.
 """
 
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,8 @@ from rollcall.messages.refusal import ConfigError
 from rollcall.messages.text import did_you_mean
 from rollcall.system.files import read_whole
 
+SHORT = reprlib.Repr()
+SHORT.maxlevel = 2  # a few lines of YAML aliases can expand to gigabytes
 DEEPEST = 100
 """Most levels of nesting; PyYAML's C code needs stack for each and crashes if it runs out."""
 FLOAT = re.compile(

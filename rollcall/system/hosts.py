@@ -164,7 +164,7 @@ def usable_cpus() -> int:
 def free_port() -> int:
     """Return a free TCP port, which the kernel gives to no other program before it is used."""
     while True:
-        port = random.randrange(FIRST_PORT, FIRST_PORT + PORTS)
+        port = random.SystemRandom().randrange(FIRST_PORT, FIRST_PORT + PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -65,12 +65,12 @@ def _main(words: Sequence[str]) -> int:
     try:
         recipe, config = schema.parse([word for word in words if word != "--print-config"])
         arguments.check_modules(config)  # before seconds of imports
+        if "--print-config" in words:
+            print(config.to_yaml(), end="")
+            return 0
         arguments.check_surroundings(config)
     except ConfigError as error:
         return refuse(error)
-    if "--print-config" in words:
-        print(config.to_yaml(), end="")
-        return 0
     announce("importing PyTorch")
     sys.excepthook = failure.show
     process.outlast_full_disks()

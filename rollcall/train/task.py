@@ -31,7 +31,7 @@ QUIET = ("top5", "perplexity")
 """Figures that the summary leaves out."""
 VAIN = 10
 """Steps without any target that counts, after which a run is refused."""
-MOST_REPEATS = 20  # of all training data in a batch: more is a mistake, and fills the memory
+MOST_REPEATS = 20  # of all training data in a batch: more may be a mistake, and fill the memory
 OnLogged = Callable[[int, Mapping[str, Any]], None]
 """Called with the step and the values of a line of metrics.jsonl."""
 
@@ -119,8 +119,8 @@ class Task:
         self.order = Order.of_run(run.config, source)
         batch, size = self.order.global_batch, self.order.size
         if batch > MOST_REPEATS * size:
-            text = f"there are only {size:,} training samples; choose at most {size}"
-            raise ConfigError(f"data.global_batch={batch}: {text}")
+            text = f"a step takes each of the {size:,} training samples {batch // size} times"
+            run.warn(f"data.global_batch={batch}: {text}")
         run.progress.steps = self.order.steps
         self.identity: dict[str, Any] = {}  # facts by which the data is recognized
         self.result: Evaluation | None = None  # of the newest evaluation

@@ -165,7 +165,7 @@ class Trainer:
         with self.state.evaluated(), self._run.measures.closed():
             try:
                 result = self.task.evaluate(step, self.steps.gradient.micro_batch)
-            except ConfigError:  # on all ranks; the save in flight is still good
+            except (ConfigError, FaultError):  # on all ranks; the save in flight is still good
                 self.saver.close()
                 raise
         if isinstance(result, Action):

@@ -1,6 +1,7 @@
 """One run on this rank: build its parts, train, and write how it ended."""
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -271,6 +272,9 @@ def _named(recipe: str, config: Config, world: World) -> Run:
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     config = arguments.complete(config, arguments.inspected)
     run_dir = RunDir(config.run.root, name)
+    is_closed = world.is_main and run_dir.path.exists() and not os.access(run_dir.path, os.R_OK)
+    problem = f"{run_dir.path}: the run directory cannot be used: it cannot be read"
+    world.raise_together(problem if is_closed else "")  # before anything of it is looked for
     return Run(config, world, run_dir)
 
 

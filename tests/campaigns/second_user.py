@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import random
 import shlex
 import shutil
 import signal
@@ -352,7 +353,8 @@ def campaign(folder: Path, share: int = 1) -> tuple[dict[str, str], bool]:
     assert control.returncode == 0 and stranger.succeeds("import torch"), control.stderr
     with training(root) as run:
         numbered = enumerate(attacks(run, stranger), start=1)
-        for number, (name, attack) in itertools.islice(numbered, 0, None, share):
+        first = random.randrange(share)
+        for number, (name, attack) in itertools.islice(numbered, first, None, share):
             succeeded = attack()
             results[f"{number} {name}"] = "SUCCEEDED" if succeeded else "fails"
         attempts = len(find.attempts(run))

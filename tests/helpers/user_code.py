@@ -551,15 +551,16 @@ class _Stack(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.randn(4, width, 24) * width**-0.5)
         self.down = nn.Parameter(torch.randn(4, 24, width) * 24**-0.5)
+        self.register_parameter("bias", None)
 
     def forward(
         self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         out = torch.zeros_like(tokens)
         for number in range(len(self.up)):
-            rows, which = (chosen == number).nonzero(as_tuple=True)
-            done = functional.relu(tokens[rows] @ self.up[number]) @ self.down[number]
-            out = out.index_add(0, rows, done * weights[rows, which, None])
+            assert self.bias is None
+            share = (weights * (chosen == number)).sum(1, keepdim=True)
+            out = out + functional.relu(tokens @ self.up[number]) @ self.down[number] * share
         return out
 
 
@@ -570,12 +571,12 @@ class _Mixture(nn.Module):
         super().__init__()
         self.router = nn.Linear(width, 4, bias=False)
         nn.init.zeros_(self.router.weight)
-        self.stack = _Stack(width)
+        self.stacks = nn.ModuleList([_Stack(width)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).sigmoid().topk(2)
-        out: torch.Tensor = self.stack(tokens, chosen, weights).view_as(x)
+        out: torch.Tensor = self.stacks[0](tokens, chosen, weights).view_as(x)
         return out
 
 
@@ -586,7 +587,7 @@ def stacked(config: Model, source: Source) -> nn.Module:
         if isinstance(block, Block):
             block.experts = _Mixture(config.hidden_size)  # type: ignore[assignment]
             del block.up, block.down
-    vars(model).update(tensor_plan={}, expert_plan=["*.stack"])
+    vars(model).update(tensor_plan={}, expert_plan=["*.stacks.*"])
     return model
 
 

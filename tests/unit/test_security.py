@@ -16,6 +16,8 @@ import pytest
 from checkout import ROOT
 
 from rollcall.config import ConfigError, parse
+from rollcall.launch.sweep import definition
+from rollcall.messages.refusal import RefusedError
 from rollcall.records.run import Verdict
 from rollcall.records.run_dir import RunDir
 
@@ -63,6 +65,11 @@ def test_a_recipe_of_nested_aliases_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="optim") as error:
         parse([str(recipe)])
     assert len(str(error.value)) < 20_000
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("\n".join([*lines[:-2], f"grid: [{', '.join(['*dropout'] * 12)}]"]))
+    with pytest.raises(RefusedError, match="grid") as refused:
+        definition.read(sweep)
+    assert len(str(refused.value)) < 20_000
 
 
 def test_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:

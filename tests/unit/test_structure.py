@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_108, 8_000
+CORE_LINES, TOOLS_LINES = 39_128, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,8 +30,8 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 63,
-    "rollcall/cli": 315,
-    "rollcall/config": 2469,
+    "rollcall/cli": 316,
+    "rollcall/config": 2468,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
@@ -44,8 +44,8 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2072,
     "rollcall/launch/scheduler": 760,
-    "rollcall/launch/submission": 2308,
-    "rollcall/launch/sweep": 403,
+    "rollcall/launch/submission": 2305,
+    "rollcall/launch/sweep": 405,
     "rollcall/messages": 253,
     "rollcall/records": 1189,
     "rollcall/system": 821,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1432,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2488,
+    "rollcall/train": 2492,
     "rollcall/train/checkpoint": 3318,
     "rollcall/train/data": 2979,
     "rollcall/train/exact": 572,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1135,
     "rollcall/train/numerics": 1896,
-    "rollcall/train/parallel": 3144,
+    "rollcall/train/parallel": 3161,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,

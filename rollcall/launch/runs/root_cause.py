@@ -238,7 +238,7 @@ def _of_failure(evidence: Evidence, first: RankFailure) -> RootCause:
     """Describe what a rank or the parent of a node's ranks reported."""
     code, hint = first.exit_code, ""
     logs = (_last_lines(evidence, failure) for failure in evidence.failures)
-    said = next(filter(None, map(REFUSAL.search, logs)), None) if code == REFUSED else None
+    said = next(filter(None, map(REFUSAL.search, logs)), None) if code in (1, REFUSED) else None
     if said:  # all ranks leave, and rank 0 says which one failed
         first = _silent(evidence, int(said[1]), first.time, code)
     rank = _place(first)

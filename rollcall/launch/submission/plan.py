@@ -20,7 +20,7 @@ from rollcall.launch.program.find import SHELL_SCRIPTS, UserCode
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job, array_tasks, one_line
 from rollcall.launch.submission import preflight, resources, snapshot, surroundings
-from rollcall.launch.submission.options import NAMES, CommandLine
+from rollcall.launch.submission.options import CommandLine
 from rollcall.launch.submission.snapshot import Snapshot
 from rollcall.launch.submission.surroundings import Surroundings
 from rollcall.messages.refusal import RefusedError
@@ -93,9 +93,6 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     text = code.script.read_bytes() if code and code.script else b""
     if b"ParameterServerStrategy" in text and not own.roles:
         note("ParameterServerStrategy waits forever without --roles, such as chief,ps:1,worker:2")
-    given = (word.partition("=")[0] for word in (code.words[1:] if text and code else ()))
-    for option in (it for it in given if it in NAMES and it.encode() not in text):
-        note(f"{option} after the script goes to the script; for rollcall, write it before `--`")
     if own.time and re.fullmatch(r"\d+:\d+", own.time):
         minutes, seconds = map(int, own.time.split(":"))
         note(f"--time {own.time} is {minutes} minutes and {seconds} seconds")

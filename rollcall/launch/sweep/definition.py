@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.config.yaml_values import read_texts
+from rollcall.config.yaml_values import SHORT, read_texts
 from rollcall.messages.refusal import RefusedError
 
 KEYS = ("program", "grid", "list", "options", "throttle", "sort")
@@ -78,9 +78,11 @@ def _choices(path: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     grid, listed = values.get("grid", {}), values.get("list", [])
     if not isinstance(grid, dict) or not all(isinstance(column, list) for column in grid.values()):
         wanted = "expected a list of values for each key, such as optim.lr: [1e-3, 3e-4]"
-        raise RefusedError(f"{path}: grid: {wanted}; got {grid}")
+        raise RefusedError(f"{path}: grid: {wanted}; got {SHORT.repr(grid)}")
     if not isinstance(listed, list) or not all(isinstance(choice, dict) for choice in listed):
-        raise RefusedError(f"{path}: list: expected a list of 'key: value' groups, got {listed}")
+        raise RefusedError(
+            f"{path}: list: expected a list of 'key: value' groups, got {SHORT.repr(listed)}"
+        )
     product = itertools.product(*grid.values()) if grid else []
     return [*(dict(zip(grid, choice, strict=True)) for choice in product), *listed]
 
@@ -88,7 +90,7 @@ def _choices(path: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
 def _cell(path: Path, choice: dict[str, Any]) -> SweepCell:
     for key, value in choice.items():
         if not isinstance(value, str):
-            raise RefusedError(f"{path}: {key}: expected a single value, found {value}")
+            raise RefusedError(f"{path}: {key}: expected a single value, found {SHORT.repr(value)}")
     plain = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in choice.items())
     name = re.sub(r"[^A-Za-z0-9._-]", "-", plain).lstrip("._-") or "cell"  # if it has no values
     short_keys = {key.rpartition(".")[2] for key in choice}

@@ -92,7 +92,7 @@ class Loading:
         """
         if unreadable > self._config.skip_unreadable + 0.5:  # a rank's share may be a fraction
             if world.has_any(self._has_died):
-                raise FaultError(world.first_problem(self._problem))
+                raise FaultError(world.first_problem(self._problem if self._has_died else ""))
             world.raise_together(self._problem)
 
     def _checked(self, read: Iterator[ReadResult], numbers: range) -> Iterator[Batch]:

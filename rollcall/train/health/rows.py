@@ -149,7 +149,7 @@ def warning(strategy: Strategy, moved: Mapping[str, Any]) -> str:
     different = strategy.world.first_problem(listed(sorted(names)))
     return different and (
         f"the ranks have different values of {different}, which training changes by the samples "
-        "that each of them sees, so the result depends on the number of ranks, unless nothing is "
-        "computed with them: set train.gather=true for a loss, model.sync_buffers for buffers, or "
-        "add up the values over the ranks"
+        "that each of them sees, so the result depends on the number of ranks, unless they are "
+        "drawn at random or nothing is computed with them: set train.gather=true for a loss, "
+        "model.sync_buffers for buffers, or add up the values over the ranks"
     )

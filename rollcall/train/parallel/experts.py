@@ -281,17 +281,12 @@ def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
     They are those of `Experts`, and those that the model names in `expert_plan`: patterns of names.
     Such a module maps (tokens, width), the numbers of the experts (tokens, k) and their weights
     (tokens, k) to (tokens, width).
-
-    Raises:
-        ConfigError: `expert_plan` names no such module.
     """
-    named, plan = dict(model.named_modules()), tuple(getattr(model, "expert_plan", ()))
-    for pattern in plan:
-        if not fnmatch.filter(named, pattern):
-            raise ConfigError(f"expert_plan has {pattern}, but the model has no such module")
+    named = dict(model.named_modules())
     found = {name: m.perceptrons for name, m in named.items() if isinstance(m, Experts)}
-    names = {name for pattern in plan for name in fnmatch.filter(named, pattern)}
-    return found | {name: named[name] for name in named if name in names}
+    patterns = getattr(model, "expert_plan", ())
+    planned = {name for pattern in patterns for name in fnmatch.filter(named, pattern)}
+    return found | {name: named[name] for name in named if name in planned - found.keys()}
 
 
 class _Own:
@@ -305,7 +300,7 @@ class _Own:
     def __call__(
         self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        numbers = chosen.flatten()
+        numbers = chosen.flatten().long()
         count = len(next(self._module.parameters()))
         order = numbers.argsort(stable=True)
         rows = tokens.repeat_interleave(chosen.shape[1], 0).index_select(0, order)
@@ -315,16 +310,20 @@ class _Own:
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Let the module compute with the experts that are here."""
+        if not len(rows):  # in the form of the other ranks, and the gradient still travels
+            one = functional.one_hot(counts.new_zeros(()), len(counts))
+            none = self._compute(rows.new_zeros(1, rows.shape[1]), one)[:0]
+            return none + rows.type_as(none)
         held = {name: local_of(w) for name, w in self._module.named_parameters(recurse=False)}
-        if not len(rows):  # the gradient still travels
-            return rows + sum(weight.flatten()[0] for weight in held.values()) * 0
+        absent = dict.fromkeys(self._module._parameters.keys() - held)
         bare = object.__new__(self._kind)
-        vars(bare).update(vars(self._module) | held, _parameters={})
+        vars(bare).update(vars(self._module) | held, _parameters=absent)
         del vars(bare)["forward"]
         if hasattr(bare, "num_experts"):  # as modules of transformers have it
             vars(bare)["num_experts"] = len(counts)
         numbers = torch.arange(len(counts), device=rows.device)
         numbers = numbers.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
+        rows = rows.to(next(iter(held.values())).dtype)
         return bare.forward(rows, numbers, torch.ones_like(numbers, dtype=rows.dtype))  # type: ignore[no-any-return]
 
 
@@ -414,6 +413,9 @@ class Spread(Part):
     def check(self, model: nn.Module, _example: Batch) -> None:
         """Raise ConfigError if the model has no experts, or their number does not divide."""
         stacks, degree = stacks_of(model), self._mesh.size()
+        for pattern in getattr(model, "expert_plan", ()):
+            if not fnmatch.filter([name for name, _ in model.named_modules()], pattern):
+                raise ConfigError(f"expert_plan has {pattern}, but the model has no such module")
         if not stacks:
             raise ConfigError(
                 f"the mesh has expert={degree}, but model.name={self._name} has no experts: set "
@@ -429,6 +431,8 @@ class Spread(Part):
                     f"in each row of the first dimension; got {shapes or 'none'}"
                 )
             [[number]] = numbers
+            if wrong := [n for n, b in stack.named_buffers() if b.shape[:1] == (number,)]:
+                raise ConfigError(f"expert_plan: {name}.{wrong[0]} is a buffer of all experts")
             if number % degree:
                 raise ConfigError(
                     f"{name} has {number} experts, which do not divide by expert={degree}; "

@@ -8,6 +8,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from rollcall.config import ConfigError
 from rollcall.train.data.source import Batch
-from rollcall.train.parallel.experts import stacks_of
+from rollcall.train.parallel.experts import Perceptrons, stacks_of
 from rollcall.train.parallel.gradients import sum_gradients
 from rollcall.train.parallel.part import MakeOptimizer, Part
 from rollcall.train.ranks.device import local_of
@@ -95,8 +96,11 @@ class Shard(Part):
         self._names = {module: name for name, module in model.named_modules()}
         if self._of_experts:  # cut along the second dimension, because the mesh cuts the first
             for stack in stacks_of(model).values():
-                self._shard(stack, self._of_experts, lambda _: Cut(1))
+                casts = isinstance(stack, Perceptrons)  # others get the router's weights in fp32
+                self._shard(stack, self._of_experts, lambda _: Cut(1), casts)
         for unit in [unit for unit in units(model) if not _shares_weights(unit, model)]:
+            if isinstance(unit, FSDPModule):  # a stack of experts
+                continue
             if not self._conditional.issuperset(unit.parameters()):
                 self._shard(unit, self._mesh)
 
@@ -106,14 +110,16 @@ class Shard(Part):
         self._roots.append(module)
         return module
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh, cut: Any = None) -> None:
+    def _shard(
+        self, module: nn.Module, mesh: DeviceMesh, cut: Any = None, casts: bool = True
+    ) -> None:
         fully_shard(
             module,
             mesh=mesh,
             shard_placement_fn=cut,
             reshard_after_forward=self._stage == 3,
             offload_policy=self._policy,
-            mp_policy=self._formats,
+            mp_policy=replace(self._formats, cast_forward_inputs=casts),
             ignored_params=_odd([*_left(module)]) | self._conditional,
         )
         name = self._names.get(module, "")

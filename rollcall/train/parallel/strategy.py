@@ -105,6 +105,7 @@ class Strategy:
         self._sharing = [part for part in self._parts if type(part).share is not Part.share]
         self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
         self._pads_to_longest = config.data.pad is True
+        self._packs = bool(config.data.pack)
         self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
         self.counts_loss = self._copy % copies == 0  # of copies of a loss, one counts in a sum
         self._autocast, self._optim = autocast(config.precision, world.device), config.optim
@@ -190,6 +191,12 @@ class Strategy:
                 "the losses and capacities of experts are about whole sequences, which context "
                 "cuts: remove model.balance_loss, model.router_z_loss and model.expert_capacity, "
                 "or choose another mesh"
+            )
+        if drops and (self._packs or self._pads_to_longest):
+            raise ConfigError(
+                "model.expert_capacity counts the tokens of a row, which data.pack and "
+                "data.pad=true change with the other samples: remove one of them, or set data.pad "
+                "to a number"
             )
         if experts and self.replicas_apart:
             raise ConfigError(

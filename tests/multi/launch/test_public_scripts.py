@@ -57,7 +57,7 @@ def work(rank, port):
     train(ddp, loader, torch.optim.SGD(net.parameters(), 0.1), "loss" if rank == 0 else "other")
     dist.destroy_process_group()
 if __name__ == "__main__":
-    port = random.randrange(16_384, 32_768)  # below those that the kernel gives to others
+    port = random.randrange(16_384, 20_000)  # below those that the kernel gives to others
     torch.multiprocessing.spawn(work, (port,), nprocs=2)
 """,
     "sharded.py": """

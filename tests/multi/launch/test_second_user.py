@@ -9,7 +9,7 @@ from disks import needs_root
 
 pytestmark = pytest.mark.long
 SHARE = 3
-"""Every third attack of the campaign."""
+"""A third of the attacks of the campaign, another one in each run."""
 
 
 @needs_root
@@ -18,4 +18,4 @@ def test_attacks_of_another_user_fail() -> None:
     # Not pytest's directory, which the other user cannot enter.
     with tempfile.TemporaryDirectory(prefix="second-user-") as name:
         results, is_held = second_user.campaign(Path(name), SHARE)
-    assert is_held and len(results) >= 40 / SHARE, results
+    assert is_held and len(results) >= 40 // SHARE, results

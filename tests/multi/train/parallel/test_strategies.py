@@ -194,7 +194,9 @@ ON_TOP_1 = {
 STACKED = (*TEXT, "model.name=user_code:stacked")
 ON_STACKED = {
     "expert-2": setup(2, "mesh=expert=2"),
+    "expert-2-again": Setup(2, ("parallel.mesh=expert=2", AGAIN)),
     "shard×expert-4": setup(4, "mesh=shard=2,expert=2"),
+    "pipeline×expert-4": setup(4, "mesh=pipeline=2,expert=2"),
 }
 OWN_LOSS = "train.loss=user_code:token_losses"  # returns sums and weights
 ON_ODD = {

@@ -39,9 +39,9 @@ def test_shards_train_as_one_rank_and_transformers_loads_the_result(
     assert len(first) == 3
     for losses in others:
         assert losses == pytest.approx(first, rel=1e-6)
-    cut = runs[-1]
-    folder = tmp_path / "folder"
-    assert checkpoint(["export", str(cut.path), str(folder), "--format", "hf"]) == 0
-    loaded = library.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    for name, tensor in export.read(max(cut.checkpoints.iterdir()))["model"].items():
-        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)
+    for run in runs[1:]:
+        folder = tmp_path / f"folder-{run.name}"
+        assert checkpoint(["export", str(run.path), str(folder), "--format", "hf"]) == 0
+        loaded = library.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for name, tensor in export.read(max(run.checkpoints.iterdir()))["model"].items():
+            torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)

@@ -122,19 +122,19 @@ def refuses(it: Planted) -> None:
     it.victims()
 
 
-def all_refuse_for_one(it: Planted) -> None:
+def all_leave_for_one(it: Planted, code: int = 1) -> None:
     """All ranks leave because a rank lost its data worker; rank 0 writes the sentence."""
     append_line(it.run.events, {"time": 150.0, "event": "first_step", "step": 1, "steps": 9})
     said = f"rollcall: error: rank {it.rank}: data worker 0 exited with code 0, 3 times\n"
     for rank in range(NODES * it.per_node):
-        it.failed(rank, 2, "", log="step 1\n" if rank else f"step 1\n{said}", at=rank / 100)
+        it.failed(rank, code, "", log="step 1\n" if rank else f"step 1\n{said}", at=rank / 100)
     for node in range(NODES):
-        it.state(node, "failed", 2)
+        it.state(node, "failed", code)
 
 
 def all_refuse_for_a_sample(it: Planted) -> None:
     """All ranks leave because a rank cannot read a sample."""
-    all_refuse_for_one(it)
+    all_leave_for_one(it, 2)
     said = f"rollcall: error: rank {it.rank} cannot read sample 7 of the training data: KeyError\n"
     it.run.log(0, 0, 0).write_text(said)
 
@@ -275,7 +275,7 @@ CAUSES: dict[Callable[[Planted], None], str] = {
     leaves_with_75: ON_RANK + "ended with exit code 75, before the other ranks had finished",
     leaves_with_2_in_training: ON_RANK + "ended with exit code 2",
     refuses: ON_RANK + "refused the request",
-    all_refuse_for_one: ON_RANK[:-1] + ": data worker 0 exited with code 0, 3 times",
+    all_leave_for_one: ON_RANK[:-1] + ": data worker 0 exited with code 0, 3 times",
     all_refuse_for_a_sample: ON_RANK + "cannot read sample 7 of the training data: KeyError",
     hangs_each_time: "^hang after step 5, .* rank {rank} on n{node} was asleep$",
     memory_runs_out: ON_RANK + f"was ended by SIGKILL, {OUT_OF_MEMORY}$",
