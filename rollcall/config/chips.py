@@ -20,7 +20,7 @@ OTHER = {"mig", "laptop", "ti", "super", "d", "nvl"}
 
 
 def known(file: str | None = None) -> Chips:
-    """Return the chips of chips.yaml, and those of a file for `log.chips`; refuse another form."""
+    """Return the chips of chips.yaml and of a file for `log.chips`; refuse another form."""
     table = numbers(yaml_values.load(FILE.read_text()))
     if file:
         try:

@@ -32,7 +32,7 @@ class Processes:
         return "_words" not in vars(self) and bool(self._words)
 
     def stopped(self, run: RunDir) -> list[int]:
-        """Return those of a run's processes that somebody has stopped, as with SIGSTOP."""
+        """Return the processes of a run that somebody has stopped, as with SIGSTOP."""
         pids = {*self.of(run), *self._supervisors(run)}
         return sorted(pid for pid in pids if stat(pid)[:1] == ["T"])
 
