@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         names = {str(a.metavar or a.dest): a for a in self._actions if not a.option_strings}
         if not start:
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-            options = {it for a in shown for it in a.option_strings if it[:2] == "--"} - {"--help"}
+            options = {o for a in shown for o in a.option_strings if o[:2] == "--"} - {"--help"}
             word = words.split()[0].partition("=")[0] if words.startswith("-") else ""
             hint = did_you_mean(word, options, 0.75)
             message += hint or f"; expected only {', '.join([*names, *sorted(options)])}"

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_128, 8_000
+CORE_LINES, TOOLS_LINES = 39_129, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -42,7 +42,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/program": 515,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2072,
+    "rollcall/launch/runs": 2073,
     "rollcall/launch/scheduler": 760,
     "rollcall/launch/submission": 2305,
     "rollcall/launch/sweep": 405,

@@ -19,7 +19,8 @@ ENDS: dict[str | None, State] = {"finished": "done", "stopped": "stopped"}
 def decide(state: State | None, is_cancelled: bool, codes: Sequence[int | None]) -> int:
     """Return the exit code of a run that ended in this state; None if nothing says how it ended.
 
-    `codes` are the ranks' of a failed run, the likeliest cause first; a rank may have left with 0 or 75.
+    `codes` are the ranks' in a failed run, the likeliest cause first; a rank may have left with 0
+    or 75.
     """
     if state == "done":
         return 0

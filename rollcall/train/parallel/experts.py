@@ -283,10 +283,10 @@ def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
     (tokens, k) to (tokens, width).
     """
     named = dict(model.named_modules())
-    found = {name: m.perceptrons for name, m in named.items() if isinstance(m, Experts)}
+    stacks = {name: m.perceptrons for name, m in named.items() if isinstance(m, Experts)}
     patterns = getattr(model, "expert_plan", ())
     planned = {name for pattern in patterns for name in fnmatch.filter(named, pattern)}
-    return found | {name: named[name] for name in named if name in planned - found.keys()}
+    return stacks | {name: named[name] for name in named if name in planned - stacks.keys()}
 
 
 class _Own:
@@ -311,8 +311,8 @@ class _Own:
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Let the module compute with the experts that are here."""
         if not len(rows):  # in the form of the other ranks, and the gradient still travels
-            one = functional.one_hot(counts.new_zeros(()), len(counts))
-            none = self._compute(rows.new_zeros(1, rows.shape[1]), one)[:0]
+            count = functional.one_hot(counts.new_zeros(()), len(counts))
+            none = self._compute(rows.new_zeros(1, rows.shape[1]), count)[:0]
             return none + rows.type_as(none)
         held = {name: local_of(w) for name, w in self._module.named_parameters(recurse=False)}
         absent = dict.fromkeys(self._module._parameters.keys() - held)
