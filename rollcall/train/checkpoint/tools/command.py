@@ -29,7 +29,8 @@ def main(words: Sequence[str]) -> int:
     except (ConfigError, Damaged) as error:
         problem = str(error)
     except OSError as error:
-        problem = f"{error.filename or vars(arguments).get('target', '')}: {error.strerror}"
+        name = error.filename or vars(arguments).get("target")
+        problem = f"{name}: {error.strerror or error}" if name else str(error)
     return refuse(_plain(problem))
 
 

@@ -145,5 +145,6 @@ def test_an_error_of_the_disk_is_told(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export, "view", fail)
-    code, output = command(capsys, "export", copied, tmp_path / "weights.safetensors")
-    assert code == 2 and output == "rollcall: error: [Errno 28] No space left on device\n"
+    target = tmp_path / "weights.safetensors"
+    code, output = command(capsys, "export", copied, target)
+    assert code == 2 and output == f"rollcall: error: {target}: No space left on device\n"
