@@ -13,12 +13,11 @@ from rollcall.config.mesh import PRESETS, parse
 from rollcall.config.schema import Config, ConfigError, OnResume, Parallel, Profile
 
 DATA_KEYS = {
-    "path": ("folder", "jsonl", "text", "tokens"),
     "seq_len": ("text", "tokens", "synthetic_tokens"),
     "image_size": ("folder", "synthetic_images"),
     "num_samples": ("synthetic_images", "synthetic_tokens"),
 }
-"""Keys that only some of the data sets use."""
+"""Keys that only some of the data sets use; commands of several runs give data.path to all."""
 DATA_PATHS = {
     "folder": "a directory with a directory of images for each class, or train/ and val/ of such",
     "jsonl": "files with one JSON object a line",

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_130, 8_000
+CORE_LINES, TOOLS_LINES = 39_129, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 63,
     "rollcall/cli": 316,
-    "rollcall/config": 2468,
+    "rollcall/config": 2467,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,

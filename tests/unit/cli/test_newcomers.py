@@ -112,7 +112,6 @@ ANSWERS = {
     "train momentum.yaml": "momentum.yaml: optim.momentum is an option of optim.name=sgd",
     "train momentum.yaml optim.name=sgd data.name=folder": "error: data.name=folder needs",
     "train digits run.root=ok.py/runs": "ok.py is a file; choose a folder",
-    "train digits data.path=runs": "data.path is an option of folder, jsonl, text, tokens",
     "lint dotted.yaml": "dotted.yaml is not an sbatch script: expected #!/bin/bash",
     "lint ok.py": "ok.py is not an sbatch script",
     "report fine -o gone/x.html": "cannot write gone/x.html: run mkdir -p gone first",
