@@ -47,9 +47,9 @@ class Curve(NamedTuple):
     step: float
     losses: dict[float, float]
 
-    def until(self, loss: float) -> float | None:
-        """Return the seconds until a loss; None if it was not reached."""
-        return next((at for at, found in self.losses.items() if found <= loss), None)
+    def until(self, loss: float) -> float:
+        """Return the seconds until a loss that it has reached."""
+        return next(at for at, found in self.losses.items() if found <= loss)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,10 +65,9 @@ def main(argv: Sequence[str]) -> int:
     first = next(iter(curves.values())).until(goal)
     rows = [("", "step", "last loss", f"seconds to {goal:.2f}", "times as fast")]
     for name, curve in curves.items():
-        reached = curve.until(goal)
-        times = f"{first / reached:.1f}" if first and reached else "-"
-        last = [*curve.losses.values()][-1]
-        rows.append((name, turns.seconds(curve.step), f"{last:.2f}", f"{reached:.0f}", times))
+        reached, last = curve.until(goal), [*curve.losses.values()][-1]
+        figures = f"{last:.2f}", f"{reached:.0f}", f"{first / reached:.1f}"
+        rows.append((name, turns.seconds(curve.step), *figures))
     turns.show(f"gpt, 2 replicas, {options.mbit:g} Mbit/s", rows)
     return 0
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_129, 8_000
+CORE_LINES, TOOLS_LINES = 39_143, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -63,9 +63,9 @@ BUDGET: dict[str, int] = {
     "rollcall/train/health": 1160,
     "rollcall/train/inference": 786,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1135,
+    "rollcall/train/models": 1136,
     "rollcall/train/numerics": 1896,
-    "rollcall/train/parallel": 3161,
+    "rollcall/train/parallel": 3174,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,

@@ -48,7 +48,7 @@ class Loading:
         self._unreadable_ahead: float = 0  # the same, up to the batch that was read
         self.positions: dict[int, StreamPosition] = {}  # in a stream, before each batch
         self._problem = ""
-        self._has_died = False  # its workers
+        self._death = ""  # the same, if its workers died
         self._epoch = 0
 
     def batches(
@@ -91,8 +91,8 @@ class Loading:
         `unreadable` is the sum of `self.unreadable` over all ranks.
         """
         if unreadable > self._config.skip_unreadable + 0.5:  # a rank's share may be a fraction
-            if world.has_any(self._has_died):
-                raise FaultError(world.first_problem(self._problem if self._has_died else ""))
+            if death := world.first_problem(self._death):
+                raise FaultError(death)
             world.raise_together(self._problem)
 
     def _checked(self, read: Iterator[ReadResult], numbers: range) -> Iterator[Batch]:
@@ -112,7 +112,7 @@ class Loading:
             if batch is None:
                 raise
             self._unreadable_ahead, self._problem = math.inf, f"rank {self._rank}: {error}"
-            self._has_died = isinstance(error, WorkerDiedError)
+            self._death = self._problem if isinstance(error, WorkerDiedError) else ""
             # The other ranks wait for this rank in collectives: it continues with weights of zero.
             for _ in range(count):
                 yield batch._replace(weights=torch.zeros_like(batch.weights))

@@ -161,6 +161,7 @@ def _plan(model: Any) -> None:
         heads = ("num_attention_heads", "num_key_value_heads")
         counts = {name: getattr(model.config, name, None) for name in heads}
         model.tensor_divides = {name: count for name, count in counts.items() if count}
-    for name, module in model.named_modules():
-        if inspect.signature(type(module).forward).parameters.keys() >= EXPERT_INPUTS:
-            model.expert_plan = [*getattr(model, "expert_plan", []), name]
+    takes = {name: inspect.signature(type(m).forward) for name, m in model.named_modules()}
+    model.expert_plan = [
+        n for n, given in takes.items() if given.parameters.keys() >= EXPERT_INPUTS
+    ]

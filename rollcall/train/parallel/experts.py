@@ -115,15 +115,8 @@ class Experts(nn.Module):
         if self.top_k > 1:  # the weight of one expert must follow its score, or nothing trains it
             weights = weights / weights.sum(-1, keepdim=True)
         drops = self.training and self.capacity_factor > 0 and not x.is_meta
-        taken = self._within_capacity(chosen.view(len(x), -1)) if drops else chosen.flatten()
-        order, counts = taken.argsort(stable=True), _count(taken, self.number + 1)[:-1]
-        passing = order[: int(counts.sum())] if drops else order  # waits for a GPU
-        rows = tokens.repeat_interleave(self.top_k, 0).index_select(0, passing)
-        outputs = _exchanged(rows, counts, self._group, self.perceptrons)
-        if drops:
-            outputs = functional.pad(outputs, (0, 0, 0, len(order) - len(passing)))
-        outputs = outputs.index_select(0, order.argsort()).view(len(tokens), self.top_k, -1)
-        y = (outputs * weights.unsqueeze(-1)).sum(1).type_as(x)
+        taken = self._within_capacity(chosen.view(len(x), -1)).view_as(chosen) if drops else chosen
+        y = _mixed(tokens, taken, weights, self.number, self._group, self.perceptrons, drops)
         if self.shared:
             y = y + self.shared(tokens, chosen.new_full((1,), len(tokens)))
         y = y.view_as(x)
@@ -134,7 +127,7 @@ class Experts(nn.Module):
         return y
 
     def _within_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the experts of sequences, in a row; `number` stands for those that are full."""
+        """Return the experts of sequences (rows, n); `number` stands for those that are full."""
         order = chosen.argsort(dim=1, stable=True)
         experts = chosen.gather(1, order)
         numbers = torch.arange(self.number, device=chosen.device).repeat(len(chosen), 1)
@@ -142,7 +135,7 @@ class Experts(nn.Module):
         queue = torch.arange(chosen.shape[1], device=chosen.device) - begins
         most = math.ceil(self.capacity_factor * chosen.shape[1] / self.number)
         experts = experts.where(queue < most, self.number)
-        return torch.empty_like(chosen).scatter_(1, order, experts).flatten()
+        return torch.empty_like(chosen).scatter_(1, order, experts)
 
     def _penalties(
         self, rows: int, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
@@ -173,7 +166,7 @@ class Experts(nn.Module):
         entropies = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1, keepdim=True)
         entropies = (entropies / UNIT * self.top_k).long().where(has_gradient, 0)
         counts = _count(numbers.flatten(), self.number + 1)
-        dropped = has_gradient & (taken.view_as(chosen) == self.number)
+        dropped = has_gradient & (taken == self.number)
         self._totals.append(torch.cat([counts[:-1], entropies.sum(0), dropped.sum()[None]]))
 
     def take_totals(self, passes: int = 0) -> torch.Tensor:
@@ -193,6 +186,30 @@ class Experts(nn.Module):
     def move_biases(self, counts: torch.Tensor) -> None:
         """Raise the bias of experts with fewer tokens than the mean, and lower the others'."""
         self.bias += self.balance_rate * (counts.double().mean() - counts).sign().to(self.bias)
+
+
+def _mixed(
+    tokens: torch.Tensor,
+    taken: torch.Tensor,
+    weights: torch.Tensor,
+    number: int,
+    group: dist.ProcessGroup | None,
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    drops: bool = False,
+) -> torch.Tensor:
+    """Return the weighted sum of what the experts `taken` (tokens, k) make of each token.
+
+    If it `drops`, `number` stands for no expert.
+    """
+    flat = taken.flatten()
+    order, counts = flat.argsort(stable=True), _count(flat, number + 1)[:-1]
+    passing = order[: int(counts.sum())] if drops else order  # waits for a GPU
+    rows = tokens.repeat_interleave(taken.shape[1], 0).index_select(0, passing)
+    outputs = _exchanged(rows, counts, group, compute)
+    if drops:
+        outputs = functional.pad(outputs, (0, 0, 0, len(order) - len(passing)))
+    outputs = outputs.index_select(0, order.argsort()).view(*taken.shape, -1)
+    return (outputs * weights.unsqueeze(-1)).sum(1).type_as(tokens)
 
 
 def _exchanged(
@@ -300,13 +317,8 @@ class _Own:
     def __call__(
         self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        numbers = chosen.flatten().long()
         count = len(next(self._module.parameters()))
-        order = numbers.argsort(stable=True)
-        rows = tokens.repeat_interleave(chosen.shape[1], 0).index_select(0, order)
-        outputs = _exchanged(rows, _count(numbers, count), self._group, self._compute)
-        outputs = outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
-        return (outputs * weights.unsqueeze(-1)).sum(1).type_as(tokens)
+        return _mixed(tokens, chosen.long(), weights, count, self._group, self._compute)
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Let the module compute with the experts that are here."""
@@ -413,8 +425,9 @@ class Spread(Part):
     def check(self, model: nn.Module, _example: Batch) -> None:
         """Raise ConfigError if the model has no experts, or their number does not divide."""
         stacks, degree = stacks_of(model), self._mesh.size()
+        named = dict(model.named_modules())
         for pattern in getattr(model, "expert_plan", ()):
-            if not fnmatch.filter([name for name, _ in model.named_modules()], pattern):
+            if not fnmatch.filter(named, pattern):
                 raise ConfigError(f"expert_plan has {pattern}, but the model has no such module")
         if not stacks:
             raise ConfigError(

@@ -190,6 +190,8 @@ ON_TOP_1 = {
     "zero3-2-again": Setup(2, ("parallel.strategy=zero3", AGAIN)),
     "expert-3": setup(3, "mesh=expert=3"),
 }
+ROUTED = ("experts", "top-1", "stacked")
+"""Models whose tokens travel to experts."""
 # Experts of a user's own, of which some ranks get no token at first.
 STACKED = (*TEXT, "model.name=user_code:stacked")
 ON_STACKED = {
@@ -450,8 +452,7 @@ def test_a_step_sends_what_it_sent_before(model: str, made: Made) -> None:
     for name, chosen in RUNS[model][1].items():
         if "parallel.balance=time" not in chosen.words:  # which may divide otherwise each time
             root = made(model, name).run_dir.path.parent
-            is_routed = model in ("experts", "top-1", "stacked")
-            found[f"{model}: {name}"] = traffic.read(root, chosen.world_size, is_routed)
+            found[f"{model}: {name}"] = traffic.read(root, chosen.world_size, model in ROUTED)
     traffic.compare(found)
 
 
