@@ -26,7 +26,9 @@ DATA_PATHS = {
 """The meaning of data.path for the data sets that need it."""
 DDP_KEYS = "parallel.bucket_mb parallel.compression"
 PIPELINE_KEYS = "parallel.schedule parallel.balance"
-SYNC_KEYS = "parallel.sync_every parallel.sync_compression"
+SYNC_KEYS = (
+    "parallel.sync_every parallel.sync_compression parallel.sync_fragments parallel.sync_overlap"
+)
 OUTER_KEYS = "parallel.outer_lr parallel.outer_momentum"
 INIT_KEYS = "model.init_rename model.init_random checkpoint.save_frozen"
 EXPERT_KEYS = (
@@ -264,6 +266,17 @@ def _check_conflicts(config: Config) -> None:
             config.train.compile and parallel.strategy == "dp",
             "compiles for one GPU, but parallel.strategy=dp copies the model to several; choose "
             "ddp",
+        ),
+        (
+            "parallel.sync_fragments",
+            parallel.sync_fragments > parallel.sync_every,
+            f"must not exceed parallel.sync_every={parallel.sync_every}, the steps of a round",
+        ),
+        (
+            "parallel.sync_overlap",
+            parallel.sync_overlap >= parallel.sync_every,
+            f"must be below parallel.sync_every={parallel.sync_every}, after which the next "
+            "message leaves",
         ),
     ):
         if is_conflict:

@@ -414,6 +414,12 @@ class Parallel(Section):
     """Number of steps that replicas train alone."""
     sync_compression: Literal["none", "bf16", "int4"] = _key("none", on_resume=OnResume.TELL)
     """Format in which they send the change of their weights. It changes the result."""
+    sync_fragments: int = _key(1, ge=1, on_resume=OnResume.TELL)
+    """Fragments of the weights that are sent one after the other, spread over the steps of a
+    round."""
+    sync_overlap: int = _key(0, ge=0, on_resume=OnResume.TELL)
+    """Steps that replicas take while a fragment travels. Its mean is then mixed with their own
+    weights, half and half."""
     outer_lr: float = _key(0.7, gt=0, on_resume=OnResume.TELL)
     """Learning rate of the outer optimizer of diloco, SGD with Nesterov momentum."""
     outer_momentum: float = _key(0.9, ge=0, lt=1, on_resume=OnResume.TELL)

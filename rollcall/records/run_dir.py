@@ -146,7 +146,7 @@ class RunDir:
         write_atomic(self.samples / f"step-{step:08}.png", png)
 
     def read_samples(self, most: int) -> dict[int, bytes]:
-        """Return the newest images by step, without those that cannot be read."""
+        """Return the newest images by step, but for unreadable ones."""
         images = {}
         for path in listed(self.samples, "step-????????.png")[-most:]:
             with contextlib.suppress(OSError, ValueError):

@@ -3,10 +3,13 @@
 Between two meetings, a replica takes steps on its own share of every batch. Local SGD
 (https://arxiv.org/abs/1805.09767) then continues with the mean of the weights. DiLoCo
 (https://arxiv.org/abs/2311.08105) takes the distance from the weights of the last meeting to the
-mean for a gradient, and lets an outer SGD with Nesterov momentum apply it.
+mean for a gradient, and lets an outer SGD with Nesterov momentum apply it. Streaming DiLoCo
+(https://arxiv.org/abs/2501.18512) exchanges one fragment of the weights at a time, while the next
+steps are computed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +30,9 @@ BUCKET = 2**26
 """Bytes of weights that are averaged at once, which bounds the memory for messages."""
 BLOCK = 128
 """Numbers that share a scale in 4 bits."""
-MOMENTUM = f"{OUTER}-momentum"
+MOMENTUM, DUE = f"{OUTER}-momentum", f"{OUTER}-due"
+KEPT = 0.5
+"""Share of its own weights that a replica keeps if it took steps since they were sent."""
 PARTS = ("model", "optim")
 """The parts of a state that differ between replicas in the middle of a round."""
 
@@ -50,7 +55,11 @@ class Outer:
         self._anchor = {name: weight.detach().clone() for name, weight in self._weights()}
         zeros = {} if is_mean else self._anchor
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in zeros.items()}
-        self._met = 0  # the step of the last meeting
+        self._buckets = [*_buckets_of_fragments([*self._weights()], options)]
+        # The mean changes that are on their way: the step that needs them, and their weights.
+        self._messages: list[tuple[int, list[str], Callable[[], list[torch.Tensor]]]] = []
+        self._due = dict.fromkeys(self._anchor, 0)  # the step that takes a new anchor in, or 0
+        self._met = 0  # the last step of which this is done
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._model.named_parameters():
@@ -60,36 +69,69 @@ class Outer:
     @doing("meeting the other replicas")
     @torch.no_grad()
     def meet(self, step: int) -> bool:
-        """Take an outer step if the round is over after this step; return whether it was."""
-        if step - self._met < self._options.sync_every:
+        """Exchange what is due after this step; return whether that ended a round."""
+        every, due = self._options.sync_every, step + self._options.sync_overlap
+        starting = [names for turn, names in self._buckets if step % every == turn]
+        if step == self._met or not (starting or step in self._due.values()):
             return False
         clock.enter(COMMUNICATION)
         drop_gathered(self._model)  # so that the parameters are shards
-        for some in _buckets([*self._weights()]):
-            weights = [local_of(weight) for _, weight in some]
-            anchors = [local_of(self._anchor[name]) for name, _ in some]
-            momenta = [local_of(self._momentum[name]) for name, _ in some if self._momentum]
-            gradients = [*map(torch.sub, anchors, weights)]
-            self._average(gradients, self._options.sync_compression)
-            for momentum, gradient in zip(momenta, gradients, strict=False):
-                momentum.mul_(self._decay).add_(gradient)
-                gradient.add_(momentum, alpha=self._decay)
-            for weight, anchor, gradient in zip(weights, anchors, gradients, strict=True):
-                weight.copy_(anchor.sub_(gradient, alpha=self._lr))
+        self._take_in(step)
+        for names in starting:
+            self._send(names, due)
+            self._take_in(step)
         self._met = step
         clock.enter(OTHER)
-        return True
+        return step % every == 0
+
+    def _send(self, names: list[str], due: int) -> None:
+        weights = dict(self._weights())
+        anchors = [local_of(self._anchor[name]) for name in names]
+        changes = map(torch.sub, anchors, (local_of(weights[name]) for name in names))
+        mean = self._mean(changes, anchors, self._options.sync_compression)
+        self._messages.append((due, names, mean))
+        self._due |= dict.fromkeys(names, due)
+
+    def _receive(self, step: float = math.inf) -> None:
+        """Let the outer optimizer apply the mean changes that a step needs to the anchors."""
+        while self._messages and self._messages[0][0] <= step:
+            _, names, mean = self._messages.pop(0)
+            for name, gradient in zip(names, mean(), strict=True):
+                if self._momentum:
+                    momentum = local_of(self._momentum[name])
+                    momentum.mul_(self._decay).add_(gradient)
+                    gradient.add_(momentum, alpha=self._decay)
+                local_of(self._anchor[name]).sub_(gradient, alpha=self._lr)
+
+    def _take_in(self, step: int) -> None:
+        """Let the weights that are due after a step continue from their new anchors."""
+        self._receive(step)
+        for name, weight in self._weights():
+            if self._due[name] == step:
+                kept = KEPT if self._options.sync_overlap else 0.0
+                local_of(weight).lerp_(local_of(self._anchor[name]), 1 - kept)
+                self._due[name] = 0
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace floating-point tensors by the means over the replicas, in place."""
         for some in _buckets([("", tensor) for tensor in tensors if tensor.is_floating_point()]):
-            self._average([local_of(tensor) for _, tensor in some])
+            tensors = [local_of(tensor) for _, tensor in some]
+            copy_all(tensors, self._mean(tensors, tensors)())
 
-    def _average(self, tensors: Sequence[torch.Tensor], how: str = "none") -> None:
+    def _mean(
+        self, tensors: Iterable[torch.Tensor], like: list[torch.Tensor], how: str = "none"
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Send tensors; return a function that waits for their means and returns them."""
+        vectors = flatten(tensors)
         # Shards may lie in the host's memory.
-        means = [_mean(x.to(self._device), self._group, how).to(x) for x in flatten(tensors)]
-        copy_all([*tensors], [*unflatten(means, tensors)])
+        means = [_mean(vector.to(self._device), self._group, how) for vector in vectors]
+
+        def received() -> list[torch.Tensor]:
+            arrived = [mean().to(x) for mean, x in zip(means, vectors, strict=True)]
+            return [*unflatten(arrived, like)]
+
+        return received
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -118,8 +160,11 @@ class Outer:
             copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             self.average(copies.values())
             replica[part], means[part] = tensors, {**state[part], **copies}
+        self._receive()
         outer: dict[str, Any] = {OUTER: {"anchor": self._anchor, "met": self._met}}
         outer |= {MOMENTUM: self._momentum} if self._momentum else {}
+        if self._options.sync_overlap:
+            outer[DUE] = {name: torch.tensor(step) for name, step in self._due.items()}
         return {**state, **means, **outer, self._name: {self._number: replica}}
 
     def of_replica(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +175,9 @@ class Outer:
     @torch.no_grad()
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Continue the round of a filled state; begin one if the run has had none before."""
-        self._met = int(state[OUTER]["met"]) if OUTER in state else step
+        self._met = step
+        due = state.get(DUE, {})
+        self._due = {name: int(due.get(name, 0)) for name in self._due}
         for name, weight in () if OUTER in state else self._weights():
             local_of(self._anchor[name]).copy_(local_of(weight))
         for momentum in () if MOMENTUM in state else self._momentum.values():
@@ -149,17 +196,45 @@ def _buckets(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[list[tuple
         yield bucket
 
 
-def _mean(vector: torch.Tensor, group: dist.ProcessGroup, how: str) -> torch.Tensor:
-    """Return the mean of a vector over the ranks of a group, the same on all of them."""
+def _buckets_of_fragments(
+    weights: Sequence[tuple[str, torch.Tensor]], options: Parallel
+) -> Iterator[tuple[int, list[str]]]:
+    """Cut weights into fragments of about one size, and these into buckets.
+
+    Return the names of each bucket, with the steps into a round after which they are sent.
+    """
+    number, every = options.sync_fragments, options.sync_every
+    total, before = sum(weight.numel() for _, weight in weights), 0
+    fragments: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(number)]
+    for name, weight in weights:
+        fragments[before * number // total].append((name, weight))
+        before += weight.numel()
+    for index, fragment in enumerate(fragments, 1):
+        for bucket in _buckets(fragment):
+            yield index * every // number % every, [name for name, _ in bucket]
+
+
+def _mean(vector: torch.Tensor, group: dist.ProcessGroup, how: str) -> Callable[[], torch.Tensor]:
+    """Send a vector; return a function that waits for its mean, the same on all ranks."""
     ranks = dist.get_world_size(group)
     if how == "int4":
         message = pack(vector)
         messages = [torch.empty_like(message) for _ in range(ranks)]
-        dist.all_gather(messages, message, group=group)
-        return torch.stack([unpack(other, len(vector)) for other in messages]).mean(0)
+        gathering = dist.all_gather(messages, message, group=group, async_op=True)
+
+        def unpacked() -> torch.Tensor:
+            gathering.wait()
+            return torch.stack([unpack(other, len(vector)) for other in messages]).mean(0)
+
+        return unpacked
     sent = vector.bfloat16() if how == "bf16" else vector
-    dist.all_reduce(sent, group=group)
-    return sent.to(vector) / ranks
+    reduction = dist.all_reduce(sent, group=group, async_op=True)
+
+    def reduced() -> torch.Tensor:
+        reduction.wait()
+        return sent.to(vector) / ranks
+
+    return reduced
 
 
 def pack(vector: torch.Tensor) -> torch.Tensor:

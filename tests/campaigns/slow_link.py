@@ -33,6 +33,10 @@ WAYS = {
     "the same, `sync_compression=int4`": [
         *("parallel.sync=diloco", "parallel.sync_every=20", "parallel.sync_compression=int4"),
     ],
+    "`diloco`, `sync_fragments=4`, `sync_overlap=4`": [
+        *("parallel.sync=diloco", "parallel.sync_every=20"),
+        *("parallel.sync_fragments=4", "parallel.sync_overlap=4"),
+    ],
 }
 MODEL = [
     *("gpt", "device=cpu", "model.num_layers=2", "model.hidden_size=256", "data.seq_len=64"),

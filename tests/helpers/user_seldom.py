@@ -65,9 +65,19 @@ def mean_of(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def by_hand(
-    model: nn.Module, phases: list[tuple[int, int]], sync: str, data: Any = points
+    model: nn.Module,
+    phases: list[tuple[int, int]],
+    sync: str,
+    data: Any = points,
+    fragments: dict[int, list[str]] | None = None,
+    overlap: int = 0,
 ) -> dict[str, Any]:
-    """Return the losses and the state of replicas, as (replicas, last step) of each phase."""
+    """Return the losses and the state of replicas, as (replicas, last step) of each phase.
+
+    The fragments are names of weights, by the steps into a round after which they are sent.
+    """
+    fragments = fragments or {0: [name for name, _ in model.named_parameters()]}
+    under_way = list[tuple[int, list[str]]]()
     from rollcall.train.data.order import Order
 
     (inputs, targets), losses, first = data()[0].tensors, list[float](), 0
@@ -100,12 +110,18 @@ def by_hand(
             losses += [total / count] if math.isfinite(total) else []
             for kept, *weights in _zip(ema, *models):
                 kept.data.lerp_(mean_of(weights), 1 - DECAY)
-            if (step + 1) % EVERY == 0:
-                for old, *weights in _zip(anchor, *models):
+            if sent := fragments.get((step + 1) % EVERY):
+                outer.zero_grad()
+                for name in sent:
+                    old = anchor.get_parameter(name)
+                    weights = [one.get_parameter(name) for one in models]
                     old.grad = old.detach() - mean_of(weights)
                 outer.step()
-                for one in models:
-                    one.load_state_dict(anchor.state_dict())
+                under_way.append((step + 1 + overlap, sent))
+            arrived = [name for due, names in under_way if due == step + 1 for name in names]
+            for one, name in itertools.product(models, arrived):
+                weight, new = one.get_parameter(name), anchor.get_parameter(name).detach()
+                weight.data = (weight.detach() + new) / 2 if overlap else new.clone()
         for target, *weights in _zip(mean, *models):
             target.data.copy_(mean_of(weights))
         states = [optimizer.state_dict() for optimizer in optimizers]

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_143, 8_000
+CORE_LINES, TOOLS_LINES = 39_240, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 63,
     "rollcall/cli": 316,
-    "rollcall/config": 2467,
+    "rollcall/config": 2486,
     "rollcall/launch": 1,
     "rollcall/launch/api": 359,
     "rollcall/launch/batch": 665,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1432,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2492,
+    "rollcall/train": 2567,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2979,
     "rollcall/train/exact": 572,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1136,
     "rollcall/train/numerics": 1896,
-    "rollcall/train/parallel": 3174,
+    "rollcall/train/parallel": 3177,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if "SLURM_JOB_ID" not in os.environ or not options.command:
         raise RefusedError("use this in a job script: exec … batch srun …")
-    # In a step of its own: `--output=FILE`, and `--number=N` if it takes over, are not its words.
+    # In a separate step: `--output=FILE`, and `--number=N` if it takes over, are not its words.
     own_options = [text for text in (options.output, options.number) if text]
     words = argv[len(own_options) :]
     try:

@@ -77,7 +77,7 @@ def unset_variable(script: Script) -> Iterator[Finding]:
 
 
 def wrapper_without_exec(script: Script) -> Iterator[Finding]:
-    """A shell that keeps a `--signal` from the training, for lack of exec."""
+    """A shell that keeps a `--signal` from the training, because it does not exec it."""
     directive, to_batch, _ = _signal(script)
     if directive is None or to_batch:
         return

@@ -100,7 +100,7 @@ class Experts(nn.Module):
         self._totals: deque[torch.Tensor] = deque(maxlen=1024)
 
     def spread(self, group: dist.ProcessGroup) -> None:
-        """Send each token to the ranks of its experts, which are divided evenly, in order."""
+        """Send each token to the ranks of its experts, which `Shard(0)` has divided."""
         self._group = group
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # shapes depend on the router
@@ -222,9 +222,12 @@ def _exchanged(
     if group is None or rows.is_meta:
         return compute(rows, counts)
     ranks = dist.get_world_size(group)
-    theirs = all_to_all(counts, None, None, group).view(ranks, -1)
-    sums = torch.stack([counts.view(ranks, -1).sum(1), theirs.sum(1)])
-    sent, received = sums.tolist()  # waits for a GPU
+    divided = counts.chunk(ranks)  # as DTensor divides; the last rank may have fewer
+    held = [len(part) for part in divided]
+    mine = held[dist.get_rank(group)]
+    theirs = all_to_all(counts, [mine] * ranks, held, group).view(ranks, mine)
+    sums = torch.stack([*(part.sum() for part in divided), *theirs.sum(1)])
+    sent, received = sums.view(2, ranks).tolist()  # waits for a GPU
     rows = all_to_all(rows, received, sent, group)
     # They come sorted by rank, then by expert.
     numbers = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
@@ -446,10 +449,10 @@ class Spread(Part):
             [[number]] = numbers
             if wrong := [n for n, b in stack.named_buffers() if b.shape[:1] == (number,)]:
                 raise ConfigError(f"expert_plan: {name}.{wrong[0]} is a buffer of all experts")
-            if number % degree:
+            if number <= (degree - 1) * (most := -(-number // degree)):
                 raise ConfigError(
-                    f"{name} has {number} experts, which do not divide by expert={degree}; "
-                    f"choose {nearest_multiples(number, degree)} experts"
+                    f"{name} has {number} experts, {most} for a rank, which leave none to the last "
+                    f"rank of expert={degree}; choose {nearest_multiples(number, degree)} experts"
                 )
             for weight in stack.parameters():
                 if weight.shape[1] % self._shards:

@@ -83,6 +83,34 @@ def test_replicas_train_as_in_a_plain_loop(
     check(RunDir(tmp_path, "s"), by_hand(fresh(), phases, sync))
 
 
+@pytest.mark.parametrize(
+    ("sync", "attempts", "overlap"),
+    [
+        ("diloco", [(2, 2, 13), (4, 4, 19)], 3),  # saved while both fragments travel
+        ("local-sgd", [(4, 2, 12), (2, 2, STEPS)], 2),
+    ],
+)
+def test_fragments_travel_while_replicas_train(
+    tmp_path: Path, sync: str, attempts: list[tuple[int, int, int]], overlap: int
+) -> None:
+    fragments = {2: ["0.weight"], 0: ["0.bias", "2.weight", "2.bias"]}
+    for number, (ranks, replicas, steps) in enumerate(attempts):
+        words = [
+            *WORDS,
+            f"parallel.sync={sync}",
+            f"train.steps={steps}",
+            "train.evaluate_every=0.4",
+        ]
+        words += ["parallel.sync_fragments=2", f"parallel.sync_overlap={overlap}"]
+        words += [] if ranks == replicas else HSDP.split()
+        train(ranks, [*words, f"run.root={tmp_path}", "run.name=s"], tmp_path / f"logs-{number}")
+    phases = [(replicas, steps) for _, replicas, steps in attempts]
+    if len({replicas for replicas, _ in phases}) == 1:
+        phases = phases[-1:]
+    expected = by_hand(fresh(), phases, sync, fragments=fragments, overlap=overlap)
+    check(RunDir(tmp_path, "s"), expected)
+
+
 def test_one_replica_skips_a_step_alone(tmp_path: Path) -> None:
     words = [*WORDS, "parallel.sync=diloco", f"train.steps={STEPS}", "data.name=user_seldom:broken"]
     output = train(2, [*words, f"run.root={tmp_path}", "run.name=s"], tmp_path / "logs")

@@ -188,7 +188,9 @@ ON_TOP_1 = {
     "ddp-2": setup(2, "strategy=ddp"),
     "pipeline-2": setup(2, "strategy=pipeline"),
     "zero3-2-again": Setup(2, ("parallel.strategy=zero3", AGAIN)),
+    "expert-2": setup(2, "mesh=expert=2"),  # two experts and one
     "expert-3": setup(3, "mesh=expert=3"),
+    "shard×expert-4": setup(4, "mesh=shard=2,expert=2"),
 }
 ROUTED = ("experts", "top-1", "stacked")
 """Models whose tokens travel to experts."""

@@ -127,11 +127,14 @@ class Mesh:
     ("layer", "message"),
     [
         (nn.Linear(8, 8), "the mesh has expert=4, but model.name=own has no experts"),
-        (Experts(8, 8, 6), "0 has 6 experts, which do not divide by expert=4; choose 4 or 8"),
+        (Experts(8, 8, 3, 1), "0 has 3 experts, 1 for a rank, which leave none to the last"),
+        (Experts(8, 8, 6), "0 has 6 experts, 2 for a rank, which leave none to the last rank of "),
         (Experts(8, 9, 8), "0 has experts of 9 units, which do not divide by the 2 ranks that"),
     ],
 )
-def test_what_does_not_divide_is_refused(layer: nn.Module, message: str) -> None:
+def test_ranks_without_an_expert_or_with_uneven_shards_are_refused(
+    layer: nn.Module, message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         Spread(Mesh(), 2, "own").check(nn.Sequential(layer), None)  # type: ignore[arg-type]
 
