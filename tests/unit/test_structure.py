@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_240, 8_000
+CORE_LINES, TOOLS_LINES = 39_296, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -51,7 +51,7 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 821,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
-    "rollcall/tools/bench": 1748,
+    "rollcall/tools/bench": 1749,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1432,
     "rollcall/tools/plan": 2147,
@@ -64,8 +64,8 @@ BUDGET: dict[str, int] = {
     "rollcall/train/inference": 786,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1136,
-    "rollcall/train/numerics": 1896,
-    "rollcall/train/parallel": 3177,
+    "rollcall/train/numerics": 1948,
+    "rollcall/train/parallel": 3181,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,

@@ -210,7 +210,7 @@ def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
 
 
 def _start(host: str, output: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a batch process on a host, in a separate step: Slurm may end the step of a dead host."""
+    """Start a batch process on a host, in a separate step: Slurm may end a dead host's step."""
     step = [*slurm.step(os.environ["SLURM_JOB_ID"], [host]), "--mem=0", "--output=none"]
     line = [*step, *command("batch"), f"--output={output}", *words]
     env = {name: value for name, value in os.environ.items() if _is_of_the_job(name)}

@@ -1,7 +1,8 @@
 """`rollcall bench experts`: a step with a mixture of experts, beside a dense one of equal work.
 
 All runs train the recipe gpt in turns; a rank has one thread.
-A token passes the same number of weights in each. `plain torch` is a mixture written by hand, in a loop.
+A token passes the same number of weights in each. `plain torch` is a mixture written by hand, as a
+loop.
 """
 
 import argparse

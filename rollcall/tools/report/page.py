@@ -23,7 +23,7 @@ FIRST = ("loss", "val_loss", "val_accuracy", "grad_norm", "lr", "samples_per_sec
 """Curves in this order; others follow."""
 TILES = ("val_accuracy", "val_loss", "loss", "samples_per_second")
 """Curves whose last value is shown at the top."""
-OF_LAYERS = ("expert_imbalance", "router_entropy")
+OF_LAYERS = ("expert_imbalance", "router_entropy", "dropped_tokens")
 MOST_CURVES = 12
 DETAILED = 4
 """Of this many runs, the report shows where the time went, failures and configuration."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import arguments
 from rollcall.config.schema import ConfigError, Optim
@@ -45,19 +45,23 @@ def check_groups(config: Optim, names: Collection[str]) -> None:
 
 
 def groups(
-    config: Optim, parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]
+    config: Optim,
+    parameters: Iterable[nn.Parameter],
+    names: Mapping[nn.Parameter, str],
+    stacks: Collection[nn.Parameter] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield groups of parameters by the first pattern of `optim.groups` that fits their names.
 
     `optim.decay_params=matrices` divides those without their own `weight_decay`. Muon is for
-    matrices; a group without them names `adamw`.
+    matrices, and for `stacks` of them along a first dimension; a group of others names `adamw`.
     """
     is_muon = config.name.lower() == MUON
     found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         fits = (one for one in config.groups if fnmatch.fnmatch(names[parameter], one))
         decays = parameter.ndim > 1 or config.decay_params == "all"
-        key = next(fits, ""), decays, parameter.ndim == 2 or not is_muon
+        is_matrix = parameter.ndim == (3 if parameter in stacks else 2)
+        key = next(fits, ""), decays, is_matrix or not is_muon
         found.setdefault(key, []).append(parameter)
     is_combined = is_muon or any("optimizer" in options for options in config.groups.values())
     for (pattern, decays, is_for_muon), members in found.items():
@@ -90,7 +94,9 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
     if name == "sgd":
         given["momentum"] = config.momentum
     args = config.args if name == config.name else {}
-    given |= {"config": config, "params": groups}
+    is_muon = name.lower() == MUON  # which refuses stacks of matrices when it is made
+    first = [{**group, "params": [*map(_first_matrix, group["params"])]} for group in groups]
+    given |= {"config": config, "params": first if is_muon else groups}
     try:
         optimizer = arguments.call("optim.name", "optim.args", name, args, **given)
         if ":" not in name:
@@ -107,6 +113,8 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
         raise ConfigError(
             f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
+    for made, group in zip(optimizer.param_groups, groups, strict=True) if is_muon else ():
+        made["params"] = group["params"]
     options = {option for group in groups for option in group} - {"params", "optimizer"}
     for option in sorted(options - {*optimizer.defaults}):
         known = ", ".join(optimizer.defaults)
@@ -238,12 +246,56 @@ class Combined(torch.optim.Optimizer):
         assert closure is None, "a training step has no closure"
         with torch_private.muon_replaced(_of_whole) if self._has_muon else nullcontext():
             for _, part in self._parts:
-                part.step()
+                is_muon = isinstance(part, torch.optim.Muon)
+                with _as_matrices(part) if is_muon else nullcontext():
+                    part.step()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state of all."""
         super().load_state_dict(state_dict)
         self._share()
+
+
+@contextmanager
+def _as_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let Muon see each matrix of a stack for itself, as views of the weight and of its state."""
+    groups, state, views = optimizer.param_groups, optimizer.state, list[torch.Tensor]()
+    whole = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [weight for weight in group["params"] if weight.ndim == 2]
+    for group, weights in zip(groups, whole, strict=True):
+        for weight in (weight for weight in weights if weight.ndim > 2 and weight.grad is not None):
+            if not state[weight]:
+                state[weight]["momentum_buffer"] = torch.zeros_like(weight.grad)
+            parts = weight.detach(), weight.grad, state[weight]["momentum_buffer"]
+            for view, gradient, momentum in zip(*map(_matrices, parts), strict=True):
+                view.grad, state[view] = gradient, {"momentum_buffer": momentum}
+                group["params"].append(view)
+                views.append(view)
+    try:
+        yield
+    finally:
+        for group, weights in zip(groups, whole, strict=True):
+            group["params"] = weights
+        for view in views:
+            del state[view]
+
+
+def _matrices(stack: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return those matrices of a stack that are here; shards of them if ranks share each."""
+    if not isinstance(stack, DTensor):
+        return stack.unbind()
+    mesh, local = stack.device_mesh, stack.to_local().unbind()
+    for number, placement in enumerate(stack.placements):
+        if isinstance(placement, Shard) and placement.dim:
+            shared = mesh[mesh.mesh_dim_names[number]] if mesh.mesh_dim_names else mesh
+            cut = [Shard(placement.dim - 1)]
+            return [DTensor.from_local(part, shared, cut, run_check=False) for part in local]
+    return local
+
+
+def _first_matrix(weight: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty(1, 1) if weight.ndim > 2 else weight
 
 
 def _of_whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

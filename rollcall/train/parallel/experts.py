@@ -393,6 +393,8 @@ class Balance(Part):
             entropies.append(total[-2] * UNIT / part.sum().clamp(min=1))
             measure(f"expert_imbalance/{name}", loads[-1])
             measure(f"router_entropy/{name}", entropies[-1])
+            if self._drops:
+                measure(f"dropped_tokens/{name}", total[-1] / part.sum().clamp(min=1))
         measure("expert_imbalance", torch.stack(loads).max())
         measure("router_entropy", torch.stack(entropies))
         if self._drops:
