@@ -131,6 +131,7 @@ def test_a_student_by_the_library(student: Journey) -> None:
     assert (student.home / "runs/l/code/best.pt").exists()
 
 
+@pytest.mark.long
 def test_sweeps_and_figures(user: Journey) -> None:
     (user.home / "lr.yaml").write_text(
         "program: [digits, train.steps=4, log.every=1, device=cpu, model.name=mlp]\n"

@@ -26,7 +26,9 @@ KEPT = {
 """Seeds that broke an invariant once, and the defect that they found."""
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 20))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(20, SEEDS, 20))]
+)
 def test_faults_break_no_invariant(first: int) -> None:
     broken = [result for seed in range(first, first + 20) if (result := simulate(seed)).broken]
     assert not broken, "\n".join(broken[0].story)
@@ -92,7 +94,7 @@ def test_a_batch_process_that_was_replaced_takes_over_again() -> None:
     assert starts == ["n0, n1", "n1", "n0"]
 
 
-@pytest.mark.parametrize("nodes", [2, 40])
+@pytest.mark.parametrize("nodes", [2, pytest.param(40, marks=pytest.mark.long)])
 def test_the_death_of_a_node_is_noticed_as_soon_in_a_large_job(nodes: int) -> None:
     fault = Fault(60.0, "power-off", nodes - 1, rf"\bn{nodes - 1}\b")
     result = Simulation(Scenario(1, nodes, 0, None, 400, [fault])).go()

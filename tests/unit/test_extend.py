@@ -67,6 +67,7 @@ def test_help_lists_what_was_added(copy: Path, key: str, name: str) -> None:
     assert name in run(copy, "--print-schema").stdout
 
 
+@pytest.mark.long
 def test_one_command_rebuilds_what_is_generated(copy: Path) -> None:
     made = [
         copy / "docs" / "reference.md",
@@ -78,6 +79,7 @@ def test_one_command_rebuilds_what_is_generated(copy: Path) -> None:
     assert all(name in path.read_text() for path in made for name in names)
 
 
+@pytest.mark.long
 def test_slow_imports_are_known_without_importing_them() -> None:
     code = (
         "import sys\n"

@@ -131,6 +131,7 @@ def test_ends_of_ranks(
     assert logged in log(script, 1)
 
 
+@pytest.mark.long
 @needs_root
 @pytest.mark.skipif(not MEMORY_GROUPS.exists(), reason="needs the memory controller of cgroup v1")
 def test_a_rank_that_the_kernel_kills_for_its_memory_says_so(script: Path, bare: str) -> None:

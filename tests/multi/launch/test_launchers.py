@@ -100,7 +100,11 @@ def test_a_wrong_number_of_ranks_is_refused(words: list[str], message: str) -> N
             ["--nproc_per_node=two", "-m", "train"],
             ["torchrun: --nproc_per_node=two: expected a number"],
         ),
-        (["fit"], ["torchrun: fit: no such file; for a module write -m fit"]),
+        pytest.param(
+            ["fit"],
+            ["torchrun: fit: no such file; for a module write -m fit"],
+            marks=pytest.mark.long,
+        ),
         (["{}/killed.py"], ["torchrun: rank 1 was killed by SIGKILL"]),
     ],
 )
@@ -190,6 +194,7 @@ def test_a_python_without_torch_is_refused() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_mpirun_finds_its_ranks(tmp_path: Path) -> None:
     if shutil.which("mpirun") is None and not os.environ.get("CI"):
         pytest.skip("mpirun is not installed: apt-get install openmpi-bin runs this test")
@@ -204,6 +209,7 @@ def test_mpirun_finds_its_ranks(tmp_path: Path) -> None:
     assert "2 ranks (mpirun)" in done.stdout
 
 
+@pytest.mark.long
 def test_alone_on_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     words = ["run.name=alone", f"run.root={tmp_path}", "train.steps=5"]
     ours, theirs = pty.openpty()

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 TRACER = ROOT / "tests" / "helpers" / "tracer"
 ROOMS = ("rollcall/launch/", "rollcall/cli/")
@@ -45,6 +47,7 @@ def path(checkout: Path, folder: Path) -> tuple[dict[str, int], int]:
     return lines, functions
 
 
+@pytest.mark.long
 def test_a_submission_runs_little_code_on_its_way_to_the_ranks(tmp_path: Path) -> None:
     lines, functions = path(ROOT, tmp_path)
     assert functions > 100, "the tracer has seen too little"

@@ -95,6 +95,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "row",
     [ROWS[0], *(pytest.param(row, marks=pytest.mark.long) for row in ROWS[1:])],

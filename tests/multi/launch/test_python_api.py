@@ -173,6 +173,7 @@ def test_a_killed_rank_goes_on_with_what_it_saved() -> None:
     assert len(again.result(timeout=500)) == 5
 
 
+@pytest.mark.long
 def test_run_shows_the_output_and_returns_the_result(capfd: pytest.CaptureFixture[str]) -> None:
     class Answer:
         """A class of the program's own."""
@@ -191,6 +192,7 @@ def test_run_shows_the_output_and_returns_the_result(capfd: pytest.CaptureFixtur
         rollcall.run(lambda: 1 // 0, ranks=1)
 
 
+@pytest.mark.long
 def test_a_script_a_module_and_a_recipe(quick: dict[str, Any]) -> None:
     Path("script.py").write_text("import sys; print('arguments', *sys.argv[1:])\n")
     started = [

@@ -55,6 +55,7 @@ sys.exit(2)
 """
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_join_a_killed_one_do_not_count_as_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(KILLED_AT_THE_START)
     words = ["--local", "--nodes=2", "--nproc-per-node=2", "--wait", "--name=a"]
@@ -88,6 +89,7 @@ def test_a_script_starts_again_where_it_asked_for_that(tmp_path: Path) -> None:
     assert {run.log(3, node, node).read_text().strip() for node in (0, 1)} <= set(map(str, used))
 
 
+@pytest.mark.long
 def test_a_fenced_training_gives_way_and_starts_no_further_attempt(tmp_path: Path) -> None:
     words = ["--local", "--nodes=2", "--nproc-per-node=1", "--wait", "--name=a", "digits"]
     words += [f"--root={tmp_path}", "device=cpu", "train.steps=1000000", "checkpoint.every=20"]
@@ -102,6 +104,7 @@ def test_a_fenced_training_gives_way_and_starts_no_further_attempt(tmp_path: Pat
     assert run.read_verdict() is None, "that is for the other attempt to write"
 
 
+@pytest.mark.long
 def test_a_node_that_waits_for_the_head_takes_a_signal_along_to_its_ranks(tmp_path: Path) -> None:
     """Had it left, the head's ranks would have waited for its ranks, and the run been failed."""
     run = RunDir(tmp_path, "a")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from checkout import ROOT
 
 from rollcall.launch.runs import find
@@ -35,6 +36,7 @@ def submitter(place: Path, python: str) -> Callable[..., subprocess.CompletedPro
     return submitted
 
 
+@pytest.mark.long
 def test_a_run_starts_without_results_of_others_and_keeps_its_own(
     tmp_path: Path, bare: str
 ) -> None:
@@ -49,6 +51,7 @@ def test_a_run_starts_without_results_of_others_and_keeps_its_own(
     assert "found ['0.pt']" in submitted("--resume", "--new-code").stdout
 
 
+@pytest.mark.long
 def test_a_failed_run_goes_on_with_the_code_it_has_or_with_new_code(
     tmp_path: Path, bare: str
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_run_needs_nobody_who_reads_its_output(tmp_path: Path) -> None:
     os.close(writer)
 
 
+@pytest.mark.long
 def test_a_run_goes_where_it_is_sent_though_there_is_no_room_for_its_output(tmp_path: Path) -> None:
     """And whatever YAML would read in the words for that place."""
     with Path("/dev/full").open("w") as full:

@@ -52,7 +52,7 @@ def left(place: Path) -> list[int]:
     return [pid for pid, words in commands if any(str(place) in word for word in words)]
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_servers_end_with_the_chief(tmp_path: Path, nodes: int) -> None:
     roles = "chief,ps:2,worker:2,evaluator"
     done = submit(tmp_path, f"--nodes={nodes}", f"--roles={roles}", "--", "servers.py", "0")

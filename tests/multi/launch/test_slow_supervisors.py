@@ -88,7 +88,7 @@ def test_a_stopped_supervisor_is_woken(tmp_path: Path, node: int) -> None:
 @pytest.mark.parametrize(
     ("node", "latency", "lasts"),
     [
-        ("1", 10.0, 11.0),  # a stall of one operation
+        pytest.param("1", 10.0, 11.0, marks=pytest.mark.long),  # a stall of one operation
         pytest.param("0", 30.0, 32.0, marks=pytest.mark.long),
     ],
 )

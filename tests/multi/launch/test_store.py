@@ -45,7 +45,8 @@ def may_read_the_store(host: str, port: int) -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("launcher", ["supervise", pytest.param("mpirun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["supervise", "mpirun"])
 def test_a_run_listens_on_the_address_that_its_ranks_use(launcher: str, tmp_path: Path) -> None:
     run = RunDir(tmp_path, "run")
     command = [sys.executable, "-m", "launch", "supervise", f"--run-dir={run.path}", "--", *TRAIN]

@@ -132,7 +132,11 @@ def variables(found: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("method", "how"),
-    [("fork", "raise"), ("fork", "end"), pytest.param("torchrun", "end", marks=pytest.mark.long)],
+    [
+        ("fork", "end"),
+        pytest.param("fork", "raise", marks=pytest.mark.long),
+        pytest.param("torchrun", "end", marks=pytest.mark.long),
+    ],
 )
 def test_a_script_finds_what_torchrun_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, how: str
@@ -245,6 +249,7 @@ def test_an_older_script_gets_its_local_rank_and_may_spawn(tmp_path: Path) -> No
     assert "local rank 1 own" in RunDir(tmp_path / "runs", "b").log(0, 0, 0).read_text()
 
 
+@pytest.mark.long
 def test_an_interrupted_script_without_a_handler_is_stopped(tmp_path: Path, bare: str) -> None:
     (tmp_path / "waits.py").write_text(
         "import time\nprint('it is up', flush=True)\ntime.sleep(600)\n"

@@ -119,6 +119,7 @@ def test_every_process_of_a_run_can_be_stopped_and_continued(tmp_path: Path) -> 
         time.sleep(1)
 
 
+@pytest.mark.long
 def test_whoever_stops_alone_in_a_run_of_one_node_is_woken(tmp_path: Path) -> None:
     with submitted(tmp_path, 1) as (submit, run):
         (controller,) = psutil.Process(submit.pid).children()

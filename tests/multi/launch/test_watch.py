@@ -11,6 +11,7 @@ import termios
 import time
 from pathlib import Path
 
+import pytest
 from checkout import ROOT
 from disks import until
 
@@ -29,6 +30,7 @@ sys.exit(watch.main(["a", "--root", sys.argv[1]]))
 """
 
 
+@pytest.mark.long
 def test_a_killed_rank_and_the_lost_steps_are_shown_at_once_and_q_ends(tmp_path: Path) -> None:
     run = RunDir(tmp_path, "a")
     words = [f"--root={tmp_path}", "--name=a", "--max-restarts=3", *KEYS, "checkpoint.every=20"]

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from checkout import ROOT
 
 from rollcall.records.run_dir import RunDir
@@ -41,6 +42,7 @@ def launch(command: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_a_local_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     submit = [sys.executable, str(ROOT / "launch" / "submit.py"), "--local", "--nodes", "2"]
@@ -105,6 +107,7 @@ def make(_, source):
 TRAINING = ["digits", "model.name=broken:make", "device=cpu"]
 
 
+@pytest.mark.long
 def test_a_mistake_that_every_attempt_would_meet_ends_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     submit = [sys.executable, str(ROOT / "launch" / "submit.py"), "--local"]

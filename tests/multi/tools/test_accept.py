@@ -96,6 +96,7 @@ def test_the_tests_for_gpus_report_why_they_do_not_apply(tmp_path: Path) -> None
     assert rows[0]["text"].startswith("torch sees no GPU") and "planted" in rows[2]["text"]
 
 
+@pytest.mark.long
 def test_network_measures_between_ranks_of_this_machine(tmp_path: Path) -> None:
     """It writes its run below the directory where it is called, under the given name."""
     words = ["network", "--local", "--nproc-per-node=2", "--root", "mine", "-Jnet"]

@@ -99,6 +99,7 @@ class Unused(nn.Module):
         return self.used(inputs.flatten(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_a_run_with_an_unused_parameter_resumes(tmp_path: Path) -> None:
     own = ["digits", f"model.name={__name__}:Unused", "device=cpu", "log.every=1"]
 

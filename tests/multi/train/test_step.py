@@ -126,6 +126,7 @@ def test_all_implementations_of_the_update_agree(tmp_path: Path, alone: Result) 
     assert_equal(sharded, alone, 1e-5)
 
 
+@pytest.mark.long
 def test_norms_and_biases_need_not_decay(tmp_path: Path) -> None:
     words = ("optim.weight_decay=0.1", "optim.decay_params=matrices")
     whole = run(tmp_path / "whole", 1, *words)
@@ -135,6 +136,7 @@ def test_norms_and_biases_need_not_decay(tmp_path: Path) -> None:
     assert whole.state["optim"]["param_groups.0.weight.weight_decay"] == 0.1
 
 
+@pytest.mark.long
 def test_fp16_finds_the_same_scale_on_every_mesh(tmp_path: Path) -> None:
     """A pipeline's stages would each see another overflow; the first scales are too large."""
     words = ("precision=fp16", "train.loss=user_code:large_loss", "train.steps=12")
@@ -155,8 +157,10 @@ def test_fp16_finds_the_same_scale_on_every_mesh(tmp_path: Path) -> None:
     ("mode", "words"),
     [
         ("blocks", ["parallel.strategy=zero3"]),
-        ("selective", ["parallel.mesh=pipeline=1,tensor=2"]),
-        ("blocks", ["parallel.strategy=pipeline", "data.micro_batch=8"]),
+        pytest.param("selective", ["parallel.mesh=pipeline=1,tensor=2"], marks=pytest.mark.long),
+        pytest.param(
+            "blocks", ["parallel.strategy=pipeline", "data.micro_batch=8"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_computing_again_changes_nothing(
@@ -166,6 +170,7 @@ def test_computing_again_changes_nothing(
     assert_equal(run(tmp_path, 2, *words), gpt_alone)
 
 
+@pytest.mark.long
 def test_fp8_in_shards_is_fp8_in_one(tmp_path: Path) -> None:
     # Few samples: on CPUs, torch takes a tenth of a second for a product of 1,000 rows.
     words = (*TINY_GPT, "data.global_batch=16", f"data.path={textwrap.__file__}", "data.seq_len=16")

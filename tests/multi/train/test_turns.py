@@ -32,8 +32,8 @@ def networks() -> user_gan.Networks:
         [(1, "single", STEPS)],
         [(2, "ddp", 5), (1, "single", STEPS)],
         [(2, "zero3", 4), (3, "ddp", STEPS)],
-        [(2, "zero1", 5), (2, "zero2", STEPS)],
-        [(2, f"zero3 {CONDITIONAL}", STEPS)],
+        pytest.param([(2, "zero1", 5), (2, "zero2", STEPS)], marks=pytest.mark.long),
+        pytest.param([(2, f"zero3 {CONDITIONAL}", STEPS)], marks=pytest.mark.long),
         pytest.param([(4, "ddp", 4), (4, "hsdp", 7), (2, "zero3", STEPS)], marks=pytest.mark.long),
     ],
 )

@@ -512,6 +512,7 @@ def test_wrong_usage(machine: Machine) -> None:
     assert "usage: env/run [--quiet] [--with PACKAGES] CMD..." in machine.run("--help").stdout
 
 
+@pytest.mark.long
 def test_packages_of_ones_own_are_installed_once_beside_the_environment(machine: Machine) -> None:
     machine.run("true")
     [ready] = machine.envs.glob("*/ready")

@@ -56,7 +56,13 @@ def patched() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("words", [["digits", "optim.name=muon"], ["gpt", "data.seq_len=16"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["digits", "optim.name=muon"],
+        pytest.param(["gpt", "data.seq_len=16"], marks=pytest.mark.long),
+    ],
+)
 def test_after_a_training_the_functions_of_torch_are_the_originals(
     words: list[str], tmp_path: Path
 ) -> None:

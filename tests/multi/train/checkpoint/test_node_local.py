@@ -138,7 +138,9 @@ LENT = {  # ranks, ranks of a node, the lost node
 }
 
 
-@pytest.mark.parametrize("name", ["ddp", pytest.param("hsdp", marks=pytest.mark.long), "mirror"])
+@pytest.mark.parametrize(
+    "name", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("hsdp", "mirror"))]
+)
 def test_a_lost_node_gets_its_part_from_another_one(tmp_path: Path, name: str) -> None:
     ranks, per_node, lost, words = LENT[name]
     training = start(tmp_path, 10**6, *words, ranks=ranks, per_node=per_node)

@@ -199,6 +199,7 @@ def losses(run_dir: RunDir) -> list[float]:
     return [line["loss"] for line in logged_steps(run_dir)]
 
 
+@pytest.mark.long
 def test_signal_to_whole_process_groups_with_workers_saves_and_resumes_exactly(
     tmp_path: Path,
 ) -> None:
@@ -236,6 +237,7 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
+@pytest.mark.long
 def test_unreadable_sample_is_named_once_and_the_run_goes_on_when_it_is_mended(
     tmp_path: Path, pictures: Path
 ) -> None:

@@ -53,7 +53,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float, floa
     return run(tmp_path_factory.mktemp("one-rank"), 1, DIGITS)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_equal_on_any_number_of_ranks(
     tmp_path: Path, one_rank: tuple[str, float, float, list[float]], world_size: int
 ) -> None:
@@ -73,6 +73,7 @@ def test_a_step_changes_only_the_weights_that_it_uses(tmp_path: Path) -> None:
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_transformer_is_equal_on_four_ranks(tmp_path: Path) -> None:
     assert run(tmp_path, 4, GPT) == run(tmp_path, 1, GPT)
 

@@ -101,6 +101,7 @@ def test_rows_of_unequal_length_are_predicted_one_by_one(
         assert other == {**line, "loss": pytest.approx(line["loss"], rel=1e-5)}
 
 
+@pytest.mark.long
 def test_kill_and_stop_lose_no_part_and_repeat_none(tmp_path: Path, run: Path) -> None:
     whole = predict(1, run, tmp_path / "whole.jsonl", "--split", "train", "--batch", "2")
     output = tmp_path / "parts.jsonl"

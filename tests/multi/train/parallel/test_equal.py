@@ -66,6 +66,7 @@ def test_ddp_equals_one_process(
         torch.testing.assert_close(tensor, alone[1][name], rtol=0, atol=WEIGHTS_TOLERANCE)
 
 
+@pytest.mark.long
 def test_resume_at_another_world_size(tmp_path: Path) -> None:
     words = ["optim.schedule=constant", "train.steps=30"]
     whole, _ = result(tmp_path / "whole", 1, *words)

@@ -559,6 +559,7 @@ def test_experts_resume_on_any_mesh(made: Made, tmp_path: Path) -> None:
                 assert difference < WEIGHTS_TOLERANCE, (pair, key)
 
 
+@pytest.mark.long
 def test_zero1_resumes_where_a_rank_has_no_tensor_of_a_group(tmp_path: Path) -> None:
     """One of the groups is a single tensor; then there are fewer tensors than ranks."""
     words = [*DIGITS, "model.name=mlp", 'optim.groups={"1.bias": {lr: 0.01}}']
@@ -576,6 +577,7 @@ def test_zero1_resumes_where_a_rank_has_no_tensor_of_a_group(tmp_path: Path) -> 
             assert job.losses() == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.long
 def test_compression_stays_close(tmp_path: Path) -> None:
     """Several buckets, which PowerSGD must send in the same order on every rank."""
     jobs = {
@@ -589,6 +591,7 @@ def test_compression_stays_close(tmp_path: Path) -> None:
         assert found == pytest.approx(plain, rel=COMPRESSIONS[name]), name
 
 
+@pytest.mark.long
 def test_the_documented_model_equals_one_process(tmp_path: Path) -> None:
     """The example of docs/parallelism.md, whose plans it brings itself."""
     [source] = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
@@ -616,6 +619,7 @@ def _import_from(directory: Path) -> None:
     sys.path.insert(0, str(directory))
 
 
+@pytest.mark.long
 def test_a_strategy_is_one_file_and_one_line(made: Made, tmp_path: Path) -> None:
     """The example of CONTRIBUTING.md, in a copy of the package."""
     for name in ("train", "rollcall"):

@@ -130,6 +130,7 @@ def test_a_slow_link_is_communication_that_nothing_hides(tmp_path: Path) -> None
     assert max(own) < communication, line
 
 
+@pytest.mark.long
 def test_a_delay_is_named_with_its_rank_and_phase(tmp_path: Path) -> None:
     steps = STEPS * len(PLANTS)
     words = [f"{key}={__name__}:{name}" for key, name in (

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from checkout import PACED, ROOT
 from disks import until
 from ranks import Ranks, logged_steps, train
@@ -25,6 +26,7 @@ def wait_for(event: str, run: RunDir, count: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_a_second_attempt_fences_the_first_one_off_and_leaves_in_time(tmp_path: Path) -> None:
     run = RunDir(tmp_path, "it")
     words = ["device=cpu", "train.steps=1000000", "checkpoint.every=20", "run.name=it", PACED]

@@ -251,6 +251,7 @@ def test_a_spike_of_the_loss_is_left_out(tmp_path: Path) -> None:
     assert max(result.losses.values()) < 100
 
 
+@pytest.mark.long
 def test_a_replica_that_drifts_is_named(tmp_path: Path) -> None:
     words = ("model.name=user_code:diverging_replica", "train.steps=12", "data.global_batch=15")
     result = run(tmp_path, 3, *words, "parallel.strategy=ddp")

@@ -81,10 +81,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("parallel", "source"),
     [
         ("strategy=zero3", "a.safetensors"),
-        ("strategy=tensor", "a.safetensors"),
         ("strategy=pipeline", "shards"),
         ("strategy=ddp", "a.pt"),
-        ("mesh=shard=2,tensor=2", "run"),
+        pytest.param("strategy=tensor", "a.safetensors", marks=pytest.mark.long),
+        pytest.param("mesh=shard=2,tensor=2", "run", marks=pytest.mark.long),
     ],
 )
 def test_weights_come_in_to_the_last_bit(
@@ -97,6 +97,7 @@ def test_weights_come_in_to_the_last_bit(
     assert not differing(weights_of(trained / "run"), weights_of(tmp_path / "x"))
 
 
+@pytest.mark.long
 def test_frozen_parts_stay_and_new_ones_are_random(trained: Path, tmp_path: Path) -> None:
     stored_ = torch.load(trained / "a.pt", weights_only=True)
     del stored_["head.weight"]
@@ -301,6 +302,7 @@ def test_a_folder_of_torch_gets_the_command_that_converts_it(tmp_path: Path) -> 
     assert stored.open_(str(tmp_path / "weights.pt")).shapes == {"head.weight": (2, 3)}
 
 
+@pytest.mark.long
 def test_the_example_trains_from_weights_with_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

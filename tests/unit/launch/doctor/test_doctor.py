@@ -351,6 +351,7 @@ def all_reduced(place: Path, hosts: list[str], count: int) -> list[Result]:
     return results
 
 
+@pytest.mark.long
 def test_all_hosts_of_a_job_add_up_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     way = Route("127.0.0.1", "lo")  # these hosts are one, to itself reachable only here
     monkeypatch.setattr(hosts, "route", lambda _: way)

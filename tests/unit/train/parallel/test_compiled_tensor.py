@@ -24,6 +24,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_blocks_are_compiled_once_and_do_not_break(name: str, sequence: bool) -> None:
