@@ -127,6 +127,7 @@ def supervised(place: Path, output: int) -> str | None:
     return verdict.state if verdict and done.returncode == 0 else done.stderr.decode()
 
 
+@pytest.mark.long
 def test_a_run_needs_nobody_who_reads_its_output(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -86,6 +86,7 @@ def test_without_a_chief_workers_train_and_servers_end_with_the_last(tmp_path: P
     assert left(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_failed_chief_is_named_and_servers_end(tmp_path: Path) -> None:
     done = submit(tmp_path, "--nodes=2", "--roles=chief,ps,worker:2", "--", "servers.py", "3")
     assert done.returncode == 3, done.stdout + done.stderr

@@ -142,6 +142,7 @@ def test_torchrun_and_why_name_the_rank_that_raised(tmp_path: Path) -> None:
     assert "rank 1 on" in said.stdout and "raised ValueError: a bad model" in said.stdout, said
 
 
+@pytest.mark.long
 def test_data_that_git_ignores_is_named_when_it_is_missed(tmp_path: Path, bare: str) -> None:
     reads = "import os, sys\nopen(os.path.join('data', 'small', sys.argv[1] + '.bin'))\n"
     files = {"fit.py": reads, ".gitignore": "*.bin\n", "data/small/train.bin": "1"}

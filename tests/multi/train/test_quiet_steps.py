@@ -129,6 +129,7 @@ def test_a_quiet_step_makes_no_system_calls(tmp_path: Path) -> None:
     assert len(calls) / len(user_code.QUIET) <= SYSTEM_CALLS, kinds
 
 
+@pytest.mark.long
 def test_a_forked_rank_has_imported_almost_everything(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)
     env = {"PYTHONPATH": str(tmp_path), "IMPORTS": str(tmp_path / "imports")}

@@ -47,7 +47,8 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_mesh_equals_one_process(ranks: int, tmp_path: Path) -> None:
     jobs = {
         name: Job(tmp_path / name, [*WORDS, *words])
