@@ -17,7 +17,7 @@ from rollcall.messages.text import did_you_mean
 from rollcall.train.data.source import Source
 from rollcall.train.data.tokenizer import package, refused
 
-EXPERT_INPUTS = {"top_k_index", "top_k_weights"}
+EXPERT_INPUTS = {"top_k_index", "top_k_weights"}, {"router_indices", "routing_weights"}
 """Arguments of modules that have a stack of experts."""
 PLAN_STYLES = {"colwise": "columns", "rowwise": "rows"}
 """Styles in the plans of transformers; layers of other styles stay whole on each rank."""
@@ -161,7 +161,7 @@ def _plan(model: Any) -> None:
         heads = ("num_attention_heads", "num_key_value_heads")
         counts = {name: getattr(model.config, name, None) for name in heads}
         model.tensor_divides = {name: count for name, count in counts.items() if count}
-    takes = {name: inspect.signature(type(m).forward) for name, m in model.named_modules()}
+    takes = {n: inspect.signature(type(m).forward).parameters for n, m in model.named_modules()}
     model.expert_plan = [
-        n for n, given in takes.items() if given.parameters.keys() >= EXPERT_INPUTS
+        name for name, given in takes.items() if any(given.keys() >= it for it in EXPERT_INPUTS)
     ]

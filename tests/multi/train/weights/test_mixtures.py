@@ -16,6 +16,7 @@ from rollcall.train.checkpoint.tools.command import main as checkpoint
 SIZES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 BASE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
 BASE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
