@@ -61,6 +61,12 @@ def check(config: Config, named: Collection[str] = ()) -> None:
     _check_conflicts(config)
     _check_train(config)
     _check_profile(config.profile)
+    model, step = config.model, 2 * config.model.num_heads
+    if model.name in ("gpt", "llama") and model.hidden_size % step:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size}: expected a multiple of {step}, twice "
+            f"model.num_heads; choose {-(-model.hidden_size // step) * step}"
+        )
 
 
 def without_effect(config: Config, named: Collection[str]) -> Iterator[str]:

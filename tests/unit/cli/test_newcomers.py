@@ -72,6 +72,10 @@ ANSWERS = {
     "directory of images for each class",
     "train data.name=text model.name=transformers": "model.args.base: transformers needs this "
     "argument (a model type such as llama, a config.json, or a folder that holds one); set it, ",
+    "train gpt model.num_heads=7": "model.hidden_size=128: expected a multiple of 14, twice "
+    "model.num_heads; choose 140",
+    "train data.name=jsonl data.path=notes.txt model.name=gpt": "needs data.args.tokenizer, the "
+    "folder of a tokenizer",
     "network nosuch": "nosuch: expected rollcall network [options of rollcall submit] -- [--sizes]",
     "accept digits": "digits: expected rollcall accept [options of rollcall submit] -- [--only]",
     "train help": "'help': write --help, or --help KEY",
