@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         return 128 + signal.SIGPIPE
     except OSError as error:
-        what = f"{error.filename or 'this output, or a file'}: {error.strerror or error}"
+        what = f"{error.filename or 'the output'}: {error.strerror or error}"
         if os.readlink("/proc/self/cwd").endswith(" (deleted)"):  # noqa: PTH115 - as Path, absolute
             what = "the current directory was deleted; change to one that exists"
         elif words[0] not in PLAIN:  # the code of a user's model or data may raise it

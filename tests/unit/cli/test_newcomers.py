@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 
@@ -213,6 +214,17 @@ def test_a_deleted_directory_is_named(
     assert said.splitlines()[-1] == (
         "rollcall: error: the current directory was deleted; change to one that exists"
     )
+
+
+@pytest.mark.usefixtures("runs")
+def test_an_output_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        contextlib.suppress(OSError),  # closing the file fails, too
+        Path("/dev/full").open("w", buffering=1) as full,
+        contextlib.redirect_stdout(full),
+    ):
+        assert cli.main(["status"]) == 2
+    assert capsys.readouterr().err == "rollcall: error: the output: No space left on device\n"
 
 
 def test_help_is_shown_beside_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
