@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
         words.insert(0, "remote")
     if not words or words[0] not in COMMANDS:
         return _without_command(words)
-    if words[0] not in LAUNCH and not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # for `my_module:Net`, as `python -m` does
     try:
+        if words[0] not in LAUNCH and not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # for `my_module:Net`, as `python -m` does
         return int(_imported(f"rollcall.{COMMANDS[words[0]].module}").main(words[1:]))
     except RefusedError as error:
         print(sentences(error), file=sys.stderr)
@@ -47,10 +47,12 @@ def main(argv: Sequence[str]) -> int:
             raise
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if words[0] not in PLAIN:  # the code of a user's model or data may raise it
+        what = f"{error.filename or 'the output'}: {error.strerror or error}"
+        if os.readlink("/proc/self/cwd").endswith(" (deleted)"):  # noqa: PTH115 - as Path, absolute
+            what = "the current directory was deleted; change to one that exists"
+        elif words[0] not in PLAIN:  # the code of a user's model or data may raise it
             raise
-        what = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"{words[0]}: error: {what}", file=sys.stderr)
+        print(sentences(what), file=sys.stderr)
         return 2
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollcall.config import catalog, plugin, trust
+from rollcall.config import catalog, checks, plugin, trust
 from rollcall.config.refusals import about_value, expected
 from rollcall.config.schema import ConfigError, is_number
 from rollcall.messages.text import did_you_mean
@@ -136,9 +136,11 @@ def checked(key: str, args_key: str, name: str, args: Mapping[str, Any], find: F
         elif parameter.default is parameter.empty:
             if code.is_object and not slot.is_called_later:
                 raise ConfigError(f"{key}={name}: expected a class or a function, got an object")
+            about = re.search(rf"^ *{arg}: (.+?)\.?$", code.text, re.MULTILINE)
             raise ConfigError(
-                f"{args_key}.{arg}: {name} needs this argument; set it, or give the parameter a "
-                f"default. rollcall passes {', '.join(slot.given)} by these names"
+                f"{args_key}.{arg}: {name} needs this argument{f' ({about[1]})' if about else ''}; "
+                "set it, or give the parameter a default. rollcall passes "
+                f"{', '.join(slot.given)} by these names"
             )
         elif _is_plain(parameter.default):
             values[arg] = _plain(parameter.default)
@@ -231,6 +233,14 @@ def check_surroundings(config: Any) -> None:
     is_one = path and ":" not in config.data.name and not re.search(r"[*?\[,]", path)
     if is_one and not is_there(Path(path)):
         raise ConfigError(f"data.path: cannot read {path}: no such file or directory")
+    part = checks.DATA_PARTS.get(config.data.name)
+    if is_one and part and not any(Path(path).glob(part)):
+        raise ConfigError(f"data.path={path}: expected {checks.DATA_PATHS[config.data.name]}")
+    if config.data.name == "jsonl" and not config.data.args.get("tokenizer"):
+        raise ConfigError(
+            "data.name=jsonl needs data.args.tokenizer, the folder of a tokenizer, because neither "
+            "model.init nor model.args.base is a folder with one"
+        )
     for entry in config.log.to.values():
         if entry.name in SLOTS["log.to"].known and not importlib.util.find_spec(entry.name):
             raise ConfigError(plugin.needs(f"log.to={entry.name}", entry.name))

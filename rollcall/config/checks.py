@@ -5,7 +5,7 @@ The model, the data and the world size are checked where these are known.
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from rollcall.config.catalog import DATA_SETS, LOSSES
 from rollcall.config.keys import on_resume
@@ -24,6 +24,8 @@ DATA_PATHS = {
     "tokens": "a directory with train.bin and val.bin, as `rollcall tokenize` writes them",
 }
 """The meaning of data.path for the data sets that need it."""
+DATA_PARTS = {"folder": "*/", "tokens": "train.*"}
+"""A pattern of what such a directory holds at least."""
 DDP_KEYS = "parallel.bucket_mb parallel.compression"
 PIPELINE_KEYS = "parallel.schedule parallel.balance"
 SYNC_KEYS = (
@@ -61,6 +63,23 @@ def check(config: Config, named: Collection[str] = ()) -> None:
     _check_conflicts(config)
     _check_train(config)
     _check_profile(config.profile)
+    model, step = config.model, 2 * config.model.num_heads
+    if model.name in ("gpt", "llama") and model.hidden_size % step:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size}: expected a multiple of {step}, twice "
+            f"model.num_heads; choose {-(-model.hidden_size // step) * step}"
+        )
+
+
+def without_effect(config: Config, named: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each key that was named in vain: not refused, it may suit other runs."""
+    data, steps, warmup = config.data, config.train.steps, config.optim.warmup_steps
+    if "data.path" in named and data.name in {*DATA_SETS} - {"text", *DATA_PATHS}:
+        yield f"data.path={data.path} has no effect: data.name={data.name} reads other files"
+    if "train.epochs" in named and steps:
+        yield f"train.epochs has no effect beside train.steps={steps}"
+    if "optim.warmup_steps" in named and steps and warmup > steps:
+        yield f"optim.warmup_steps={warmup}: all of the train.steps={steps} are a warm-up"
 
 
 def _check_profile(profile: Profile) -> None:

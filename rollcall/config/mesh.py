@@ -83,9 +83,9 @@ def fit(text: str, world_size: int, node_size: int) -> dict[str, int]:
         return degrees
     count = "1 rank" if fixed == 1 else f"{fixed} ranks"
     raise ValueError(
-        f"needs {'a multiple of ' if REST in named.values() else ''}{count}, but {world_size} were "
-        f"started; choose a mesh of {world_size}, or parallel.strategy=ddp, which works on any "
-        "number of ranks"
+        f"needs {'a multiple of ' if REST in named.values() else ''}{count}, but got {world_size}; "
+        f"start that number, choose a mesh of {world_size}, or parallel.strategy=ddp, which works "
+        "on any number of ranks"
     )
 
 

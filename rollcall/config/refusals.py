@@ -92,14 +92,15 @@ def about_option(words: Sequence[str]) -> str:
     if not equals and len(words) > 1 and not re.match("-|.*=", words[1]):
         value = words[1]
     word = _plain(option)
-    names = [item.name for item in describe()]
-    key = option if option in names else ""
+    names = {re.sub("[._]", "-", item.name): item.name for item in describe()}
+    key = names.get(re.sub("[._]", "-", option), "")
     if not key and (answer := _find(synonyms()["options"] | synonyms()["elsewhere"], word)):
         return answer
-    parts = difflib.get_close_matches(word, [*map(last_part, names)], 1, 0.8)
-    alike = [name for name in names if last_part(name) in parts]
+    parts = difflib.get_close_matches(word, [*map(last_part, names.values())], 1, 0.8)
+    alike = [name for name in names.values() if last_part(name) in parts]
     if key := key or _find(synonyms()["keys"], word) or (alike[0] if len(alike) == 1 else ""):
-        return f"write {key}={value or '...'} ({_meaning(key)})"
+        key, _, fixed = key.partition("=")
+        return f"write {key}={fixed or value or '...'} ({_meaning(key)})"
     return ""
 
 
@@ -118,7 +119,7 @@ def _plain(name: str) -> str:
 
 
 def _meaning(key: str) -> str:
-    text = next(item.meaning for item in describe() if item.name == key)
+    text = next(item.meaning for item in describe() if item.name == key.partition("=")[0])
     first = text.partition(". ")[0].rstrip(".")
     return first[0].lower() + first[1:]
 

@@ -12,15 +12,17 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rollcall.messages.requirements as _packages  # noqa: F401
 from rollcall import config as schema
 from rollcall.cli.commands import TRAIN
 from rollcall.cli.installation import IS_CHECKOUT, ROOT, environment
-from rollcall.config import Config, ConfigError, arguments, help
+from rollcall.config import Config, ConfigError, arguments, checks, help
 from rollcall.messages.refusal import FENCED, PATIENCE, REFUSED, RankError, refuse
-from rollcall.messages.text import announce, is_first_rank
+from rollcall.messages.text import announce, is_first_rank, note
+from rollcall.records.job import JobRecord
 from rollcall.records.run_dir import FencedError
 from rollcall.system import process
 from rollcall.train.ranks import failure
@@ -57,20 +59,32 @@ def _main(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         pairs = pairwise(["", *words])
         return help.main([word for last, word in pairs if not RANKS.fullmatch(last)])
-    if numbers := [number for number, word in enumerate(words) if RANKS.fullmatch(word)]:
-        _start_ranks(words, numbers[0])
     if "--print-schema" in words:
         print(schema.json_schema(), end="")
         return 0
     try:
-        recipe, config = schema.parse([word for word in words if word != "--print-config"])
+        ranks, rest = _asked_ranks(words)
+        recipe, config = schema.parse([word for word in rest if word != "--print-config"])
         arguments.check_modules(config)  # before seconds of imports
         if "--print-config" in words:
             print(config.to_yaml(), end="")
             return 0
         arguments.check_surroundings(config)
+        run = Path(config.run.root, config.run.name or "")
+        record = JobRecord.read(run) if "ROLLCALL_RUN_DIR" not in os.environ else None
+        if record and not record.is_training:  # not one whose own script trains in it
+            raise ConfigError(f"run.name: {run} is the run of a script; choose another name")
+        if ranks:
+            config.parallel.degrees(ranks, ranks)
     except ConfigError as error:
         return refuse(error)
+    if ranks:  # become torchrun
+        program = [f"{ROOT}/env/bin/torchrun"] if IS_CHECKOUT else ["-m", "torch.distributed.run"]
+        options = ["--standalone", f"--nproc-per-node={ranks}", "-m", "rollcall.train"]
+        os.execve(sys.executable, [sys.executable, *program, *options, *rest], environment())
+    if is_first_rank():
+        for remark in checks.without_effect(config, {word.partition("=")[0] for word in words}):
+            note(remark)
     announce("importing PyTorch")
     sys.excepthook = failure.show
     process.outlast_full_disks()
@@ -84,22 +98,17 @@ def _main(words: Sequence[str]) -> int:
         gc.enable()
 
 
-def _start_ranks(words: Sequence[str], number: int) -> NoReturn:
-    """Become torchrun, which starts the ranks that the option of this number asks for."""
-    option, equals, count = words[number].partition("=")
-    count = count if equals else "".join(words[number + 1 : number + 2])
-    if not count.isdecimal() or int(count) < 1:
-        sys.exit(refuse(f"{option}: expected a number of ranks such as 4, got '{count}'"))
-    rest = [*words[:number], *words[number + (1 if equals else 2) :]]
-    try:
-        _, config = schema.parse(rest)
-        arguments.check_modules(config)  # once, before the ranks would
-        config.parallel.degrees(int(count), int(count))
-    except ConfigError as error:
-        sys.exit(refuse(error))
-    torchrun = [str(ROOT / "env/bin/torchrun")] if IS_CHECKOUT else ["-m", "torch.distributed.run"]
-    ranks = ["--standalone", f"--nproc-per-node={count}", "-m", "rollcall.train", *rest]
-    os.execve(sys.executable, [sys.executable, *torchrun, *ranks], environment())
+def _asked_ranks(words: Sequence[str]) -> tuple[int, Sequence[str]]:
+    """Return the number of ranks to start, 0 if no option asks for some, and the other words."""
+    for number, word in enumerate(words):
+        if RANKS.fullmatch(word):
+            option, equals, count = word.partition("=")
+            end = number + (1 if equals else 2)
+            count = count or "".join(words[number + 1 : end])
+            if not count.isdecimal() or int(count) < 1:
+                raise ConfigError(f"{option}: expected a number of ranks such as 4, got '{count}'")
+            return int(count), [*words[:number], *words[end:]]
+    return 0, words
 
 
 def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") -> int:

@@ -120,7 +120,7 @@ class Task:
         batch, size = self.order.global_batch, self.order.size
         if batch > MOST_REPEATS * size:
             text = f"a step takes each of the {size:,} training samples {batch // size} times"
-            run.warn(f"data.global_batch={batch}: {text}")
+            run.warn(f"data.global_batch={batch}: {text}; choose at most {size}")
         run.progress.steps = self.order.steps
         self.identity: dict[str, Any] = {}  # facts by which the data is recognized
         self.result: Evaluation | None = None  # of the newest evaluation

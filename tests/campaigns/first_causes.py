@@ -285,7 +285,8 @@ def cases() -> list[Case]:
 def in_trainings() -> list[Case]:
     """Return the faults in trainings, which start again."""
     hows = [how for how in BY_THEMSELVES if how.startswith(("os._exit", "exit", "signal"))]
-    hows.remove("signal SIGTERM")  # at which a training saves and stops
+    for how in ("signal SIGTERM", "signal SIGHUP"):  # at which a training saves and stops
+        hows.remove(how)
     hows += ["hang", "spin", "locked", "threads", "message", "exception"]
     found = []
     for number, how in enumerate(hows):

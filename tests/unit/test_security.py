@@ -37,7 +37,7 @@ def test_a_name_that_is_more_than_a_name_is_refused(name: str, tmp_path: Path) -
     command = [sys.executable, SUBMIT, "--local", f"--name={name}"]
     refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "run.name: expected letters, digits" in refused.stderr
+    assert "--name: expected letters, digits" in refused.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_296, 8_000
+CORE_LINES, TOOLS_LINES = 39_336, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,21 +30,21 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 63,
-    "rollcall/cli": 316,
-    "rollcall/config": 2486,
+    "rollcall/cli": 318,
+    "rollcall/config": 2516,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 359,
+    "rollcall/launch/api": 361,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1031,
+    "rollcall/launch/commands": 1029,
     "rollcall/launch/doctor": 1292,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1690,
-    "rollcall/launch/program": 515,
+    "rollcall/launch/program": 517,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2073,
     "rollcall/launch/scheduler": 760,
-    "rollcall/launch/submission": 2305,
+    "rollcall/launch/submission": 2307,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 253,
     "rollcall/records": 1189,
@@ -54,20 +54,20 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/bench": 1749,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1432,
-    "rollcall/tools/plan": 2147,
+    "rollcall/tools/plan": 2148,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2567,
+    "rollcall/train": 2576,
     "rollcall/train/checkpoint": 3319,
-    "rollcall/train/data": 2979,
+    "rollcall/train/data": 2975,
     "rollcall/train/exact": 572,
     "rollcall/train/health": 1160,
-    "rollcall/train/inference": 786,
+    "rollcall/train/inference": 790,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1136,
+    "rollcall/train/models": 1130,
     "rollcall/train/numerics": 1948,
     "rollcall/train/parallel": 3181,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1413,
+    "rollcall/train/ranks": 1414,
     "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 343,
     "rollcall/train/weights": 863,

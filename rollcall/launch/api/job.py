@@ -158,9 +158,10 @@ def map(
     Every rank of a run calls the function with an item of each iterable. At most `throttle` runs
     run at the same time (0: all that fit). The options are as for `submit`.
     """
-    if not iterables:
-        raise RefusedError("map: expected a list with an item for each run, after the function")
-    calls = list(zip(*iterables, strict=True))
+    try:
+        calls = list(zip(*iterables or [None], strict=True))
+    except (TypeError, ValueError) as error:
+        raise RefusedError(f"map: expected a function and lists of one length; {error}") from error
     if options.get("debug") or not calls:
         return [submit(function, *arguments, **options) for arguments in calls]
     limit = f"%{throttle}" if throttle else ""
@@ -187,6 +188,7 @@ def _start(*request: Any) -> list[Job]:
         return _begin(*request)
     except RefusedError as error:
         text = str(error).replace(" (--help lists the options)", "")
+        text = re.sub(r"write ([\w.]+=\S+)", r"add the argument '\1'", text)
         words = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), text)
         raise type(error)(words) from None
 

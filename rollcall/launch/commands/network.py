@@ -3,6 +3,7 @@
 Takes the options of `rollcall submit`; after `--`, the measurement takes --sizes and --json.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,17 +36,14 @@ def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read(name: str, given: Sequence[str], *options: str) -> Parsed:
-    """Parse the words before `--` for the command `name`, and refuse its `options` among them."""
-    try:
+    """Parse the words before `--` for the command `name`; its own `options` belong after it."""
+    misplaced = [word for word in given if word.partition("=")[0] in options]
+    with contextlib.suppress(RefusedError) if misplaced else contextlib.nullcontext():
         line, setup = layers.read(["--wait", *given])
         misplaced = line.own.words
-    except RefusedError:
-        misplaced = [word for word in given if word.partition("=")[0] in options]
-        if not misplaced:
-            raise
     if misplaced:
-        usage = f"rollcall {name} [options of rollcall submit] -- {misplaced[0]}"
-        raise RefusedError(f"{misplaced[0]}: write it after `--`: {usage}")
+        usage = f"rollcall {name} [options of rollcall submit] -- [{'] ['.join(options)}]"
+        raise RefusedError(f"{misplaced[0]}: expected {usage}")
     line.own.root = str(Path(line.own.root or "runs").absolute())
     return line, setup
 

@@ -40,11 +40,13 @@ class Scan:
         while self._waiting:
             path, package, is_sure = self._waiting.pop()
             is_new = path not in self._seen or (is_sure and not self._seen[path])
-            if is_new and path.suffix == ".py" and path.is_file():
+            if is_new and (path.suffix == ".py" or path in files) and path.is_file():
                 self._seen[path] = is_sure
                 try:
                     with contextlib.suppress(ValueError, OSError):
-                        self._visit(ast.parse(path.read_bytes()), path, package, is_sure)
+                        text = path.read_bytes()
+                        code = b"" if b"\0" in text else text  # a program may be an archive
+                        self._visit(ast.parse(code), path, package, is_sure)
                 except SyntaxError as error:
                     place = f"{path}:{error.lineno}: {type(error).__name__}: {error.msg}"
                     self.broken = self.broken or (place if is_sure else "")

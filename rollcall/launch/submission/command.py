@@ -43,7 +43,7 @@ def begin(line: CommandLine, setup: tuple[str, ...], argv: Sequence[str]) -> int
 
 def is_local(line: CommandLine) -> bool:
     """Return True if a run starts on this machine; say so if nobody asked for that."""
-    if not (line.own.local or line.own.dry_run or slurm.is_available()):
+    if not (line.own.local or line.own.dry_run or line.own.in_allocation or slurm.is_available()):
         note("this machine has no Slurm cluster, so the run starts here")
     return line.own.local or not slurm.is_available()
 

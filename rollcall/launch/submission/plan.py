@@ -135,11 +135,13 @@ def _configuration(own: Namespace, words: Sequence[str]) -> tuple[str, Config]:
     for text in words:
         if "=" not in text and text.endswith(SHELL_SCRIPTS):
             raise RefusedError(f"{text} is a job script, not a recipe; submit it: sbatch {text}")
-    given = {"run.name": own.name, "run.root": own.root}
-    named = [word(key, value) for key, value in given.items() if value]
-    recipe, config = parse([*words, *named])
+    named = [word(f"run.{key}", text) for key in ("name", "root") if (text := getattr(own, key))]
+    try:
+        recipe, config = parse([*words, *named])
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"^run\.(name|root):", r"--\1:", str(error))) from None
     if (problem := preflight.problem(Path(config.run.root).absolute())) is not None:
-        raise RefusedError(f"run.root: {problem}")
+        raise RefusedError(f"--root: {problem}")
     return recipe, config
 
 

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     given, words = network.divided(argv)
     request.read(words)  # refuses a mistake before anything is queued
     given = [f"--max-restarts={RESTARTS}", *given]
-    parsed = network.read("accept", given, "--only", "--device")
+    parsed = network.read("accept", given, "--only", "--device", "key=value")
     options = parsed[0].own
     options.name = options.name or f"accept-{time.strftime('%Y%m%d-%H%M%S')}"
     run = RunDir(options.root, options.name)

@@ -158,6 +158,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         return _ranks(options, first)
     if directory:
         return _beside_measured(directory, options, machines)
+    machines.chip(options.gpu)  # a wrong name is known before torch is imported
     keys = [word for word in options.words if "=" in word]
     name, model, config = _model(first, keys, options)
     if config.parallel.sync != "step":

@@ -25,13 +25,14 @@ import torch
 from rollcall.system.process import die_with_parent
 from rollcall.train.data.reader import ReadResult, error_prefix
 from rollcall.train.data.source import Batch
+from rollcall.train.ranks.signals import PERSON, SCHEDULER
 from rollcall.train.torch_private import tree_flatten, tree_unflatten
 
 Fetch = Callable[[int], ReadResult]
 Layout = list[tuple[torch.dtype, torch.Size, int]]
 
 # Slurm and torchrun signal whole process groups. The rank finishes its step, then ends its workers.
-IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED_SIGNALS = PERSON | SCHEDULER
 MAX_DEATHS = 3
 """The run fails after this many deaths in a row at the same batch."""
 

@@ -59,8 +59,9 @@ def main(words: Sequence[str]) -> int:
     add("--best", action="store_true", help=trained.BEST)
     options, overrides = parser.parse_with_keys(words)
     try:
-        if not options.temperature >= 0 or options.length < 1 or options.top_k < 0:
-            raise ConfigError("expected --length at least 1, --temperature and --top-k at least 0")
+        for name, least in (("length", 1), ("temperature", 0), ("top_k", 0)):
+            if not getattr(options, name) >= least:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}")
         run_dir, config = trained.find(options.run, overrides)
         _check_options(options, config)
     except ConfigError as error:

@@ -22,6 +22,7 @@ from rollcall.config import Config, ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_object, sync, write_atomic
+from rollcall.train.data import files
 from rollcall.train.inference import trained
 from rollcall.train.main import on_all_ranks
 
@@ -118,8 +119,8 @@ def main(words: Sequence[str]) -> int:
     parser = command_parser("predict", None, USAGE)
     add, samples = parser.add_argument, parser.add_mutually_exclusive_group()
     add("run", metavar="RUN", help="name or directory of a run")
-    files = "images or texts: comma-separated files, directories or quoted patterns"
-    samples.add_argument("--input", metavar="FILES", help=files)
+    kinds = "images or texts: comma-separated files, directories or quoted patterns"
+    samples.add_argument("--input", metavar="FILES", help=kinds)
     split, splits = "part of the run's data set (default: %(default)s)", ("train", "validation")
     samples.add_argument("--split", choices=splits, default="validation", help=split)
     output = "a .jsonl file, with a line for each sample (default: predictions.jsonl of the run)"
@@ -138,6 +139,8 @@ def main(words: Sequence[str]) -> int:
             options.batch = size if isinstance(size, int) else 64
         if options.batch < 1:
             raise ConfigError(f"--batch: expected at least 1, got {options.batch}")
+        if options.input is not None:
+            files.find(options.input, "--input")
     except ConfigError as error:
         return refuse(error)
     return on_all_ranks(config.device, partial(_predict, run_dir, config, options))
@@ -185,7 +188,6 @@ def _predict(
 
 def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Return the samples, and facts that identify them for a continued prediction."""
-    from rollcall.train.data import files
     from rollcall.train.data.packing import Packed
     from rollcall.train.data.stream import Stream
 

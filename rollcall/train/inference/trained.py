@@ -53,9 +53,12 @@ def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
             f"{near or '; `rollcall status` lists all runs'}"
         )
     path = path.absolute()
+    run_dir = RunDir(path.parent, path.name)
+    if not any(run_dir.checkpoints.glob("step-*")):
+        raise ConfigError(f"{path} has no checkpoint yet; train it first")
     _, config = schema.parse([str(path / "config.yaml"), *words])
     # Exact mode only matters for training, and would limit the number of ranks.
-    return RunDir(path.parent, path.name), config.model_copy(update={"exact": False})
+    return run_dir, config.model_copy(update={"exact": False})
 
 
 @contextmanager
@@ -81,8 +84,6 @@ def load(
     from rollcall.train.weights import start
 
     checkpoints = Engine(CheckpointStore(run_dir.checkpoints, world))
-    if checkpoints.store.newest() is None:
-        raise ConfigError(f"{run_dir.path} has no checkpoint yet; train it first")
     precision.prepare(config.precision, world.device)
     try:
         strategy = Strategy(config, world, losses.Objective(losses.of(config)))

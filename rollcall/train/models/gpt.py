@@ -104,12 +104,6 @@ def transformer(kind: type[Gpt], block: "type[Block]", config: Model, source: So
             f"model.name={config.name} expects one tensor of tokens, got samples of shape "
             f"{source.shape}; choose data.name=text, or data.pack for rows of unequal length"
         )
-    if config.hidden_size % (2 * config.num_heads):
-        step = 2 * config.num_heads
-        raise ConfigError(
-            f"model.hidden_size={config.hidden_size}: expected a multiple of {step}, twice "
-            f"model.num_heads; choose {-(-config.hidden_size // step) * step}"
-        )
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"model.num_kv_heads={config.num_kv_heads}: expected a divisor of "

@@ -13,9 +13,9 @@ from rollcall.system.process import NODE_LOST
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
-# Ctrl-C of a person; and of Slurm, torchrun or another program.
+# Ctrl-C of a person; and of Slurm, torchrun, another program or a terminal that is closed.
 PERSON = frozenset({signal.SIGINT})
-SCHEDULER = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+SCHEDULER = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
 
 
 class StopSignals:
@@ -30,7 +30,8 @@ class StopSignals:
         self._previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in PERSON | SCHEDULER:
+        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ()  # nohup
+        for number in (PERSON | SCHEDULER).difference(kept):
             self._previous[number] = signal.signal(number, self._remember)
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,7 @@ def test_a_wrong_number_of_ranks_is_refused(words: list[str], message: str) -> N
             ["torchrun: fit: no such file; for a module write -m fit"],
             marks=pytest.mark.long,
         ),
+        (["-m", "rollcall.trian"], ["torchrun: -m rollcall.trian: the module is neither in"]),
         (["{}/killed.py"], ["torchrun: rank 1 was killed by SIGKILL"]),
     ],
 )
@@ -115,7 +117,7 @@ def test_torchrun_reports_a_failure_in_a_line(
     (tmp_path / "killed.py").write_text(kill)
     words = [word.format(tmp_path) for word in program]
     done = run(["torchrun", "--nproc_per_node=2", *words])
-    code = 2 if "two" in done.stderr or "no such file" in done.stderr else 1
+    code = 2 if re.search("two|no such file|neither in", done.stderr) else 1
     assert (done.returncode, done.stdout) == (code, "")
     shown = done.stderr.splitlines()
     assert len(shown) == len(lines)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 
 import pytest
 
 from rollcall.cli import program as cli
+from rollcall.records.job import JobRecord
 
 FILES = {
     "ok.py": "print(1)\n",
@@ -19,6 +21,7 @@ FILES = {
     "indent.yaml": "train:\n  steps: 2\n   epochs: 1\n",
     "includes.yaml": "defaults: [digits]\n",
     "latin.yaml": "model: \udce9\n",
+    "notes.txt": "see you\n",
 }
 ANSWERS = {
     "train -n 0": "-n: expected a number of ranks such as 4, got '0'",
@@ -57,6 +60,25 @@ ANSWERS = {
     "--nodes 2": "unknown command '--nodes'; `rollcall --help` lists the commands",
     "status --everything": "unrecognized arguments: --everything; expected only RUN, --root",
     "submit --local --root /proc/x -- ok.py": "; --root chooses another directory",
+    "submit --local --root ok.py -- ok.py": "error: --root: ",
+    "submit --local --name 'a b' -- ok.py": "error: --name: expected letters, digits and . _ -",
+    "submit --local -- notes.txt": "notes.txt:1: SyntaxError: invalid syntax; correct it, or name",
+    "submit --local digits --optim-lr 1": "write optim.lr=1 (peak learning rate)",
+    "train digits --data_path here": "write data.path=here (",
+    "train digits --fp16": "write precision=fp16 (",
+    "train digits bf16=true": "unknown key 'bf16': use precision=bf16 (",
+    "train data.name=tokens data.path=runs model.name=gpt": "data.path=runs: expected a directory "
+    "with train.bin and val.bin",
+    "train data.name=folder data.path=ok.py model.name=cnn": "=ok.py: expected a directory with a "
+    "directory of images for each class",
+    "train data.name=text model.name=transformers": "model.args.base: transformers needs this "
+    "argument (a model type such as llama, a config.json, or a folder that holds one); set it, ",
+    "train gpt model.num_heads=7": "model.hidden_size=128: expected a multiple of 14, twice "
+    "model.num_heads; choose 140",
+    "train data.name=jsonl data.path=notes.txt model.name=gpt": "needs data.args.tokenizer, the "
+    "folder of a tokenizer",
+    "network nosuch": "nosuch: expected rollcall network [options of rollcall submit] -- [--sizes]",
+    "accept digits": "digits: expected rollcall accept [options of rollcall submit] -- [--only]",
     "train help": "'help': write --help, or --help KEY",
     "train digits ~optim.lr": "did you mean optim.lr=...?",
     "train dotted.yaml indent.yaml": "got 'dotted.yaml' and 'indent.yaml'\n",
@@ -100,7 +122,8 @@ ANSWERS = {
     "checkpoint lst run": "got 'lst', did you mean 'list'?",
     "generate run": "one of the arguments --prompt --tokens --chat is required",
     "generate run --prompt x --max_new_tokens 5": "--max_new_tokens 5; expected only RUN, --best",
-    "generate run --prompt x --length 0": "expected --length at least 1, --temperature",
+    "generate run --prompt x --length 0": "error: --length: expected at least 1\n",
+    "generate run --prompt x --temperature nan": "error: --temperature: expected at least 0\n",
     "predict run --split test": "--split: expected one of train, validation; got 'test'",
     "submit --local --framework jaxx -- ok.py": "tensorflow, mpi; got 'jaxx', did you mean 'jax'?",
     "submit --local --resume run -- ok.py": "; --resume takes no value, --name RUN names it",
@@ -131,10 +154,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def runs(place: Path) -> Path:
+    for name in ("script/job", "begun", "trained/checkpoints/step-00000002"):
+        (place / "runs" / name).mkdir(parents=True)
+    JobRecord("runs/script", 1, is_training=False).write(place / "runs" / "script")
+    for name in ("begun", "trained"):
+        (place / "runs" / name / "config.yaml").write_text("train: {steps: 2}\n")
+    return place / "runs"
+
+
 @pytest.mark.parametrize("line", ANSWERS)
 @pytest.mark.usefixtures("place")
 def test_one_line_names_the_thing_and_the_remedy(
-    line: str, capsys: pytest.CaptureFixture[str]
+    line: str, capsys: pytest.CaptureFixture[str], answer: str = ""
 ) -> None:
     try:
         code = cli.main(shlex.split(line))
@@ -142,7 +175,56 @@ def test_one_line_names_the_thing_and_the_remedy(
         code = int(end.code or 0)
     said = capsys.readouterr().err
     assert code == 2 and said.count("\n") == 1
-    assert ANSWERS[line] in said
+    assert (answer or ANSWERS[line]) in said
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("train digits run.name=script", "runs/script is the run of a script; choose another name"),
+        ("train --ranks 2 digits run.name=script", "runs/script is the run of a script"),
+        ("predict trained --input none.png", "--input: no file matches 'none.png', or lies in it"),
+        ("predict begun", "runs/begun has no checkpoint yet; train it first"),
+    ],
+)
+def test_what_runs_have_is_known_before_torch(
+    line: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_one_line_names_the_thing_and_the_remedy(line, capsys, answer)
+
+
+def test_a_script_may_train_in_its_own_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLCALL_RUN_DIR", str(runs / "script"))
+    assert cli.main(["train", "digits", "run.name=script", "data.path=none"]) == 2
+    assert "data.path: cannot read none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["status", "train digits", "submit --local -- ok.py"])
+def test_a_deleted_directory_is_named(
+    line: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "gone").mkdir()
+    monkeypatch.chdir(place / "gone")
+    (place / "gone").rmdir()
+    assert cli.main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1] == (
+        "rollcall: error: the current directory was deleted; change to one that exists"
+    )
+
+
+@pytest.mark.usefixtures("runs")
+def test_an_output_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        contextlib.suppress(OSError),  # closing the file fails, too
+        Path("/dev/full").open("w", buffering=1) as full,
+        contextlib.redirect_stdout(full),
+    ):
+        assert cli.main(["status"]) == 2
+    assert capsys.readouterr().err == "rollcall: error: the output: No space left on device\n"
 
 
 def test_help_is_shown_beside_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:

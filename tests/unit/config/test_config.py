@@ -14,6 +14,7 @@ from rollcall.config import (
     Config,
     ConfigError,
     arguments,
+    checks,
     describe,
     explain,
     help,
@@ -172,7 +173,10 @@ def test_words_of_other_frameworks_are_answered(words: str, answer: str) -> None
 def test_answers_name_keys_and_values_that_exist() -> None:
     keys = {name: kind for name, kind, *_ in describe()}
     tables = refusals.synonyms()
-    assert set(tables["keys"].values()) | set(tables["values"]) <= set(keys)
+    for meant in tables["keys"].values():
+        parse([meant] if "=" in meant else [])
+    meant = {meant.partition("=")[0] for meant in tables["keys"].values()}
+    assert meant | set(tables["values"]) <= set(keys)
     last_parts = {name.rpartition(".")[2] for name in keys if "." in name}
     for words in (*tables["keys"], *tables["elsewhere"]):
         for word in words.split():
@@ -389,6 +393,25 @@ def test_packages_and_data_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatc
     _, config = parse(["data.name=folder", "data.path=/absent"])
     with pytest.raises(ConfigError, match=r"data.path: cannot read /absent: no such file"):
         arguments.check_surroundings(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.path=photos"], "data.path=photos has no effect: data.name=digits reads other"),
+        (["optim.warmup_steps=9", "train.steps=5"], "all of the train.steps=5 are a warm-up"),
+        (["train.epochs=2", "train.steps=5"], "no effect beside train.steps=5"),
+        (["train.steps=5"], ""),  # the recipe has a longer warm-up
+        (["optim.warmup_steps=5", "train.steps=5"], ""),
+        (["optim.warmup_steps=5000"], ""),
+        (["gpt", "data.path=books"], ""),
+        (["data.name=mine:load", "data.path=photos"], ""),
+    ],
+)
+def test_what_has_no_effect_is_said_and_not_refused(words: list[str], said: str) -> None:
+    _, config = parse(words)
+    remarks = [*checks.without_effect(config, {word.partition("=")[0] for word in words})]
+    assert said in "".join(remarks) and len(remarks) == bool(said)
 
 
 @pytest.mark.parametrize(

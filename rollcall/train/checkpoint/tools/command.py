@@ -178,7 +178,7 @@ def _directory(path: Path) -> Path:
             f"{path}: no such run or checkpoint{hint or '; `rollcall status` lists runs'}"
         )
     if not layout.published(directory) and not layout.refused(directory):
-        raise ConfigError(f"{directory} holds no checkpoint")
+        raise ConfigError(f"{directory} holds no checkpoint; `rollcall status` lists runs")
     return directory
 
 

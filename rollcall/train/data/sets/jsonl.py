@@ -155,11 +155,6 @@ def _rows(
     max_length: int | None,
     **_: Any,
 ) -> Rows:
-    if not tokenizer:
-        raise ConfigError(
-            "data.name=jsonl needs data.args.tokenizer, the folder of a tokenizer, because neither "
-            "model.init nor model.args.base is a folder with one"
-        )
     return Rows(lines, load(tokenizer, "data.args.tokenizer"), (prompt, answer), max_length)
 
 

@@ -26,6 +26,7 @@ from rollcall.train.data.reader import ReadResult
 from rollcall.train.data.sets import vision
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.data.workers import in_order
+from rollcall.train.ranks.signals import PERSON, SCHEDULER
 from rollcall.train.ranks.world import World
 
 SOURCE = Source(Noisy(), Noisy(), SIZE, SIZE, (1, 8, 8), 10)
@@ -69,7 +70,7 @@ def test_killed_workers_are_named_and_replaced_and_signals_do_not_end_them(
                 worker.kill()
                 killed.append(worker.pid)
         for worker in workers[:1]:  # none is left when the last batch has been read
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            for number in PERSON | SCHEDULER:
                 worker.send_signal(number)
         read.append(batch)
     assert equal(read, batches(0))

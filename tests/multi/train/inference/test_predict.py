@@ -246,7 +246,7 @@ def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
         (["generate", "{run}", "--tokens", "1"], "only models of sequences can generate"),
         (
             ["generate", "{run}", "--tokens", "1", "--temperature", "nan"],
-            "expected --length at least 1, --temperature and --top-k at",
+            "--temperature: expected at least 0",
         ),
         (["predict", "{run}", "--input", "{run}/none"], "no file matches '{run}/none'"),
     ],

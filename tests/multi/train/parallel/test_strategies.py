@@ -655,7 +655,7 @@ def test_a_strategy_is_one_file_and_one_line(made: Made, tmp_path: Path) -> None
     [
         (
             [*DIGITS, "parallel.mesh=replicate=2,shard=2"],
-            "parallel.mesh=replicate=2,shard=2 needs 4 ranks, but 2 were started; "
+            "parallel.mesh=replicate=2,shard=2 needs 4 ranks, but got 2; start that number, "
             "choose a mesh of 2, or parallel.strategy=ddp",
         ),
         (

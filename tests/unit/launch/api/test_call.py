@@ -100,7 +100,8 @@ def test_options_become_words() -> None:
             "^gpu_per_node: not an option .* did you mean 'gpus_per_node'",
         ),
         ((print,), {"time": "2h"}, "'2h' is not a valid Slurm time limit"),
-        ((print,), {"name": "a b"}, "run.name: expected letters, digits"),
+        ((print,), {"name": "a b"}, "^name: expected letters, digits"),
+        (("digits",), {"optim_lr": 1}, r"; add the argument 'optim\.lr=1' \(peak"),
         (("mine.py",), {"array": "0-3"}, "array: only the command line `rollcall submit` has this"),
         ((print,), {"dry_run": True}, "dry_run: only the command line `rollcall submit` has this"),
         ((print,), {"gpus_per_node": 64}, "would need 64 GPUs"),
@@ -122,7 +123,10 @@ def test_a_refusal_is_short_and_lists_that_differ_are_refused() -> None:
         rollcall.submit(print, rank=2)
     assert len(refusal.traceback) <= 3 and "profile" not in str(refusal.value)
     refused: list[tuple[list[Any], dict[str, Any], str]] = [
-        ([], {}, "map: expected a list with an item for each run"),
+        ([], {}, "map: expected a function and lists of one length"),
+        ([[1, 2], [1]], {}, "lists of one length; .* argument 2 is shorter than argument 1"),
+        ([5], {}, "lists of one length; 'int' object is not iterable"),
+        ([print], {}, "lists of one length; 'builtin_function_or_method' object is not"),
         ([[1]], {"throttle": "two"}, "array 0-0%two: expected indices such as"),
     ]
     for lists, options, text in refused:

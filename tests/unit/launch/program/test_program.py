@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,18 @@ def test_a_syntax_error_is_found_before_the_queue(
     assert not (tmp_path / "runs").exists()
 
 
+def test_programs_of_any_name_are_read_and_archives_are_not(tmp_path: Path) -> None:
+    (tmp_path / "lib.py").write_text("import absent\n")
+    files = {"fit": b"#!/usr/bin/env python\nimport lib\n", "app.pyz": b"", "notes": b"see you\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text)
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
+        archive.writestr("__main__.py", "print(1)\n")
+    fit, app, notes = (python.ask(sys.executable, tmp_path, [f"{tmp_path}/{it}"]) for it in files)
+    assert (set(fit.missing), fit.broken, app.broken) == ({"absent"}, "", "")
+    assert notes.broken == f"{tmp_path}/notes:1: SyntaxError: invalid syntax"
+
+
 def test_a_python_that_is_too_old_or_none_is_refused(tmp_path: Path) -> None:
     report = python.ask(sys.executable, tmp_path, [])
     old = tmp_path / "bin" / "python"
@@ -407,8 +420,8 @@ def test_accept_reads_the_options_of_submit_from_this_directory(
     [
         (["--", "--only=disk"], "'disk' is none of machine,"),
         (["--", "optim.lrr=1"], "optim.lr'?"),
-        (["--only", "memory"], "--only: write it after `--`: rollcall accept .*submit] -- --only$"),
-        (["optim.lr=1"], "submit] -- optim.lr=1$"),
+        (["--only", "memory"], r"^--only: expected rollcall accept .*submit] -- \[--only\]"),
+        (["optim.lr=1"], r"^optim.lr=1: expected .*submit] -- .*\[key=value\]$"),
     ],
 )
 def test_accept_refuses_a_mistake_before_it_starts_anything(

@@ -77,7 +77,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["optim.lrr=1"], "unknown key 'optim.lrr', did you mean 'optim.lr'?"),
         (["--nodes", "0"], "--nodes: expected a whole number of at least 1, not '0'"),
         (["--time", "2h"], "'2h' is not a valid Slurm time limit"),
-        (["--name", "../x"], "run.name"),
+        (["--name", "../x"], "--name: expected letters"),
         (
             ["--partiton", "x"],
             "not an option of rollcall submit or of sbatch, did you mean '--partition'?",

@@ -378,7 +378,7 @@ def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
         ([*LINE, "--program", "megatorn"], "unknown program 'megatorn', did you mean 'megatron'?"),
         ([*LINE, "--imbalance", "0.5"], "--imbalance 0.5: expected a number from 1"),
         ([*LINE, "--calibrate", "no-run"], "--calibrate no-run: expected a number from 0.01"),
-        ([*GPT, "parallel.mesh=tensor=3"], "parallel.mesh=tensor=3 needs 3 ranks, but 8"),
+        ([*GPT, "parallel.mesh=tensor=3"], "parallel.mesh=tensor=3 needs 3 ranks, but got 8"),
         ([*LINE, "--nodes", "8"], "--gpus and --nodes say the same"),
         (["--validate", "missing"], "--validate missing: expected a folder with tables"),
         (["--validate", ""], "--validate : expected a folder with tables"),

@@ -22,6 +22,7 @@ from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.ranks.deadline import Deadline
 from rollcall.train.ranks.run import Run
+from rollcall.train.ranks.signals import PERSON, SCHEDULER
 from rollcall.train.ranks.world import World
 
 
@@ -115,7 +116,7 @@ def test_who_stops_the_job_does_not_stop_the_save(
     checkpoints.begin(1, state(1))
     [writer] = set(psutil.Process().children()) - before
     until(lambda: writer.status() == psutil.STATUS_STOPPED)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in PERSON | SCHEDULER:
         writer.send_signal(number)
     writer.resume()
     outcome = checkpoints.drain()

@@ -28,10 +28,10 @@ def test_degrees(words: str, world_size: int, node_size: int, degrees: dict[str,
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("strategy=single", "needs 1 rank, but 6 were started; choose a mesh of 6, or"),
-        ("mesh=replicate=2,shard=4", "needs 8 ranks, but 6 were started"),
-        ("mesh=shard=4,replicate=rest", "a multiple of 4 ranks, but 6 were started"),
-        ("strategy=hsdp", "a multiple of 4 ranks, but 6 were started"),
+        ("strategy=single", "needs 1 rank, but got 6; start that number, choose a mesh of 6, or"),
+        ("mesh=replicate=2,shard=4", "needs 8 ranks, but got 6"),
+        ("mesh=shard=4,replicate=rest", "a multiple of 4 ranks, but got 6"),
+        ("strategy=hsdp", "a multiple of 4 ranks, but got 6"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(words: str, expected: str) -> None:
