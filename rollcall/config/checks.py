@@ -35,7 +35,8 @@ OUTER_KEYS = "parallel.outer_lr parallel.outer_momentum"
 INIT_KEYS = "model.init_rename model.init_random checkpoint.save_frozen"
 EXPERT_KEYS = (
     "model.top_k model.expert_size model.expert_capacity model.shared_experts model.balance_rate "
-    "model.balance_loss model.router_z_loss"
+    "model.balance_loss model.router_z_loss model.dense_layers model.router_scores "
+    "model.routed_scale"
 )
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules whose stages run over the ranks and back: the first rank also has the last stage."""

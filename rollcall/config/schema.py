@@ -237,6 +237,12 @@ class Model(Section):
     later ones do not pass it. 0: all."""
     shared_experts: int = _key(0, ge=0)
     """Number of experts that every token passes beside its own."""
+    dense_layers: int = _key(0, ge=0)
+    """Number of first blocks without experts."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the outputs of the router of experts."""
+    routed_scale: float = _key(1.0, gt=0)
+    """Factor of what the chosen experts add, beside the shared ones."""
     balance_rate: float = _key(1e-3, ge=0)
     """How far the bias of an expert moves in a step, so that all get the same number of tokens; 0
     turns the balance off."""

@@ -44,7 +44,9 @@ class Outer:
         """Begin a round with the current weights, which are the same on all replicas."""
         assert strategy.replicas_apart is not None
         self._model, self._options, self._device = strategy.model, options, device
-        self._group = strategy.replicas_apart.get_group()
+        # A group for itself, because every step sums numbers over the other one.
+        replicas = dist.get_process_group_ranks(strategy.replicas_apart.get_group())
+        self._group = dist.new_group(replicas, use_local_synchronization=True)
         self._name = f"{REPLICAS}{strategy.apart}"
         self._number = str(strategy.replicas_apart.get_local_rank())
         is_mean = options.sync == "local-sgd"
@@ -70,19 +72,24 @@ class Outer:
     @torch.no_grad()
     def meet(self, step: int) -> bool:
         """Exchange what is due after this step; return whether that ended a round."""
-        every, due = self._options.sync_every, step + self._options.sync_overlap
-        starting = [names for turn, names in self._buckets if step % every == turn]
-        if step == self._met or not (starting or step in self._due.values()):
-            return False
-        clock.enter(COMMUNICATION)
-        drop_gathered(self._model)  # so that the parameters are shards
-        self._take_in(step)
-        for names in starting:
-            self._send(names, due)
-            self._take_in(step)
+        every, overlap = self._options.sync_every, self._options.sync_overlap
+
+        def is_turn(turn: int) -> bool:  # also after a step that was left out
+            return (step - turn) // every > (self._met - turn) // every
+
+        starting = [names for turn, names in self._buckets if is_turn(turn)]
+        has_ended = is_turn(0)
+        if starting or any(0 < due <= step for due in self._due.values()):
+            clock.enter(COMMUNICATION)
+            drop_gathered(self._model)  # so that the parameters are shards
+            self._take_in(step, KEPT)
+            for names in starting:
+                self._send(names, step + overlap)
+                if not overlap:
+                    self._take_in(step, 0.0)
+            clock.enter(OTHER)
         self._met = step
-        clock.enter(OTHER)
-        return step % every == 0
+        return has_ended
 
     def _send(self, names: list[str], due: int) -> None:
         weights = dict(self._weights())
@@ -103,12 +110,11 @@ class Outer:
                     gradient.add_(momentum, alpha=self._decay)
                 local_of(self._anchor[name]).sub_(gradient, alpha=self._lr)
 
-    def _take_in(self, step: int) -> None:
-        """Let the weights that are due after a step continue from their new anchors."""
+    def _take_in(self, step: int, kept: float) -> None:
+        """Let weights that are due continue from their anchors, and keep a share of their own."""
         self._receive(step)
         for name, weight in self._weights():
-            if self._due[name] == step:
-                kept = KEPT if self._options.sync_overlap else 0.0
+            if 0 < self._due[name] <= step:
                 local_of(weight).lerp_(local_of(self._anchor[name]), 1 - kept)
                 self._due[name] = 0
 
@@ -163,8 +169,7 @@ class Outer:
         self._receive()
         outer: dict[str, Any] = {OUTER: {"anchor": self._anchor, "met": self._met}}
         outer |= {MOMENTUM: self._momentum} if self._momentum else {}
-        if self._options.sync_overlap:
-            outer[DUE] = {name: torch.tensor(step) for name, step in self._due.items()}
+        outer[DUE] = {name: torch.tensor(step) for name, step in self._due.items()}
         return {**state, **means, **outer, self._name: {self._number: replica}}
 
     def of_replica(self, state: dict[str, Any]) -> dict[str, Any]:

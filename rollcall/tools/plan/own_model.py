@@ -49,6 +49,7 @@ def _gpt(config: Config, source: Source) -> Model:
     ffn = made.ffn_size or 4 * made.hidden_size
     size = made.expert_size or ffn
     experts = {"experts": made.experts, "top_k": made.top_k, "expert_ffn": size}
+    experts["dense_layers"] = made.dense_layers
     model = transformer(
         made.name,
         **{"layers": made.num_layers, "hidden": made.hidden_size, "heads": made.num_heads},

@@ -90,8 +90,8 @@ def problem(model: Model, layout: Layout) -> str:
         return f"tensor={tensor} does not divide {model.divides} key-value heads"
     if heads % (tensor * layout.context):
         return f"tensor={tensor} times context={layout.context} does not divide {heads} heads"
-    if model.experts % layout.expert:
-        return f"expert={layout.expert} does not divide {model.experts} experts"
+    if model.experts <= -(-model.experts // layout.expert) * (layout.expert - 1):
+        return f"expert={layout.expert} leaves a rank without any of {model.experts} experts"
     if layout.batch < layout.data:
         return f"a batch of {layout.batch} is too small for {layout.data} data ranks"
     if stages == 1:

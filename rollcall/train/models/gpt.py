@@ -7,6 +7,7 @@ Its code does not depend on ranks; it declares the plans by which `train/paralle
 
 import math
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -114,12 +115,19 @@ def transformer(kind: type[Gpt], block: "type[Block]", config: Model, source: So
     embedding = nn.Embedding(source.classes, config.hidden_size)
     nn.init.normal_(embedding.weight, std=0.02)
     model = kind(OrderedDict(embedding=embedding))
-    if config.experts:
+    if config.experts and config.dense_layers >= config.num_layers:
+        raise ConfigError(
+            f"model.dense_layers={config.dense_layers}: expected fewer than "
+            f"model.num_layers={config.num_layers}, so that a block has experts"
+        )
+    if config.experts and not config.dense_layers:
         dense = ("block*.up", "block*.down")
         plan = {name: cut for name, cut in kind.tensor_plan.items() if name not in dense}
         vars(model)["tensor_plan"] = plan
     for number in range(config.num_layers):
-        model.add_module(f"block{number}", block(config, source.shape[0]))
+        is_dense = number < config.dense_layers
+        of_block = replace(config, experts=0) if is_dense else config
+        model.add_module(f"block{number}", block(of_block, source.shape[0]))
     model.add_module("norm", nn.RMSNorm(config.hidden_size, config.norm_eps))
     head = nn.Linear(config.hidden_size, source.classes, bias=False)
     if config.tied:
@@ -140,6 +148,8 @@ def experts(config: Model, width: int) -> Experts:
         config.experts,
         config.top_k,
         shared=config.shared_experts,
+        scores=config.router_scores,
+        routed_scale=config.routed_scale,
         balance_rate=config.balance_rate,
         balance_loss=config.balance_loss,
         z_loss=config.router_z_loss,

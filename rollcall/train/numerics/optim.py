@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import arguments
 from rollcall.config.schema import ConfigError, Optim
-from rollcall.messages.text import did_you_mean
+from rollcall.messages.text import did_you_mean, listed
 from rollcall.train import torch_private
 
 Groups = list[dict[str, Any]]
@@ -56,18 +56,27 @@ def groups(
     matrices, and for `stacks` of them along a first dimension; a group of others names `adamw`.
     """
     is_muon = config.name.lower() == MUON
+
+    def is_matrix(weight: nn.Parameter) -> bool:
+        return weight.ndim == (3 if weight in stacks else 2)
+
     found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         fits = (one for one in config.groups if fnmatch.fnmatch(names[parameter], one))
         decays = parameter.ndim > 1 or config.decay_params == "all"
-        is_matrix = parameter.ndim == (3 if parameter in stacks else 2)
-        key = next(fits, ""), decays, is_matrix or not is_muon
+        key = next(fits, ""), decays, is_matrix(parameter) or not is_muon
         found.setdefault(key, []).append(parameter)
     is_combined = is_muon or any("optimizer" in options for options in config.groups.values())
     for (pattern, decays, is_for_muon), members in found.items():
         options = {**({} if decays else {"weight_decay": 0.0}), **config.groups.get(pattern, {})}
         if is_combined:
             options.setdefault("optimizer", config.name if is_for_muon else "adamw")
+        others = [names[weight] for weight in members if not is_matrix(weight)]
+        if others and options.get("optimizer", "").lower() == MUON:
+            raise ConfigError(
+                f"optim.groups: the pattern '{pattern}' gives {listed(others)} to muon, which updates "
+                "matrices; choose adamw for such weights, or another pattern"
+            )
         yield {"params": members, **options}
 
 

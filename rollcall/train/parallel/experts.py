@@ -56,6 +56,7 @@ class Experts(nn.Module):
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         capacity_factor: float = 0.0,
+        routed_scale: float = 1.0,
     ) -> None:
         """Create the layer.
 
@@ -77,6 +78,7 @@ class Experts(nn.Module):
             capacity_factor: in training, how many tokens of a sequence an expert takes, times the
                 mean (Switch Transformer, https://arxiv.org/abs/2101.03961, 2.2); 0 for all. The
                 later ones do not pass it, so no token depends on one after it.
+            routed_scale: factor of what the chosen experts add (DeepSeek-V3's code has 2.5).
 
         Raises:
             ValueError: `top_k` or `scores` is not possible.
@@ -88,7 +90,7 @@ class Experts(nn.Module):
             raise ValueError(f"scores={scores}: expected softmax or sigmoid")
         self.number, self.top_k, self.scores = number, top_k, scores
         self.balance_rate, self.balance_loss, self.z_loss = balance_rate, balance_loss, z_loss
-        self.capacity_factor = capacity_factor
+        self.capacity_factor, self.routed_scale = capacity_factor, routed_scale
         # The factor of a sample's loss in the gradient; None for the mean over the samples of x.
         self.scale: Callable[[], float | torch.Tensor] | None = None
         self.router = nn.Linear(width, number, bias=False)
@@ -114,6 +116,7 @@ class Experts(nn.Module):
         weights = scores.gather(-1, chosen)
         if self.top_k > 1:  # the weight of one expert must follow its score, or nothing trains it
             weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * self.routed_scale
         drops = self.training and self.capacity_factor > 0 and not x.is_meta
         taken = self._within_capacity(chosen.view(len(x), -1)).view_as(chosen) if drops else chosen
         y = _mixed(tokens, taken, weights, self.number, self._group, self.perceptrons, drops)
@@ -428,7 +431,7 @@ class Spread(Part):
         self._stacks: list[nn.Module] = []
 
     def check(self, model: nn.Module, _example: Batch) -> None:
-        """Raise ConfigError if the model has no experts, or their number does not divide."""
+        """Raise ConfigError if the model has no experts, or some ranks would have none."""
         stacks, degree = stacks_of(model), self._mesh.size()
         named = dict(model.named_modules())
         for pattern in getattr(model, "expert_plan", ()):

@@ -25,7 +25,7 @@ from rollcall.train.numerics.losses import Loss, Objective, Sums, in_fp32, outpu
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.parallel.assembly import parts, weights_mesh
-from rollcall.train.parallel.experts import Balance, Experts, stacks_of
+from rollcall.train.parallel.experts import Balance, Experts, Perceptrons, stacks_of
 from rollcall.train.parallel.gathering import SharedBuffers, of_all_ranks, twice
 from rollcall.train.parallel.gradients import LossWeights, by_mesh, clip
 from rollcall.train.parallel.part import (
@@ -445,7 +445,9 @@ class Strategy:
             make = part.optimizer(make)
         names = {weight: name for name, weight in self.trained.named_parameters()}
         groups = [(group, names) for group in self._groups]
-        stacks = {w for stack in stacks_of(self.model).values() for w in stack.parameters()}
+        modules = [*stacks_of(self.model).values()]
+        modules += [m for m in self.model.modules() if isinstance(m, Perceptrons)]  # shared ones
+        stacks = {weight for module in modules for weight in module.parameters()}
         divided = (optim.groups(self._optim, *group, stacks) for group in groups)
         return make([part for parts in divided for part in parts])
 

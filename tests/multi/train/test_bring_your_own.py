@@ -196,7 +196,7 @@ def whole_table() -> dict[str, Cell]:
 
 
 IS_WHOLE = "ROLLCALL_CONTRACT" in os.environ
-SHORT = ("sentences-zero3", "stream-zero3", "stream-zero1", "returned-ddp", "images-pipeline")
+QUICK = ("sentences-zero3", "stream-zero3", "stream-zero1", "returned-ddp", "images-pipeline")
 CELLS = whole_table() if IS_WHOLE else CELLS
 WATCHED = "stream-zero3-4" if IS_WHOLE else "stream-zero3"  # its callback writes a line per step
 SAVED, TOGETHER = 2, 20  # the step that others resume, and runs of one group of ranks
@@ -264,7 +264,7 @@ def done(
 @pytest.mark.timeout(7200 if IS_WHOLE else 600)
 @pytest.mark.parametrize(
     "name",
-    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CELLS],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CELLS],
 )
 def test_equals_one_process(name: str, done: dict[str, Job]) -> None:
     if not can_run(name):
