@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_143, 8_000
+CORE_LINES, TOOLS_LINES = 39_156, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,11 +56,11 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1432,
     "rollcall/tools/plan": 2147,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2492,
+    "rollcall/train": 2491,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2979,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1160,
+    "rollcall/train/health": 1173,
     "rollcall/train/inference": 786,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1136,
@@ -69,7 +69,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1413,
     "rollcall/train/recovery": 591,
-    "rollcall/train/torch_private": 343,
+    "rollcall/train/torch_private": 345,
     "rollcall/train/weights": 863,
 }
 MAPS = (
