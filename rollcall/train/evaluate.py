@@ -103,7 +103,6 @@ class _Set:
         terms = []
         for share in own:
             total: torch.Tensor | None = None
-            before = loading.unreadable
             batches = validation_batches(
                 self._source, self._size, share, shares, loading, self._name
             )
@@ -115,7 +114,7 @@ class _Set:
                 sums = self._sums(self._terms(batch), batch.weights)
                 total = sums if total is None else total + sums
             assert total is not None, "a validation set has samples"
-            unreadable = loading.unreadable - before
+            unreadable = loading.unreadable if share == own[-1] else 0  # it counts on
             terms.append(torch.cat([total, torch.tensor([unreadable], dtype=torch.float64)]))
         *totals, unreadable = strategy.add(terms).tolist()
         loading.refuse(world, unreadable)

@@ -153,7 +153,8 @@ class TrainingState:
         roots = {"model": self.strategy.model, "optim": self.local_optimizer, **self.objects}
         # The state of a module are its tensors; it may have further attributes.
         modules = {name for name, value in roots.items() if isinstance(value, nn.Module)}
-        return Audit(roots, self._stateful.keys() - modules)
+        is_compared = self._run.world.world_size > 1 and self._config.parallel.check != "off"
+        return Audit(roots, self._stateful.keys() - modules, is_compared)
 
     def evaluated(self) -> AbstractContextManager[None]:
         """Give the model the weights to evaluate while the context is open."""

@@ -53,9 +53,6 @@ from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
 from rollcall.train.weights.start import Start, start
 
-OTHERS = 8
-"""Samples of which the check before the first step sees the modules that they use."""
-
 
 def train(recipe: str, config: Config, world: World, signals: StopSignals) -> State:
     """Train to the end or to a stop, in a world that this process has joined."""
@@ -201,14 +198,14 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     stop = Stop(world, signals, deadline)
     callbacks = Callbacks(run)
     task = Task(run, source, strategy, loss, stop, callbacks.logged)
-    example = task.example()
-    loss.check_targets(example.targets)
+    spread = Spread(run, strategy, task.example)
+    loss.check_targets(spread.example.targets)
     run.warn(task.draws_by_rank())
-    spread = Spread(run, strategy, example, task.example(OTHERS) if strategy.gathers else example)
     begin, factors = _place_model(run, source, spread, strategy, loss)
     if config.parallel.check != "off":
-        refusal, warning = trial.check(config.optim, world.device, strategy.sharding_mesh)
-        world.raise_together(refusal and f"{refusal}; or set parallel.check=off to train anyway")
+        refusal, warning = trial.check(config.optim, world, strategy.sharding_mesh)
+        if refusal:
+            raise ConfigError(f"{refusal}; or set parallel.check=off to train anyway")
         run.warn(warning)
     optimizer = strategy.optimizer(partial(optim.build, config.optim))
     state = TrainingState(run, strategy, optimizer, objective)
@@ -247,15 +244,17 @@ def _place_model(
     strategy.place(model, example, begin.fill)
     if not loss.takes_model:
         check_arguments(model, example)
-    with left_alone({"model": strategy.model, "loss": loss.function}):
+    roots = {"model": strategy.model, "loss": loss.function}
+    if loss.is_own and not loss.takes_model:
         # All ranks learn whether it returns weights; a pipeline's would not.
-        if loss.is_own and not loss.takes_model:
-            example = example.to(world.device)
+        example = example.to(world.device)
+        with left_alone(roots):
             loss(strategy.forward(example), example.targets)
-        strategy.warm_up(example)
-        spread.compare()
-        if config.data.pack:
-            example = spread.example.to(world.device)
+    strategy.warm_up(example)
+    spread.compare()
+    if config.data.pack:
+        example = spread.example.to(world.device)
+        with left_alone(roots):
             packing.refuse_leaks(strategy.forward, strategy.model, source.form, example)
     drop_gathered(strategy.model)  # of a forward pass without a backward pass
     if config.train.compile:

@@ -36,13 +36,21 @@ def noisy(_config: Data, _world: World) -> Source:
 
 
 class Deadly(Noisy):
-    """One sample kills the worker that reads it, like the kernel when memory is short."""
+    """Some samples kill the worker that reads them, like the kernel when memory is short."""
+
+    def __init__(self, *rows: int) -> None:
+        self._rows = rows
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
-        if row == 50 and multiprocessing.current_process().name.startswith("ForkProcess"):
+        if row in self._rows and multiprocessing.current_process().name.startswith("ForkProcess"):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(row)
 
 
 def deadly(_config: Data, _world: World) -> Source:
-    return Source(Deadly(), Noisy(), SIZE, SIZE, (1, 8, 8), 10)
+    return Source(Deadly(50), Noisy(), SIZE, SIZE, (1, 8, 8), 10)
+
+
+def deadly_at_the_end(_config: Data, _world: World) -> Source:
+    """In the validation, of each half."""
+    return Source(Noisy(), Deadly(20, 50), SIZE, SIZE, (1, 8, 8), 10)

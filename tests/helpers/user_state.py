@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -192,7 +193,10 @@ def by_hand(
 
 
 class Own(torch.optim.Optimizer):
-    """Optimizers with a mistake: a counter, a norm of shards, a decay under another name; noise."""
+    """Optimizers with a mistake: a counter, a norm of shards, a decay of another name; noise.
+
+    The kinds "whole" and "shards" fail on rank 1 alone, with such weights.
+    """
 
     def __init__(self, params: Any, lr: float = 0.01, kind: str = "none") -> None:
         super().__init__(params, {"lr": lr, "wd": 0.1})
@@ -202,6 +206,9 @@ class Own(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         del closure
         self.count += 1
+        is_sharded = isinstance(self.param_groups[0]["params"][0], DTensor)
+        if torch.distributed.get_rank() == 1 and self.kind == ("shards" if is_sharded else "whole"):
+            raise RuntimeError("rank 1 cannot")
         for group in self.param_groups:
             for weight in [one for one in group["params"] if one.grad is not None]:
                 state, change = self.state[weight], weight.grad

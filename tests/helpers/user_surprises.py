@@ -528,6 +528,18 @@ class SharedBlocks(Blocks):
         self.blocks = nn.Sequential(first, second, first)
 
 
+class Seldom(Net):
+    """Changes the rows of an embedding that samples use, of which the first two use the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2, WIDTH, max_norm=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return super().forward(x + self.words((x[:, 1] > 0.5).long()))
+
+
 class Freezes(Net):
     """Stops training a layer after two passes."""
 
@@ -797,6 +809,16 @@ class Greedy(Net):
         is_spread = isinstance(self, FSDPModule)
         if len(hidden) == 2 and torch.is_grad_enabled() and is_spread == self.spread:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return hidden
+
+
+class GreedyOnOneRank(Greedy):
+    """The same on rank 1 alone, while the samples pass one by one."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input, if there is memory."""
+        if len(hidden) == 1 and dist.get_rank() == 1:
+            raise MemoryError
         return hidden
 
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_336, 8_000
+CORE_LINES, TOOLS_LINES = 39_386, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 63,
     "rollcall/cli": 318,
-    "rollcall/config": 2516,
+    "rollcall/config": 2523,
     "rollcall/launch": 1,
     "rollcall/launch/api": 361,
     "rollcall/launch/batch": 665,
@@ -54,22 +54,22 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/bench": 1749,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1432,
-    "rollcall/tools/plan": 2148,
+    "rollcall/tools/plan": 2149,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2576,
+    "rollcall/train": 2580,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2975,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1160,
+    "rollcall/train/health": 1173,
     "rollcall/train/inference": 790,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1130,
-    "rollcall/train/numerics": 1948,
-    "rollcall/train/parallel": 3181,
+    "rollcall/train/models": 1140,
+    "rollcall/train/numerics": 1957,
+    "rollcall/train/parallel": 3186,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1414,
     "rollcall/train/recovery": 591,
-    "rollcall/train/torch_private": 343,
+    "rollcall/train/torch_private": 345,
     "rollcall/train/weights": 863,
 }
 MAPS = (

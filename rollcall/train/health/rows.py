@@ -84,30 +84,28 @@ def conditional(model: nn.Module, alone: Sequence[Pass], known: Sequence[str]) -
 
 
 def combinations(
-    model: nn.Module, whole: Pass, alone: Sequence[Pass], tolerance: float
+    model: nn.Module, whole: Pass, alone: Sequence[Pass], others: Sequence[Pass], tolerance: float
 ) -> dict[str, str]:
     """Return the tensors that forward() changes by what it sees, and how they add up over ranks.
 
-    That is `mean` or `sum` of the changes, or empty if neither gives what all samples give.
+    That is `mean` or `sum` of the changes, or empty if neither gives what all samples give, or if
+    only the passes of `others` differ.
     """
     start = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ways_of = {}
-    for name in dict.fromkeys(name for part in (whole, *alone) for name in part.changed):
+    ways_of, passes = {}, [whole, *alone, *others]
+    for name in dict.fromkeys(name for part in passes for name in part.changed):
         before = start[name].detach().double()
-        expected, *others = (part.changed.get(name, before).to(before) for part in (whole, *alone))
-        if any(other.shape != expected.shape for other in others):
+        expected, *parts = [part.changed.get(name, before).to(before) for part in passes]
+        if any(part.shape != expected.shape for part in parts):
             ways_of[name] = ""
             continue
         scale = tolerance * float(before.norm() + expected.norm())
-        ways: Mapping[str, torch.Tensor] = {
-            "mean": sum(others, torch.zeros_like(expected)) / len(others),
-            "sum": before + sum((other - before for other in others), torch.zeros_like(expected)),
-        }
-        if all(float((other - expected).norm()) <= scale for other in others):
-            continue
-        ways_of[name] = next(
-            (way for way, value in ways.items() if float((value - expected).norm()) <= scale), ""
-        )
+        total = sum((part - before for part in parts[: len(alone)]), torch.zeros_like(expected))
+        values = [*parts, before + total / len(alone), before + total]
+        *alike, is_mean, is_sum = [float((value - expected).norm()) <= scale for value in values]
+        if not all(alike):
+            way = "mean" if is_mean else "sum" if is_sum else ""
+            ways_of[name] = "" if all(alike[: len(alone)]) else way
     return ways_of
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,21 +33,25 @@ from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.run import Run
 from rollcall.train.recovery import memory
-from rollcall.train.torch_private import BatchNorm
+from rollcall.train.torch_private import BatchNorm, without_modes
 
 EVENT = "spread_checked"
+MORE = 8
+"""Samples of which the check sees what few of them use or change."""
 Whole = Callable[[nn.Module, torch.device], AbstractContextManager[None]]
+Single = tuple[Pass, list[Pass], list[Pass]]
+"""Passes of both samples together, of each alone, and of others."""
 Result = TypeVar("Result")
 
 
 class Spread:
     """The check for one run on one rank; every rank makes each call together."""
 
-    def __init__(self, run: Run, strategy: Strategy, example: Batch, others: Batch) -> None:
-        """Check with the two samples of an example, and see which modules others use."""
-        self._run, self._world, self._strategy = run, run.world, strategy
-        self._others = others.map(lambda rows: rows[2:])  # they begin with those of the example
-        self.example, self._samples = example, example.map(torch.clone)
+    def __init__(self, run: Run, strategy: Strategy, samples: Callable[..., Batch]) -> None:
+        """Check with the two samples of `samples()`, and with more where two are not enough."""
+        self._run, self._world, self._strategy, self._more = run, run.world, strategy, samples
+        self.example = samples()
+        self._samples = self.example.map(torch.clone)
         axes = {*parse(run.config.parallel.mesh_text)}
         self._is_pipeline = "pipeline" in axes
         self._cuts_samples = bool(axes & {"context", "tensor", "pipeline"})
@@ -80,26 +84,21 @@ class Spread:
         if not (self._is_due and self._compares):
             return
 
-        def examine() -> tuple[str, Pass]:
-            with whole(model, world.device):
-                compute = partial(self._strategy.plain_pass, model, backward=True)
-                plain = self._pass(model, compute, self._samples)
-                model.zero_grad()
-                return self._find_dependence(model, plain), plain
-
-        result = self._try(examine)
-        model.zero_grad()
-        if result is None:
-            return
-        dependence, self._plain = result
-        self._refuse(dependence)
-        problem = "" if math.isfinite(self._plain.loss) else "its loss is not finite"
-        if self._plain.has_drawn and self._cuts_samples:
+        compute = partial(self._strategy.plain_pass, model, backward=True)
+        with ExitStack() as stack:
+            entered = self._try(lambda: stack.enter_context(whole(model, world.device)) or stack)
+            plain = (
+                self._try(lambda: self._pass(model, compute, self._samples)) if entered else None
+            )
+            model.zero_grad()
+            if not (plain and self._refuse_dependence(model, plain)):
+                return
+        problem = "" if math.isfinite(plain.loss) else "its loss is not finite"
+        if plain.has_drawn and self._cuts_samples:
             problem = "the model draws random numbers whose expected value is not known"
-        if self._left_out(problem):
-            self._plain = None
-        else:
-            world.raise_together(self._different_weights())
+        if not self._left_out(problem):
+            self._plain = plain
+            world.raise_together(self._different_weights(plain.loss))
 
     def compare(self) -> None:
         """Pass the samples through the spread model; raise ConfigError on all if it differs."""
@@ -108,16 +107,13 @@ class Spread:
         strategy, samples = self._strategy, self._samples
         model, compute = strategy.model, strategy.example_pass
         if not self._compares:
-            problem = self._try(lambda: self._find_dependence(model))
-            self._is_due = problem is not None
-            self._refuse(problem or "")
+            self._is_due = self._refuse_dependence(model)
         elif (plain := self._plain) is not None:
             spread = self._try(lambda: self._pass(model, compute, samples))
-            if spread is not None:
+            if spread:
                 self._refuse_difference(plain, spread)
                 model.zero_grad()
-            is_random = self._world.has_any(plain.is_random)
-            if spread is not None and strategy.copies > 1 and is_random:
+            if spread and strategy.copies > 1 and self._world.has_any(plain.is_random):
                 spread = self._try(lambda: self._pass(model, compute, samples, draws=True))
                 self._refuse(self._disagreement(plain, spread) if spread else "")
             self._is_due = spread is not None
@@ -194,30 +190,45 @@ class Spread:
                 stored = {weight.dtype for weight in model.parameters()}
                 self._tolerance = tolerance(model, formats)
                 self._of_stored = tolerance(model, formats | stored)  # a gradient has that format
-            numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
+            with without_modes():
+                numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
             return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or is_random)
 
-    def _find_dependence(self, model: nn.Module, plain: Pass | None = None) -> str:
-        """Return a problem if a sample's results depend on the other samples of its batch."""
-        strategy, used = self._strategy, list[Pass]()
-        compute = partial(strategy.plain_pass, model)
+    def _one_by_one(self, model: nn.Module, plain: Pass | None) -> Single | str:
+        """Pass the samples together and one by one, and others; return the reason if that fails."""
+        strategy, compute = self._strategy, partial(self._strategy.plain_pass, model)
         try:  # with gradients, as in training: a loss may ask for that
             # Of a recomputation, a backward pass would change buffers once more.
             same = plain if plain and not plain.changed else None
             whole = same or self._pass(model, compute, self._samples)
             alone = [self._pass(model, compute, batch) for batch in self._samples.split(1)]
-            if strategy.gathers:  # a layer that some samples use may be rare
+            others = list[Pass]()
+            if strategy.gathers or whole.changed:  # as layers and embeddings that few samples use
                 data = self._run.config.data
                 size = int(data.micro_batch or len(strategy.rows(data.global_batch)))
-                used = [self._pass(model, compute, part) for part in self._others.split(size)]
+                parts = self._more(MORE).map(lambda rows: rows[2:]).split(size)
+                others = [self._pass(model, compute, part) for part in parts]
         except Exception as error:  # the user's code may raise anything
-            is_memory = isinstance(error, MemoryError | RuntimeError) and memory.is_exhausted(error)
-            if is_memory or isinstance(error, ConfigError):
+            if memory.is_exhausted(error) or isinstance(error, ConfigError):
                 raise
-            self._run.warn(f"parallel.check did not compute samples one by one: {error}")
-            return ""
+            return f"parallel.check did not compute samples one by one: {error}"
+        return whole, alone, others
+
+    def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> bool:
+        """Refuse the run if a sample's results depend on others; False if memory is short."""
+        single = self._try(lambda: self._one_by_one(model, plain))
+        failure = self._world.first_problem(single if isinstance(single, str) else "")
+        self._run.warn(failure)
+        if not failure and isinstance(single, tuple):
+            self._refuse(self._dependence(model, single))
+            self._refuse(self._own_tensors(model, single))
+        return single is not None
+
+    def _dependence(self, model: nn.Module, single: Single) -> str:
+        """Return a problem if outputs, the loss or gradients depend on the other samples."""
+        strategy, (whole, alone, others) = self._strategy, single
         parallel, config = self._run.config.parallel, self._run.config.train
-        some = rows.conditional(model, [*alone, *used], parallel.conditional_patterns)
+        some = rows.conditional(model, [*alone, *others], parallel.conditional_patterns)
         if some and strategy.gathers:
             return (
                 f"{parallel.choice} gathers weights on all ranks together, but only some samples "
@@ -250,16 +261,22 @@ class Spread:
                 f"forward() changes {listed([*whole.changed])} once in each micro-batch, so the "
                 "result depends on data.micro_batch"
             )
-        if self._world.world_size == self._strategy.copies:  # all ranks see all samples
+        return ""
+
+    def _own_tensors(self, model: nn.Module, single: Single) -> str:
+        """Return a problem if forward() changes tensors by the samples that a rank sees."""
+        strategy = self._strategy
+        if self._world.world_size == strategy.copies:  # all ranks see all samples
             return ""
         known = self._run.config.model.sync_buffers
-        combinations = rows.combinations(model, whole, alone, self._tolerance)
+        drawn = single[0].has_drawn  # in another order
+        combinations = {} if drawn else rows.combinations(model, *single, self._tolerance)
         ways = {
             name: way
             for name, way in combinations.items()
             if not any(way == known[key] for key in known if fnmatch.fnmatch(name, key))
         }
-        ways = self._own_to_ranks(model, compute, ways)
+        ways = self._own_to_ranks(model, ways)
         ranks, batch = strategy.data_ranks, self._run.config.data.global_batch
         if combinations and not ways and len(strategy.rows(batch)) * ranks != batch:
             self._run.warn(
@@ -269,20 +286,18 @@ class Spread:
             )
         return rows.sentence_of_tensors(ways, {name for name, _ in model.named_buffers()})
 
-    def _own_to_ranks(
-        self, model: nn.Module, compute: Callable[[Batch], Any], ways: dict[str, str]
-    ) -> dict[str, str]:
+    def _own_to_ranks(self, model: nn.Module, ways: dict[str, str]) -> dict[str, str]:
         """Leave out what forward() itself adds up over the ranks, as synchronized codebooks do.
 
-        That is equal on all ranks, whichever of them sees one sample more.
+        That is equal on all ranks, whichever of them sees more samples.
         """
         if self._strategy.copies > 1 or self._is_pipeline or not self._world.has_any(bool(ways)):
             return ways
         tensors = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-        both, passes = self._samples, list[list[list[float]]]()
+        more, passes = self._more(MORE), list[list[list[float]]]()
         for rank in range(2):
-            samples = both if rank == self._world.rank else both.split(1)[0]
-            changed = self._pass(model, compute, samples).changed
+            samples = more if rank == self._world.rank else more.split(1)[0]
+            changed = self._pass(model, partial(self._strategy.plain_pass, model), samples).changed
             sketches = {name: sketch(tensor.flatten()) for name, tensor in changed.items()}
             values = {n: [part.norm, float(part.sums.sum())] for n, part in sketches.items()}
             passes.append([values.get(name, [0.0, 0.0]) for name in tensors])
@@ -292,10 +307,9 @@ class Spread:
         equal = {n for n, is_equal in zip(tensors, spans <= limits, strict=True) if is_equal}
         return {name: way for name, way in ways.items() if name not in equal}
 
-    def _different_weights(self) -> str:
+    def _different_weights(self, loss: float) -> str:
         """Return a problem if the plain models of the ranks differ."""
-        assert self._plain is not None
-        losses = self._world.gather(torch.tensor([self._plain.loss]))
+        losses = self._world.gather(torch.tensor([loss]))
         if float(losses.max() - losses.min()) <= self._tolerance * float(losses.abs().max()):
             return ""
         return (

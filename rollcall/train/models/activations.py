@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from rollcall.config.schema import ConfigError
 from rollcall.messages.text import listed
 from rollcall.train import torch_private
-from rollcall.train.numerics.examination import Drawn
+from rollcall.train.numerics.examination import Examination
 from rollcall.train.numerics.hidden import Hidden, left_alone
 from rollcall.train.parallel.shard import units
 from rollcall.train.torch_private import COSTLY, MESSAGES, PROFILER, BatchNorm, version
@@ -84,7 +84,7 @@ class _Checkpointed(nn.Module):
             return again()
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         before = [*map(_mark, given)]
-        with Drawn(self, draws=True) as seen:
+        with Examination(self, draws=True) as seen:
             outputs = again()
         written = sorted(seen.written() & {*dict(self.named_parameters())})
         if [*map(_mark, given)] != before or written:

@@ -29,12 +29,14 @@ Dropout keeps everything. Normal numbers differ from 0, which would hide what is
 
 
 @functools.cache
-def _facts(func: Any) -> tuple[list[str], list[str], bool]:
-    """Return the arguments of an operation, those it writes to, and whether it is random."""
+def _facts(func: Any) -> tuple[list[str], list[str], bool, bool]:
+    """Return an operation's arguments, those it writes to, whether it is random or computes new."""
     arguments = arguments_of(func)
     written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
     is_random = bool(arguments) and torch.Tag.nondeterministic_seeded in func.tags
-    return [arg.name for arg in arguments], written, is_random
+    # What it writes to has its format already, such as a gradient that a loss divides.
+    is_new = not (written or getattr(func, "is_view", False))
+    return [arg.name for arg in arguments], written, is_random, is_new
 
 
 class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,23 +67,25 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.has_drawn = False  # numbers that are not in EXPECTED
         self.formats = set[torch.dtype]()  # of what operations of the forward pass compute
 
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # of the class
+        """Let torch compile in a pass that draws: some code must be compiled whole."""
+        return self._draws
+
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._dispatch(func, args, kwargs or {})
-        # What it writes to has its format already, such as a gradient that a loss divides.
-        if not (_facts(func)[1] or getattr(func, "is_view", False) or torch_private.is_backward()):
+        _, written, is_random, is_new = _facts(func)
+        call = functools.partial(self._dispatch, func) if written or is_random else func
+        result = call(*args, **(kwargs or {}))
+        if is_new and not torch_private.is_backward():
             tensors = result if isinstance(result, tuple | list) else (result,)
             self.formats |= {part.dtype for part in tensors if isinstance(part, torch.Tensor)}
         return result
 
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        names, written, is_random = _facts(func)
-        is_random = is_random and not self._draws
-        if not (written or is_random):
-            return func(*args, **kwargs)
+    def _dispatch(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        names, written, is_random, _ = _facts(func)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         for argument in written:
             self._keep(given.get(argument))
-        if not is_random:
+        if self._draws or not is_random:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
         for dropped in {"dropout_p", *(("p",) if name == "native_dropout" else ())} & {*names}:
@@ -133,15 +137,6 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor.copy_(before)
 
 
-class Drawn(Examination):  # type: ignore[no-untyped-call]
-    """A pass with random numbers, also through code that `torch.compile` must compile whole."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch compile, as it does not under other modes."""
-        return True
-
-
 @contextmanager
 def examined(
     model: nn.Module, loss: object, device: torch.device, draws: bool = False
@@ -150,7 +145,7 @@ def examined(
     drop_gathered(model)  # copies that the pass would free, and that nothing could be put back into
     cudnn = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False  # its RNNs have no backward pass in evaluation mode
-    examination = (Drawn if draws else Examination)(model, draws)
+    examination = Examination(model, draws)
     try:
         with left_alone({"model": model, "loss": loss}), kept(device), examination:
             yield examination

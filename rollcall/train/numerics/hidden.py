@@ -28,13 +28,14 @@ Holder = dict[Any, Any] | list[Any]
 class Hidden:
     """The hidden state of some objects at one moment."""
 
-    def __init__(self, roots: Mapping[str, object]) -> None:
-        """Copy what the objects hold; each has a name for messages."""
+    def __init__(self, roots: Mapping[str, object], also_saved: bool = True) -> None:
+        """Copy what the objects hold, unless it is saved; each has a name for messages."""
         self._roots = roots
-        self._kept = [
-            (holder, {key: (value, _copy(value)) for key, value in _entries(holder).items()})
-            for _, holder, _ in _holders(roots)
-        ]
+        self._kept = []
+        for _, holder, saved in _holders(roots):
+            entries, left = _entries(holder), set[str]() if also_saved else saved
+            kept = {k: (value, None if k in left else _copy(value)) for k, value in entries.items()}
+            self._kept.append((holder, kept))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -71,22 +72,23 @@ class Hidden:
 class Audit:
     """Finds what the steps of a training change, apart from what was computed once and kept."""
 
-    def __init__(self, roots: Mapping[str, object], stateful: Collection[str] = ()) -> None:
+    def __init__(self, roots: Mapping[str, object], stateful: Collection[str], whole: bool) -> None:
         """Begin before the first step; the roots whose names are `stateful` save what they hold."""
         self._roots, self._saved = roots, tuple(f"{name}." for name in stateful)
-        self._start = self._before = Hidden(roots)
+        self._is_whole, self._start = whole, Hidden(roots, whole)
+        self._before = self._start
         self._first: dict[str, Any] | None = None
 
     def after_step(self) -> tuple[list[str], dict[str, Any]] | None:
         """Return, at the second call, what steps change unsaved, and all that differs by now."""
         changed = self._before.changed()
         if self._first is None:
-            self._first, self._before = changed, Hidden(self._roots)
+            self._first, self._before = changed, Hidden(self._roots, also_saved=False)
             return None
         flags = {name for name, value in self._first.items() if isinstance(value, bool)}
         names = flags | (self._first.keys() & changed.keys())
         unsaved = sorted(name for name in names if not name.startswith(self._saved))
-        return unsaved, self._start.changed(also_saved=True)
+        return unsaved, self._start.changed(self._is_whole)
 
 
 @contextmanager

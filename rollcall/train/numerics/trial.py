@@ -19,6 +19,7 @@ from rollcall.config.schema import ConfigError, Optim
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.randomness import kept, set_seed
 from rollcall.train.ranks.device import whole_of
+from rollcall.train.ranks.world import World
 
 TESTED = {"adam", "adamw", "muon", "sgd"}
 STEPS, FIRST = 4, 2
@@ -31,15 +32,16 @@ FILLED = (
     "for weights that the loss had not used before a save",
     "the save makes a step with gradients of zero, which must not change its state",
 )
+UNTRIED = "was not tried before the run"
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Weights before and after the steps."""
 OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def check(config: Optim, device: torch.device, mesh: DeviceMesh | None) -> tuple[str, str]:
+def check(config: Optim, world: World, mesh: DeviceMesh | None) -> tuple[str, str]:
     """Return the reason to refuse a run, and a warning; empty strings if all is well.
 
-    All ranks of `mesh`, over which weights are sharded if there is one, call it together.
+    All ranks call it together, and learn what one of them sees. Weights are sharded over `mesh`.
     """
     refusal = warning = ""
     names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]
@@ -47,33 +49,34 @@ def check(config: Optim, device: torch.device, mesh: DeviceMesh | None) -> tuple
         if name.lower() not in TESTED and not refusal:
             args = config.args if name == config.name else {}
             options = config.model_copy(update={"name": name, "groups": {}, "args": args})
-            steps = partial(_steps, options, device, mesh)
-            refusal = _problem(steps, name, RESUMED, resumes=True)
-            refusal = refusal or (_problem(steps, name, SHARDED, shards=True) if mesh else "")
-            warning = warning or _problem(steps, name, FILLED, fills=True)
+            steps = partial(_steps, options, world.device, mesh)
+            refusal = _problem(world, steps, name, RESUMED, resumes=True)
+            if mesh and not refusal:
+                refusal = _problem(world, steps, name, SHARDED, shards=True)
+            warning = warning or _problem(world, steps, name, FILLED, fills=True)
     return refusal, warning
 
 
-def _problem(steps: Callable[..., Pairs], name: str, case: tuple[str, str], **variant: bool) -> str:
-    """Return in words how the steps of a variant differ; empty if they do not."""
+def _problem(
+    world: World, steps: Callable[..., Pairs], name: str, case: tuple[str, str], **variant: bool
+) -> str:
+    """Return in words how the steps of a variant differ on a rank; empty if they do not."""
     when, advice = case
-    is_late = "fills" in variant
+    is_late, problem, fails = "fills" in variant, "", UNTRIED
     try:
-        whole = steps(is_late=is_late)
-    except Exception as error:  # the code may raise anything, also since the weights are small
-        text = f"optim.name={name} was not tried before the run: {_reason(error)}"
-        return text if is_late else ""
-    try:
-        difference = _difference(whole, steps(is_late=is_late, **variant))
-        if difference and _difference(whole, steps(is_late=is_late, seed=1)):
-            return ""  # it adds noise, as Langevin dynamics does
+        whole, noisy = (steps(is_late=is_late, seed=seed) for seed in range(2))
+        fails, advice = f"fails {when}", f"; {advice}"
+        pairs = steps(is_late=is_late, **variant)
     except ConfigError as error:
-        return str(error)
-    except Exception as error:
-        return f"optim.name={name} fails {when}: {_reason(error)}; {advice}"
-    if not difference:
-        return ""
-    return f"optim.name={name}: {when} its steps differ by {difference:.1e} of their size; {advice}"
+        problem = str(error)
+    except Exception as error:  # the code may raise anything, also since the weights are small
+        problem = f"optim.name={name} {fails}: {_reason(error)}{advice * (fails != UNTRIED)}"
+    if problem := world.first_problem(problem):  # none waits for one that has failed
+        return problem if is_late or UNTRIED not in problem else ""
+    difference = _difference(whole, pairs)
+    if difference and not _difference(whole, noisy):  # as Langevin dynamics adds noise
+        problem = f"optim.name={name}: {when} its steps differ by {difference:.1e} of their size"
+    return world.first_problem(problem and f"{problem}{advice}")
 
 
 def _steps(
@@ -84,7 +87,7 @@ def _steps(
     is_late: bool = False,  # the last weight is not used before the save
     **variant: bool,
 ) -> Pairs:
-    """Return small weights before and after some steps, whole."""
+    """Return small weights before and after some steps; shards stay shards."""
     drawn, rows = torch.Generator().manual_seed(0), 12 * (mesh.size() if mesh else 1)
 
     def numbers() -> list[torch.Tensor]:
@@ -94,7 +97,7 @@ def _steps(
             scale * torch.randn(shape, generator=drawn).to(device) for shape, scale in shapes
         ]
         if mesh and "shards" in variant:
-            return [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
+            return [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in tensors]
         return tensors
 
     def make(values: Iterable[torch.Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -123,14 +126,14 @@ def _steps(
             optimizer.step()
             optimizer.zero_grad()
     pairs = zip(first, model.parameters(), strict=True)
-    return [(whole_of(before), whole_of(after.detach())) for before, after in pairs]
+    return [(before, after.detach()) for before, after in pairs]
 
 
 def _difference(whole: Pairs, other: Pairs) -> float:
     """Return the largest difference as a share of what the steps have changed; 0 if it is small."""
     largest = 0.0
     for (before, after), (_, compared) in zip(whole, other, strict=True):
-        change, error = float((after - before).norm()), float((compared - after).norm())
+        change, error = float((after - before).norm()), float((whole_of(compared) - after).norm())
         if math.isfinite(change) and not error <= TOLERANCE * change + ROUNDING * after.norm():
             largest = max(largest, error / (change or 1)) if math.isfinite(error) else math.inf
     return largest

@@ -50,6 +50,8 @@ COSTLY = {
 }
 """Products of matrices and attention. Of an operation with another name, the result is recomputed
 in the backward pass."""
+without_modes = torch.utils._python_dispatch._disable_current_modes
+"""Returns a context in which operations do not pass through a TorchDispatchMode."""
 norms = torch._foreach_norm
 """Returns the norm of each tensor, of one device and type; `get_total_norm` takes ten times as long
 to group a few small tensors."""

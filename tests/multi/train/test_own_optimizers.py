@@ -18,6 +18,8 @@ from user_state import WORDS
         ("user_state:Own norm", 2, "zero3", 2, "with sharded weights its steps differ by"),
         ("user_state:Own limit", 2, "zero3", 2, "with sharded weights its steps differ by"),
         ("Adafactor", 2, "zero3", 2, "fails with sharded weights"),
+        ("user_state:Own shards", 2, "zero3", 2, "fails with sharded weights: rank 1 cannot"),
+        ("user_state:Own whole", 2, "zero3", 0, "was not tried before the run: rank 1 cannot"),
         ("user_state:Own counter", 1, "single", 2, "after a save and a resume its steps differ"),
         ("user_state:Own noise", 2, "zero3", 0, ""),
         ("user_state:Own decay", 1, "single", 0, "had not used before a save its steps differ"),

@@ -184,6 +184,15 @@ def test_a_sample_that_kills_its_workers_ends_all_ranks_with_one_message(tmp_pat
     assert verdict is not None and "data worker 0 of rank" in verdict.reason
 
 
+def test_an_exact_evaluation_without_its_workers_ends_the_run(tmp_path: Path) -> None:
+    words = ["digits", "data.name=user_datasets:deadly_at_the_end", "data.global_batch=4"]
+    words += ["model.hidden_size=8", "exact=true", "exact_shards=2", "train.steps=1"]
+    words += [f"run.root={tmp_path}", "run.name=deadly", "data.num_workers=1"]
+    ranks = Ranks(1, words, tmp_path / "logs")
+    assert ranks.wait() == [1], ranks.output()
+    assert "was killed by SIGKILL, 3 times while reading batch" in ranks.output()
+
+
 WORDS = [
     "digits",
     "data.name=user_datasets:noisy",

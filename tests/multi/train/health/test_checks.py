@@ -148,9 +148,9 @@ REFUSED = {
         words("Frequent", "zero3", *GATHERED),
         "the gradient of words depends on the other samples of a batch, so the result would",
     ),
-    "block-that-is-used-twice-zero2": (
-        words("SharedBlocks", "zero2", *GATHERED, "data.global_batch=7"),
-        "parallel.strategy=zero2 computes something else than one rank would: its loss differs",
+    "weights-that-two-samples-change-alike": (
+        words("Seldom", "ddp"),
+        "forward() changes the weights words.weight by the samples that it sees",
     ),
     "codebook-zero3": (
         words("Codebook", "zero3"),
@@ -268,6 +268,10 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
         CONTRASTIVE,
         words("Net", "ddp", *GATHERED, "data.global_batch=7", "data.micro_batch=1"),
     ),
+    "block-that-is-used-twice-zero2": (
+        (user_surprises.SharedBlocks, user_surprises.contrastive),
+        words("SharedBlocks", "zero2", *GATHERED, "data.global_batch=7"),
+    ),
     "weights-that-forward-freezes-zero3": (user_surprises.Freezes, words("Freezes", "zero3")),
     "shared-mean-ddp": (
         user_surprises.Centers,
@@ -282,6 +286,7 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
         words("Counts", "zero3", 'model.sync_buffers={"*": sum}'),
     ),
     "no-memory-for-the-plain-model": (user_surprises.Net, words("Greedy", "zero3")),
+    "no-memory-on-one-rank": (user_surprises.Net, words("GreedyOnOneRank", "ddp")),
     "no-memory-for-the-spread-model": (user_surprises.Net, words("GreedyWhenSpread", "zero3")),
     "heads-ddp": (user_surprises.Heads, words("Heads", "ddp")),
     **{

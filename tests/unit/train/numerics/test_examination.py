@@ -1,4 +1,4 @@
-"""What counts as a draw of random numbers in the check before the first step."""
+"""Draws of random numbers in the check before the first step."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rollcall.train.numerics.hidden import left_alone
+from rollcall.train.numerics.hidden import Hidden, left_alone
 
 
 class Remembering(nn.Module):
@@ -28,3 +28,14 @@ def test_lists_are_as_before_and_keep_their_weights() -> None:
     with left_alone({"model": model}):
         model.numbers.clear()
     assert model.numbers == [1.0, 2.0]
+
+
+def test_buffers_that_checkpoints_hold_are_copied_only_where_they_are_needed() -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("temporary", torch.zeros(5), persistent=False)
+
+    def copied(also_saved: bool) -> int:
+        kept = [kept for _, kept in Hidden({"model": model}, also_saved)._kept]
+        return sum(copy.numel() for one in kept for _, copy in one.values() if copy is not None)
+
+    assert (copied(also_saved=False), copied(also_saved=True)) == (5, 5 + 3 + 3 + 1)
