@@ -240,7 +240,7 @@ class Model(Section):
     dense_layers: int = _key(0, ge=0)
     """Number of first blocks without experts."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the outputs of the router of experts."""
+    """Function that makes scores of the outputs of the router of experts."""
     routed_scale: float = _key(1.0, gt=0)
     """Factor of what the chosen experts add, beside the shared ones."""
     balance_rate: float = _key(1e-3, ge=0)

@@ -46,7 +46,7 @@ class Outer:
         self._model, self._options, self._device = strategy.model, options, device
         # A group for itself, because every step sums numbers over the other one.
         replicas = dist.get_process_group_ranks(strategy.replicas_apart.get_group())
-        self._group = dist.new_group(replicas, use_local_synchronization=True)
+        self._group: Any = dist.new_group(replicas, use_local_synchronization=True)
         self._name = f"{REPLICAS}{strategy.apart}"
         self._number = str(strategy.replicas_apart.get_local_rank())
         is_mean = options.sync == "local-sgd"

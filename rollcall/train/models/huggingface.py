@@ -163,5 +163,5 @@ def _plan(model: Any) -> None:
         model.tensor_divides = {name: count for name, count in counts.items() if count}
     takes = {n: inspect.signature(type(m).forward).parameters for n, m in model.named_modules()}
     model.expert_plan = [
-        name for name, given in takes.items() if any(given.keys() >= it for it in EXPERT_INPUTS)
+        name for name, given in takes.items() if any(given.keys() >= two for two in EXPERT_INPUTS)
     ]

@@ -74,8 +74,8 @@ def groups(
         others = [names[weight] for weight in members if not is_matrix(weight)]
         if others and options.get("optimizer", "").lower() == MUON:
             raise ConfigError(
-                f"optim.groups: the pattern '{pattern}' gives {listed(others)} to muon, which updates "
-                "matrices; choose adamw for such weights, or another pattern"
+                f"optim.groups: the pattern '{pattern}' gives {listed(others)} to muon, which "
+                "updates matrices; choose adamw for such weights, or another pattern"
             )
         yield {"params": members, **options}
 

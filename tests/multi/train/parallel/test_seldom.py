@@ -15,14 +15,20 @@ import torch
 import user_seldom
 from collectives import Collectives
 from ranks import Ranks, logged_steps, together, train
+from torch import nn
 from torch.nn import functional
 from user_seldom import EVERY, WORDS, by_hand
 
+from rollcall.config import parse
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.main import main
+from rollcall.train.numerics import losses
+from rollcall.train.numerics.losses import Objective
 from rollcall.train.outer import Outer, pack, unpack
+from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks.world import World
 from rollcall.train.step import Gradient, Updater
 from rollcall.train.weights.deferred import Draws
 
@@ -140,6 +146,27 @@ def test_a_damaged_checkpoint_without_replicas_leaves_those_of_an_older_one(tmp_
             data = tmp_path / "s/checkpoints/step-00000009/rank-00000.bin"
             data.write_bytes(bytes(len(data.read_bytes())))
     check(RunDir(tmp_path, "s"), by_hand(fresh(), [(2, STEPS)], "diloco"))
+
+
+def test_meetings_of_left_out_steps_are_held_after_the_next_one() -> None:
+    """As after a rollback; and a round ends even if no weight is sent at its end."""
+    world = World.join("cpu")
+    try:
+        words = ["parallel.sync=diloco", "parallel.sync_every=4", "parallel.sync_overlap=1"]
+        _, config = parse([*words, "parallel.sync_fragments=2", "data.global_batch=2"])
+        strategy = Strategy(config, world, Objective(losses.build("cross_entropy")))
+        model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 9, bias=False))
+        example: Any = torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)
+        strategy.place(model, example)
+        outer = Outer(strategy, config.parallel, world.device)
+        sent, ended = [], []
+        for step in (1, 3, 4, 7, 8, 11):  # 2, 5, 6, 9 and 10 were left out
+            before = {*outer._due.items()}
+            ended += [step] * outer.meet(step)
+            sent += [step] * any(due for _, due in {*outer._due.items()} - before)
+    finally:
+        world.leave()
+    assert ended == [4, 8] and sent == [3, 7, 11]
 
 
 def count(rank: int, folder: Path) -> None:

@@ -12,9 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from rollcall.config.schema import Optim
-from rollcall.train.numerics import optim
+from rollcall.config import parse
+from rollcall.config.schema import ConfigError, Optim
+from rollcall.train.numerics import losses, optim
+from rollcall.train.numerics.losses import Objective
+from rollcall.train.parallel.experts import Experts
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.world import World
+from rollcall.train.weights.deferred import Draws
 
 NUMBER, STEPS = 3, 3
 CONFIG = Optim(name="muon", lr=0.1, weight_decay=0.1)
@@ -98,3 +103,28 @@ def test_whole_stacks() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_of_stacks(tmp_path: Path, layout: str) -> None:
     together(2 ** len(LAYOUTS[layout][0]), compare, tmp_path / layout)
+
+
+def test_a_pattern_that_gives_muon_what_is_no_matrix_is_refused() -> None:
+    weights = nn.ParameterDict({"conv": torch.zeros(4, 1, 3), "bias": torch.zeros(4)})
+    names = {weight: name for name, weight in weights.named_parameters()}
+    config = Optim(name="adamw", groups={"*": {"optimizer": "muon"}})
+    with pytest.raises(ConfigError, match="gives bias, conv to muon, which updates matrices"):
+        list(optim.groups(config, names, names))
+
+
+def test_shared_experts_are_matrices_too() -> None:
+    """Of the model of a run, and those that several ranks share."""
+    with Draws(0):
+        layer = nn.Sequential(Experts(8, 16, 4, shared=1))
+    _, config = parse(["optim.name=muon", "data.global_batch=2"])
+    world = World.join("cpu")
+    try:
+        strategy = Strategy(config, world, Objective(losses.build("mse")))
+        example: Any = torch.zeros(2, 3, 8), torch.zeros(2, 3, 8)
+        strategy.place(layer, example)
+        found: list[Any] = []
+        strategy.optimizer(lambda groups: found.extend(groups) or optim.build(config.optim, groups))  # type: ignore[func-returns-value]
+    finally:
+        world.leave()
+    assert {group["optimizer"] for group in found} == {"muon"}
