@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_386, 8_000
+CORE_LINES, TOOLS_LINES = 39_385, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -63,7 +63,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/health": 1173,
     "rollcall/train/inference": 790,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1140,
+    "rollcall/train/models": 1139,
     "rollcall/train/numerics": 1957,
     "rollcall/train/parallel": 3186,
     "rollcall/train/profiling": 634,

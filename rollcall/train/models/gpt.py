@@ -7,7 +7,6 @@ Its code does not depend on ranks; it declares the plans by which `train/paralle
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -126,7 +125,7 @@ def transformer(kind: type[Gpt], block: "type[Block]", config: Model, source: So
         vars(model)["tensor_plan"] = plan
     for number in range(config.num_layers):
         is_dense = number < config.dense_layers
-        of_block = replace(config, experts=0) if is_dense else config
+        of_block = config.model_copy(update={"experts": 0}) if is_dense else config
         model.add_module(f"block{number}", block(of_block, source.shape[0]))
     model.add_module("norm", nn.RMSNorm(config.hidden_size, config.norm_eps))
     head = nn.Linear(config.hidden_size, source.classes, bias=False)

@@ -177,10 +177,12 @@ ON_EXPERTS = {
     "zbv×expert-4": setup(4, "mesh=pipeline=2,expert=2", "schedule=zbv"),
     "shard×expert×tensor-8": setup(8, "mesh=shard=2,expert=2,tensor=2"),
 }
-# One expert for each token, and three of them; losses of the router, and full experts.
+# One expert for each token, and three of them, after a dense layer; losses of the router, and full
+# experts.
 TOP_1 = (
     *(*EXPERTS, "model.experts=3", "model.top_k=1", "model.shared_experts=0"),
-    "model.expert_capacity=1.1",
+    *("model.expert_capacity=1.1", "model.dense_layers=1"),
+    *("model.router_scores=sigmoid", "model.routed_scale=1.5"),
     *("model.balance_loss=0.05", "model.router_z_loss=0.01"),
     "data.global_batch=10",  # with rows of padding, which no expert counts
 )
