@@ -845,12 +845,20 @@ class Running:
         return losses / self.mean
 
 
-class Level(Net):
+class Even(Net):
     """Begins with the same outputs for all samples, so that their losses hardly differ."""
 
     def __init__(self) -> None:
         super().__init__()
         nn.init.zeros_(self.last.weight)
+
+
+class Level(Even):
+    """Begins with outputs of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.last.bias)
         self.newest = 0.0
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:

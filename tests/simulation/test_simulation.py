@@ -102,6 +102,7 @@ def test_the_death_of_a_node_is_noticed_as_soon_in_a_large_job(nodes: int) -> No
     assert 30 <= result.noticed[0] <= 36
 
 
+@pytest.mark.long
 def test_a_quiet_node_loads_the_file_system_as_little_in_a_large_job() -> None:
     for nodes in (4, 40):
         result = Simulation(Scenario(1, nodes, 0, None, 140, [])).go()

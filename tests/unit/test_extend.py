@@ -51,6 +51,7 @@ def run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_data_set_a_model_and_an_optimizer_are_one_file_and_one_line_each(copy: Path) -> None:
     words = ["data.name=parity", "model.name=linear", "optim.name=adagrad"]
     trained = run(copy, *words, "train.steps=3", "device=cpu", "run.name=mine")

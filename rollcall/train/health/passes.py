@@ -39,7 +39,7 @@ class Pass(NamedTuple):
     loss: float = 0.0
     total: float = 0.0  # the sum of the losses
     weight: float = 1.0  # the sum of their weights
-    doubled: float = 0.0  # half the total if the loss function gets each sample twice
+    change: float = 0.0  # the relative change of the losses beside others
     has_drawn: bool = False  # random numbers that differ in a piece of the samples
     is_random: bool = False  # any random numbers
 

@@ -29,8 +29,7 @@ def dependence(
     total = sum(part.total for part in alone)
     size = sum(abs(part.total) for part in alone) or 1.0
     of_weight = abs(whole.weight - sum(part.weight for part in alone)) / (whole.weight or 1)
-    of_loss = [abs(whole.total - other) / size for other in (total, whole.doubled)]
-    error_of_loss = _largest([*of_loss, of_weight])
+    error_of_loss = _largest([abs(whole.total - total) / size, whole.change, of_weight])
     if not math.isfinite(whole.total):
         return None
     different = {

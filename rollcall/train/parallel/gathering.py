@@ -55,6 +55,11 @@ def twice(outputs: Any, batch: Batch) -> tuple[Any, Batch]:
     return both.inputs, both
 
 
+def joined(outputs: torch.Tensor, others: torch.Tensor, batch: Batch) -> tuple[Any, Batch]:
+    """Return the rows twice, with other outputs for the copies."""
+    return torch.cat([outputs, others]), twice(outputs, batch)[1]
+
+
 class SharedBuffers(Part):
     """Adds up the changes of a step over the ranks, as a mean or a sum."""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.parallel.assembly import parts, weights_mesh
 from rollcall.train.parallel.experts import Balance, Experts, Perceptrons, stacks_of
-from rollcall.train.parallel.gathering import SharedBuffers, of_all_ranks, twice
+from rollcall.train.parallel.gathering import SharedBuffers, joined, of_all_ranks, twice
 from rollcall.train.parallel.gradients import LossWeights, by_mesh, clip
 from rollcall.train.parallel.part import (
     Fill,
@@ -340,8 +340,8 @@ class Strategy:
     ) -> tuple[float, float, float, float]:
         """Return the loss of a model that is not cut, and the sums of losses and of their weights.
 
-        Last comes half the loss of all outputs together with a copy of them. A `backward` pass
-        leaves the gradient of the loss.
+        Last comes how much the losses change beside others. A `backward` pass leaves the gradient
+        of the loss.
         """
         self._loss.weights.clear()
         takes_model, rows = self._loss.loss.takes_model, len(batch.weights)
@@ -354,14 +354,31 @@ class Strategy:
                     total = self._sum_of_losses(outputs, batch)
                 if backward:
                     (total / rows).backward()  # type: ignore[no-untyped-call]
-            sums, doubled = self._loss.sums_of_weights(total.device), total
+            sums, change = self._loss.sums_of_weights(total.device), 0.0
             if isinstance(outputs, torch.Tensor):
-                doubled = self._sum_of_losses(*twice(outputs, batch)) / 2
+                change = self._change_beside_others(outputs, batch, total.item())
         self._loss.weights.clear()
         if backward and self._loss_module:
             self._loss_module.zero_grad()
         loss = self._per_weight(model, total.detach() / rows, sums)
-        return loss.item(), total.item(), float(sums[0]), doubled.item()
+        return loss.item(), total.item(), float(sums[0]), change
+
+    def _change_beside_others(self, outputs: torch.Tensor, batch: Batch, total: float) -> float:
+        """Return the relative change of the losses of outputs beside others for the same samples.
+
+        The others are half of each output, so that their losses are of another size, or the same
+        if the loss function does not take these.
+        """
+        for others in (outputs / 2 if outputs.is_floating_point() else outputs, outputs):
+            sums = []
+            with suppress(ValueError, ArithmeticError, AssertionError, IndexError, TypeError):
+                for rows, samples in ((others, batch), joined(outputs, others, batch)):
+                    with left_alone({"": self._loss.loss.function}):
+                        sums.append(self._sum_of_losses(rows, samples).item())
+                change = abs(total + sums[0] - sums[1]) / ((abs(total) + abs(sums[0])) or 1.0)
+                if math.isfinite(change):
+                    return change
+        return 0.0
 
     @contextmanager
     def _in_fp32(self) -> Iterator[None]:

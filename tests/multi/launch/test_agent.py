@@ -222,7 +222,8 @@ def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
         server.kill()
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["fork", "torchrun"])
 def test_a_run_without_submit_is_live_and_its_ranks_are_found(tmp_path: Path, method: str) -> None:
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(100)")
     words = ["supervise", "--nproc-per-node=2", f"--start-method={method}", "--", "waits.py"]

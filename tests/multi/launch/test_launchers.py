@@ -61,6 +61,7 @@ def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_ranks_end_with_the_torchrun_that_started_them(tmp_path: Path) -> None:
     """Nobody would stop them, and another start of the run would fight them for its files."""
     start = ["rollcall", "train", "--ranks=2"]  # it becomes torchrun

@@ -28,7 +28,8 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["fork", "torchrun"])
 def test_a_module_named_as_ours_is_the_users(tmp_path: Path, method: str) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "__main__.py").touch()

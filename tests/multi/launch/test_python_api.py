@@ -102,6 +102,7 @@ def up(job: rollcall.Job) -> bool:
     return job.run.log(0, 0, 0).exists() and "it is up" in job.logs()
 
 
+@pytest.mark.long
 def test_a_run_is_waited_for_and_cancelled(quick: dict[str, Any]) -> None:
     text = "import time; print('it is up', flush=True); time.sleep(600)"
     Path("sleep.py").write_text(text)

@@ -69,6 +69,7 @@ def test_ranks_that_cannot_join_a_killed_one_do_not_count_as_a_refusal(tmp_path:
     assert done.returncode == 0
 
 
+@pytest.mark.long
 def test_a_script_starts_again_where_it_asked_for_that(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["--local", "--nodes=2", "--nproc-per-node=1", "--wait", "--name=a"]

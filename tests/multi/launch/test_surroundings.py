@@ -130,13 +130,9 @@ def variables(found: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in found.pop("env").items() if name not in CHANGED | ALIKE}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("method", "how"),
-    [
-        ("fork", "end"),
-        pytest.param("fork", "raise", marks=pytest.mark.long),
-        pytest.param("torchrun", "end", marks=pytest.mark.long),
-    ],
+    ("method", "how"), [("fork", "raise"), ("fork", "end"), ("torchrun", "end")]
 )
 def test_a_script_finds_what_torchrun_gives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, how: str

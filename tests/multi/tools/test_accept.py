@@ -76,6 +76,7 @@ def test_a_wrong_strategy_fails_with_its_cause_and_the_others_pass(tmp_path: Pat
     assert "raised OSError: planted" in rows["strategy zero2"]["text"], page
 
 
+@pytest.mark.long
 def test_the_tests_for_gpus_report_why_they_do_not_apply(tmp_path: Path) -> None:
     """And a test that fails, with its last words."""
     failing = tmp_path / "test_9_failing.py"

@@ -328,6 +328,7 @@ def test_steps_that_cannot_be_read_are_set_aside_on_a_resume(tmp_path: Path) -> 
     assert path.with_name(f"{path.name}.damaged").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_private_run_of_another_user_leaves_the_others_readable(tmp_path: Path) -> None:
     for name in ("mine", "theirs"):
         run = RunDir(tmp_path, name)

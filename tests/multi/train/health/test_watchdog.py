@@ -88,6 +88,7 @@ def test_paths_of_files_do_not_matter(tmp_path: Path, monkeypatch: pytest.Monkey
     assert str(folder) in (reports / "rank-1.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_hang_ends_even_if_no_report_can_be_written(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, "hung")
     run_dir.create()

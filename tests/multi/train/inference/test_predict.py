@@ -176,9 +176,9 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (1, ()),
         (2, ("parallel.strategy=zero3",)),
-        (2, ("parallel.mesh=tensor=2",)),
+        pytest.param(2, ("parallel.mesh=tensor=2",), marks=pytest.mark.long),
         (2, ("parallel.mesh=tensor=2", "parallel.sequence_parallel=true")),
-        (2, ("parallel.mesh=context=2",)),
+        pytest.param(2, ("parallel.mesh=context=2",), marks=pytest.mark.long),
     ],
 )
 def test_generated_text(tmp_path: Path, writer: Path, ranks: int, more: tuple[str, ...]) -> None:
