@@ -1,5 +1,6 @@
 """`rollcall COMMAND …`: one table of commands for training and launching."""
 
+import errno
 import gc
 import importlib
 import io
@@ -47,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
             raise
         return 128 + signal.SIGPIPE
     except OSError as error:
-        what = f"{error.filename or 'the output'}: {error.strerror or error}"
+        is_full = error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT)
+        subject = error.filename or ("the output" if is_full else words[0])
+        what = f"{subject}: {error.strerror or error}"
         if os.readlink("/proc/self/cwd").endswith(" (deleted)"):  # noqa: PTH115 - as Path, absolute
             what = "the current directory was deleted; change to one that exists"
         elif words[0] not in PLAIN:  # the code of a user's model or data may raise it

@@ -100,6 +100,8 @@ def about_option(words: Sequence[str]) -> str:
     alike = [name for name in names.values() if last_part(name) in parts]
     if key := key or _find(synonyms()["keys"], word) or (alike[0] if len(alike) == 1 else ""):
         key, _, fixed = key.partition("=")
+        if fixed and value.lower() in ("false", "no", "off", "0"):
+            return f"leave it out; {key} has another value unless you set it ({_meaning(key)})"
         return f"write {key}={fixed or value or '...'} ({_meaning(key)})"
     return ""
 

@@ -70,10 +70,12 @@ def _main(words: Sequence[str]) -> int:
             print(config.to_yaml(), end="")
             return 0
         arguments.check_surroundings(config)
-        run = Path(config.run.root, config.run.name or "")
-        record = JobRecord.read(run) if "ROLLCALL_RUN_DIR" not in os.environ else None
-        if record and not record.is_training:  # not one whose own script trains in it
-            raise ConfigError(f"run.name: {run} is the run of a script; choose another name")
+        if name := config.run.name:
+            run = Path(config.run.root, name)
+            trains = "ROLLCALL_RUN_DIR" in os.environ or (run / "config.yaml").exists()
+            record = None if trains else JobRecord.read(run)  # a script may train in its own run
+            if record and not record.is_training:
+                raise ConfigError(f"run.name: {run} is the run of a script; choose another name")
         if ranks:
             config.parallel.degrees(ranks, ranks)
     except ConfigError as error:

@@ -54,6 +54,8 @@ class Outer:
         self._decay = 0.0 if is_mean else options.outer_momentum
         drop_gathered(self._model)
         # The weights of the last meeting, and the momentum, by the names of the weights.
+        named = self._model.named_parameters()
+        self._names = {name for name, weight in named if weight.requires_grad}
         self._anchor = {name: weight.detach().clone() for name, weight in self._weights()}
         zeros = {} if is_mean else self._anchor
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in zeros.items()}
@@ -65,7 +67,7 @@ class Outer:
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._model.named_parameters():
-            if weight.requires_grad:
+            if name in self._names:  # also if it was frozen since
                 yield name, weight
 
     @doing("meeting the other replicas")
@@ -212,7 +214,7 @@ def _buckets_of_fragments(
     total, before = sum(weight.numel() for _, weight in weights), 0
     fragments: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(number)]
     for name, weight in weights:
-        fragments[before * number // total].append((name, weight))
+        fragments[min(before * number // max(total, 1), number - 1)].append((name, weight))
         before += weight.numel()
     for index, fragment in enumerate(fragments, 1):
         for bucket in _buckets(fragment):

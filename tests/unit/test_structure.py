@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_385, 8_000
+CORE_LINES, TOOLS_LINES = 39_459, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,21 +30,21 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 63,
-    "rollcall/cli": 318,
-    "rollcall/config": 2523,
+    "rollcall/cli": 321,
+    "rollcall/config": 2525,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 361,
+    "rollcall/launch/api": 377,
     "rollcall/launch/batch": 665,
     "rollcall/launch/commands": 1029,
     "rollcall/launch/doctor": 1292,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1690,
-    "rollcall/launch/program": 517,
+    "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2073,
     "rollcall/launch/scheduler": 760,
-    "rollcall/launch/submission": 2307,
+    "rollcall/launch/submission": 2311,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 253,
     "rollcall/records": 1189,
@@ -54,20 +54,20 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/bench": 1749,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1432,
-    "rollcall/tools/plan": 2149,
+    "rollcall/tools/plan": 2150,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2580,
+    "rollcall/train": 2584,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2975,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1173,
-    "rollcall/train/inference": 790,
+    "rollcall/train/health": 1192,
+    "rollcall/train/inference": 791,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1139,
+    "rollcall/train/models": 1140,
     "rollcall/train/numerics": 1957,
-    "rollcall/train/parallel": 3186,
+    "rollcall/train/parallel": 3208,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1414,
+    "rollcall/train/ranks": 1415,
     "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 345,
     "rollcall/train/weights": 863,

@@ -159,9 +159,17 @@ def map(
     run at the same time (0: all that fit). The options are as for `submit`.
     """
     try:
-        calls = list(zip(*iterables or [None], strict=True))
-    except (TypeError, ValueError) as error:
-        raise RefusedError(f"map: expected a function and lists of one length; {error}") from error
+        iterators = [iter(items) for items in iterables]
+    except TypeError as error:
+        raise RefusedError(f"map: expected a function and lists of one length; {error}") from None
+    if not iterators:
+        raise RefusedError("map: expected a function and lists of one length, got no list")
+    try:
+        calls = list(zip(*iterators, strict=True))
+    except ValueError as error:
+        if not str(error).startswith("zip()"):  # it is of the user's generator
+            raise
+        raise RefusedError(f"map: expected a function and lists of one length; {error}") from None
     if options.get("debug") or not calls:
         return [submit(function, *arguments, **options) for arguments in calls]
     limit = f"%{throttle}" if throttle else ""
@@ -182,13 +190,21 @@ def runs(root: str = "runs") -> list[Job]:
     return [Job(run) for run in find.find_all(root) if not find.is_sweep(run)]
 
 
-def _start(*request: Any) -> list[Job]:
+def _start(
+    options: Mapping[str, Any],
+    words: Sequence[str],
+    function: Callable[..., Any] | None = None,
+    *more: Any,
+) -> list[Job]:
     """Start runs; a refusal speaks of keywords, and hides where it comes from."""
+    advice = (
+        "give a function its arguments by position (" if function else r"add the argument '\1' ("
+    )
     try:
-        return _begin(*request)
+        return _begin(options, words, function, *more)
     except RefusedError as error:
         text = str(error).replace(" (--help lists the options)", "")
-        text = re.sub(r"write ([\w.]+=\S+)", r"add the argument '\1'", text)
+        text = re.sub(r"(?<=sbatch; )write ([a-z_.]+=\S+) \(", advice, text)
         words = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), text)
         raise type(error)(words) from None
 

@@ -45,7 +45,8 @@ class Scan:
                 try:
                     with contextlib.suppress(ValueError, OSError):
                         text = path.read_bytes()
-                        code = b"" if b"\0" in text else text  # a program may be an archive
+                        is_archive = b"\0" in text and path.suffix != ".py"
+                        code = b"" if is_archive else text
                         self._visit(ast.parse(code), path, package, is_sure)
                 except SyntaxError as error:
                     place = f"{path}:{error.lineno}: {type(error).__name__}: {error.msg}"

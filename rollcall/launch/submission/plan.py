@@ -139,9 +139,11 @@ def _configuration(own: Namespace, words: Sequence[str]) -> tuple[str, Config]:
     try:
         recipe, config = parse([*words, *named])
     except ConfigError as error:
-        raise ConfigError(re.sub(r"^run\.(name|root):", r"--\1:", str(error))) from None
+        keys = "|".join(key for key in ("name", "root") if getattr(own, key)) or "(?!)"
+        text = re.sub(rf"^run\.({keys}):", r"--\1:", str(error), flags=re.MULTILINE)
+        raise ConfigError(text) from None
     if (problem := preflight.problem(Path(config.run.root).absolute())) is not None:
-        raise RefusedError(f"--root: {problem}")
+        raise RefusedError(f"{'--root' if own.root else 'run.root'}: {problem}")
     return recipe, config
 
 

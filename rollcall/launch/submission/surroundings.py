@@ -152,7 +152,9 @@ def of(line: CommandLine, code: UserCode | None, config: Config) -> Surroundings
         words = ["-m", *names] if names else []
     facts = python.ask(executable, Path.cwd(), words)
     if facts.broken and not own.container:
-        raise ProgramError(f"{facts.broken}; correct it, or name a script of Python")
+        is_program = bool(words) and facts.broken.startswith(f"{words[0]}:")
+        other = ", or name a script of Python" if is_program and words[0][-3:] != ".py" else ""
+        raise ProgramError(f"{facts.broken}; correct it{other}")
     if words[:1] == ["-m"] and not (own.container or is_call):
         _check_modules(facts, words[1:], uses_own and not program)
     if own.start_method == "torchrun" and not facts.torch and not own.container:

@@ -85,7 +85,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
     tokens = (layout.imbalance if layout.expert > 1 else 1) / (tensor if software.folds else 1)
     for number, (rows, inner, columns, cut, experts, often) in enumerate(part.products):
         m = share * rows * (tokens if experts else 1)
-        matrices = max(1, experts / layout.expert)
+        matrices = max(1, math.ceil(experts / layout.expert))
         k = inner / (tensor if cut == "inner" else 1)
         n = columns / (tensor if cut == "columns" else 1)
         moved = layout.width * (m * k + matrices * k * n + m * n)
@@ -159,7 +159,8 @@ def held(model: Model, layout: Layout, layers: int, stage: int) -> Held:
 def local(part: Part, layout: Layout) -> Held:
     """Return a part's weights on one rank before ZeRO divides them."""
     rest = part.weights - part.expert_weights - part.cut_weights * (1 - 1 / layout.tensor)
-    return rest, part.expert_weights / layout.expert
+    number = max([1, *(product.experts for product in part.products)])
+    return rest, part.expert_weights * math.ceil(number / layout.expert) / number
 
 
 def of(model: Model, layout: Layout, machine: Machine) -> Terms:

@@ -84,14 +84,14 @@ def conditional(model: nn.Module, alone: Sequence[Pass], known: Sequence[str]) -
 
 def combinations(
     model: nn.Module, whole: Pass, alone: Sequence[Pass], others: Sequence[Pass], tolerance: float
-) -> dict[str, str]:
+) -> dict[str, str | None]:
     """Return the tensors that forward() changes by what it sees, and how they add up over ranks.
 
-    That is `mean` or `sum` of the changes, or empty if neither gives what all samples give, or if
-    only the passes of `others` differ.
+    That is `mean` or `sum` of the changes, or empty if neither gives what all samples give; None if
+    only the passes of `others` differ, which do not show it.
     """
     start = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ways_of, passes = {}, [whole, *alone, *others]
+    ways_of, passes = dict[str, str | None](), [whole, *alone, *others]
     for name in dict.fromkeys(name for part in passes for name in part.changed):
         before = start[name].detach().double()
         expected, *parts = [part.changed.get(name, before).to(before) for part in passes]
@@ -104,7 +104,7 @@ def combinations(
         *alike, is_mean, is_sum = [float((value - expected).norm()) <= scale for value in values]
         if not all(alike):
             way = "mean" if is_mean else "sum" if is_sum else ""
-            ways_of[name] = "" if all(alike[: len(alone)]) else way
+            ways_of[name] = None if all(alike[: len(alone)]) else way
     return ways_of
 
 

@@ -92,11 +92,13 @@ class Spread:
             )
             model.zero_grad()
             if not (plain and self._refuse_dependence(model, plain)):
+                self._is_due = False
                 return
         problem = "" if math.isfinite(plain.loss) else "its loss is not finite"
         if plain.has_drawn and self._cuts_samples:
             problem = "the model draws random numbers whose expected value is not known"
-        if not self._left_out(problem):
+        self._is_due = not self._left_out(problem)
+        if self._is_due:
             self._plain = plain
             world.raise_together(self._different_weights(plain.loss))
 
@@ -195,24 +197,34 @@ class Spread:
             return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or is_random)
 
     def _one_by_one(self, model: nn.Module, plain: Pass | None) -> Single | str:
-        """Pass the samples together and one by one, and others; return the reason if that fails."""
-        strategy, compute = self._strategy, partial(self._strategy.plain_pass, model)
+        """Pass the samples together and one by one; return the reason if that fails."""
+        compute = partial(self._strategy.plain_pass, model)
         try:  # with gradients, as in training: a loss may ask for that
             # Of a recomputation, a backward pass would change buffers once more.
             same = plain if plain and not plain.changed else None
             whole = same or self._pass(model, compute, self._samples)
             alone = [self._pass(model, compute, batch) for batch in self._samples.split(1)]
-            others = list[Pass]()
-            if strategy.gathers or whole.changed:  # as layers and embeddings that few samples use
-                data = self._run.config.data
-                size = int(data.micro_batch or len(strategy.rows(data.global_batch)))
-                parts = self._more(MORE).map(lambda rows: rows[2:]).split(size)
-                others = [self._pass(model, compute, part) for part in parts]
         except Exception as error:  # the user's code may raise anything
             if memory.is_exhausted(error) or isinstance(error, ConfigError):
                 raise
             return f"parallel.check did not compute samples one by one: {error}"
-        return whole, alone, others
+        return whole, alone, []
+
+    def _others(self, model: nn.Module) -> list[Pass]:
+        """Pass further samples, as few use some layers and embeddings; none if that fails."""
+        compute = partial(self._strategy.plain_pass, model)
+        parts = self._more(MORE).map(lambda rows: rows[2:]).split(self._rows_at_once)
+        try:
+            return [self._pass(model, compute, part) for part in parts]
+        except Exception as error:  # the user's code may raise anything
+            if isinstance(error, ConfigError):
+                raise
+            return []
+
+    @property
+    def _rows_at_once(self) -> int:
+        data = self._run.config.data
+        return int(data.micro_batch or len(self._strategy.rows(data.global_batch)))
 
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> bool:
         """Refuse the run if a sample's results depend on others; False if memory is short."""
@@ -220,6 +232,9 @@ class Spread:
         failure = self._world.first_problem(single if isinstance(single, str) else "")
         self._run.warn(failure)
         if not failure and isinstance(single, tuple):
+            has_changed = self._world.has_any(bool(single[0].changed))
+            if has_changed or self._strategy.gathers:
+                single[2].extend(self._others(model))
             self._refuse(self._dependence(model, single))
             self._refuse(self._own_tensors(model, single))
         return single is not None
@@ -270,11 +285,15 @@ class Spread:
             return ""
         known = self._run.config.model.sync_buffers
         drawn = single[0].has_drawn  # in another order
-        combinations = {} if drawn else rows.combinations(model, *single, self._tolerance)
+        combinations = self._try(
+            lambda: {} if drawn else rows.combinations(model, *single, self._tolerance)
+        )
+        if combinations is None:
+            return ""
         ways = {
-            name: way
+            name: way or ""
             for name, way in combinations.items()
-            if not any(way == known[key] for key in known if fnmatch.fnmatch(name, key))
+            if not any(way in (None, known[key]) for key in known if fnmatch.fnmatch(name, key))
         }
         ways = self._own_to_ranks(model, ways)
         ranks, batch = strategy.data_ranks, self._run.config.data.global_batch
@@ -294,7 +313,8 @@ class Spread:
         if self._strategy.copies > 1 or self._is_pipeline or not self._world.has_any(bool(ways)):
             return ways
         tensors = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-        more, passes = self._more(MORE), list[list[list[float]]]()
+        passes = list[list[list[float]]]()
+        more = self._more(MORE).split(max(2, self._rows_at_once))[0]
         for rank in range(2):
             samples = more if rank == self._world.rank else more.split(1)[0]
             changed = self._pass(model, partial(self._strategy.plain_pass, model), samples).changed

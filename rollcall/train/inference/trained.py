@@ -11,6 +11,7 @@ from rollcall import config as schema
 from rollcall.config import Config, ConfigError
 from rollcall.messages.text import did_you_mean
 from rollcall.records.run_dir import RunDir, named
+from rollcall.train.checkpoint import layout
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
         )
     path = path.absolute()
     run_dir = RunDir(path.parent, path.name)
-    if not any(run_dir.checkpoints.glob("step-*")):
+    if not layout.published(run_dir.checkpoints):
         raise ConfigError(f"{path} has no checkpoint yet; train it first")
     _, config = schema.parse([str(path / "config.yaml"), *words])
     # Exact mode only matters for training, and would limit the number of ranks.

@@ -17,8 +17,8 @@ from rollcall.messages.text import did_you_mean
 from rollcall.train.data.source import Source
 from rollcall.train.data.tokenizer import package, refused
 
-EXPERT_INPUTS = {"top_k_index", "top_k_weights"}, {"router_indices", "routing_weights"}
-"""Arguments of modules that have a stack of experts."""
+EXPERT_INPUTS = ["top_k_index", "top_k_weights"], ["router_indices", "routing_weights"]
+"""Arguments of modules that have a stack of experts, after `self` and the tokens."""
 PLAN_STYLES = {"colwise": "columns", "rowwise": "rows"}
 """Styles in the plans of transformers; layers of other styles stay whole on each rank."""
 PLANS = {
@@ -161,7 +161,8 @@ def _plan(model: Any) -> None:
         heads = ("num_attention_heads", "num_key_value_heads")
         counts = {name: getattr(model.config, name, None) for name in heads}
         model.tensor_divides = {name: count for name, count in counts.items() if count}
+    # Before version 5, the second kind had a weight for each expert.
+    version = int(package("transformers", "model.name=transformers").__version__.split(".")[0])
+    known = EXPERT_INPUTS if version >= 5 else EXPERT_INPUTS[:1]
     takes = {n: inspect.signature(type(m).forward).parameters for n, m in model.named_modules()}
-    model.expert_plan = [
-        name for name, given in takes.items() if any(given.keys() >= two for two in EXPERT_INPUTS)
-    ]
+    model.expert_plan = [name for name, given in takes.items() if [*given][2:4] in known]

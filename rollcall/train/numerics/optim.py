@@ -63,7 +63,7 @@ def groups(
     found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         fits = (one for one in config.groups if fnmatch.fnmatch(names[parameter], one))
-        decays = parameter.ndim > 1 or config.decay_params == "all"
+        decays = parameter.ndim > 1 + (parameter in stacks) or config.decay_params == "all"
         key = next(fits, ""), decays, is_matrix(parameter) or not is_muon
         found.setdefault(key, []).append(parameter)
     is_combined = is_muon or any("optimizer" in options for options in config.groups.values())

@@ -30,7 +30,8 @@ class StopSignals:
         self._previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> "StopSignals":
-        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ()  # nohup
+        # nohup ignores it, and a program may have its own use of it.
+        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL else ()
         for number in (PERSON | SCHEDULER).difference(kept):
             self._previous[number] = signal.signal(number, self._remember)
         return self

@@ -121,6 +121,10 @@ REFUSED = {
         "forward() changes the buffers mean by the samples that it sees, so each rank would have "
         "its own: set model.sync_buffers={mean: mean}",
     ),
+    "mean-of-two-samples-at-most": (
+        words("Narrow", "zero3"),
+        "the output of first depends on the other samples of a batch",
+    ),
     "count-of-samples": (
         words("Counts", "zero3"),
         "forward() changes the buffers seen by the samples that it sees, so each rank would have "
@@ -206,6 +210,7 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
     ),
     "mapped-and-nested-ddp": (user_surprises.Mapped, words("Mapped", "ddp")),
     "mapped-and-nested-zero3": (user_surprises.Mapped, words("Mapped", "zero3")),
+    "rare-samples": (user_surprises.Rare, words("Rare", "ddp", "model.sync_buffers={rare: sum}")),
     "counter-ddp": (user_surprises.Remembers, words("Remembers", "ddp")),
     "counter-zero3": (user_surprises.Remembers, words("Remembers", "zero3")),
     "input-in-place-zero3": (user_surprises.Doubles, words("Doubles", "zero3")),
