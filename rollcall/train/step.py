@@ -180,7 +180,7 @@ class Steps:
         self._updater.apply(self.gradient, number)
         self._newest = batch, number
         if self._run.measures.step:
-            self._run.measures.end_step(is_used=self._updater.skipped is not YES)
+            self._run.measures.end_step(self._updater.skipped)
 
 
 class Gradient:
@@ -282,7 +282,7 @@ class Gradient:
             self._written.restore(self.number)
         if self._state.buffers:
             self._state.buffers.restore(torch.ones((), dtype=torch.bool, device=self._device))
-        self._run.measures.end_step(is_used=False)
+        self._run.measures.end_step(YES)
         return changed
 
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_459, 8_000
+CORE_LINES, TOOLS_LINES = 39_464, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/numerics": 1957,
     "rollcall/train/parallel": 3208,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1415,
+    "rollcall/train/ranks": 1420,
     "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 345,
     "rollcall/train/weights": 863,

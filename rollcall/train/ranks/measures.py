@@ -73,10 +73,15 @@ class Measures:
         finally:
             self._is_open = True
 
-    def end_step(self, is_used: bool) -> None:
-        """Keep what was measured with a gradient, or forget it if the gradient is not used."""
-        for name, total in self.step.items() if is_used else ():
-            _merge(self._before, name, total, self._known[name])
+    def end_step(self, skipped: torch.Tensor) -> None:
+        """Keep what was measured with a gradient, or forget it if its update is skipped."""
+        for name, (value, count) in self.step.items():
+            if skipped.is_cuda:  # which is not waited for
+                none = math.nan if self._known[name] == "max" else 0.0
+                value = torch.where(skipped, none, torch.as_tensor(value))
+                count = torch.where(skipped, 0.0, torch.as_tensor(count))
+            if skipped.is_cuda or not skipped:
+                _merge(self._before, name, (value, count), self._known[name])
         self.step.clear()
 
     def take(self, world: World) -> list[Number]:
@@ -164,6 +169,6 @@ def _merge(totals: dict[str, Total], name: str, more: Total, reduce: Reduce) -> 
     (value, count), (other, others) = totals[name], more
     if reduce == "max":
         pair = torch.as_tensor(value), torch.as_tensor(other)
-        totals[name] = torch.maximum(pair[0].to(pair[1].device), pair[1]), 1.0
+        totals[name] = torch.fmax(pair[0].to(pair[1].device), pair[1]), 1.0
     else:
         totals[name] = value + other, count + others

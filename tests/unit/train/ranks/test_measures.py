@@ -37,7 +37,7 @@ def test_values_of_several_steps_become_one(world: World) -> None:
             rollcall.measure("sum", number, "sum")
             rollcall.measure("sum", torch.tensor([True, True, False]), reduce="sum")
             rollcall.measure("max", torch.tensor([-number, -9]), "max")
-            measures.end_step(is_used=number != 2)  # the gradient of the second was dropped
+            measures.end_step(torch.tensor(number == 2))
         with measures.closed():  # an evaluation
             rollcall.measure("sum", math.inf, "sum")
     assert line(measures, world) == {"max": -1.0, "mean": 4.0, "sum": 8.0}
