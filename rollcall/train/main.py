@@ -25,6 +25,7 @@ from rollcall.messages.text import announce, is_first_rank, note
 from rollcall.records.job import JobRecord
 from rollcall.records.run_dir import FencedError
 from rollcall.system import process
+from rollcall.system.files import is_there
 from rollcall.train.ranks import failure
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _main(words: Sequence[str]) -> int:
         arguments.check_surroundings(config)
         if name := config.run.name:
             run = Path(config.run.root, name)
-            trains = "ROLLCALL_RUN_DIR" in os.environ or (run / "config.yaml").exists()
+            trains = "ROLLCALL_RUN_DIR" in os.environ or is_there(run / "config.yaml")
             record = None if trains else JobRecord.read(run)  # a script may train in its own run
             if record and not record.is_training:
                 raise ConfigError(f"run.name: {run} is the run of a script; choose another name")
