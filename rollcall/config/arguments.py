@@ -236,14 +236,20 @@ def check_surroundings(config: Any) -> None:
     part = checks.DATA_PARTS.get(config.data.name)
     if is_one and part and not any(Path(path).glob(part)):
         raise ConfigError(f"data.path={path}: expected {checks.DATA_PATHS[config.data.name]}")
-    if config.data.name == "jsonl" and not config.data.args.get("tokenizer"):
+    if config.data.name == "jsonl":
+        check_tokenizer(config.data.args.get("tokenizer"))
+    for entry in config.log.to.values():
+        if entry.name in SLOTS["log.to"].known and not importlib.util.find_spec(entry.name):
+            raise ConfigError(plugin.needs(f"log.to={entry.name}", entry.name))
+
+
+def check_tokenizer(folder: str | None) -> None:
+    """Raise ConfigError if the data set jsonl has no folder of a tokenizer."""
+    if not folder:
         raise ConfigError(
             "data.name=jsonl needs data.args.tokenizer, the folder of a tokenizer, because neither "
             "model.init nor model.args.base is a folder with one"
         )
-    for entry in config.log.to.values():
-        if entry.name in SLOTS["log.to"].known and not importlib.util.find_spec(entry.name):
-            raise ConfigError(plugin.needs(f"log.to={entry.name}", entry.name))
 
 
 def describe(name: str) -> str:

@@ -55,8 +55,7 @@ class Outer:
         drop_gathered(self._model)
         # The weights of the last meeting, and the momentum, by the names of the weights.
         named = self._model.named_parameters()
-        self._names = {name for name, weight in named if weight.requires_grad}
-        self._anchor = {name: weight.detach().clone() for name, weight in self._weights()}
+        self._anchor = {name: w.detach().clone() for name, w in named if w.requires_grad}
         zeros = {} if is_mean else self._anchor
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in zeros.items()}
         self._buckets = [*_buckets_of_fragments([*self._weights()], options)]
@@ -67,7 +66,7 @@ class Outer:
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._model.named_parameters():
-            if name in self._names:  # also if it was frozen since
+            if name in self._anchor:  # also if it was frozen since
                 yield name, weight
 
     @doing("meeting the other replicas")
@@ -97,7 +96,7 @@ class Outer:
         weights = dict(self._weights())
         anchors = [local_of(self._anchor[name]) for name in names]
         changes = map(torch.sub, anchors, (local_of(weights[name]) for name in names))
-        mean = self._mean(changes, anchors, self._options.sync_compression)
+        mean = self._means(changes, anchors, self._options.sync_compression)
         self._messages.append((due, names, mean))
         self._due |= dict.fromkeys(names, due)
 
@@ -125,9 +124,9 @@ class Outer:
         """Replace floating-point tensors by the means over the replicas, in place."""
         for some in _buckets([("", tensor) for tensor in tensors if tensor.is_floating_point()]):
             tensors = [local_of(tensor) for _, tensor in some]
-            copy_all(tensors, self._mean(tensors, tensors)())
+            copy_all(tensors, self._means(tensors, tensors)())
 
-    def _mean(
+    def _means(
         self, tensors: Iterable[torch.Tensor], like: list[torch.Tensor], how: str = "none"
     ) -> Callable[[], list[torch.Tensor]]:
         """Send tensors; return a function that waits for their means and returns them."""
@@ -169,6 +168,7 @@ class Outer:
             self.average(copies.values())
             replica[part], means[part] = tensors, {**state[part], **copies}
         self._receive()
+        # Nothing reads `met`, but older checkpoints hold it.
         outer: dict[str, Any] = {OUTER: {"anchor": self._anchor, "met": self._met}}
         outer |= {MOMENTUM: self._momentum} if self._momentum else {}
         outer[DUE] = {name: torch.tensor(step) for name, step in self._due.items()}

@@ -226,23 +226,6 @@ class Centers(Net):
         return y
 
 
-class Rare(Net):
-    """Adds up the samples of a kind, of which the first two of a run are not."""
-
-    rare: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rare", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        y = super().forward(x * (1 + self.rare / 100))
-        if self.training:
-            self.rare = self.rare + (x[:, 0] < -1.5).sum()
-        return y
-
-
 class Narrow(Net):
     """Has memory for two samples, and subtracts their mean."""
 
@@ -267,8 +250,20 @@ class Counts(Net):
         """Return the logits."""
         y = super().forward(x * (1 + self.seen / 100))
         if self.training:
-            self.seen = self.seen + len(x)
+            self.seen = self.seen + self.counted(x)
         return y
+
+    def counted(self, x: torch.Tensor) -> int | torch.Tensor:
+        """Return what to add."""
+        return len(x)
+
+
+class Rare(Counts):
+    """Adds up the samples of a kind, of which the first two of a run are not."""
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        """Return their number."""
+        return (x[:, 0] < -1.5).sum()
 
 
 class Codebook(Net):

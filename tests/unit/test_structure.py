@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_465, 8_000
+CORE_LINES, TOOLS_LINES = 39_469, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 63,
     "rollcall/cli": 321,
-    "rollcall/config": 2525,
+    "rollcall/config": 2531,
     "rollcall/launch": 1,
     "rollcall/launch/api": 377,
     "rollcall/launch/batch": 665,
@@ -54,17 +54,17 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/bench": 1749,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1432,
-    "rollcall/tools/plan": 2150,
+    "rollcall/tools/plan": 2149,
     "rollcall/tools/report": 1697,
     "rollcall/train": 2585,
     "rollcall/train/checkpoint": 3319,
-    "rollcall/train/data": 2975,
+    "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1192,
-    "rollcall/train/inference": 791,
+    "rollcall/train/health": 1191,
+    "rollcall/train/inference": 789,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1140,
-    "rollcall/train/numerics": 1957,
+    "rollcall/train/numerics": 1956,
     "rollcall/train/parallel": 3208,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1420,

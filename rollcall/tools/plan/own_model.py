@@ -49,13 +49,12 @@ def _gpt(config: Config, source: Source) -> Model:
     ffn = made.ffn_size or 4 * made.hidden_size
     size = made.expert_size or ffn
     experts = {"experts": made.experts, "top_k": made.top_k, "expert_ffn": size}
-    experts["dense_layers"] = made.dense_layers
     model = transformer(
         made.name,
         **{"layers": made.num_layers, "hidden": made.hidden_size, "heads": made.num_heads},
         **{"kv_heads": made.num_kv_heads, "ffn": ffn, "vocab": source.classes},
         **{"length": source.shape[0], "gated": made.name == "llama", "tied": made.tied},
-        **{**experts, "shared_ffn": made.shared_experts * size},
+        **{**experts, "shared_ffn": made.shared_experts * size, "dense_layers": made.dense_layers},
     )
     layer = model.layer
     # torch counts the whole square of causal attention, and 2.5 times as much in backward passes.

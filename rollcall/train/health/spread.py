@@ -196,7 +196,7 @@ class Spread:
                 numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
             return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or is_random)
 
-    def _one_by_one(self, model: nn.Module, plain: Pass | None) -> Single | str:
+    def _one_by_one(self, model: nn.Module, plain: Pass | None) -> tuple[Pass, list[Pass]] | str:
         """Pass the samples together and one by one; return the reason if that fails."""
         compute = partial(self._strategy.plain_pass, model)
         try:  # with gradients, as in training: a loss may ask for that
@@ -208,7 +208,7 @@ class Spread:
             if memory.is_exhausted(error) or isinstance(error, ConfigError):
                 raise
             return f"parallel.check did not compute samples one by one: {error}"
-        return whole, alone, []
+        return whole, alone
 
     def _others(self, model: nn.Module) -> list[Pass]:
         """Pass further samples, as few use some layers and embeddings; none if that fails."""
@@ -228,16 +228,15 @@ class Spread:
 
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> bool:
         """Refuse the run if a sample's results depend on others; False if memory is short."""
-        single = self._try(lambda: self._one_by_one(model, plain))
-        failure = self._world.first_problem(single if isinstance(single, str) else "")
+        result = self._try(lambda: self._one_by_one(model, plain))
+        failure = self._world.first_problem(result if isinstance(result, str) else "")
         self._run.warn(failure)
-        if not failure and isinstance(single, tuple):
-            has_changed = self._world.has_any(bool(single[0].changed))
-            if has_changed or self._strategy.gathers:
-                single[2].extend(self._others(model))
-            self._refuse(self._dependence(model, single))
-            self._refuse(self._own_tensors(model, single))
-        return single is not None
+        if not failure and isinstance(result, tuple):
+            needs_others = self._strategy.gathers or self._world.has_any(bool(result[0].changed))
+            passes = *result, self._others(model) if needs_others else []
+            self._refuse(self._dependence(model, passes))
+            self._refuse(self._own_tensors(model, passes))
+        return result is not None
 
     def _dependence(self, model: nn.Module, single: Single) -> str:
         """Return a problem if outputs, the loss or gradients depend on the other samples."""

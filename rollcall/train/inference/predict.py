@@ -139,8 +139,7 @@ def main(words: Sequence[str]) -> int:
             options.batch = size if isinstance(size, int) else 64
         if options.batch < 1:
             raise ConfigError(f"--batch: expected at least 1, got {options.batch}")
-        if options.input is not None:
-            files.find(options.input, "--input")
+        options.files = files.find(options.input, "--input") if options.input is not None else []
     except ConfigError as error:
         return refuse(error)
     return on_all_ranks(config.device, partial(_predict, run_dir, config, options))
@@ -205,8 +204,7 @@ def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[s
             f"--input: data.name={model.config.data.name} cannot read files; use --split, or set "
             "the `read` function of its Source"
         )
-    paths = files.find(options.input, "--input")
-    return source.read(paths), {"input": [str(path.absolute()) for path in paths]}
+    return source.read(options.files), {"input": [str(path.absolute()) for path in options.files]}
 
 
 def _size(samples: int, ranks: int, batch: int) -> int:

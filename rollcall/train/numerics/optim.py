@@ -104,8 +104,7 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
         given["momentum"] = config.momentum
     args = config.args if name == config.name else {}
     is_muon = name.lower() == MUON  # which refuses stacks of matrices when it is made
-    first = [{**group, "params": [*map(_first_matrix, group["params"])]} for group in groups]
-    given |= {"config": config, "params": first if is_muon else groups}
+    given |= {"config": config, "params": [*map(_of_matrices, groups)] if is_muon else groups}
     try:
         optimizer = arguments.call("optim.name", "optim.args", name, args, **given)
         if ":" not in name:
@@ -237,7 +236,6 @@ class Combined(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[tuple[list[int], torch.optim.Optimizer]]) -> None:
         """Combine optimizers, each with the places of its groups."""
         self._parts = [(places, part) for places, part in parts if places]
-        self._has_muon = any(isinstance(part, torch.optim.Muon) for _, part in self._parts)
         groups: dict[int, dict[str, Any]] = {}
         for places, part in self._parts:
             groups |= zip(places, part.param_groups, strict=True)
@@ -253,11 +251,9 @@ class Combined(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Let each optimizer update its parameters."""
         assert closure is None, "a training step has no closure"
-        with torch_private.muon_replaced(_of_whole) if self._has_muon else nullcontext():
-            for _, part in self._parts:
-                is_muon = isinstance(part, torch.optim.Muon)
-                with _as_matrices(part) if is_muon else nullcontext():
-                    part.step()
+        for _, part in self._parts:
+            with _matrix_by_matrix(part) if isinstance(part, torch.optim.Muon) else nullcontext():
+                part.step()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state of all."""
@@ -266,8 +262,8 @@ class Combined(torch.optim.Optimizer):
 
 
 @contextmanager
-def _as_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let Muon see each matrix of a stack for itself, as views of the weight and of its state."""
+def _matrix_by_matrix(optimizer: torch.optim.Muon) -> Iterator[None]:
+    """Let Muon update whole matrices, those of a stack as views of the weight and of its state."""
     groups, state, views = optimizer.param_groups, optimizer.state, list[torch.Tensor]()
     whole = [group["params"] for group in groups]
     for group in groups:
@@ -282,7 +278,8 @@ def _as_matrices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 group["params"].append(view)
                 views.append(view)
     try:
-        yield
+        with torch_private.muon_replaced(_of_whole):
+            yield
     finally:
         for group, weights in zip(groups, whole, strict=True):
             group["params"] = weights
@@ -303,8 +300,10 @@ def _matrices(stack: torch.Tensor) -> Sequence[torch.Tensor]:
     return local
 
 
-def _first_matrix(weight: torch.Tensor) -> torch.Tensor:
-    return weight.new_empty(1, 1) if weight.ndim > 2 else weight
+def _of_matrices(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group with a small matrix in place of each stack."""
+    weights = [weight.new_empty(1, 1) if weight.ndim > 2 else weight for weight in group["params"]]
+    return {**group, "params": weights}
 
 
 def _of_whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

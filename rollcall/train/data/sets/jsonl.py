@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from rollcall.config.arguments import check_tokenizer
 from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data import files
 from rollcall.train.data.source import Source, data_set
@@ -155,6 +156,7 @@ def _rows(
     max_length: int | None,
     **_: Any,
 ) -> Rows:
+    check_tokenizer(tokenizer)
     return Rows(lines, load(tokenizer, "data.args.tokenizer"), (prompt, answer), max_length)
 
 

@@ -210,7 +210,7 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
     ),
     "mapped-and-nested-ddp": (user_surprises.Mapped, words("Mapped", "ddp")),
     "mapped-and-nested-zero3": (user_surprises.Mapped, words("Mapped", "zero3")),
-    "rare-samples": (user_surprises.Rare, words("Rare", "ddp", "model.sync_buffers={rare: sum}")),
+    "rare-samples": (user_surprises.Rare, words("Rare", "ddp", "model.sync_buffers={seen: sum}")),
     "counter-ddp": (user_surprises.Remembers, words("Remembers", "ddp")),
     "counter-zero3": (user_surprises.Remembers, words("Remembers", "zero3")),
     "input-in-place-zero3": (user_surprises.Doubles, words("Doubles", "zero3")),

@@ -76,6 +76,13 @@ def numbers(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
 
 
+def test_without_a_tokenizer_every_way_to_the_data_says_so(world: World, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", ROWS)
+    config = parse(["data.name=jsonl", f"data.path={path}", "data.global_batch=4"])[1]
+    with pytest.raises(ConfigError, match=r"jsonl needs data\.args\.tokenizer, the folder of"):
+        sets.load(config.data, world)
+
+
 def test_only_answers_are_targets(world: World, folder: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     config = parse(words_of(path, folder, "data.pad=true"))[1]
