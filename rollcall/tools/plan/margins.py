@@ -42,7 +42,6 @@ def margin(model: Model, layout: Layout, machine: Machine) -> Margin:
     source = "fitted" if machine.software.name in known["programs"] else "other"
     source = "calibrated" if machine.factor != 1 else source
     unknown = {
-        "mixtures of experts": model.experts > 1,
         "context parallelism": layout.context > 1,
         f"parallel.schedule={layout.schedule}": layout.schedule in SPLIT_BACKWARD,
         chip: machine.factor == 1 and chip.partition("-")[0] not in known["chips"],
@@ -58,6 +57,7 @@ def kind_of(model: Model, layout: Layout, machine: Machine) -> str:
     """Return the first kind that fits, of layouts whose errors are alike."""
     stages, tensor, crosses = layout.stages, layout.tensor, layout.ranks > machine.node
     kinds = {
+        "mixture of experts": model.experts > 1,
         "tensor groups over nodes": tensor > machine.node,
         "pipeline and tensor over nodes": stages > 1 < tensor and crosses,
         "few micro-batches a stage": stages > 1 and layout.micro_batches < 4 * stages,

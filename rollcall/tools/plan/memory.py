@@ -24,7 +24,7 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
 def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: int) -> Terms:
     """Return the terms of a rank of one stage."""
     weights = held(model, layout, layers, number)
-    count, divided = sum(weights), state(weights, layout)
+    count, divided = sum(weights), state(weights, layout, machine.software)
     is_half = layout.width == HALF
     zero, software, is_pipeline = layout.zero, machine.software, layout.stages > 1
     terms = Terms()

@@ -18,7 +18,7 @@ class Product(NamedTuple):
     rows: float
     inner: int
     columns: int
-    cut: str = ""  # the side that tensor ranks divide: "columns", "inner" or nothing
+    cut: str = ""  # the side that tensor ranks divide: "columns", "inner" or nothing; or "shared"
     experts: int = 0  # matrices among which the rows are divided
     often: float = 1.0  # the fraction of the layers that have it
 
@@ -156,8 +156,9 @@ def transformer(name: str, **shape: int) -> Model:
         routed = mixed * top_k * row
         for rows, size, number in ((length, shared_ffn, 0), (length * top_k, expert_ffn, experts)):
             if size:
-                up = Product(rows, hidden, ups * size, "", number, mixed)
-                of_experts += [up, Product(rows, size, hidden, "", number, mixed)]
+                cut = "" if number else "shared"
+                up = Product(rows, hidden, ups * size, cut, number, mixed)
+                of_experts += [up, Product(rows, size, hidden, cut, number, mixed)]
     cut = round(sum(p.inner * p.columns * p.often for p in cut_products))
     rest = sum(p.inner * p.columns * p.often for p in [*whole, *of_experts] if not p.experts)
     spread = round(sum(p.inner * p.columns * p.often * p.experts for p in of_experts))

@@ -8,7 +8,7 @@ narrow products slow without a curve. Collectives are rings: a bandwidth, and a 
 import math
 
 from rollcall.tools.plan.layout import Layout, Terms
-from rollcall.tools.plan.machine import Machine
+from rollcall.tools.plan.machine import Machine, Software
 from rollcall.tools.plan.model import HALF, Model, Part, attention_flops
 
 MOVING = 0.8
@@ -58,13 +58,20 @@ def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
     return START + (ranks - 1) * (size / ranks / rate + hop)
 
 
-def all_to_all(size: float, ranks: int, apart: int, machine: Machine) -> float:
-    """Seconds in which each rank sends `size` bytes, evenly to all ranks, over its own link."""
+def all_to_all(size: float, ranks: int, apart: int, machine: Machine, copies: float = 1) -> float:
+    """Seconds in which each rank sends `size` bytes, evenly to all ranks, over its own link.
+
+    A program that sends `copies` of each value may send one to a node, which hands them on.
+    """
     if ranks == 1:
         return 0.0
     local = max(1, min(ranks, machine.node // apart))
-    near = (local - 1) / (machine.chip.inside * LINKS_INSIDE)
     far = (ranks - local) / (machine.chip.between * LINKS_BETWEEN)
+    near = (local - 1) / (machine.chip.inside * LINKS_INSIDE)
+    if machine.software.once and ranks > local:
+        nodes = ranks / local
+        far *= (1 - (1 - 1 / nodes) ** copies) * nodes / copies
+        near = (ranks - 1) / (machine.chip.inside * LINKS_INSIDE)
     hops = (local - 1) * HOP_INSIDE + (ranks > local) * machine.software.hop
     seconds: float = START + size / ranks * (near + far) + hops
     return seconds
@@ -82,9 +89,10 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
     peak = chip.flops[layout.precision if is_fp8 else half]
     terms = Terms()
     # Tensor ranks of rollcall compute whole experts; others divide the tokens.
-    tokens = (layout.imbalance if layout.expert > 1 else 1) / (tensor if software.folds else 1)
+    folded = tensor if software.folds else 1
+    tokens = (layout.imbalance if layout.expert > 1 else 1) / folded
     for number, (rows, inner, columns, cut, experts, often) in enumerate(part.products):
-        m = share * rows * (tokens if experts else 1)
+        m = share * rows * (tokens if experts else 1 / folded if cut == "shared" else 1)
         matrices = max(1, math.ceil(experts / layout.expert))
         k = inner / (tensor if cut == "inner" else 1)
         n = columns / (tensor if cut == "columns" else 1)
@@ -115,9 +123,9 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         exchange = (2 + again) * part.messages * ring(size, tensor, 1, machine)
         terms["tensor collectives"] = software.exposed * exchange
     if part.routed and layout.expert > 1:  # there and back, and so do the gradients
-        apart = tensor * layout.context
-        size = part.routed * wide * share * tokens
-        exchange = (4 + 2 * again) * all_to_all(size, layout.expert, apart, machine)
+        apart = 1 if software.folds else tensor * layout.context
+        size, copies = part.routed * wide * share * tokens, part.routed / part.boundary
+        exchange = (4 + 2 * again) * all_to_all(size, layout.expert, apart, machine, copies)
         terms["expert collectives"] = software.routed * exchange
     if part.attention and layout.context > 1:
         length, heads, width, kv_heads = part.attention
@@ -210,14 +218,24 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     if layout.zero < 3:
         hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
         terms["data collectives"] = _beside(_exchange(most, model.layer, layout, machine), hidden)
-    terms["optimizer"] = state(most, layout) * UPDATE / moving
+    terms["optimizer"] = state(most, layout, software) * UPDATE / moving
     return Terms({name: seconds * machine.factor for name, seconds in terms.items() if seconds})
 
 
-def state(weights: Held, layout: Layout) -> float:
+def state(weights: Held, layout: Layout, software: Software) -> float:
     """Return the number of weights whose optimizer state a rank has."""
     rest, spread = weights
-    return (rest + spread * layout.expert) / layout.shards if layout.zero else rest + spread
+    if not layout.zero:
+        return rest + spread
+    shards, _ = _holders(layout.shards, layout.expert, layout, software)
+    return rest / layout.shards + spread / shards
+
+
+def _holders(ranks: int, experts: int, layout: Layout, software: Software) -> tuple[int, int]:
+    """Return how many of data ranks hold what `experts` ranks divide, and how far apart."""
+    if experts > 1 and software.folds:
+        return max(1, ranks * layout.tensor // experts), experts
+    return max(1, ranks // experts), layout.tensor * experts
 
 
 def _beside(exchange: float, computation: float) -> float:
@@ -227,7 +245,7 @@ def _beside(exchange: float, computation: float) -> float:
 
 def _gathers(weights: Held, layout: Layout, machine: Machine) -> float:
     """Seconds in a micro-batch in which ZeRO 3 gathers a layer and scatters its gradients."""
-    tensor, sent, count = layout.tensor, machine.software.reduce, layout.micro_batches
+    sent, count = machine.software.reduce, layout.micro_batches
     # A pipeline keeps the weights from the first pass on, and adds up gradients without messages.
     is_pipeline = layout.stages > 1
     gathers = 1 + 1 / count if is_pipeline else 2
@@ -236,7 +254,7 @@ def _gathers(weights: Held, layout: Layout, machine: Machine) -> float:
     for values, degree in zip(weights, (1, layout.expert), strict=True):
         if not values:
             continue
-        group, apart = max(1, layout.shards // degree), tensor * degree
+        group, apart = _holders(layout.shards, degree, layout, machine.software)
         seconds += gathers * ring(values * layout.width, group, apart, machine)
         seconds += scatters * ring(values * sent, group, apart, machine)
         replicas = layout.data * layout.context // layout.shards  # they add up their gradients
@@ -249,7 +267,7 @@ def _exchange(weights: Held, layer: Part, layout: Layout, machine: Machine) -> f
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
     seconds = 0.0
     for values, degree in zip(weights, (1, layout.expert), strict=True):
-        group, apart = layout.data * layout.context // degree, layout.tensor * degree
+        group, apart = _holders(layout.data * layout.context, degree, layout, machine.software)
         size: float = values * machine.software.reduce
         back = values * layout.width if layout.zero else size
         seconds += ring(size, group, apart, machine) + ring(back, group, apart, machine)
