@@ -30,6 +30,7 @@ import torch.distributed as dist
 from rollcall.cli.installation import command
 from rollcall.config import parse
 from rollcall.launch.doctor.storage import is_node_local
+from rollcall.messages.text import duration
 from rollcall.records.attempt import AttemptEvent, LogSizes
 from rollcall.records.job import Submission, local_output
 from rollcall.records.run import LoggedStep, Verdict
@@ -129,7 +130,7 @@ def _measure(title: str, ways: Mapping[tuple[str, int], Way], repeats: int) -> b
         base, least = first.setdefault(name, (cpu, size))
         multiples = turns.ratios(cpu, base)
         is_linear &= statistics.median(multiples) <= size / least
-        times = [turns.cell(turns.column(figures, key), turns.seconds) for key in ("CPU", "clock")]
+        times = [turns.cell(turns.column(figures, key), duration) for key in ("CPU", "clock")]
         rows.append((label, *times, turns.cell(multiples, "{:.1f}".format)))
     turns.show(title, rows)
     return is_linear

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollcall.cli.installation import TRAIN
+from rollcall.messages.text import duration
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.tools.bench import turns
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     for name, curve in curves.items():
         reached, last = curve.until(goal), [*curve.losses.values()][-1]
         figures = f"{last:.2f}", f"{reached:.0f}", f"{first / reached:.1f}"
-        rows.append((name, turns.seconds(curve.step), *figures))
+        rows.append((name, duration(curve.step), *figures))
     turns.show(f"gpt, 2 replicas, {options.mbit:g} Mbit/s", rows)
     return 0
 

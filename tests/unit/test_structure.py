@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_469, 8_000
+CORE_LINES, TOOLS_LINES = 39_470, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -51,10 +51,10 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 821,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
-    "rollcall/tools/bench": 1749,
+    "rollcall/tools/bench": 1735,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1432,
-    "rollcall/tools/plan": 2149,
+    "rollcall/tools/plan": 2162,
     "rollcall/tools/report": 1697,
     "rollcall/train": 2585,
     "rollcall/train/checkpoint": 3319,
@@ -69,7 +69,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1420,
     "rollcall/train/recovery": 591,
-    "rollcall/train/torch_private": 345,
+    "rollcall/train/torch_private": 346,
     "rollcall/train/weights": 863,
 }
 MAPS = (

@@ -52,7 +52,6 @@ def train(run: RunDir, steps: int) -> None:
 def fork_ranks(run: RunDir, steps: int, ranks: int) -> None:
     """Fork ranks that train, until they end in order."""
     importlib.import_module(torch_private.COMPILER)
-
     gc.freeze()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
     code = 1

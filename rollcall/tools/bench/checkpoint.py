@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from rollcall.messages.text import duration
 from rollcall.tools.bench import turns
 from rollcall.train.checkpoint.engine import Engine
 from rollcall.train.checkpoint.store import CheckpointStore
@@ -30,8 +31,6 @@ WIDTH = 2048
 BATCH = 32
 QUIET_STEPS = 5
 """Steps that are timed without a save, before each save."""
-
-
 State = dict[str, Any]
 Save = Callable[[Path, State], Iterator[None]]
 """Saves a state: yields once when training may continue, then until the save is finished."""
@@ -181,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
         own = {key: turns.column(each, key) for key in each[0]}
         by = turns.ratios(own["stall"], turns.column(found["torch.save"], "stall"))
         beside = turns.cell(own["rate"]) if any(own["rate"]) else "none"
-        times = [turns.cell(own[key], turns.seconds) for key in ("stall", "whole")]
+        times = [turns.cell(own[key], duration) for key in ("stall", "whole")]
         rows.append((way, times[0], turns.cell(by), times[1], beside))
     size = f"{sum(each.nbytes for each in training.tensors) / 1e6:.0f} MB on {world.device.type}"
     turns.show(f"{size}, medians of {options.repeats} saves", rows)

@@ -19,6 +19,7 @@ from torch import nn
 
 from rollcall.cli.installation import TRAIN
 from rollcall.config.schema import Model
+from rollcall.messages.text import duration
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.tools.bench import turns
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         for name, measured in found.items():
             step, routing = (turns.column(measured, key) for key in ("step", ROUTING))
             share = turns.cell(turns.ratios(routing, step), "{:.1%}".format)
-            times = turns.cell(step, turns.seconds), turns.cell(turns.ratios(step, base))
+            times = turns.cell(step, duration), turns.cell(turns.ratios(step, base))
             rows.append((name, *times, share if any(routing) else "-"))
         turns.show(f"one step, gpt, ranks: {ranks}, medians of {options.repeats}, in turns", rows)
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rollcall.cli.installation import TRAIN
+from rollcall.messages.text import duration
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.tools.bench import loops, turns
@@ -21,34 +22,23 @@ BATCH = 16
 def main(argv: Sequence[str]) -> int:
     """Measure and print the tables; return the exit code."""
     words = turns.parser("overhead", __doc__)
-    words.add_argument("--nproc-per-node", type=turns.count, default=1, metavar="K", help="ranks")
-    words.add_argument(
-        "--model", choices=loops.MODELS, nargs="*", default=[*loops.MODELS], help="default: all"
-    )
-    words.add_argument("--steps", type=turns.count, default=400, help="steps that are timed")
-    words.add_argument(
-        "--data-loader",
-        action="store_true",
-        help="compare loops with a DataLoader instead, beside the bare loop without one",
-    )
-    words.add_argument(
-        "--strategy",
-        choices=("ddp", "zero3"),
-        default="ddp",
-        help="zero3: beside a loop with FSDP2 written by hand (default: ddp)",
-    )
-    words.add_argument(
-        "--first",
-        action="store_true",
-        help="show what the check before the first step costs the recipe gpt instead, in its steps",
-    )
+    add = words.add_argument
+    add("--nproc-per-node", type=turns.count, default=1, metavar="K", help="ranks")
+    add("--model", choices=loops.MODELS, nargs="*", default=[*loops.MODELS], help="default: all")
+    add("--steps", type=turns.count, default=400, help="steps that are timed")
+    meaning = "compare loops with a DataLoader instead, beside the bare loop without one"
+    add("--data-loader", action="store_true", help=meaning)
+    meaning = "zero3: beside a loop with FSDP2 written by hand (default: ddp)"
+    add("--strategy", choices=("ddp", "zero3"), default="ddp", help=meaning)
+    meaning = "show what the check before the first step costs the recipe gpt instead, in its steps"
+    add("--first", action="store_true", help=meaning)
     options = words.parse_args(argv)
     if options.first:
         runs = {name: partial(_check, name) for name in ("ddp", "zero3", "tensor")}
         rows = [("", "step", "check", "check in steps")]
         for name, measured in turns.take_turns(runs, options.repeats).items():
             step, check = (turns.column(measured, key) for key in ("step", "check"))
-            taken = [turns.cell(times, turns.seconds) for times in (step, check)]
+            taken = [turns.cell(times, duration) for times in (step, check)]
             rows.append((name, taken[0], taken[1], turns.cell(turns.ratios(check, step))))
         turns.show(f"gpt, 2 ranks, medians of {options.repeats} runs, in turns", rows)
         return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from rollcall.cli.installation import TRAIN, command
+from rollcall.messages.text import duration
 from rollcall.records.run_dir import RunDir
 from rollcall.tools.bench import turns
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     }
     rows = [("", "to first step", f"restarted within {options.limit:g} s")]
     for name, known in restarts.items():
-        shown = turns.cell(known, turns.seconds) if known else "never"
+        shown = turns.cell(known, duration) if known else "never"
         rows.append((name, shown, f"{len(known)} of {options.repeats}"))
     turns.show("killed rank to first step, 2 ranks, medians of the restarts, in turns", rows)
     return 0 if restarts["supervisor"] else 1

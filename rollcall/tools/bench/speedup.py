@@ -15,8 +15,9 @@ from functools import partial
 
 import numpy as np
 
+from rollcall.messages.text import duration
 from rollcall.tools.bench import loops, turns
-from rollcall.tools.bench.turns import BenchError, Figures, cell, column, seconds
+from rollcall.tools.bench.turns import BenchError, Figures, cell, column
 
 ONE = "1 device"
 HEAD = ("", "ranks", "step", "speed-up", "efficiency", "serial", "exposed", "hidden", "on double")
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         rows: list[Sequence[str]] = [HEAD]
         for name in alone:
             faster = cell(found[ONE] / found[name])
-            rows.append((name, "1", cell(found[name], seconds), faster, *[""] * 5))
+            rows.append((name, "1", cell(found[name], duration), faster, *[""] * 5))
         many = [_row(found, name, k, scaling) for k in counts for name in options.strategies]
         rows += [cells for cells, _ in many]
         title = f"{scaling} scaling: {one.model} on {device}, {one.batch} samples {whose}"
@@ -119,9 +120,9 @@ def _row(found: Mapping[str, np.ndarray], name: str, k: int, scaling: str) -> tu
     weak, strong = double - part * (double - 1), 1 / (part + (1 - part) / double)
     expected = np.maximum(0.0, weak if is_weak else strong)
     cells = [
-        *(name, str(k), cell(step, seconds), cell(faster)),
+        *(name, str(k), cell(step, duration), cell(faster)),
         *(cell(faster / k, "{:.0%}".format), cell(serial, "{:.0%}".format)),
-        *(cell(exposed, seconds), cell(hidden, seconds), cell(expected)),
+        *(cell(exposed, duration), cell(hidden, duration), cell(expected)),
     ]
     said = f"{name} on {k} ranks: {np.median(faster):.2f} times as fast"
     if np.median(faster) >= 0.97 * k:
@@ -131,7 +132,7 @@ def _row(found: Mapping[str, np.ndarray], name: str, k: int, scaling: str) -> tu
         (np.median(exposed), "for communication that nothing hides"),
         (np.median(np.maximum(0.0, alone - ideal)), f"because ranks compute side by side{small}"),
     ]
-    why = ", ".join(f"{seconds(taken)} {text}" for taken, text in sorted(parts, reverse=True))
+    why = ", ".join(f"{duration(taken)} {text}" for taken, text in sorted(parts, reverse=True))
     base = f"{'' if is_weak else f'1/{k} of '}the step of one device"
-    longer = seconds(float(np.median(step - ideal)))
+    longer = duration(float(np.median(step - ideal)))
     return cells, f"{said}, not {k}. A step is {longer} longer than {base}: {why}."

@@ -24,7 +24,7 @@ import psutil
 
 from rollcall.cli.installation import environment
 from rollcall.cli.parser import parser as command_parser
-from rollcall.messages.text import size, table
+from rollcall.messages.text import duration, size, table
 from rollcall.records.run_dir import RunDir
 from rollcall.system import hosts
 
@@ -143,11 +143,6 @@ def column(measured: Sequence[Figures], key: str) -> list[float]:
     return [each[key] for each in measured]
 
 
-def seconds(value: float) -> str:
-    """Return a time for people."""
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
-
-
 def show(title: str, rows: Sequence[Sequence[str]]) -> None:
     """Print a table."""
     print(title, *table(rows), sep="\n")
@@ -159,7 +154,7 @@ def compare(title: str, of_ways: Mapping[str, Sequence[Figures]], base: str) -> 
     rows = [["", *(text for key in keys for text in (key, f"/ {base}"))]]
     for name, found in of_ways.items():
         own = {key: (column(found, key), column(of_ways[base], key)) for key in keys}
-        pairs = [(cell(mine, seconds), cell(ratios(mine, by))) for mine, by in own.values()]
+        pairs = [(cell(mine, duration), cell(ratios(mine, by))) for mine, by in own.values()]
         rows.append([name, *(text for pair in pairs for text in pair)])
     show(title, rows)
 

@@ -90,12 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     add_count("--top", "N", "layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
-    add(
-        "--price",
-        type=partial(_number, "--price", 0.01),
-        metavar="P",
-        help="price of a GPU-hour, for --budget",
-    )
+    price = partial(_number, "--price", 0.01)
+    add("--price", type=price, metavar="P", help="price of a GPU-hour, for --budget")
     rate = partial(_number, "--failures", 0)
     add("--failures", type=rate, metavar="RATE", help="failures per node and day (default: 0.0065)")
     add("--machines", metavar="FILE", help="chips, fabrics and software of your own")

@@ -156,9 +156,9 @@ def transformer(name: str, **shape: int) -> Model:
         routed = mixed * top_k * row
         for rows, size, number in ((length, shared_ffn, 0), (length * top_k, expert_ffn, experts)):
             if size:
-                cut = "" if number else "shared"
-                up = Product(rows, hidden, ups * size, cut, number, mixed)
-                of_experts += [up, Product(rows, size, hidden, cut, number, mixed)]
+                side = "" if number else "shared"
+                up = Product(rows, hidden, ups * size, side, number, mixed)
+                of_experts += [up, Product(rows, size, hidden, side, number, mixed)]
     cut = round(sum(p.inner * p.columns * p.often for p in cut_products))
     rest = sum(p.inner * p.columns * p.often for p in [*whole, *of_experts] if not p.experts)
     spread = round(sum(p.inner * p.columns * p.often * p.experts for p in of_experts))

@@ -39,6 +39,7 @@ BUBBLES = {"zero-bubble": 1 / 3, "zbv": 1 / 5, "dualpipev": 2 / 3}
 equal times of forward pass and both halves of the backward pass; ZBV's would be 0."""
 Held = tuple[float, float]
 """Weights of a rank without experts, and of its experts."""
+Group = tuple[float, int, int]
 MIXED = 4
 """Norm that joins the host's and the GPU's time of a layer, whose kernels differ in size."""
 
@@ -224,18 +225,16 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
 
 def state(weights: Held, layout: Layout, software: Software) -> float:
     """Return the number of weights whose optimizer state a rank has."""
-    rest, spread = weights
-    if not layout.zero:
-        return rest + spread
-    shards, _ = _holders(layout.shards, layout.expert, layout, software)
-    return rest / layout.shards + spread / shards
+    parts = _groups(weights, layout.shards, layout, software)
+    return sum(values / ranks for values, ranks, _ in parts) if layout.zero else sum(weights)
 
 
-def _holders(ranks: int, experts: int, layout: Layout, software: Software) -> tuple[int, int]:
-    """Return how many of data ranks hold what `experts` ranks divide, and how far apart."""
-    if experts > 1 and software.folds:
-        return max(1, ranks * layout.tensor // experts), experts
-    return max(1, ranks // experts), layout.tensor * experts
+def _groups(weights: Held, ranks: int, layout: Layout, software: Software) -> list[Group]:
+    """Return how many of `ranks` data ranks hold the same weights, and how far apart."""
+    tensor, expert = layout.tensor, layout.expert
+    folds = tensor if software.folds and expert > 1 else 1
+    of_experts = max(1, ranks * folds // expert), tensor * expert // folds
+    return [(weights[0], ranks, tensor), (weights[1], *of_experts)]
 
 
 def _beside(exchange: float, computation: float) -> float:
@@ -251,10 +250,9 @@ def _gathers(weights: Held, layout: Layout, machine: Machine) -> float:
     gathers = 1 + 1 / count if is_pipeline else 2
     scatters = 1 / count if is_pipeline or machine.software.whole else 1
     seconds = 0.0
-    for values, degree in zip(weights, (1, layout.expert), strict=True):
+    for values, group, apart in _groups(weights, layout.shards, layout, machine.software):
         if not values:
             continue
-        group, apart = _holders(layout.shards, degree, layout, machine.software)
         seconds += gathers * ring(values * layout.width, group, apart, machine)
         seconds += scatters * ring(values * sent, group, apart, machine)
         replicas = layout.data * layout.context // layout.shards  # they add up their gradients
@@ -266,8 +264,8 @@ def _gathers(weights: Held, layout: Layout, machine: Machine) -> float:
 def _exchange(weights: Held, layer: Part, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
     seconds = 0.0
-    for values, degree in zip(weights, (1, layout.expert), strict=True):
-        group, apart = _holders(layout.data * layout.context, degree, layout, machine.software)
+    ranks = layout.data * layout.context
+    for values, group, apart in _groups(weights, ranks, layout, machine.software):
         size: float = values * machine.software.reduce
         back = values * layout.width if layout.zero else size
         seconds += ring(size, group, apart, machine) + ring(back, group, apart, machine)

@@ -22,10 +22,10 @@ def test_ways_take_turns_and_each_measurement_is_shown_at_once(
     assert lines[0] == "1 of 3: bare: clock 1" and len(lines) == 6
     turns.compare("title", found, "bare")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    bare, other = (["4.00", "s", "[1.00", "s,", "5.00", "s]"], ["3.00", "s", "[2.00", "s,"])
+    bare, other = (["4", "s", "[1", "s,", "5", "s]"], ["3", "s", "[2", "s,"])
     assert rows[2:] == [
         ["bare", *bare, "1.00", "[1.00,", "1.00]"],
-        ["other", *other, "6.00", "s]", "1.20", "[0.75,", "2.00]"],
+        ["other", *other, "6", "s]", "1.20", "[0.75,", "2.00]"],
     ], "the ratio is the median over the turns"
 
 
