@@ -94,8 +94,8 @@ class Outer:
 
     def _send(self, names: list[str], due: int) -> None:
         weights = dict(self._weights())
-        anchors = [local_of(self._anchor[name]) for name in names]
-        changes = map(torch.sub, anchors, (local_of(weights[name]) for name in names))
+        anchors = [_numbers(self._anchor[name]) for name in names]
+        changes = map(torch.sub, anchors, (_numbers(weights[name]) for name in names))
         mean = self._means(changes, anchors, self._options.sync_compression)
         self._messages.append((due, names, mean))
         self._due |= dict.fromkeys(names, due)
@@ -106,25 +106,26 @@ class Outer:
             _, names, mean = self._messages.pop(0)
             for name, gradient in zip(names, mean(), strict=True):
                 if self._momentum:
-                    momentum = local_of(self._momentum[name])
+                    momentum = _numbers(self._momentum[name])
                     momentum.mul_(self._decay).add_(gradient)
                     gradient.add_(momentum, alpha=self._decay)
-                local_of(self._anchor[name]).sub_(gradient, alpha=self._lr)
+                _numbers(self._anchor[name]).sub_(gradient, alpha=self._lr)
 
     def _take_in(self, step: int, kept: float) -> None:
         """Let weights that are due continue from their anchors, and keep a share of their own."""
         self._receive(step)
         for name, weight in self._weights():
             if 0 < self._due[name] <= step:
-                local_of(weight).lerp_(local_of(self._anchor[name]), 1 - kept)
+                _numbers(weight).lerp_(_numbers(self._anchor[name]), 1 - kept)
                 self._due[name] = 0
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Replace floating-point tensors by the means over the replicas, in place."""
-        for some in _buckets([("", tensor) for tensor in tensors if tensor.is_floating_point()]):
-            tensors = [local_of(tensor) for _, tensor in some]
-            copy_all(tensors, self._means(tensors, tensors)())
+        """Replace real and complex tensors by the means over the replicas, in place."""
+        reals = [("", x) for x in map(_numbers, tensors) if x.is_floating_point()]
+        for some in _buckets(reals):
+            local = [tensor for _, tensor in some]
+            copy_all(local, self._means(local, local)())
 
     def _means(
         self, tensors: Iterable[torch.Tensor], like: list[torch.Tensor], how: str = "none"
@@ -159,8 +160,9 @@ class Outer:
         A checkpoint saves it, or fills it in place.
         """
         replica, means = {}, {}
+        trained = {id(weight) for _, weight in self._weights()}
         named = self._model.named_parameters(remove_duplicate=False)
-        alike = {name for name, weight in named if not weight.requires_grad}
+        alike = {name for name, weight in named if id(weight) not in trained}
         for part in PARTS:
             named = ((n, tensor) for n, tensor in state[part].items() if n not in alike)
             tensors = {n: tensor for n, tensor in named if isinstance(tensor, torch.Tensor)}
@@ -189,6 +191,12 @@ class Outer:
             local_of(self._anchor[name]).copy_(local_of(weight))
         for momentum in () if MOMENTUM in state else self._momentum.values():
             local_of(momentum).zero_()
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, of complex numbers a view as real ones."""
+    local = local_of(tensor)
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def _buckets(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, Any]]]:

@@ -60,6 +60,21 @@ class Classifier(nn.Sequential):
         self.register_forward_pre_hook(wait)
 
 
+class Turned(Classifier):
+    """The same, after a complex weight that is frozen in the middle of the second round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.steps = nn.Parameter(torch.randn(6, dtype=torch.complex64)), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        self.turn.requires_grad_(self.steps < EVERY + 3)
+        turned = inputs * self.turn
+        outputs: torch.Tensor = super().forward(turned.real + turned.imag)
+        return outputs
+
+
 def mean_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]).mean(0)
 

@@ -32,7 +32,7 @@ class Ema:
         """Update the average after a step, unless the step was skipped."""
         for name, parameter in self._model.named_parameters():
             is_trained = parameter.grad is not None or not self._in_turns
-            if parameter.requires_grad and is_trained:  # others may be whole numbers
+            if is_trained and (parameter.is_floating_point() or parameter.is_complex()):
                 average = local_of(self._averages[name])
                 average.lerp_(local_of(parameter), (1 - self._decay) * (~skipped).to(average))
 

@@ -37,9 +37,9 @@ HSDP = "parallel.mesh=replicate=2,shard=2 parallel.strategy=zero3"
 STEPS = 2 * EVERY + 3  # in the middle of a round
 
 
-def fresh() -> user_seldom.Classifier:
+def fresh(kind: type[nn.Module] = user_seldom.Classifier) -> nn.Module:
     with Draws(0):
-        return user_seldom.Classifier()
+        return kind()
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -48,7 +48,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         torch.testing.assert_close(found[name], tensor.detach(), rtol=SAME, atol=SAME)
 
 
-def check(run_dir: RunDir, expected: dict[str, Any]) -> None:
+def check(run_dir: RunDir, expected: dict[str, Any], model: nn.Module | None = None) -> None:
     losses = {line["step"]: line["loss"] for line in logged_steps(run_dir)}
     assert [losses[step] for step in sorted(losses)] == pytest.approx(expected["losses"], rel=SAME)
     saved = export.read(max(run_dir.checkpoints.iterdir()))
@@ -60,7 +60,7 @@ def check(run_dir: RunDir, expected: dict[str, Any]) -> None:
     for number, replica in enumerate(expected["replicas"]):
         for part, tensors in replica.items():
             same(replicas[str(number)][part], tensors)
-    model, (inputs, targets) = fresh(), user_seldom.points()[1].tensors
+    model, (inputs, targets) = model or fresh(), user_seldom.points()[1].tensors
     model.load_state_dict(expected["model"])
     loss = functional.cross_entropy(model(inputs), targets)
     [*_, last] = [line for line in read_lines(run_dir.events) if line["event"] == "evaluated"]
@@ -87,6 +87,13 @@ def test_replicas_train_as_in_a_plain_loop(
     if len({replicas for replicas, _ in phases}) == 1:  # the interruption changes nothing
         phases = phases[-1:]
     check(RunDir(tmp_path, "s"), by_hand(fresh(), phases, sync))
+
+
+def test_complex_weights_meet_and_are_averaged_after_they_were_frozen(tmp_path: Path) -> None:
+    words = [*WORDS, "parallel.sync=diloco", "model.name=user_seldom:Turned", "train.steps=8"]
+    train(2, [*words, f"run.root={tmp_path}", "run.name=s"], tmp_path / "logs")
+    model = fresh(user_seldom.Turned)
+    check(RunDir(tmp_path, "s"), by_hand(model, [(2, 8)], "diloco"), model)
 
 
 @pytest.mark.parametrize(
