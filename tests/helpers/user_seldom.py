@@ -71,7 +71,7 @@ class Turned(Classifier):
         self.steps += self.training
         self.turn.requires_grad_(self.steps < EVERY + 3)
         turned = inputs * self.turn
-        outputs: torch.Tensor = super().forward(turned.real + turned.imag)
+        outputs: torch.Tensor = super().forward(turned.real + turned.imag)  # type: ignore[no-untyped-call]
         return outputs
 
 

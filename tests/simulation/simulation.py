@@ -340,8 +340,16 @@ class Simulation:
             self._break(f"{process.host.name} starts a step, but its batch process was replaced")
         for member in self.members.values():
             is_left = member.ended is None and not member.process.is_dead
+            is_left = is_left and not self._has_written_its_end(member)
             if member.host in hosts and (is_left or member.server.is_alive):
                 self._break(f"a step starts on {member.host.name}, where another one runs")
+
+    def _has_written_its_end(self, member: Member) -> bool:
+        """Return True if a node has said that its part ended; without a head it starts no other."""
+        attempt = member.server.world.attempt if member.server.world else 0
+        path = f"{RUN}/job/attempt-{attempt}/node-{member.number}.json"
+        text = self.cluster.disk.peek(path) or b""
+        return b'"ended": ' in text and b'"ended": null' not in text
 
     def _note_number(self, number: int) -> None:
         """Each claim belongs to one batch process."""

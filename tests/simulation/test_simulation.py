@@ -52,7 +52,7 @@ def test_a_seed_repeats_a_run_exactly() -> None:
     assert len(first.story) <= 20
 
 
-@pytest.mark.parametrize("when", [60.0, 200.0])
+@pytest.mark.parametrize("when", [60.0, pytest.param(200.0, marks=pytest.mark.long)])
 def test_a_step_that_stood_still_is_fenced_off_by_the_one_on_a_spare_host(when: float) -> None:
     stories = []
     for seed in range(6):

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_470, 8_000
+CORE_LINES, TOOLS_LINES = 39_478, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1432,
     "rollcall/tools/plan": 2162,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2585,
+    "rollcall/train": 2593,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,

@@ -196,7 +196,7 @@ def whole_table() -> dict[str, Cell]:
 
 
 IS_WHOLE = "ROLLCALL_CONTRACT" in os.environ
-QUICK = ("sentences-zero3", "stream-zero3", "stream-zero1", "returned-ddp", "images-pipeline")
+QUICK = ("stream-zero3", "stream-zero1", "returned-ddp", "images-pipeline")
 CELLS = whole_table() if IS_WHOLE else CELLS
 WATCHED = "stream-zero3-4" if IS_WHOLE else "stream-zero3"  # its callback writes a line per step
 SAVED, TOGETHER = 2, 20  # the step that others resume, and runs of one group of ranks

@@ -94,7 +94,10 @@ def test_what_happens_to_a_step_does_not_depend_on_when_ranks_talk(
         assert torch.equal(weights(rarely)[name], tensor), name
 
 
-@pytest.mark.parametrize(("world_size", "strategy", "kind"), list(COUNTS))
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "kind"),
+    [pytest.param(*cell, marks=pytest.mark.long if "zero3" in cell else ()) for cell in COUNTS],
+)
 def test_a_step_costs_no_more_than_it_did(
     tmp_path: Path, world_size: int, strategy: str, kind: str
 ) -> None:
@@ -113,6 +116,7 @@ def test_a_step_costs_no_more_than_it_did(
         assert found == most
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 def test_a_quiet_step_makes_no_system_calls(tmp_path: Path) -> None:
     words = ["model.name=user_code:counted", "train.steps=130", "log.every=1000"]

@@ -100,7 +100,7 @@ def test_complex_weights_meet_and_are_averaged_after_they_were_frozen(tmp_path: 
     ("sync", "attempts", "overlap"),
     [
         ("diloco", [(2, 2, 13), (4, 4, 19)], 3),  # saved while both fragments travel
-        ("local-sgd", [(4, 2, 12), (2, 2, STEPS)], 2),
+        pytest.param("local-sgd", [(4, 2, 12), (2, 2, STEPS)], 2, marks=pytest.mark.long),
     ],
 )
 def test_fragments_travel_while_replicas_train(
