@@ -55,7 +55,7 @@ class RunDir:
     def __init__(self, root: str | Path, name: str) -> None:
         self.name = name
         self.path = Path(root).absolute() / name
-        self._claim = b""
+        self._claim, self._fenced = b"", f"another attempt of run {name} has begun: this one ends"
         self._journal = Journal(self.events)
 
     @classmethod
@@ -83,10 +83,11 @@ class RunDir:
         matches = (re.fullmatch(r"attempt-([0-9]{1,9})", path.name) for path in paths)
         return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
-    def keeps(self, descriptor: int) -> bool:
-        """Return True if an open file is one of this run's logs."""
-        file = Path(f"/proc/self/fd/{descriptor}").resolve()
-        return self.logs.resolve() in file.parents
+    def attempt_of(self, descriptor: int) -> int | None:
+        """Return the attempt of which an open file is a rank's log; None if it is another file."""
+        file = str(Path(f"/proc/self/fd/{descriptor}").resolve())
+        match = re.fullmatch(r"/attempt-([0-9]+)/.*", file.removeprefix(str(self.logs.resolve())))
+        return int(match[1]) if match else None
 
     def log(self, attempt: int, node: int, rank: int) -> Path:
         """Return the file with the output of one rank in one attempt."""
@@ -116,8 +117,13 @@ class RunDir:
             raise PermissionError(errno.EPERM, reason, str(self.path))
         return is_new
 
-    def claim(self) -> None:
-        """Make this attempt the only one that may write; an older one may still be alive."""
+    def claim(self, attempt: int | None) -> None:
+        """Make this attempt the only one that may write; an older one may still be alive.
+
+        FencedError is raised if a newer one has begun: this one has stood still meanwhile.
+        """
+        if attempt is not None and attempt < self.next_attempt() - 1:
+            raise FencedError(self._fenced)
         self._claim = self._claim or os.urandom(8).hex().encode()  # other ranks know it, too
         write_atomic(self.path / CLAIM, self._claim.decode() + "\n")
 
@@ -130,7 +136,7 @@ class RunDir:
     def check_claim(self) -> None:
         """Raise FencedError if another attempt has claimed the run since."""
         if self._claim and (self.path / CLAIM).read_bytes().strip() != self._claim:
-            raise FencedError(f"another attempt of run {self.name} has begun: this one ends")
+            raise FencedError(self._fenced)
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append an event with the time, in seconds since 1970."""

@@ -162,7 +162,7 @@ class Outer:
         replica, means = {}, {}
         trained = {id(weight) for _, weight in self._weights()}
         named = self._model.named_parameters(remove_duplicate=False)
-        alike = {name for name, weight in named if id(weight) not in trained}
+        alike = {n for n, w in named if id(w) not in trained and not w.requires_grad}
         for part in PARTS:
             named = ((n, tensor) for n, tensor in state[part].items() if n not in alike)
             tensors = {n: tensor for n, tensor in named if isinstance(tensor, torch.Tensor)}

@@ -287,10 +287,12 @@ def _open(run: Run) -> None:
             run_dir.create()
             if run_dir.checkpoints.exists():
                 next(run_dir.checkpoints.iterdir(), None)  # refused, rather than started again
-            run_dir.forget_verdict()
             run.claim_directory()
+            run_dir.forget_verdict()
             chip = chip_name(world.device)
             run.record("started", world_size=world.world_size, launcher=launcher, chip=chip)
+        except FencedError:
+            raise
         except OSError as error:
             place = error.filename or run_dir.path
             problem = f"{place}: the run directory cannot be used: {error.strerror}; run.root "
@@ -298,7 +300,7 @@ def _open(run: Run) -> None:
     world.raise_together(problem)
     # As supervisors do, keep what the ranks print, so that `rollcall logs` can show it.
     attempt = int(world.broadcast_text(str(run_dir.next_attempt()) if world.is_main else ""))
-    if not run_dir.keeps(1):
+    if run_dir.attempt_of(1) is None:
         node = world.rank // world.place.local_world_size
         keep_output(run_dir.log(attempt, node, world.rank))
     ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"

@@ -423,7 +423,7 @@ class Ranks:
                 self.cluster.clock.sleep(STEP)
             world.moved = self.cluster.clock.now
             self._run.record("started", world_size=nodes * self._per_node)
-            self._run.claim()
+            self._run.claim(world.attempt)
             self.cluster.claims.append((self.cluster.clock.now, world))
 
     def _follow(self, logs: Path, first: int) -> int:

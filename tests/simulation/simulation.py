@@ -345,9 +345,16 @@ class Simulation:
                 self._break(f"a step starts on {member.host.name}, where another one runs")
 
     def _has_written_its_end(self, member: Member) -> bool:
-        """Return True if a node has said that its part ended; without a head it starts no other."""
-        attempt = member.server.world.attempt if member.server.world else 0
-        path = f"{RUN}/job/attempt-{attempt}/node-{member.number}.json"
+        """Return True if a node that has lost its head has said that its part of the attempt ended.
+
+        Such a node starts no ranks any more.
+        """
+        of_step = [other for other in self.members.values() if other.step == member.step]
+        heads = [other for other in of_step if other.number == 0]
+        has_head = any(head.ended is None and not head.process.is_dead for head in heads)
+        if member.server.world is None or member.number == 0 or has_head:
+            return False
+        path = f"{RUN}/job/attempt-{member.server.world.attempt}/node-{member.number}.json"
         text = self.cluster.disk.peek(path) or b""
         return b'"ended": ' in text and b'"ended": null' not in text
 

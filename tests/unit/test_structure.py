@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_478, 8_000
+CORE_LINES, TOOLS_LINES = 39_489, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -47,16 +47,16 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/submission": 2311,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 253,
-    "rollcall/records": 1189,
+    "rollcall/records": 1195,
     "rollcall/system": 821,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1735,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1432,
-    "rollcall/tools/plan": 2162,
+    "rollcall/tools/plan": 2164,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2593,
+    "rollcall/train": 2595,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,
@@ -64,7 +64,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/inference": 789,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1140,
-    "rollcall/train/numerics": 1956,
+    "rollcall/train/numerics": 1959,
     "rollcall/train/parallel": 3208,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1420,

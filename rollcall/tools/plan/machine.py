@@ -83,7 +83,7 @@ class Machines:
 
     def check(self, program: str) -> None:
         """Raise RefusedError if no entry of the software has this name."""
-        if program not in (known := self._known["software"]):
+        if program.lower() not in (known := [name.lower() for name in self._known["software"]]):
             more = did_you_mean(program, known) or f"; choose from {', '.join(known)}"
             raise RefusedError(f"unknown program '{program}'{more}")
 

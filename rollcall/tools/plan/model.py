@@ -18,7 +18,8 @@ class Product(NamedTuple):
     rows: float
     inner: int
     columns: int
-    cut: str = ""  # the side that tensor ranks divide: "columns", "inner" or nothing; or "shared"
+    # What tensor ranks divide: "columns", "inner", or nothing; of a "shared" expert, the rows.
+    cut: str = ""
     experts: int = 0  # matrices among which the rows are divided
     often: float = 1.0  # the fraction of the layers that have it
 

@@ -40,6 +40,7 @@ equal times of forward pass and both halves of the backward pass; ZBV's would be
 Held = tuple[float, float]
 """Weights of a rank without experts, and of its experts."""
 Group = tuple[float, int, int]
+"""Weights of a rank, how many data ranks hold the same, and how many ranks apart."""
 MIXED = 4
 """Norm that joins the host's and the GPU's time of a layer, whose kernels differ in size."""
 
@@ -69,10 +70,10 @@ def all_to_all(size: float, ranks: int, apart: int, machine: Machine, copies: fl
     local = max(1, min(ranks, machine.node // apart))
     far = (ranks - local) / (machine.chip.between * LINKS_BETWEEN)
     near = (local - 1) / (machine.chip.inside * LINKS_INSIDE)
-    if machine.software.once and ranks > local:
+    if machine.software.once_per_node and ranks > local:
         nodes = ranks / local
         far *= (1 - (1 - 1 / nodes) ** copies) * nodes / copies
-        near = (ranks - 1) / (machine.chip.inside * LINKS_INSIDE)
+        near *= nodes  # each node hands on what all ranks of the group send to it
     hops = (local - 1) * HOP_INSIDE + (ranks > local) * machine.software.hop
     seconds: float = START + size / ranks * (near + far) + hops
     return seconds
@@ -125,7 +126,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         terms["tensor collectives"] = software.exposed * exchange
     if part.routed and layout.expert > 1:  # there and back, and so do the gradients
         apart = 1 if software.folds else tensor * layout.context
-        size, copies = part.routed * wide * share * tokens, part.routed / part.boundary
+        size, copies = part.routed * wide * share * tokens, max(1, part.routed / part.boundary)
         exchange = (4 + 2 * again) * all_to_all(size, layout.expert, apart, machine, copies)
         terms["expert collectives"] = software.routed * exchange
     if part.attention and layout.context > 1:
@@ -230,9 +231,9 @@ def state(weights: Held, layout: Layout, software: Software) -> float:
 
 
 def _groups(weights: Held, ranks: int, layout: Layout, software: Software) -> list[Group]:
-    """Return how many of `ranks` data ranks hold the same weights, and how far apart."""
+    """Return the groups, of `ranks` data ranks, of the weights without experts and of experts."""
     tensor, expert = layout.tensor, layout.expert
-    folds = tensor if software.folds and expert > 1 else 1
+    folds = tensor if software.folds and weights[1] else 1
     of_experts = max(1, ranks * folds // expert), tensor * expert // folds
     return [(weights[0], ranks, tensor), (weights[1], *of_experts)]
 

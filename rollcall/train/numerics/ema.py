@@ -26,13 +26,16 @@ class Ema:
         self._decay = decay
         weights = model.named_parameters()
         self._averages = {name: weight.detach().clone() for name, weight in weights}
+        self._trained = {name for name, w in model.named_parameters() if w.requires_grad}
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor) -> None:
         """Update the average after a step, unless the step was skipped."""
         for name, parameter in self._model.named_parameters():
-            is_trained = parameter.grad is not None or not self._in_turns
-            if is_trained and (parameter.is_floating_point() or parameter.is_complex()):
+            if parameter.requires_grad:  # others may be whole numbers
+                self._trained.add(name)
+            moves = parameter.grad is not None or not self._in_turns
+            if name in self._trained and moves:  # also if it was frozen since
                 average = local_of(self._averages[name])
                 average.lerp_(local_of(parameter), (1 - self._decay) * (~skipped).to(average))
 

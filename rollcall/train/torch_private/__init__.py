@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._subclasses.schema_check_mode  # `without_modes` would do it in each forked rank
+import torch._subclasses.schema_check_mode  # which `without_modes` imports late
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives

@@ -169,7 +169,7 @@ def test_events_are_read_as_written(tmp_path: Path, content: bytes) -> None:
 def test_a_claim_that_is_not_ours_fences_us_off(tmp_path: Path) -> None:
     run = RunDir(tmp_path, "it")
     run.create()
-    run.claim()
+    run.claim(None)
     run.check_claim()
     for content in GARBAGE:
         (run.path / CLAIM).write_bytes(content)

@@ -58,6 +58,27 @@ def test_a_second_attempt_fences_the_first_one_off_and_leaves_in_time(tmp_path: 
     assert (run.checkpoints / f"step-{verdict.step:08d}").is_dir()
 
 
+def test_an_attempt_that_stood_still_at_its_start_does_not_take_the_run_back(
+    tmp_path: Path,
+) -> None:
+    run = RunDir(tmp_path, "it")
+    log = run.log(0, 0, 0)
+    for path in (log, run.log(1, 0, 0)):
+        path.parent.mkdir(parents=True)
+    run.path.chmod(0o700)
+    run.claim(1)
+    words = ["digits", "device=cpu", "train.steps=1", "run.name=it", f"run.root={tmp_path}"]
+    command = [sys.executable, "-m", "train", *words]
+    with log.open("w") as output:
+        late = subprocess.run(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, timeout=500
+        )
+    assert late.returncode == FENCED, late.stderr
+    assert "another attempt of run it has begun: this one ends" in late.stderr
+    run.check_claim()
+    assert not run.config.exists()
+
+
 def test_a_stop_does_not_wait_for_the_whole_validation(tmp_path: Path) -> None:
     run, gate = RunDir(tmp_path, "it"), tmp_path / "gate"
     data = ["data.name=synthetic_images", "data.image_size=8", "data.num_samples=16000"]
