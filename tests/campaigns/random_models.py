@@ -332,7 +332,7 @@ class Case:
             chosen = torch.tensor(order.samples(step, range(self.batch))[0])
             optimizer.zero_grad()
             total = count = 0.0
-            for part in chosen.split(size):
+            for part in (chosen[start : start + size] for start in range(0, self.batch, size)):
                 sums = self._sums(loss, model, x[part], y[part])
                 (sums[0] / self.batch).backward()
                 total, count = total + float(sums[0]), count + float(sums[1])

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_469, 8_000
+CORE_LINES, TOOLS_LINES = 39_498, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -64,10 +64,10 @@ BUDGET: dict[str, int] = {
     "rollcall/train/inference": 789,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1140,
-    "rollcall/train/numerics": 1961,
+    "rollcall/train/numerics": 1962,
     "rollcall/train/parallel": 3210,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1431,
+    "rollcall/train/ranks": 1428,
     "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 345,
     "rollcall/train/weights": 863,

@@ -97,7 +97,8 @@ def _steps(
     def numbers() -> list[torch.Tensor]:
         # Of several sizes: a factor may depend on a norm between limits.
         shapes = [((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)]
-        shapes += [((1, 3), 1.0)] * has_row  # DTensor cannot do everything with one
+        if has_row:  # DTensor cannot do everything with a single one
+            shapes.append(((1, 3), 1.0))
         tensors = [
             scale * torch.randn(shape, generator=drawn).to(device) for shape, scale in shapes
         ]

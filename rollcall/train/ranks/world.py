@@ -271,10 +271,7 @@ class World:
 
 
 def copy_sparse_gradients(model: nn.Module) -> None:
-    """Give sparse gradients memory that is theirs.
-
-    DDP divides them in place, but they hold the gradient of the output, which other layers share.
-    """
+    """Copy sparse gradients: DDP divides them in place, but other layers share their memory."""
     layers = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     for weight in (layer.weight for layer in layers if layer.sparse):
         if weight.requires_grad:
