@@ -335,7 +335,7 @@ class Case:
             for part in (chosen[start : start + size] for start in range(0, self.batch, size)):
                 sums = self._sums(loss, model, x[part], y[part])
                 (sums[0] / self.batch).backward()
-                total, count = total + float(sums[0]), count + float(sums[1])
+                total, count = total + sums[0].item(), count + float(sums[1])
             for weight in trained:
                 if weight.grad is not None and count != self.batch:
                     weight.grad *= self.batch / count
