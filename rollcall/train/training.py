@@ -203,7 +203,8 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     run.warn(task.draws_by_rank())
     begin, factors = _place_model(run, source, spread, strategy, loss)
     if config.parallel.check != "off":
-        refusal, warning = trial.check(config.optim, world, strategy.sharding_mesh)
+        mesh = strategy.sharding_mesh
+        refusal, warning = trial.check(config.optim, world, mesh, strategy.model)
         if refusal:
             raise ConfigError(f"{refusal}; or set parallel.check=off to train anyway")
         run.warn(warning)

@@ -51,6 +51,8 @@ ABORTED, ALONE = "aborted", "refused by one rank"
 CLOSE = 2e-5
 """The largest relative difference of losses that rounding may cause after some steps."""
 STRATEGIES = ("ddp", "zero", "mesh")
+ADDED = "cross_entropy", "ignored", "weighted", "learned", "whole", "decayed"
+"""Losses of a batch that are the sums of those of its micro-batches."""
 
 
 class Random(nn.Module):
@@ -313,8 +315,8 @@ class Case:
         chosen = {"ddp": "ddp", "zero": self.zero, "mesh": self.mesh}[strategy]
         return [*words, f"parallel.strategy={chosen}"]
 
-    def by_hand(self) -> list[float]:
-        """Return the losses of a plain loop, and then of the validation."""
+    def by_hand(self, size: int) -> list[float]:
+        """Return the losses of a plain loop with micro-batches, and then of the validation."""
         with Draws(0):
             model = Random(self.number, self.seed)
         x, y = rows()
@@ -328,28 +330,44 @@ class Case:
         order, losses = Order(ROWS, STEPS * self.batch, self.batch, seed=0), []
         for step in range(STEPS):
             chosen = torch.tensor(order.samples(step, range(self.batch))[0])
-            mean = self._mean(loss, model, x[chosen], y[chosen])
             optimizer.zero_grad()
-            mean.backward()
+            total = count = 0.0
+            for part in (chosen[start : start + size] for start in range(0, self.batch, size)):
+                sums = self._sums(loss, model, x[part], y[part])
+                (sums[0] / self.batch).backward()
+                total, count = total + sums[0].item(), count + float(sums[1])
+            for weight in trained:
+                if weight.grad is not None and count != self.batch:
+                    weight.grad *= self.batch / count
             if self.clip:
                 nn.utils.clip_grad_norm_(trained, self.clip)
             optimizer.step()
-            losses.append(mean.item())
+            losses.append(total / count)
         model.eval()
         if self.loss == "gathered":  # an evaluation does not gather
             return losses
         with torch.no_grad():
-            return [*losses, self._mean(loss, model, x[ROWS:].clone(), y[ROWS:]).item()]
+            total, count = self._sums(loss, model, x[ROWS:].clone(), y[ROWS:])
+            return [*losses, float(total / count)]
 
-    def _mean(
+    @property
+    def sizes(self) -> list[int]:
+        """The micro-batches of loops that are all right, since a weight of 16 bits rounds sums.
+
+        Where rounding gives it another neighbour, losses differ by far more than those of fp32 do.
+        """
+        weights = Random(self.number, self.seed).parameters()
+        is_short = any(w.requires_grad and w.dtype.itemsize < 4 for w in weights)
+        return [self.batch, *((4, 2, 1) if is_short and self.loss in ADDED else ())]
+
+    def _sums(
         self, loss: Callable[..., Any], model: nn.Module, x: torch.Tensor, y: torch.Tensor
     ) -> Any:
         if self.loss in ("whole", "decayed", "constant", "auxiliary"):
-            total, count = loss(model, (x, y))
-            return total / count
+            return loss(model, (x, y))
         result = loss(model(x), y)
         losses, weights = result if isinstance(result, tuple) else (result, (y != -100).float())
-        return losses.sum() / weights.sum()
+        return losses.sum(), weights.sum()
 
 
 def do_all(rank: int, folder: Path) -> None:
@@ -429,34 +447,38 @@ def check(cases: Sequence[Case], folder: Path) -> dict[str, str]:
     }
 
 
-def _tried(case: Case) -> list[float] | None:
-    """Return the losses of a plain loop; None if torch itself cannot train the model."""
+def _tried(case: Case) -> list[list[float]]:
+    """Return the losses of plain loops; none if torch itself cannot train the model."""
     try:
-        return case.by_hand()
+        return [case.by_hand(size) for size in case.sizes]
     except Exception:  # of a model of any kind
         traceback.print_exc()
-        return None
+        return []
 
 
 def _judge(
-    end: Sequence[str], run: RunDir, expected: Sequence[float] | None, is_resumed: bool
+    end: Sequence[str], run: RunDir, loops: Sequence[Sequence[float]], is_resumed: bool
 ) -> str:
     state, reason, printed = end
-    if expected is None:
+    if not loops:
         return f"not judged: {state}: {reason}"
     if state != "done":
         return f"{state}: {reason}"
     losses = [line["loss"] for line in logged_steps(run)]
     losses += [line["val_loss"] for line in read_lines(run.metrics) if "val_loss" in line][-1:]
-    losses = losses[: len(expected)]
-    pairs = list(zip(losses, expected, strict=False))
-    error = max(abs(ours - theirs) / (abs(theirs) + 1e-3) for ours, theirs in pairs)
-    if len(losses) == len(expected) and error <= CLOSE:
+    losses = losses[: len(loops[0])]
+    error = min(_error(losses, expected) for expected in loops)
+    if len(losses) == len(loops[0]) and error <= CLOSE:
         return f"equal: {error:.1e}"
     notes = "rollcall: warning: ", "training changes" if is_resumed else "once in each micro-batch"
     warnings = [line for line in printed.splitlines() if any(note in line for note in notes)]
     warnings = [line for line in warnings if "flops_per_second" not in line]
     return f"{'warned' if warnings else 'wrong'}: {error:.1e} {'; '.join(warnings)}"
+
+
+def _error(losses: Sequence[float], expected: Sequence[float]) -> float:
+    pairs = zip(losses, expected, strict=False)
+    return max(abs(ours - theirs) / (abs(theirs) + 1e-3) for ours, theirs in pairs)
 
 
 BAD = "wrong", "failed"  # layers that ranks use differently may abort in gloo: docs/checks.md

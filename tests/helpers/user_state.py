@@ -212,6 +212,8 @@ class Own(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in [one for one in group["params"] if one.grad is not None]:
                 state, change = self.state[weight], weight.grad
+                if self.kind == "centered" and weight.ndim == 2:
+                    change = change - change.mean(1, keepdim=True)
                 if self.kind == "decay":
                     change = change + group["wd"] * weight
                 if not state:
@@ -228,6 +230,14 @@ class Own(torch.optim.Optimizer):
                 if self.kind == "noise":
                     weight.add_(torch.randn_like(weight), alpha=rate)
                 weight.sub_(state["mean"], alpha=rate)
+
+
+class Row(Net):
+    """A weight of one row, as class tokens are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(1, 6))
 
 
 class Odd(Net):

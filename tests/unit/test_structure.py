@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_489, 8_000
+CORE_LINES, TOOLS_LINES = 39_519, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,18 +56,18 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1432,
     "rollcall/tools/plan": 2164,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2595,
+    "rollcall/train": 2596,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1191,
+    "rollcall/train/health": 1204,
     "rollcall/train/inference": 789,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1140,
-    "rollcall/train/numerics": 1959,
-    "rollcall/train/parallel": 3208,
+    "rollcall/train/numerics": 1965,
+    "rollcall/train/parallel": 3210,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1420,
+    "rollcall/train/ranks": 1428,
     "rollcall/train/recovery": 591,
     "rollcall/train/torch_private": 346,
     "rollcall/train/weights": 863,

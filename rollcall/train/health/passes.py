@@ -45,8 +45,11 @@ class Pass(NamedTuple):
 
 
 @contextmanager
-def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
-    """Collect sketches of the outputs of all modules that are called while the context is open."""
+def outputs(model: nn.Module, of_modules: bool) -> Iterator[dict[str, list[Sketch]]]:
+    """Collect sketches of the outputs of a model, and `of_modules` in it, while it is called.
+
+    Modules that are only called have none.
+    """
     outputs_of: dict[str, list[Sketch]] = {}  # by module
     turns, has_gradient = itertools.count(), torch.is_grad_enabled()
 
@@ -54,7 +57,7 @@ def outputs(model: nn.Module) -> Iterator[dict[str, list[Sketch]]]:
         if torch.is_grad_enabled() != has_gradient:  # a pipeline passes zeros to learn the shapes
             return
         sketches = outputs_of.setdefault(name, [])
-        for tensor in tree_leaves(outputs):
+        for tensor in tree_leaves(outputs) if of_modules or not name else ():
             is_tensor = isinstance(tensor, torch.Tensor) and not is_mapped(tensor)
             if len(sketches) < CALLS and is_tensor:
                 local = local_of(tensor)
@@ -81,7 +84,7 @@ def sketch(tensor: torch.Tensor) -> Sketch:
     rows = tensor.detach().float()
     rows = rows.view(1) if rows.ndim == 0 else rows
     numbers = torch.arange(rows.shape[-1], device=rows.device).cos()
-    return Sketch(rows.shape, rows @ numbers, float(rows.norm()))
+    return Sketch(rows.shape, rows @ numbers, float(torch.linalg.vector_norm(rows)))
 
 
 @torch.no_grad()

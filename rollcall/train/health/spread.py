@@ -38,9 +38,8 @@ from rollcall.train.torch_private import BatchNorm, without_modes
 EVENT = "spread_checked"
 MORE = 8
 """Samples of which the check sees what few of them use or change."""
+Work = Callable[[Batch], Any]
 Whole = Callable[[nn.Module, torch.device], AbstractContextManager[None]]
-Single = tuple[Pass, list[Pass], list[Pass]]
-"""Passes of both samples together, of each alone, and of others."""
 Result = TypeVar("Result")
 
 
@@ -84,7 +83,7 @@ class Spread:
         if not (self._is_due and self._compares):
             return
 
-        compute = partial(self._strategy.plain_pass, model, backward=True)
+        compute = partial(self._strategy.plain_pass, model, backward=True, beside=True)
         with ExitStack() as stack:
             entered = self._try(lambda: stack.enter_context(whole(model, world.device)) or stack)
             plain = (
@@ -172,18 +171,19 @@ class Spread:
         return ""
 
     def _pass(
-        self, model: nn.Module, compute: Callable[[Batch], Any], batch: Batch, draws: bool = False
+        self, model: nn.Module, compute: Work, batch: Batch, draws: bool = False, names: bool = True
     ) -> Pass:
         """Pass some samples forward, or both ways if `compute` does that, and note what happens.
 
-        BatchNorm trains only where numbers are drawn.
+        BatchNorm trains only where numbers are drawn. Without `names`, only the output of the
+        whole model is noted, which takes half of the time.
         """
         device = self._world.device
         modes = nullcontext() if draws else evaluating(model, BatchNorm)
         set_seed(self._run.config.seed, "check")
         undrawn = next_numbers()[:2]  # `seen` knows those of torch
         with examined(model, self._strategy.loss.function, device, draws) as seen, modes:
-            with outputs(model) as of_modules:
+            with outputs(model, names) as of_modules:
                 sums = compute(batch.to(device).map(torch.clone))
             is_random = seen.is_random  # before the next line draws
             has_drawn = seen.has_drawn or undrawn != next_numbers()[:2]
@@ -196,30 +196,26 @@ class Spread:
                 numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
             return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or is_random)
 
-    def _one_by_one(self, model: nn.Module, plain: Pass | None) -> tuple[Pass, list[Pass]] | str:
-        """Pass the samples together and one by one; return the reason if that fails."""
+    def _passes(self, model: nn.Module, parts: list[Batch], names: bool) -> list[Pass] | str:
+        """Pass samples part by part; return the reason if that fails."""
         compute = partial(self._strategy.plain_pass, model)
         try:  # with gradients, as in training: a loss may ask for that
-            # Of a recomputation, a backward pass would change buffers once more.
-            same = plain if plain and not plain.changed else None
-            whole = same or self._pass(model, compute, self._samples)
-            alone = [self._pass(model, compute, batch) for batch in self._samples.split(1)]
+            return [
+                self._pass(model, partial(compute, beside=part is self._samples), part, names=names)
+                for part in parts
+            ]
         except Exception as error:  # the user's code may raise anything
             if memory.is_exhausted(error) or isinstance(error, ConfigError):
                 raise
             return f"parallel.check did not compute samples one by one: {error}"
-        return whole, alone
 
-    def _others(self, model: nn.Module) -> list[Pass]:
-        """Pass further samples, as few use some layers and embeddings; none if that fails."""
-        compute = partial(self._strategy.plain_pass, model)
-        parts = self._more(MORE).map(lambda rows: rows[2:]).split(self._rows_at_once)
-        try:
-            return [self._pass(model, compute, part) for part in parts]
-        except Exception as error:  # the user's code may raise anything
-            if isinstance(error, ConfigError):
-                raise
-            return []
+    def _single(self, model: nn.Module, plain: Pass | None, names: bool) -> list[Pass] | str:
+        """Pass the samples together, unless that is known, and one by one."""
+        # Of a recomputation, a backward pass would change buffers once more.
+        same = [plain] if plain and not plain.changed else []
+        parts = [*([] if same else [self._samples]), *self._samples.split(1)]
+        result = self._passes(model, parts, names)
+        return result if isinstance(result, str) else [*same, *result]
 
     @property
     def _rows_at_once(self) -> int:
@@ -228,21 +224,31 @@ class Spread:
 
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> bool:
         """Refuse the run if a sample's results depend on others; False if memory is short."""
-        result = self._try(lambda: self._one_by_one(model, plain))
+        result = self._try(lambda: self._single(model, plain, names=False))
+        if self._world.has_any(isinstance(result, list) and bool(self._depends(result))):
+            result = self._try(lambda: self._single(model, plain, names=True))  # names a module
         failure = self._world.first_problem(result if isinstance(result, str) else "")
         self._run.warn(failure)
-        if not failure and isinstance(result, tuple):
+        if not failure and isinstance(result, list):
             needs_others = self._strategy.gathers or self._world.has_any(bool(result[0].changed))
-            passes = *result, self._others(model) if needs_others else []
-            self._refuse(self._dependence(model, passes))
-            self._refuse(self._own_tensors(model, passes))
+            # Few samples use some layers and embeddings.
+            more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
+            parts = [*more.split(self._rows_at_once)] if more else []
+            others = self._try(lambda: self._passes(model, parts, names=False))
+            others = others if isinstance(others, list) else []
+            self._refuse(self._dependence(model, result, others))
+            self._refuse(self._own_tensors(model, result, others))
         return result is not None
 
-    def _dependence(self, model: nn.Module, single: Single) -> str:
+    def _depends(self, single: list[Pass]) -> tuple[str, float] | None:
+        gather = self._run.config.train.gather
+        return rows.dependence(single[0], single[1:], self._tolerance, gather)
+
+    def _dependence(self, model: nn.Module, single: list[Pass], others: list[Pass]) -> str:
         """Return a problem if outputs, the loss or gradients depend on the other samples."""
-        strategy, (whole, alone, others) = self._strategy, single
+        strategy, whole = self._strategy, single[0]
         parallel, config = self._run.config.parallel, self._run.config.train
-        some = rows.conditional(model, [*alone, *others], parallel.conditional_patterns)
+        some = rows.conditional(model, [*single[1:], *others], parallel.conditional_patterns)
         if some and strategy.gathers:
             return (
                 f"{parallel.choice} gathers weights on all ranks together, but only some samples "
@@ -251,7 +257,7 @@ class Spread:
             )
         if whole.has_drawn:  # in another order
             return ""
-        if different := rows.dependence(whole, alone, self._tolerance, config.gather):
+        if different := self._depends(single):
             module, size_of_error = different
             what = f"the output of {module}" if module else f"train.loss={config.loss}"
             remedy = ": set train.gather=true to give it the samples of all ranks"
@@ -277,15 +283,16 @@ class Spread:
             )
         return ""
 
-    def _own_tensors(self, model: nn.Module, single: Single) -> str:
+    def _own_tensors(self, model: nn.Module, single: list[Pass], others: list[Pass]) -> str:
         """Return a problem if forward() changes tensors by the samples that a rank sees."""
         strategy = self._strategy
         if self._world.world_size == strategy.copies:  # all ranks see all samples
             return ""
         known = self._run.config.model.sync_buffers
-        drawn = single[0].has_drawn  # in another order
+        whole, *alone = single
+        drawn, passes = whole.has_drawn, (whole, alone, others)  # in another order
         combinations = self._try(
-            lambda: {} if drawn else rows.combinations(model, *single, self._tolerance)
+            lambda: {} if drawn else rows.combinations(model, *passes, self._tolerance)
         )
         if combinations is None:
             return ""
@@ -312,11 +319,14 @@ class Spread:
         if self._strategy.copies > 1 or self._is_pipeline or not self._world.has_any(bool(ways)):
             return ways
         tensors = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+        more, compute = self._more(MORE), partial(self._strategy.plain_pass, model)
+        more = more.split(max(2, self._rows_at_once))[0]
+        samples = [more if rank == self._world.rank else more.split(1)[0] for rank in range(2)]
+        both = self._try(lambda: [self._pass(model, compute, part).changed for part in samples])
+        if both is None:
+            return {}
         passes = list[list[list[float]]]()
-        more = self._more(MORE).split(max(2, self._rows_at_once))[0]
-        for rank in range(2):
-            samples = more if rank == self._world.rank else more.split(1)[0]
-            changed = self._pass(model, partial(self._strategy.plain_pass, model), samples).changed
+        for changed in both:
             sketches = {name: sketch(tensor.flatten()) for name, tensor in changed.items()}
             values = {n: [part.norm, float(part.sums.sum())] for n, part in sketches.items()}
             passes.append([values.get(name, [0.0, 0.0]) for name in tensors])

@@ -38,18 +38,21 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def check(config: Optim, world: World, mesh: DeviceMesh | None) -> tuple[str, str]:
+def check(
+    config: Optim, world: World, mesh: DeviceMesh | None, model: nn.Module
+) -> tuple[str, str]:
     """Return the reason to refuse a run, and a warning; empty strings if all is well.
 
     All ranks call it together, and learn what one of them sees. Weights are sharded over `mesh`.
     """
     refusal = warning = ""
+    has_row = any(weight.ndim and len(weight) == 1 for weight in model.parameters())
     names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]
     for name in dict.fromkeys(names):
         if name.lower() not in TESTED and not refusal:
             args = config.args if name == config.name else {}
             options = config.model_copy(update={"name": name, "groups": {}, "args": args})
-            steps = partial(_steps, options, world.device, mesh)
+            steps = partial(_steps, options, world.device, mesh, has_row)
             refusal = _problem(world, steps, name, RESUMED, resumes=True)
             if mesh and not refusal:
                 refusal = _problem(world, steps, name, SHARDED, shards=True)
@@ -83,6 +86,7 @@ def _steps(
     config: Optim,
     device: torch.device,
     mesh: DeviceMesh | None,
+    has_row: bool,
     seed: int = 0,
     is_late: bool = False,  # the last weight is not used before the save
     **variant: bool,
@@ -92,7 +96,9 @@ def _steps(
 
     def numbers() -> list[torch.Tensor]:
         # Of several sizes: a factor may depend on a norm between limits.
-        shapes = ((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)
+        shapes = [((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)]
+        if has_row:  # DTensor cannot do everything with a single one
+            shapes.append(((1, 3), 1.0))
         tensors = [
             scale * torch.randn(shape, generator=drawn).to(device) for shape, scale in shapes
         ]

@@ -17,6 +17,7 @@ from rollcall.config.schema import Parallel
 from rollcall.messages.refusal import RankError
 from rollcall.train import torch_private
 from rollcall.train.parallel.part import Part
+from rollcall.train.ranks.world import copy_sparse_gradients
 
 
 class Replicate(Part):
@@ -44,6 +45,7 @@ class Replicate(Part):
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model in DDP, with the default group: all ranks of the world are replicas."""
         self._weights = [weight for weight in module.parameters() if weight.requires_grad]
+        copy_sparse_gradients(module)
         return self._wrapped(module)
 
     def allow_unused(self, module: nn.Module) -> nn.Module:  # noqa: ARG002

@@ -336,11 +336,11 @@ class Strategy:
         return (float(self._per_weight(self.model, total / count, sums)),)
 
     def plain_pass(
-        self, model: nn.Module, batch: Batch, backward: bool = False
+        self, model: nn.Module, batch: Batch, backward: bool = False, beside: bool = False
     ) -> tuple[float, float, float, float]:
         """Return the loss of a model that is not cut, and the sums of losses and of their weights.
 
-        Last comes how much the losses change beside others. A `backward` pass leaves the gradient
+        Last comes how much the losses change `beside` others. A `backward` pass leaves the gradient
         of the loss.
         """
         self._loss.weights.clear()
@@ -355,7 +355,7 @@ class Strategy:
                 if backward:
                     (total / rows).backward()  # type: ignore[no-untyped-call]
             sums, change = self._loss.sums_of_weights(total.device), 0.0
-            if isinstance(outputs, torch.Tensor):
+            if beside and isinstance(outputs, torch.Tensor):
                 change = self._change_beside_others(outputs, batch, total.item())
         self._loss.weights.clear()
         if backward and self._loss_module:

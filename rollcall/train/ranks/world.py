@@ -252,7 +252,7 @@ class World:
         It starts with the weights of rank 0. After each pass in training with gradients, all ranks
         have rank 0's statistics of BatchNorm, so that they evaluate and save the same model.
         """
-        model.to(self.device)
+        copy_sparse_gradients(model.to(self.device))
         devices = [self.device] if self.device.type == "cuda" else None
         # Buffers are not sent: ranks may evaluate different numbers of batches.
         known = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -268,6 +268,14 @@ class World:
         """End the process group; every rank must call this after the last collective."""
         dist.destroy_process_group()
         World.joined = None
+
+
+def copy_sparse_gradients(model: nn.Module) -> None:
+    """Copy sparse gradients: DDP divides them in place, but other layers share their memory."""
+    layers = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    for weight in (layer.weight for layer in layers if layer.sparse):
+        if weight.requires_grad:
+            weight.register_hook(torch.clone)  # type: ignore[no-untyped-call]
 
 
 class _Replica(DistributedDataParallel):

@@ -17,6 +17,8 @@ from user_state import WORDS
         ("user_state:Own norm", 2, "zero1", 0, ""),
         ("user_state:Own norm", 2, "zero3", 2, "with sharded weights its steps differ by"),
         ("user_state:Own limit", 2, "zero3", 2, "with sharded weights its steps differ by"),
+        ("user_state:Own centered", 2, "zero3", 0, ""),
+        ("user_state:Own centered Row", 2, "zero3", 2, "fails with sharded weights: aten."),
         ("Adafactor", 2, "zero3", 2, "fails with sharded weights"),
         ("user_state:Own shards", 2, "zero3", 2, "fails with sharded weights: rank 1 cannot"),
         ("user_state:Own whole", 2, "zero3", 0, "was not tried before the run: rank 1 cannot"),
@@ -29,8 +31,9 @@ def test_an_optimizer_is_tried_before_the_run(
     tmp_path: Path, optimizer: str, ranks: int, strategy: str, code: int, message: str
 ) -> None:
     name, *kind = optimizer.split()
-    words = [*WORDS[:4], "model.name=user_state:Net", "train.loss=user_state:cross_entropy"]
-    words += [f"optim.name={name}", *(f"optim.args.kind={one}" for one in kind)]
+    model = "Row" if kind[1:] else "Net"
+    words = [*WORDS[:4], f"model.name=user_state:{model}", "train.loss=user_state:cross_entropy"]
+    words += [f"optim.name={name}", *(f"optim.args.kind={one}" for one in kind[:1])]
     words += [f"parallel.strategy={strategy}", "train.steps=1", f"run.root={tmp_path}"]
     run = Ranks(ranks, words, tmp_path / "logs")
     assert run.wait() == [code] * ranks, run.output()

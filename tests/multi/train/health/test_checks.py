@@ -50,7 +50,9 @@ def by_hand(case: Any, batch: int) -> list[float]:
         model = kind()
     x, y = user_surprises.vectors_by_hand()
     order = Order(len(x), STEPS * batch, batch, seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    # Momentum would be a sparse tensor, which is refused.
+    momentum = 0.0 if kind is user_surprises.Sparse else 0.9
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
     losses = []
     for step in range(STEPS):
         rows = torch.tensor(order.samples(step, range(batch))[0])
@@ -298,6 +300,10 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
     "no-memory-on-one-rank": (user_surprises.Net, words("GreedyOnOneRank", "ddp")),
     "no-memory-for-the-spread-model": (user_surprises.Net, words("GreedyWhenSpread", "zero3")),
     "heads-ddp": (user_surprises.Heads, words("Heads", "ddp")),
+    "sparse-gradient-beside-a-layer": (
+        user_surprises.Sparse,
+        words("Sparse", "ddp", "optim.momentum=0"),
+    ),
     **{
         f"{name}-{strategy}": (getattr(user_surprises, name), words(name, strategy))
         for name in ("Parametrized", "Masked")
