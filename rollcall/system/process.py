@@ -139,7 +139,7 @@ def redirect_output(descriptor: int) -> None:
 
 
 def output_is_closed() -> bool:
-    """Return True if nobody reads what this process prints, as after `| head`."""
+    """Return True if nobody reads what this process prints (`| head`, a dead terminal)."""
     outputs = select.poll()
     for descriptor in (1, 2):
         outputs.register(descriptor, 0)

@@ -43,7 +43,9 @@ def read(name: str, given: Sequence[str], *options: str) -> Parsed:
         misplaced = line.own.words
     if misplaced:
         usage = f"rollcall {name} [options of rollcall submit] -- [{'] ['.join(options)}]"
-        raise RefusedError(f"{misplaced[0]}: expected {usage}")
+        is_ours = misplaced[0].partition("=")[0] in options
+        advice = "write it after `--`, as in" if is_ours else "expected"
+        raise RefusedError(f"{misplaced[0]}: {advice} {usage}")
     line.own.root = str(Path(line.own.root or "runs").absolute())
     return line, setup
 

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -44,6 +44,32 @@ class StopSignals:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
+
+
+@contextlib.contextmanager
+def end_at_once(message: str) -> Iterator[None]:
+    """End this process at a signal to stop, in a block in which torch waits and nothing is lost.
+
+    Python's handlers run only when torch returns: minutes later, if another rank is missing.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+
+    def read() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in PERSON | SCHEDULER:
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, message.encode())
+                os._exit(os.EX_TEMPFAIL)
+        os.close(reader)
+
+    threading.Thread(target=read, daemon=True, name="stop").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 def await_lost_node() -> None:

@@ -127,7 +127,9 @@ class World:
     joined: ClassVar[World | None] = None
     """The world of this process between `join` and `leave`."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: Place | None = None, device: torch.device | None = None) -> None:
+        if place is None or device is None:
+            raise ConfigError("World(): write World.join(), which finds and joins the other ranks")
         self.place, self.device = place, device
         self.rank, self.local_rank = place.rank, place.local_rank
         self.world_size = place.world_size
@@ -263,6 +265,13 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         dist.all_reduce(torch.zeros(1))
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # else the other ranks do not come
+            self.leave()
 
     def leave(self) -> None:
         """End the process group; every rank must call this after the last collective."""
