@@ -44,12 +44,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"rollcall {words[0]}: stopped by Ctrl-C", file=sys.stderr)
         return os.EX_TEMPFAIL if words[0] == "train" else 128 + signal.SIGINT
     except OSError as error:
-        # `| head` has read enough, or the terminal was closed
-        ends = {errno.EPIPE: signal.SIGPIPE, errno.EIO: signal.SIGHUP}
+        ends = {errno.EPIPE: signal.SIGPIPE, errno.EIO: signal.SIGHUP}  # as after `| head`
         if error.errno in ends and output_is_closed():
             return 128 + ends[error.errno]
-        if error.errno == errno.EPIPE:
-            raise
         is_full = error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT)
         subject = error.filename or ("the output" if is_full else words[0])
         what = f"{subject}: {error.strerror or error}"

@@ -39,7 +39,6 @@ INTERRUPTED = (
     "rollcall: stopped without saving; to continue from the newest checkpoint, if there is one, "
     "use the same command with run.name=RUN"
 )
-ALONE = "rollcall: stopped while it waited for the other ranks; nothing was started\n"
 RANKS = re.compile(r"(?:--(?:ranks|nproc(?:[-_]per[-_]node)?)|-np?)(?:=(.*))?")
 """Matches the option that starts ranks, also in the spelling of torchrun, mpiexec and srun."""
 
@@ -148,7 +147,7 @@ def on_all_ranks(device: str, work: "Callable[[World, StopSignals], int]") -> in
     is_supervised = "ROLLCALL_WORLD_SIZE" in os.environ  # its supervisor knows what a signal means
     with StopSignals() as signals:
         try:
-            with contextlib.nullcontext() if is_supervised else end_at_once(ALONE):
+            with contextlib.nullcontext() if is_supervised else end_at_once():
                 world = World.join(device)
         except ConfigError as error:
             return refuse(error, everywhere=False)

@@ -20,7 +20,6 @@ from rollcall.system.files import changed
 LIVE = ("pending", "running")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
 CANCELLED = "it was cancelled"
-LIST = "`rollcall status` shows which runs are running"
 STOPPED_EARLY = "stopped early: "
 """In the verdict of a run that `train.patience` ended."""
 SILENCE = 300.0
@@ -96,7 +95,8 @@ def live_job(run: RunDir) -> tuple[SubmittedJob, tuple[str, ...]]:
     (condition,), complaint = look([run])
     if not condition.is_live or condition.job is None:
         note = f" ({condition.note or complaint})" if condition.note or complaint else ""
-        raise NoRunError(f"run {run.name} has no live job: {condition.state}{note}; {LIST}")
+        state = f"{condition.state}{note}; see rollcall status"
+        raise NoRunError(f"run {run.name} has no live job: {state}")
     return condition.job, condition.live
 
 

@@ -68,7 +68,8 @@ def start(submission: SubmissionPlan, local: bool) -> int:
     except KeyboardInterrupt:
         if len(Submission.read(run.path)) == submission.before:
             raise  # nothing was started, or it was stopped
-        print(f"\nthe run goes on; to end it: {_command('cancel', run)}", file=sys.stderr)
+        status, cancel = (_command(name, run) for name in ("status", "cancel"))
+        print(f"\nthe run is not over; see {status}, or end it: {cancel}", file=sys.stderr)
         return exit_code.CANCELLED
 
 
@@ -216,18 +217,13 @@ def _wait(
     """Show a run's output until it is over; Ctrl-C asks it to stop, and again does not wait."""
     is_cancelled = False
     try:
-        try:
-            print(begun, flush=True)
-            follow(output, is_over)
-        except KeyboardInterrupt:
-            is_cancelled = True
-            stop()
-            print("\nasked the run to save and stop; Ctrl-C again does not wait", file=sys.stderr)
-            follow(output, is_over)
+        print(begun, flush=True)
+        follow(output, is_over)
     except KeyboardInterrupt:
-        status, cancel = (_command(name, run) for name in ("status", "cancel"))
-        print(f"\nthe run is still stopping; see {status}, or end it: {cancel}", file=sys.stderr)
-        return exit_code.CANCELLED
+        is_cancelled = True
+        stop()
+        print("\nasked the run to save and stop; Ctrl-C again does not wait", file=sys.stderr)
+        follow(output, is_over)
     return _exit_code(run, [job], before, is_cancelled)
 
 
@@ -414,10 +410,9 @@ def _exit_code(
     code = exit_code.of_run(run, jobs, before, is_cancelled)
     newest = find.newest_attempt(run)
     if code and (newest is None or newest.job not in jobs or newest.state is None):
-        if code == exit_code.CANCELLED:
-            print("rollcall: the run was stopped before it could begin or save", file=sys.stderr)
-            return code
         text = f"rollcall: error: job {jobs[-1]} ended before the run ended"
+        if code == exit_code.CANCELLED:
+            text = "rollcall: the run was stopped before it could begin or save"
         cause = root_cause.of_newest(run).what
         print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)
     return code

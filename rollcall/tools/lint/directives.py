@@ -156,13 +156,6 @@ def requeue_truncates(script: Script) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    *(
-        syntax_error,
-        dos_line_ends,
-        byte_order_mark,
-        commented_directive,
-        late_directive,
-        unknown_option,
-    ),
-    *(short_time, small_memory, output_directory, requeue_truncates),
+    *(syntax_error, dos_line_ends, byte_order_mark, commented_directive, late_directive),
+    *(unknown_option, short_time, small_memory, output_directory, requeue_truncates),
 )

@@ -16,6 +16,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Ctrl-C of a person; and of Slurm, torchrun, another program or a terminal that is closed.
 PERSON = frozenset({signal.SIGINT})
 SCHEDULER = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
+ALONE = b"rollcall: stopped while it waited for the other ranks; nothing was started\n"
 
 
 class StopSignals:
@@ -47,21 +48,17 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def end_at_once(message: str) -> Iterator[None]:
-    """End this process at a signal to stop, in a block in which torch waits and nothing is lost.
-
-    Python's handlers run only when torch returns: minutes later, if another rank is missing.
-    """
+def end_at_once() -> Iterator[None]:
+    """End this process at a signal, where torch waits: Python's handlers run when it returns."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
 
     def read() -> None:
-        while number := os.read(reader, 1):
-            if number[0] in PERSON | SCHEDULER:
-                with contextlib.suppress(OSError):  # the terminal may be gone
-                    os.write(2, message.encode())
-                os._exit(os.EX_TEMPFAIL)
+        if os.read(reader, 1):
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, ALONE)
+            os._exit(os.EX_TEMPFAIL)
         os.close(reader)
 
     threading.Thread(target=read, daemon=True, name="stop").start()

@@ -266,13 +266,6 @@ class World:
         """Wait until every rank has called this."""
         dist.all_reduce(torch.zeros(1))
 
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else the other ranks do not come
-            self.leave()
-
     def leave(self) -> None:
         """End the process group; every rank must call this after the last collective."""
         dist.destroy_process_group()

@@ -64,9 +64,13 @@ def heed_interrupts() -> None:
 def test_an_interrupt_right_after_the_start_ends_the_run(tmp_path: Path, bare: str) -> None:
     (tmp_path / "stays.py").write_text("import time; time.sleep(1000)")
     words = ["--local", "--nproc-per-node=1", "--wait", "--name=a", bare, "--", "stays.py"]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(
-        [*SUBMIT, *words], cwd=tmp_path, preexec_fn=heed_interrupts, **output
+        [*SUBMIT, *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=heed_interrupts,
     ) as waiting:
         assert waiting.stdout is not None
         assert any("submitted:" in line for line in waiting.stdout)
@@ -100,7 +104,7 @@ def test_a_second_interrupt_stops_waiting_not_the_run(tmp_path: Path, bare: str)
             waiting.send_signal(signal.SIGINT)
         left = waiting.stdout.read()
         assert waiting.wait(500) == 130
-        assert "the run is still stopping; see" in left and "Traceback" not in left
+        assert "the run is not over; see" in left and "Traceback" not in left
     (tmp_path / "end").touch()
     end = time.monotonic() + 500
     while not (tmp_path / "gone").exists():
