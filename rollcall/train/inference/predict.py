@@ -274,7 +274,7 @@ def _compute(
                 try:
                     write_atomic(parts.path(mine), "".join(content))
                 except OSError as error:
-                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
+                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}; see --output"
                     raise ConfigError(text) from None
         content = []
         if must_stop:
