@@ -6,22 +6,32 @@ files in it). It contains the packages that pyproject.toml lists, but not rollca
 always runs from the checkout.
 """
 
+import signal
+import sys
+
+
+def stop(number: int, _: object) -> None:
+    """End this process: an unfinished environment and its lock are removed on the way."""
+    print("env/run: interrupted; repeat the command to build again", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
+
+
+if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, stop)  # here: an interrupted import would print a traceback
+
 import contextlib
 import functools
 import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from choose import INDEX, CannotBuild, choose, is_reachable
@@ -280,13 +290,8 @@ def run_again(prepare: Callable[[], str], folder: str, arguments: Sequence[str])
         arguments: the arguments of env/run.
     """
 
-    def stop(number: int, _: FrameType | None) -> NoReturn:
-        say("interrupted; repeat the command to build again")
-        sys.exit(128 + number)
-
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
-            # So that the unfinished environment and the lock are removed.
             signal.signal(number, stop)
     try:
         torch = prepare()

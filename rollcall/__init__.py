@@ -48,8 +48,10 @@ __all__ += ["run", "runs", "submit"]
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        has = ", ".join(sorted(_MODULES))
-        raise AttributeError(f"module 'rollcall' has no attribute '{name}'; it has {has}")
+        from rollcall.messages.text import did_you_mean  # here: only mistakes need it
+
+        hint = did_you_mean(name, _MODULES) or f"; it has {', '.join(sorted(_MODULES))}"
+        raise AttributeError(f"module 'rollcall' has no attribute '{name}'{hint}")
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 

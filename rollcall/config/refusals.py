@@ -162,6 +162,9 @@ def _line(key: str, errors: list[Any]) -> str:
             hint = f", did you mean {first}={value}?"
         return f"{key}: expected a section with keys such as {first}, got {got}{hint}"
     wanted = " or ".join(dict.fromkeys(map(expected, errors))).replace("'", "")
+    default = next((item.default for item in describe() if item.name == key), None)
+    if wanted in ("a number", "an integer") and isinstance(default, int | float):
+        wanted += f" such as {default}"
     choices = [expected(error) for error in errors if error["type"] == "literal_error"]
     words = re.sub("[',]", "", " ".join(choices)).split()
     hint = did_you_mean(value, words) if isinstance(value, str) else ""

@@ -101,10 +101,9 @@ def size(count: float) -> str:
 
 def clock(seconds: float) -> str:
     """Return a time since 1970 as date and time for people; empty if it cannot be one."""
-    try:
+    with contextlib.suppress(OverflowError, ValueError, OSError):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return ""
+    return ""
 
 
 def duration(seconds: float) -> str:

@@ -191,22 +191,20 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 def read_value(path: Path) -> Any:
     """Read a file that holds one JSON value; None if it does not, or cannot be read."""
-    try:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         return json.loads(read_whole(path))
-    except (OSError, ValueError, RecursionError):
-        return None
+    return None
 
 
 def listed(folder: Path, pattern: str) -> list[Path]:
     """Return the paths in a folder that match, by name; none in a folder that cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         if "/" in pattern:
             return sorted(folder.glob(pattern))
         # Path.glob costs ten times as much.
         names = os.listdir(folder)  # noqa: PTH208 (a path for each name costs more than all else)
         return [folder / name for name in sorted(fnmatch.filter(names, pattern))]
-    except OSError:
-        return []
+    return []
 
 
 def stranger(path: Path) -> str:
@@ -226,28 +224,24 @@ def is_there(path: Path) -> bool:
 
 def changed(path: Path) -> float:
     """Return when a file was last changed, in seconds since 1970; 0 if it cannot be looked at."""
-    try:
+    with contextlib.suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def as_object(text: bytes | str) -> dict[str, Any] | None:
     """Parse a JSON object; None for anything else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    return None
 
 
 def tail(path: Path) -> list[str]:
     """Return the last whole lines of a file; none if it is missing or cannot be read."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            start = file.tell()
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    return lines[1:] if start else lines
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        start = file.tell()
+        lines = file.read().decode(errors="replace").splitlines()
+        return lines[1:] if start else lines
+    return []

@@ -77,10 +77,9 @@ def _tolerated() -> Iterator[None]:
 
 def stat(pid: int | str) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; none if the process has ended."""
-    try:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    return []
 
 
 class StoppedProcesses:
@@ -139,7 +138,7 @@ def redirect_output(descriptor: int) -> None:
 
 
 def output_is_closed() -> bool:
-    """Return True if nobody reads what this process prints, as after `| head`."""
+    """Return True if nobody reads what this process prints (`| head`, a dead terminal)."""
     outputs = select.poll()
     for descriptor in (1, 2):
         outputs.register(descriptor, 0)

@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 the request was refused, 75 stopped in order (start it aga
 anything else failed.
 """
 
+import contextlib
 import gc
 import importlib
 import os
@@ -140,12 +141,14 @@ def on_all_ranks(device: str, work: "Callable[[World, StopSignals], int]") -> in
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of hosts without DNS
     # torch is imported only now, so that a wrong command line is answered at once.
     from rollcall.train.ranks.agreement import FaultError
-    from rollcall.train.ranks.signals import StopSignals
+    from rollcall.train.ranks.signals import StopSignals, end_at_once
     from rollcall.train.ranks.world import World
 
+    is_supervised = "ROLLCALL_WORLD_SIZE" in os.environ  # its supervisor knows what a signal means
     with StopSignals() as signals:
         try:
-            world = World.join(device)
+            with contextlib.nullcontext() if is_supervised else end_at_once():
+                world = World.join(device)
         except ConfigError as error:
             return refuse(error, everywhere=False)
         refusal: Exception | None = None

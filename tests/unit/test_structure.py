@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_519, 8_000
+CORE_LINES, TOOLS_LINES = 39_559, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -29,46 +29,46 @@ SLACK = 10
 # the room gives for it: a lower loss, a higher speed, a fault survived. `python` with this file's
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
-    "rollcall": 63,
+    "rollcall": 65,
     "rollcall/cli": 321,
-    "rollcall/config": 2531,
+    "rollcall/config": 2534,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 377,
+    "rollcall/launch/api": 385,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1029,
-    "rollcall/launch/doctor": 1292,
+    "rollcall/launch/commands": 1025,
+    "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1690,
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2073,
-    "rollcall/launch/scheduler": 760,
-    "rollcall/launch/submission": 2311,
+    "rollcall/launch/runs": 2078,
+    "rollcall/launch/scheduler": 759,
+    "rollcall/launch/submission": 2313,
     "rollcall/launch/sweep": 405,
-    "rollcall/messages": 253,
+    "rollcall/messages": 252,
     "rollcall/records": 1195,
-    "rollcall/system": 821,
+    "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1735,
     "rollcall/tools/drill": 398,
-    "rollcall/tools/lint": 1432,
+    "rollcall/tools/lint": 1439,
     "rollcall/tools/plan": 2164,
     "rollcall/tools/report": 1697,
-    "rollcall/train": 2596,
+    "rollcall/train": 2599,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,
     "rollcall/train/health": 1204,
-    "rollcall/train/inference": 789,
+    "rollcall/train/inference": 794,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1140,
     "rollcall/train/numerics": 1965,
     "rollcall/train/parallel": 3210,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1428,
-    "rollcall/train/recovery": 591,
+    "rollcall/train/ranks": 1455,
+    "rollcall/train/recovery": 590,
     "rollcall/train/torch_private": 346,
     "rollcall/train/weights": 863,
 }

@@ -32,7 +32,11 @@ ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 def pack(value: Any) -> bytes:
     """Pickle a value, with the functions and classes in it that a script or a notebook defines."""
-    return HEADER + bytes(cloudpickle.dumps(value))
+    try:
+        return HEADER + bytes(cloudpickle.dumps(value))
+    except (TypeError, pickle.PicklingError) as error:
+        advice = "the function uses it, and cannot be sent to its ranks: create it in the function"
+        raise RefusedError(f"{error}; {advice}") from None
 
 
 def load(path: Path) -> Any:

@@ -73,6 +73,8 @@ class Job:
 
     def wait(self, timeout: float = math.inf) -> str:
         """Wait until it is over; return its state, or raise TimeoutError after these seconds."""
+        if not isinstance(timeout, int | float):
+            raise RefusedError(f"wait: expected seconds, such as 60, got {timeout!r}")
         start = time.monotonic()
         while not (look := self._look())[1]:
             if (waited := time.monotonic() - start) >= timeout:
@@ -181,6 +183,8 @@ def run(function: Callable[..., Any], *args: Any, ranks: int | None = None, **op
 
     Raise RunError if it fails, or is stopped by Ctrl-C. The options are as for `submit`.
     """
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise RefusedError(f"ranks: expected a number of ranks such as 4, got {ranks!r}")
     here: dict[str, Any] = {"local": True, "wait": True, "nproc_per_node": ranks}
     return submit(function, *args, **here, **options).result()
 

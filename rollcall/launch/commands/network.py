@@ -3,7 +3,6 @@
 Takes the options of `rollcall submit`; after `--`, the measurement takes --sizes and --json.
 """
 
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,13 +36,13 @@ def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def read(name: str, given: Sequence[str], *options: str) -> Parsed:
     """Parse the words before `--` for the command `name`; its own `options` belong after it."""
-    misplaced = [word for word in given if word.partition("=")[0] in options]
-    with contextlib.suppress(RefusedError) if misplaced else contextlib.nullcontext():
-        line, setup = layers.read(["--wait", *given])
-        misplaced = line.own.words
-    if misplaced:
-        usage = f"rollcall {name} [options of rollcall submit] -- [{'] ['.join(options)}]"
-        raise RefusedError(f"{misplaced[0]}: expected {usage}")
+    usage = f"rollcall {name} [options of rollcall submit] -- [{'] ['.join(options)}]"
+    for word in given:
+        if word.partition("=")[0] in options:
+            raise RefusedError(f"{word}: write it after `--`, as in {usage}")
+    line, setup = layers.read(["--wait", *given])
+    if line.own.words:
+        raise RefusedError(f"{line.own.words[0]}: expected {usage}")
     line.own.root = str(Path(line.own.root or "runs").absolute())
     return line, setup
 

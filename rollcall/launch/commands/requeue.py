@@ -25,10 +25,9 @@ def main(argv: Sequence[str]) -> int:
     again = f"submit it again with --name {run.name}, or submit its sweep again"
     if job is None or job.is_local:
         raise NoRunError(f"run {run.name} has no Slurm job; {again}")
-    if condition.state == "done":
-        raise NoRunError(f"run {run.name} is done; {again}")
-    if job.id in find.cancelled(run):
-        raise NoRunError(f"run {run.name} was cancelled; {again}")
+    if condition.state == "done" or job.id in find.cancelled(run):
+        end = "is done" if condition.state == "done" else "was cancelled"
+        raise NoRunError(f"run {run.name} {end}; {again}")
     info = slurm.queue([job.id]).get(job.id)
     if info is None:
         raise NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")

@@ -135,15 +135,13 @@ def _file(pid: int, logs: Path) -> tuple[int, Path] | None:
 def _read(path: Path, start: int, end: float) -> str:
     """Return the text of a file after its first `start` bytes, once it stops growing."""
     seen = start
-    while time.monotonic() < end:
-        try:
+    with contextlib.suppress(FileNotFoundError):
+        while time.monotonic() < end:
             size = path.stat().st_size
-        except FileNotFoundError:
-            break
-        if size > start and size == seen:
-            return read_whole(path)[start:].decode(errors="replace")
-        seen = size
-        time.sleep(0.05)
+            if size > start and size == seen:
+                return read_whole(path)[start:].decode(errors="replace")
+            seen = size
+            time.sleep(0.05)
     return ""
 
 

@@ -73,10 +73,9 @@ class LocalNode:
 
     def read(self, path: str) -> str:
         """Return the text of a file of the system; empty if it cannot be read."""
-        try:
+        with contextlib.suppress(OSError):
             return Path(SYSROOT + path).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return ""
 
     def paths(self, pattern: str) -> list[str]:
         """Return the paths of the system that match, without the root of a test."""

@@ -144,12 +144,11 @@ def _written(pid: int, folder: Path) -> tuple[int, int] | None:
 
     A look at the file itself, by all nodes every second, would load a shared file system.
     """
-    try:
+    with contextlib.suppress(OSError, ValueError):  # it has ended, or writes elsewhere
         log = Path(f"/proc/{pid}/fd/1").readlink()
         state = Path(f"/proc/{pid}/fdinfo/1").read_text()
         return (rank_of(log), int(state.split()[1])) if log.parent == folder else None
-    except (OSError, ValueError):  # it has ended, or writes elsewhere
-        return None
+    return None
 
 
 def parts(folder: Path, paths: list[Path]) -> Iterator[LogPart]:

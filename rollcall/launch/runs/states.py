@@ -95,7 +95,8 @@ def live_job(run: RunDir) -> tuple[SubmittedJob, tuple[str, ...]]:
     (condition,), complaint = look([run])
     if not condition.is_live or condition.job is None:
         note = f" ({condition.note or complaint})" if condition.note or complaint else ""
-        raise NoRunError(f"run {run.name} has no live job: {condition.state}{note}")
+        state = f"{condition.state}{note}; see rollcall status"
+        raise NoRunError(f"run {run.name} has no live job: {state}")
     return condition.job, condition.live
 
 
@@ -205,8 +206,11 @@ def _with_slurm(
         return condition
     live = [job for job in jobs if job.id in known and known[job.id].state not in FINAL]
     running = [job for job in live if known[job.id].state not in WAITING]
-    job = (running or live or jobs[-1:])[0]
     condition = replace(condition, live=tuple(entry.id for entry in live))
+    newest = condition.job
+    if newest and newest.is_local and (condition.is_live or not live):
+        return condition  # the run was continued on this machine: older jobs say nothing
+    job = (running or live or jobs[-1:])[0]
     if job.id in known:
         return _from_slurm(replace(condition, job=job), known[job.id])
     if complaint and condition.state == "lost":

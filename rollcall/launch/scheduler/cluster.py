@@ -3,6 +3,7 @@
 Every function that asks Slurm raises SlurmError if Slurm does not answer.
 """
 
+import contextlib
 import re
 import subprocess
 import time
@@ -132,21 +133,19 @@ def preempting_partition(job_id: str) -> str | None:
 
 def version() -> tuple[int, int] | None:
     """Return this cluster's version of Slurm, such as (23, 2); None if Slurm does not say."""
-    try:
-        found = re.search(r"\b(\d+)\.(\d+)", slurm.ask("sinfo", "--version"))
-    except SlurmError:
-        return None
-    return (int(found[1]), int(found[2])) if found else None
+    with contextlib.suppress(SlurmError):
+        if number := re.search(r"\b(\d+)\.(\d+)", slurm.ask("sinfo", "--version")):
+            return int(number[1]), int(number[2])
+    return None
 
 
 def options_of_site() -> dict[str, bool]:
     """Return the options of this site's sbatch, its plugins' too, and whether they take a value."""
-    try:
+    with contextlib.suppress(SlurmError):
         shown = slurm.ask("sbatch", "--help")
-    except SlurmError:
-        return {}
-    found = re.findall(r"^\s*(?:-\w,\s*)?--([a-z][\w-]*)(=?)", shown, re.MULTILINE)
-    return {name: bool(value) for name, value in found}
+        names = re.findall(r"^\s*(?:-\w,\s*)?--([a-z][\w-]*)(=?)", shown, re.MULTILINE)
+        return {name: bool(value) for name, value in names}
+    return {}
 
 
 def names(

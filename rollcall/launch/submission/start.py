@@ -61,9 +61,16 @@ def start(submission: SubmissionPlan, local: bool) -> int:
     needed = PACKAGES if submission.job.is_training else ("psutil",)  # of the job's processes
     if lacks := [name for name in needed if find_spec(name) is None and not submission.job.python]:
         raise ModuleNotFoundError(name=lacks[0])  # requirements.py explains it
-    if submission.job.allocation:
-        return _in_allocation(submission, submission.job.allocation)
-    return _on_this_machine(submission) if local else _on_slurm(submission)
+    try:
+        if submission.job.allocation:
+            return _in_allocation(submission, submission.job.allocation)
+        return _on_this_machine(submission) if local else _on_slurm(submission)
+    except KeyboardInterrupt:
+        if len(Submission.read(run.path)) == submission.before:
+            raise  # nothing was started, or it was stopped
+        status, cancel = (_command(name, run) for name in ("status", "cancel"))
+        print(f"\nthe run is not over; see {status}, or end it: {cancel}", file=sys.stderr)
+        return exit_code.CANCELLED
 
 
 def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
@@ -153,7 +160,7 @@ def _on_slurm(submission: SubmissionPlan) -> int:
     print(f"submitted:     job {jobs[0]}, {_nodes(job)}, {expected}")
     if len(jobs) > 1:
         print(f"then:          jobs {', '.join(jobs[1:])}, each after the one before")
-    _say_where(run, "array" in job.options)
+    print(_where(run, "array" in job.options), flush=True)
     if not submission.wait:
         return 0
     ask, output = Every(ASK_EVERY), Output([slurm_output(run.job, job_id) for job_id in jobs])
@@ -163,11 +170,7 @@ def _on_slurm(submission: SubmissionPlan) -> int:
             return ask.is_due() and slurm.has_ended(jobs[-1])
         return False
 
-    try:
-        follow(output, is_over)
-    except KeyboardInterrupt:
-        print(f"\nthe job keeps running; to end it: {_command('cancel', run)}", file=sys.stderr)
-        return exit_code.CANCELLED
+    follow(output, is_over)
     return _exit_code(run, jobs)
 
 
@@ -184,13 +187,12 @@ def _in_allocation(submission: SubmissionPlan, job_id: str) -> int:
         step = subprocess.Popen(script, start_new_session=True, stdin=subprocess.DEVNULL)
         with _or_stop(step.wait), _or_stop(step.terminate):
             _record(submission, job_id)
-    print(f"started:       {_nodes(job)} of your allocation {job_id}")
-    print(f"run directory: {run.path}", flush=True)
+    begun = f"started:       {_nodes(job)} of your allocation {job_id}\nrun directory: {run.path}"
 
     def cancel() -> None:
         step.send_signal(signal.SIGUSR2)  # srun passes it on to the supervisors
 
-    return _wait(run, job_id, before, output, lambda: step.poll() is not None, cancel)
+    return _wait(begun, run, job_id, before, output, lambda: step.poll() is not None, cancel)
 
 
 @contextlib.contextmanager
@@ -204,6 +206,7 @@ def _or_stop(stop: Callable[[], object]) -> Iterator[None]:
 
 
 def _wait(
+    begun: str,
     run: RunDir,
     job: str,
     before: int,
@@ -214,17 +217,13 @@ def _wait(
     """Show a run's output until it is over; Ctrl-C asks it to stop, and again does not wait."""
     is_cancelled = False
     try:
-        try:
-            follow(output, is_over)
-        except KeyboardInterrupt:
-            is_cancelled = True
-            stop()
-            print("\nasked the run to save and stop; Ctrl-C again does not wait", file=sys.stderr)
-            follow(output, is_over)
+        print(begun, flush=True)
+        follow(output, is_over)
     except KeyboardInterrupt:
-        status, cancel = (_command(name, run) for name in ("status", "cancel"))
-        print(f"\nthe run is still stopping; see {status}, or end it: {cancel}", file=sys.stderr)
-        return exit_code.CANCELLED
+        is_cancelled = True
+        stop()
+        print("\nasked the run to save and stop; Ctrl-C again does not wait", file=sys.stderr)
+        follow(output, is_over)
     return _exit_code(run, [job], before, is_cancelled)
 
 
@@ -267,9 +266,10 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
         with _or_stop(lambda: os.kill(int(process.job_id), signal.SIGTERM)):
             _record(submission, process.job_id)
     what = "an array of runs" if is_array else _nodes(job)
-    print(f"submitted:     process {process.job_id}, {what} on this machine")
-    _say_where(run, is_array)
+    begun = f"submitted:     process {process.job_id}, {what} on this machine\n"
+    begun += _where(run, is_array)
     if not submission.wait:
+        print(begun, flush=True)
         return 0
     paths = [local_output(run.job, process.job_id, node) for node in range(job.nodes)]
 
@@ -287,7 +287,7 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
         return process.done()
 
     output = Output(paths)
-    return _wait(run, process.job_id, before, output, is_over, cancel)
+    return _wait(begun, run, process.job_id, before, output, is_over, cancel)
 
 
 def _array(job: Job, run: RunDir, gpus: int, minutes: float | None) -> tuple[str, ...]:
@@ -384,11 +384,11 @@ def _record(submission: SubmissionPlan, job_id: str) -> None:
     record.append(submission.run.path)
 
 
-def _say_where(run: RunDir, is_array: bool = False) -> None:
+def _where(run: RunDir, is_array: bool) -> str:
     # The tasks of an array are separate runs, each with its own logs.
     follow_it = _command("watch", run) if is_array else _command("logs", run, "--follow")
-    print(f"run directory: {run.path}\nfollow it:     {follow_it}")
-    print(f"end it:        {_command('cancel', run)}", flush=True)
+    end_it = f"end it:        {_command('cancel', run)}"
+    return f"run directory: {run.path}\nfollow it:     {follow_it}\n{end_it}"
 
 
 def _command(command: str, run: RunDir, *options: str) -> str:
@@ -411,6 +411,8 @@ def _exit_code(
     newest = find.newest_attempt(run)
     if code and (newest is None or newest.job not in jobs or newest.state is None):
         text = f"rollcall: error: job {jobs[-1]} ended before the run ended"
+        if code == exit_code.CANCELLED:
+            text = "rollcall: the run was stopped before it could begin or save"
         cause = root_cause.of_newest(run).what
         print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)
     return code

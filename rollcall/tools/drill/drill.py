@@ -82,7 +82,7 @@ def await_training(run: RunDir) -> Target:
                 return target
         state = states.look([run])[0][0].state
         if state in ENDED or time.monotonic() > end:
-            raise NoRunError(f"run {run.name} is not training: {state}")
+            raise NoRunError(f"run {run.name} is not training: {state}; see rollcall status")
         time.sleep(QUERY_INTERVAL)
 
 

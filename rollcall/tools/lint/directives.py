@@ -35,6 +35,13 @@ def dos_line_ends(script: Script) -> Iterator[Finding]:
         yield Finding(1, "sbatch refuses scripts with DOS line breaks", "run dos2unix on this file")
 
 
+def byte_order_mark(script: Script) -> Iterator[Finding]:
+    """A byte order mark, which some editors of Windows write before `#!`."""
+    if script.has_byte_order_mark:
+        reason = "sbatch refuses scripts that begin with a byte order mark instead of #!"
+        yield Finding(1, reason, f"sed -i '1s/^\\xEF\\xBB\\xBF//' {script.path} removes it")
+
+
 def commented_directive(script: Script) -> Iterator[Finding]:
     """`# SBATCH`, which sbatch reads as a comment."""
     for line in script.disabled:
@@ -149,6 +156,6 @@ def requeue_truncates(script: Script) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    *(syntax_error, dos_line_ends, commented_directive, late_directive, unknown_option),
-    *(short_time, small_memory, output_directory, requeue_truncates),
+    *(syntax_error, dos_line_ends, byte_order_mark, commented_directive, late_directive),
+    *(unknown_option, short_time, small_memory, output_directory, requeue_truncates),
 )

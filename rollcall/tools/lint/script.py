@@ -37,8 +37,8 @@ class Script:
     """A script's directives and commands."""
 
     def __init__(self, path: Path, text: str) -> None:
-        self.has_dos_line_ends = "\r\n" in text
-        text = _without_placeholders(text.replace("\r\n", "\n"))
+        self.has_dos_line_ends, self.has_byte_order_mark = "\r\n" in text, text[:1] == "\ufeff"
+        text = _without_placeholders(text.removeprefix("\ufeff").replace("\r\n", "\n"))
         self.path, self.text, self.lines = path, text, text.splitlines()
         self.directives: list[Directive] = []  # that sbatch reads
         self.late: list[int] = []  # lines of directives after the first command

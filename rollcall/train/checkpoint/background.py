@@ -183,10 +183,9 @@ def _child(work: Work, end: int, parent: int) -> NoReturn:
 
 
 def _has_ended(pid: int) -> bool:
-    try:
+    with contextlib.suppress(ChildProcessError):  # a handler of the user's has waited for it
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # a signal handler of the user's program has already waited for it
-        return True
+    return True
 
 
 def _attempt(work: Work) -> str:

@@ -60,8 +60,9 @@ def main(words: Sequence[str]) -> int:
     options, overrides = parser.parse_with_keys(words)
     try:
         for name, least in (("length", 1), ("temperature", 0), ("top_k", 0)):
-            if not getattr(options, name) >= least:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}")
+            if not (value := getattr(options, name)) >= least:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option}: expected at least {least}, got {value}")
         run_dir, config = trained.find(options.run, overrides)
         _check_options(options, config)
     except ConfigError as error:

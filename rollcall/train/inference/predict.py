@@ -22,6 +22,7 @@ from rollcall.config import Config, ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_object, sync, write_atomic
+from rollcall.system.process import outlast_full_disks
 from rollcall.train.data import files
 from rollcall.train.inference import trained
 from rollcall.train.main import on_all_ranks
@@ -142,6 +143,7 @@ def main(words: Sequence[str]) -> int:
         options.files = files.find(options.input, "--input") if options.input is not None else []
     except ConfigError as error:
         return refuse(error)
+    outlast_full_disks()  # and a closed terminal: the outputs go to a file
     return on_all_ranks(config.device, partial(_predict, run_dir, config, options))
 
 
@@ -272,7 +274,7 @@ def _compute(
                 try:
                     write_atomic(parts.path(mine), "".join(content))
                 except OSError as error:
-                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
+                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}; see --output"
                     raise ConfigError(text) from None
         content = []
         if must_stop:

@@ -46,6 +46,8 @@ class Trained:
 def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
     """Return a run and its configuration with these overrides; ConfigError if one is wrong."""
     path = named(run, "config.yaml")
+    if path is None and (script := named(run, "job")):
+        raise ConfigError(f"{script} is the run of a script; expected one of `rollcall train`")
     if path is None:
         near = did_you_mean(run, (path.parent.name for path in Path("runs").glob("*/config.yaml")))
         raise ConfigError(

@@ -49,6 +49,8 @@ class Measures:
                 f"measure('{name}', …, reduce='{reduce}'): expected mean, sum or max, and the same "
                 "each time"
             )
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"measure('{name}', …): expected a number or a tensor, got {value!r}")
         count = 1.0
         if isinstance(value, torch.Tensor):
             values, count = value.detach(), value.numel()
@@ -157,8 +159,8 @@ def measure(name: str, value: Number, reduce: Reduce = "mean") -> None:
     Raises:
         ValueError: the name is taken, or was measured with another `reduce`.
     """
-    for measures in _of_process[-1:]:
-        measures.add(name, value, reduce)
+    measures = _of_process[-1] if _of_process else Measures()  # a mistake is one without a run, too
+    measures.add(name, value, reduce)
 
 
 def _merge(totals: dict[str, Total], name: str, more: Total, reduce: Reduce) -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Ctrl-C of a person; and of Slurm, torchrun, another program or a terminal that is closed.
 PERSON = frozenset({signal.SIGINT})
 SCHEDULER = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
+ALONE = b"rollcall: stopped while it waited for the other ranks; nothing was started\n"
 
 
 class StopSignals:
@@ -44,6 +45,28 @@ class StopSignals:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
+
+
+@contextlib.contextmanager
+def end_at_once() -> Iterator[None]:
+    """End this process at a signal, where torch waits: Python's handlers run when it returns."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+
+    def read() -> None:
+        if os.read(reader, 1):
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, ALONE)
+            os._exit(os.EX_TEMPFAIL)
+        os.close(reader)
+
+    threading.Thread(target=read, daemon=True, name="stop").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 def await_lost_node() -> None:

@@ -127,7 +127,9 @@ class World:
     joined: ClassVar[World | None] = None
     """The world of this process between `join` and `leave`."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: Place | None = None, device: torch.device | None = None) -> None:
+        if place is None or device is None:
+            raise ConfigError("World(): write World.join(), which finds and joins the other ranks")
         self.place, self.device = place, device
         self.rank, self.local_rank = place.rank, place.local_rank
         self.world_size = place.world_size

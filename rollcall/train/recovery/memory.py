@@ -46,10 +46,9 @@ def free(world: World) -> float:
 
 
 def _text(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return path.read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def snapshot(run: Run, step: int) -> None:

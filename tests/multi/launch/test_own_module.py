@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
+from rollcall.launch.runs.processes import Processes
 from rollcall.records.run_dir import RunDir
 
 SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
@@ -56,6 +57,30 @@ def test_a_module_named_as_ours_is_the_users(tmp_path: Path, method: str) -> Non
     assert verdict is not None and verdict.state == "failed"
 
 
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
+
+
+def test_an_interrupt_right_after_the_start_ends_the_run(tmp_path: Path, bare: str) -> None:
+    (tmp_path / "stays.py").write_text("import time; time.sleep(1000)")
+    words = ["--local", "--nproc-per-node=1", "--wait", "--name=a", bare, "--", "stays.py"]
+    with subprocess.Popen(
+        [*SUBMIT, *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=heed_interrupts,
+    ) as waiting:
+        assert waiting.stdout is not None
+        assert any("submitted:" in line for line in waiting.stdout)
+        waiting.send_signal(signal.SIGINT)
+        left = waiting.stdout.read()
+        assert waiting.wait(500) == 130, left
+    assert "asked the run to save and stop" in left and "Traceback" not in left
+    assert not Processes().of(RunDir(tmp_path / "runs", "a"))
+
+
 def test_a_second_interrupt_stops_waiting_not_the_run(tmp_path: Path, bare: str) -> None:
     stays = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     waits = f"while not pathlib.Path({str(tmp_path / 'end')!r}).exists(): time.sleep(0.1)"
@@ -64,9 +89,6 @@ def test_a_second_interrupt_stops_waiting_not_the_run(tmp_path: Path, bare: str)
     script = ["import pathlib, signal, time", stays, up, waits, ends]
     (tmp_path / "stays.py").write_text("\n".join(script))
     words = ["--local", "--nproc-per-node=1", "--wait", "--name=a", bare, "--", "stays.py"]
-
-    def heed_interrupts() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
 
     with subprocess.Popen(
         [*SUBMIT, *words],
@@ -82,7 +104,7 @@ def test_a_second_interrupt_stops_waiting_not_the_run(tmp_path: Path, bare: str)
             waiting.send_signal(signal.SIGINT)
         left = waiting.stdout.read()
         assert waiting.wait(500) == 130
-        assert "the run is still stopping; see" in left and "Traceback" not in left
+        assert "the run is not over; see" in left and "Traceback" not in left
     (tmp_path / "end").touch()
     end = time.monotonic() + 500
     while not (tmp_path / "gone").exists():

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
 from ranks import alone
+
+from rollcall.system.hosts import free_port
 
 WORDS = ["digits", "model.name=mlp", "device=cpu", "train.steps=2", "train.evaluate_every=null"]
 TRAIN = [sys.executable, "-m", "rollcall", "train", *WORDS]
@@ -41,6 +45,26 @@ def test_ctrl_c_during_the_imports_says_how_to_go_on(tmp_path: Path, command: li
     os.close(ours)
     assert training.returncode == os.EX_TEMPFAIL, shown.decode()
     assert b"stopped" in shown and b"the same command" in shown and b"Traceback" not in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_rank_that_waits_for_another_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """Also at a closed terminal; torch waits for five minutes, and looks at no signal."""
+    port = str(free_port())
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    log = tmp_path / "log"
+    rank = alone([*WORDS, f"run.root={tmp_path}"], log, **place, MASTER_PORT=port)
+    while True:  # until it listens: nobody else will come
+        with socket.socket() as caller:
+            if caller.connect_ex(("127.0.0.1", int(port))) == 0:
+                break
+        assert rank.is_alive(), log.read_text()
+        time.sleep(0.05)
+    assert rank.pid is not None
+    os.kill(rank.pid, number)
+    rank.join(100)
+    assert rank.exitcode == os.EX_TEMPFAIL
+    assert "waited for the other ranks" in log.read_text()
 
 
 def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:

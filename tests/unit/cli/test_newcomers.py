@@ -77,6 +77,9 @@ ANSWERS = {
     "model.num_heads; choose 140",
     "train data.name=jsonl data.path=notes.txt model.name=gpt": "needs data.args.tokenizer, the "
     "folder of a tokenizer",
+    "status --root nosuch": "/nosuch does not exist; root names the folder of runs",
+    "accept --only nosuch": "--only: write it after `--`, as in rollcall accept [options of",
+    "train ./runs": "runs: cannot be read: it is a directory; expected YAML",
     "network nosuch": "nosuch: expected rollcall network [options of rollcall submit] -- [--sizes]",
     "accept digits": "digits: expected rollcall accept [options of rollcall submit] -- [--only]",
     "train help": "'help': write --help, or --help KEY",
@@ -122,8 +125,8 @@ ANSWERS = {
     "checkpoint lst run": "got 'lst', did you mean 'list'?",
     "generate run": "one of the arguments --prompt --tokens --chat is required",
     "generate run --prompt x --max_new_tokens 5": "--max_new_tokens 5; expected only RUN, --best",
-    "generate run --prompt x --length 0": "error: --length: expected at least 1\n",
-    "generate run --prompt x --temperature nan": "error: --temperature: expected at least 0\n",
+    "generate run --prompt x --length 0": "error: --length: expected at least 1, got 0\n",
+    "generate run --prompt x --temperature nan": "temperature: expected at least 0, got nan\n",
     "predict run --split test": "--split: expected one of train, validation; got 'test'",
     "submit --local --framework jaxx -- ok.py": "tensorflow, mpi; got 'jaxx', did you mean 'jax'?",
     "submit --local --resume run -- ok.py": "; --resume takes no value, --name RUN names it",
@@ -184,7 +187,7 @@ def test_one_line_names_the_thing_and_the_remedy(
     [
         ("train digits run.name=script", "runs/script is the run of a script; choose another name"),
         ("train --ranks 2 digits run.name=script", "runs/script is the run of a script"),
-        ("predict trained --input none.png", "--input: no file matches 'none.png', or lies in it"),
+        ("predict trained --input none.png", "--input: no file in 'none.png'; name a file"),
         ("predict begun", "runs/begun has no checkpoint yet; train it first"),
     ],
 )
@@ -224,7 +227,8 @@ def test_an_output_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture
         contextlib.redirect_stdout(full),
     ):
         assert cli.main(["status"]) == 2
-    assert capsys.readouterr().err == "rollcall: error: the output: No space left on device\n"
+    said = capsys.readouterr().err
+    assert said.startswith("rollcall: error: the output: No space left on device; free some space")
 
 
 def test_help_is_shown_beside_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,11 +33,11 @@ from rollcall.config.read import RECIPES
         (["absent.yaml"], "absent.yaml: no such file"),
         (["optim.rl=1"], "unknown key 'optim.rl', did you mean 'optim.lr'?"),
         (["lr=1"], "unknown key 'lr': use optim.lr (peak learning rate)"),
-        (["train.epochs=many"], "train.epochs: expected a number, got 'many'"),
-        (["data.global_batch=6.5"], "data.global_batch: expected an integer, got 6.5"),
+        (["train.epochs=many"], "train.epochs: expected a number such as 10, got 'many'"),
+        (["data.global_batch=6.5"], "data.global_batch: expected an integer such as 64, got 6.5"),
         (["optim.lr=-1"], "optim.lr: expected a number above 0, got -1"),
         (["device=gpus"], "device: expected auto, cpu or cuda, got 'gpus'"),
-        (["optim.lr="], "optim.lr: expected a number, got an empty value"),
+        (["optim.lr="], "optim.lr: expected a number such as 0.001, got an empty value"),
         (["faults.hang_seconds=x"], "faults.hang_seconds: expected auto or a number, got 'x'"),
         (["precision=bf61"], "got 'bf61', did you mean 'bf16'?"),
         (["profile.steps=10"], "profile.steps=10: expected FIRST:END"),
@@ -196,7 +196,7 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path: Path) -> None:
         parse([str(recipe), "seed=x"])
     lines = str(refusal.value).splitlines()
     assert sorted(line.startswith(f"{recipe}: ") for line in lines) == [False, True, True]
-    assert "seed: expected an integer, got 'x'" in lines
+    assert "seed: expected an integer such as 0, got 'x'" in lines
 
 
 def test_a_mistake_in_yaml_names_line_and_column(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_values_are_read_as_they_look_and_written_so_that_they_read_back(
         ("run.name=!!timestamp 2026-02-30", "not valid YAML"),
         ("optim.lr=1e400", "expected a finite number, got inf"),
         ("optim.lr=.nan", "expected a finite number, got nan"),
-        ("seed=2:00", "expected an integer, got '2:00'"),
+        ("seed=2:00", "expected an integer such as 0, got '2:00'"),
         ("seed=" + "[" * 60_000, "not valid YAML"),
         ("seed=" + "- " * 60_000, "not valid YAML"),
         ("seed=" + "9" * 5000, "seed: expected"),
@@ -398,8 +398,8 @@ def test_packages_and_data_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.path=photos"], "data.path=photos has no effect: data.name=digits reads other"),
-        (["optim.warmup_steps=9", "train.steps=5"], "all of the train.steps=5 are a warm-up"),
+        (["data.path=photos"], "data.path=photos: remove it; data.name=digits reads other files"),
+        (["optim.warmup_steps=9", "train.steps=5"], "reduce it; all train.steps=5 are a warm-up"),
         (["train.epochs=2", "train.steps=5"], "no effect beside train.steps=5"),
         (["train.steps=5"], ""),  # the recipe has a longer warm-up
         (["optim.warmup_steps=5", "train.steps=5"], ""),

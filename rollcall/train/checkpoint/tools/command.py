@@ -30,7 +30,8 @@ def main(words: Sequence[str]) -> int:
         problem = str(error)
     except OSError as error:
         name = error.filename or vars(arguments).get("target")
-        problem = f"{name}: {error.strerror or error}" if name else str(error)
+        hint = "" if error.filename else "; free some space there, or choose another target"
+        problem = f"{name}: {error.strerror or error}{hint}" if name else str(error)
     return refuse(_plain(problem))
 
 

@@ -8,7 +8,8 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,27 @@ def test_a_run_that_exists_is_not_taken_for_another_one() -> None:
     with pytest.raises(rollcall.RefusedError, match=r"run a exists: rollcall.Job\('.*/runs/a'\)"):
         rollcall.submit(float, local=True, name="a")
     assert rollcall.Job("a").result() == 0
+
+
+def test_wrong_words_are_refused_at_once(tmp_path: Path) -> None:
+    run, lock = rollcall.submit(int, local=True, debug=True, name="a"), threading.Lock()
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: rollcall.run(int, ranks=0), "ranks: expected a number of ranks such as 4, got 0"),
+        (lambda: run.wait("x"), "wait: expected seconds, such as 60, got 'x'"),  # type: ignore[arg-type]
+        (
+            lambda: rollcall.runs(str(tmp_path / "gone")),
+            "/gone does not exist; root names the folder",
+        ),
+        (lambda: rollcall.run(lambda: lock), "'_thread.lock' object; the function uses it"),
+        (lambda: rollcall.World(), r"write World.join\(\)"),
+    ]
+    for mistake, text in calls:
+        with pytest.raises(rollcall.RefusedError, match=text):
+            mistake()
+    with pytest.raises(AttributeError, match="'sumbit', did you mean 'submit'"):
+        rollcall.sumbit  # noqa: B018
+    with pytest.raises(TypeError, match="expected a number or a tensor, got 'y'"):
+        rollcall.measure("x", "y")  # type: ignore[arg-type]
 
 
 def test_checkpoint_dir_belongs_to_a_rank() -> None:

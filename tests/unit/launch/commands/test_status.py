@@ -93,6 +93,22 @@ def test_slurm_says_where_the_files_do_not(
     assert condition.state == state and re.search(note, condition.note), condition
 
 
+@pytest.mark.parametrize("line", ["7|7|CANCELLED|None|N/A|2", "7|7|COMPLETED|None|N/A|2"])
+def test_an_older_slurm_job_does_not_hide_a_local_run(
+    tmp_path: Path, fake: Fake, line: str
+) -> None:
+    fake("squeue", f"echo '{line}'")
+    run = make(tmp_path, "7", "8-local")
+    hosts = [socket.gethostname()]
+    AttemptEvent(0, "8-local", "started", 200.0, hosts=hosts, ranks=4).append(run.path)
+    AttemptEvent(0, "8-local", "ended", 200.0, state="failed").append(run.path)
+    condition = look(run)
+    assert condition.job is not None and (condition.job.id, condition.state) == (
+        "8-local",
+        "failed",
+    )
+
+
 @pytest.mark.usefixtures("fake")
 def test_a_run_that_slurm_has_forgotten_is_submitted_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -420,7 +420,10 @@ def test_accept_reads_the_options_of_submit_from_this_directory(
     [
         (["--", "--only=disk"], "'disk' is none of machine,"),
         (["--", "optim.lrr=1"], "optim.lr'?"),
-        (["--only", "memory"], r"^--only: expected rollcall accept .*submit] -- \[--only\]"),
+        (
+            ["--only", "memory"],
+            r"^--only: write it after `--`, as in rollcall accept .*submit] -- \[--only\]",
+        ),
         (["optim.lr=1"], r"^optim.lr=1: expected .*submit] -- .*\[key=value\]$"),
     ],
 )

@@ -402,7 +402,8 @@ def test_ctrl_c_in_an_allocation_asks_once_and_then_does_not_wait(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(start, "follow", interrupted)
-    assert start._in_allocation(script, "7") == 128 + signal.SIGINT
+    allocated = replace(script, job=replace(script.job, allocation="7"))
+    assert start.start(allocated, local=False) == 128 + signal.SIGINT
     step = int((tmp_path / "up").read_text())
     while not (tmp_path / "told").exists():  # bash runs the trap when its sleep has ended
         time.sleep(0.1)
