@@ -160,15 +160,11 @@ def on_ranks(
     port, ranks = hosts.free_port(), []
     try:
         for rank in range(world_size):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank % ranks_of_a_node,
-                "WORLD_SIZE": world_size,
-                "ROLLCALL_WORLD_SIZE": world_size,  # this process may be a rank of another world
-                "LOCAL_WORLD_SIZE": ranks_of_a_node,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
+            place: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place |= {"RANK": rank, "LOCAL_RANK": rank % ranks_of_a_node}
+            # The second one, because this process may be a rank of another world.
+            place |= dict.fromkeys(("WORLD_SIZE", "ROLLCALL_WORLD_SIZE"), world_size)
+            place["LOCAL_WORLD_SIZE"] = ranks_of_a_node
             given = place, logs / f"rank-{rank}.log", work
             process = context.Process(target=_be_rank, args=given)
             process.start()

@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
         from rollcall.tools.report import figures  # imports matplotlib
 
         figures.write(options.figure, stories, options)
-        print(f"{options.figure}: {options.curve} of {runs_of(len(stories))}")
+        runs = "1 run" if len(stories) == 1 else f"{len(stories)} runs"
+        print(f"{options.figure}: {options.curve} of {runs}")
         return 0
     text, count = build(words, options.root)
     path = options.output or Path(f"report-{Path(words[0]).resolve().name}.html")
@@ -55,13 +56,9 @@ def main(argv: Sequence[str]) -> int:
         write_atomic(path, text)
     except OSError as error:
         raise RefusedError(f"cannot write {path}: {error.strerror}; choose one with -o") from None
-    print(f"{path}: report of {runs_of(count)}, {size(len(text))}")
+    runs = "1 run" if count == 1 else f"{count} runs"
+    print(f"{path}: report of {runs}, {size(len(text))}")
     return 0
-
-
-def runs_of(count: int) -> str:
-    """Return a number of runs in words."""
-    return "1 run" if count == 1 else f"{count} runs"
 
 
 def build(words: Sequence[str], root: str) -> tuple[str, int]:
