@@ -42,12 +42,12 @@ def main(argv: Sequence[str]) -> int:
         return REFUSED
     except KeyboardInterrupt:
         print(f"rollcall {words[0]}: stopped by Ctrl-C", file=sys.stderr)
-        return os.EX_TEMPFAIL if words[0] == "train" else 128 + signal.SIGINT
+        return os.EX_TEMPFAIL if words[0] in ("train", "predict") else 128 + signal.SIGINT
     except OSError as error:
         ends = {errno.EPIPE: signal.SIGPIPE, errno.EIO: signal.SIGHUP}  # as after `| head`
         if error.errno in ends and output_is_closed():
             return 128 + ends[error.errno]
-        is_full = error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         subject = error.filename or ("the output" if is_full else words[0])
         what = f"{subject}: {error.strerror or error}"
         what += "; free some space there, or write elsewhere" if is_full else ""

@@ -76,11 +76,11 @@ def without_effect(config: Config, named: Collection[str]) -> Iterator[str]:
     """Yield a sentence for each key that was named in vain: not refused, it may suit other runs."""
     data, steps, warmup = config.data, config.train.steps, config.optim.warmup_steps
     if "data.path" in named and data.name in {*DATA_SETS} - {"text", *DATA_PATHS}:
-        yield f"data.path={data.path}: remove it; data.name={data.name} reads other files"
+        yield f"data.path={data.path} has no effect on data.name={data.name}: remove it"
     if "train.epochs" in named and steps:
         yield f"train.epochs has no effect beside train.steps={steps}: add train.steps=null"
     if "optim.warmup_steps" in named and steps and warmup > steps:
-        yield f"optim.warmup_steps={warmup}: reduce it; all train.steps={steps} are a warm-up"
+        yield f"optim.warmup_steps={warmup} is more than train.steps={steps}: reduce it"
 
 
 def _check_profile(profile: Profile) -> None:

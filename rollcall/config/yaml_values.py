@@ -68,7 +68,7 @@ def read(path: Path, as_text: bool = False) -> dict[str, Any]:
         text = read_whole(path).decode()
         values = load(text, as_text)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; expected YAML") from None
+        raise ConfigError(f"{path}: cannot be read as YAML: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML{_problem(error, text)}") from None
     if values is not None and not isinstance(values, dict):

@@ -94,7 +94,7 @@ def _main(words: Sequence[str]) -> int:
     process.outlast_full_disks()
     gc.disable()  # until the imports are done, of whose time collections would take a quarter
     try:
-        return on_all_ranks(config.device, partial(_train, recipe, config))
+        return on_all_ranks(config.device, partial(_train, recipe, config), INTERRUPTED)
     except Exception as error:
         failure.tell_torchrun(error)
         raise
@@ -130,21 +130,25 @@ def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") 
             gc.unfreeze()
 
 
-def on_all_ranks(device: str, work: "Callable[[World, StopSignals], int]") -> int:
+def on_all_ranks(
+    device: str, work: "Callable[[World, StopSignals], int]", interrupted: str = "rollcall: stopped"
+) -> int:
     """Join all ranks on a kind of device, and do the work; return its exit code.
 
-    If the work is refused or cannot continue, one rank says so.
+    If the work is refused, cannot continue or is `interrupted` before it begins, one rank says so.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     # Not in /tmp, where another user may have made the folder that torch would use.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/torchinductor")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of hosts without DNS
-    # torch is imported only now, so that a wrong command line is answered at once.
-    from rollcall.train.ranks.agreement import FaultError
-    from rollcall.train.ranks.signals import StopSignals, end_at_once
-    from rollcall.train.ranks.world import World
-
     is_supervised = "ROLLCALL_WORLD_SIZE" in os.environ  # its supervisor knows what a signal means
+    # torch is imported only now, so that a wrong command line is answered at once.
+    text = f"{interrupted}\n" if is_first_rank() else ""
+    with contextlib.nullcontext() if is_supervised else process.ended_by_interrupt(text):
+        from rollcall.train.ranks.agreement import FaultError
+        from rollcall.train.ranks.signals import StopSignals, end_at_once
+        from rollcall.train.ranks.world import World
+
     with StopSignals() as signals:
         try:
             with contextlib.nullcontext() if is_supervised else end_at_once():

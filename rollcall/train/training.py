@@ -282,22 +282,25 @@ def _open(run: Run) -> None:
     """Create the run directory or continue in it, and print where it is."""
     config, world, run_dir = run.config, run.world, run.run_dir
     launcher = world.place.launcher
-    problem = ""
+    problem, fenced = "", None
     if world.is_main:
         try:
             run_dir.create()
             if run_dir.checkpoints.exists():
                 next(run_dir.checkpoints.iterdir(), None)  # refused, rather than started again
             run.claim_directory()
+            run_dir.check_claim()  # it may have stood still
             run_dir.forget_verdict()
             chip = chip_name(world.device)
             run.record("started", world_size=world.world_size, launcher=launcher, chip=chip)
-        except FencedError:
-            raise
+        except FencedError as error:
+            fenced = error
         except OSError as error:
             place = error.filename or run_dir.path
             problem = f"{place}: the run directory cannot be used: {error.strerror}; run.root "
             problem += "chooses another"
+    if world.has_any(fenced is not None):
+        raise fenced or FencedError("")  # which rank 0 says
     world.raise_together(problem)
     # As supervisors do, keep what the ranks print, so that `rollcall logs` can show it.
     attempt = int(world.broadcast_text(str(run_dir.next_attempt()) if world.is_main else ""))

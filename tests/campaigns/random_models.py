@@ -53,6 +53,8 @@ CLOSE = 2e-5
 STRATEGIES = ("ddp", "zero", "mesh")
 ADDED = "cross_entropy", "ignored", "weighted", "learned", "whole", "decayed"
 """Losses of a batch that are the sums of those of its micro-batches."""
+DEPENDENT = {"Centered", "Counting", "Deviation", "Memory", "Momentum", "Quantized", "Turning"}
+"""Pieces of a model whose results depend on the samples beside them, or on how many there were."""
 
 
 class Random(nn.Module):
@@ -356,8 +358,9 @@ class Case:
 
         Where rounding gives it another neighbour, losses differ by far more than those of fp32 do.
         """
-        weights = Random(self.number, self.seed).parameters()
-        is_short = any(w.requires_grad and w.dtype.itemsize < 4 for w in weights)
+        model = Random(self.number, self.seed)
+        is_short = any(w.requires_grad and w.dtype.itemsize < 4 for w in model.parameters())
+        is_short &= not DEPENDENT.intersection(type(layer).__name__ for layer in model.modules())
         return [self.batch, *((4, 2, 1) if is_short and self.loss in ADDED else ())]
 
     def _sums(

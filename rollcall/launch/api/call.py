@@ -35,8 +35,8 @@ def pack(value: Any) -> bytes:
     try:
         return HEADER + bytes(cloudpickle.dumps(value))
     except (TypeError, pickle.PicklingError) as error:
-        advice = "the function uses it, and cannot be sent to its ranks: create it in the function"
-        raise RefusedError(f"{error}; {advice}") from None
+        advice = "a function, what it uses and its result are sent as pickles"
+        raise RefusedError(f"{error}; {advice}: create or keep this in the function") from None
 
 
 def load(path: Path) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import numbers
 import os
 import re
 import sys
@@ -71,9 +72,10 @@ class Job:
         """The evaluations of a training as lists of one length: step, val_loss, time, ..."""
         return _table(Validation.read(self.run.path))
 
-    def wait(self, timeout: float = math.inf) -> str:
+    def wait(self, timeout: float | None = None) -> str:
         """Wait until it is over; return its state, or raise TimeoutError after these seconds."""
-        if not isinstance(timeout, int | float):
+        timeout = math.inf if timeout is None else timeout
+        if not isinstance(timeout, numbers.Real) or math.isnan(timeout):
             raise RefusedError(f"wait: expected seconds, such as 60, got {timeout!r}")
         start = time.monotonic()
         while not (look := self._look())[1]:
@@ -183,7 +185,7 @@ def run(function: Callable[..., Any], *args: Any, ranks: int | None = None, **op
 
     Raise RunError if it fails, or is stopped by Ctrl-C. The options are as for `submit`.
     """
-    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+    if ranks is not None and (not str(ranks).isdecimal() or int(ranks) < 1):
         raise RefusedError(f"ranks: expected a number of ranks such as 4, got {ranks!r}")
     here: dict[str, Any] = {"local": True, "wait": True, "nproc_per_node": ranks}
     return submit(function, *args, **here, **options).result()

@@ -17,13 +17,15 @@ def main(argv: Sequence[str]) -> int:
     options = find.parser("cancel", __doc__).parse_args(argv)
     run = find.find(options.run, options.root)
     job, live = states.live_job(run)
-    ids = live or (job.id,)
+    ids = tuple(dict.fromkeys((job.id, *live))) if job.is_local else live or (job.id,)
     # Recorded first, so that the run counts as cancelled however it ends.
     Cancellation(list(ids), time.time()).append(run.path)
     if job.is_local:
         for pid in Processes().of(run):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+        if live:  # older jobs of the run
+            slurm.tell("scancel", *live)
     elif (record := JobRecord.read(run.path)) and record.more.get("allocation") == job.id:
         slurm.end_steps(job.id)  # the allocation stays the user's
     else:

@@ -95,7 +95,7 @@ def live_job(run: RunDir) -> tuple[SubmittedJob, tuple[str, ...]]:
     (condition,), complaint = look([run])
     if not condition.is_live or condition.job is None:
         note = f" ({condition.note or complaint})" if condition.note or complaint else ""
-        state = f"{condition.state}{note}; see rollcall status"
+        state = f"{condition.state}{note}; see rollcall status {find.typed(run)}"
         raise NoRunError(f"run {run.name} has no live job: {state}")
     return condition.job, condition.live
 
@@ -208,7 +208,7 @@ def _with_slurm(
     running = [job for job in live if known[job.id].state not in WAITING]
     condition = replace(condition, live=tuple(entry.id for entry in live))
     newest = condition.job
-    if newest and newest.is_local and (condition.is_live or not live):
+    if newest and newest.is_local and (condition.is_live or not (live or complaint)):
         return condition  # the run was continued on this machine: older jobs say nothing
     job = (running or live or jobs[-1:])[0]
     if job.id in known:

@@ -4,6 +4,7 @@ A dry run ends in this module, so nothing here imports submitit, psutil or torch
 """
 
 import shlex
+import signal
 from collections.abc import Sequence
 
 from rollcall.launch.scheduler import slurm
@@ -55,7 +56,12 @@ def carry_out(submission: SubmissionPlan, local: bool, dry_run: bool) -> int:
         return 0
     from rollcall.launch.submission import start  # here: it imports submitit
 
-    return start.start(submission, local)
+    try:
+        return start.start(submission, local)
+    except KeyboardInterrupt:
+        if start.tell_of_interrupt(submission):
+            return 128 + signal.SIGINT
+        raise
 
 
 def show(submission: SubmissionPlan, local: bool) -> None:

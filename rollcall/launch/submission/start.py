@@ -61,16 +61,19 @@ def start(submission: SubmissionPlan, local: bool) -> int:
     needed = PACKAGES if submission.job.is_training else ("psutil",)  # of the job's processes
     if lacks := [name for name in needed if find_spec(name) is None and not submission.job.python]:
         raise ModuleNotFoundError(name=lacks[0])  # requirements.py explains it
-    try:
-        if submission.job.allocation:
-            return _in_allocation(submission, submission.job.allocation)
-        return _on_this_machine(submission) if local else _on_slurm(submission)
-    except KeyboardInterrupt:
-        if len(Submission.read(run.path)) == submission.before:
-            raise  # nothing was started, or it was stopped
-        status, cancel = (_command(name, run) for name in ("status", "cancel"))
-        print(f"\nthe run is not over; see {status}, or end it: {cancel}", file=sys.stderr)
-        return exit_code.CANCELLED
+    if submission.job.allocation:
+        return _in_allocation(submission, submission.job.allocation)
+    return _on_this_machine(submission) if local else _on_slurm(submission)
+
+
+def tell_of_interrupt(submission: SubmissionPlan) -> bool:
+    """Return True, and say so, if a Ctrl-C left the run that was started alone."""
+    run = submission.run
+    if len(Submission.read(run.path)) == submission.before:
+        return False  # nothing was started, or it was stopped
+    status, cancel = (_command(name, run) for name in ("status", "cancel"))
+    print(f"\nthe run may go on; see {status}, or end it: {cancel}", file=sys.stderr)
+    return True
 
 
 def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
@@ -235,9 +238,15 @@ def _prepare_environment(job: Job) -> None:
 
 
 def _submit(submission: SubmissionPlan, job: Job) -> str:
-    job_id = executors.Slurm(submission.run.job, render(job)).start()
-    with _or_stop(lambda: slurm.tell("scancel", job_id)):
-        _record(submission, job_id)
+    # sbatch queues the job before it answers: a Ctrl-C waits until its number is known.
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    try:
+        job_id = executors.Slurm(submission.run.job, render(job)).start()
+        with _or_stop(lambda: slurm.tell("scancel", job_id)):
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            _record(submission, job_id)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
     return job_id
 
 

@@ -4,6 +4,7 @@ A rule reports only certain mistakes. It ignores values that are known only when
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ def byte_order_mark(script: Script) -> Iterator[Finding]:
     """A byte order mark, which some editors of Windows write before `#!`."""
     if script.has_byte_order_mark:
         reason = "sbatch refuses scripts that begin with a byte order mark instead of #!"
-        yield Finding(1, reason, f"sed -i '1s/^\\xEF\\xBB\\xBF//' {script.path} removes it")
+        path = shlex.quote(str(script.path))
+        yield Finding(1, reason, f"remove it: sed -i '1s/^\\xEF\\xBB\\xBF//' {path}")
 
 
 def commented_directive(script: Script) -> Iterator[Finding]:

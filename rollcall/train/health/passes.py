@@ -61,7 +61,8 @@ def outputs(model: nn.Module, of_modules: bool) -> Iterator[dict[str, list[Sketc
             is_tensor = isinstance(tensor, torch.Tensor) and not is_mapped(tensor)
             if len(sketches) < CALLS and is_tensor:
                 local = local_of(tensor)
-                if local.is_floating_point():
+                is_rows = local.layout is torch.strided or local.is_nested
+                if local.is_floating_point() and is_rows:
                     with without_modes():  # under one, each operation takes 40 µs more
                         sketches.append(sketch(local)._replace(turn=next(turns)))
 

@@ -225,8 +225,10 @@ class Spread:
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> bool:
         """Refuse the run if a sample's results depend on others; False if memory is short."""
         result = self._try(lambda: self._single(model, plain, names=False))
-        if self._world.has_any(isinstance(result, list) and bool(self._depends(result))):
-            result = self._try(lambda: self._single(model, plain, names=True))  # names a module
+        depends = isinstance(result, list) and bool(self._depends(result))
+        if self._world.has_any(depends):
+            named = self._try(lambda: self._single(model, plain, names=True))  # names a module
+            result = named if isinstance(named, list) and self._depends(named) else result
         failure = self._world.first_problem(result if isinstance(result, str) else "")
         self._run.warn(failure)
         if not failure and isinstance(result, list):
@@ -235,12 +237,17 @@ class Spread:
             more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
             parts = [*more.split(self._rows_at_once)] if more else []
             others = self._try(lambda: self._passes(model, parts, names=False))
-            others = others if isinstance(others, list) else []
-            self._refuse(self._dependence(model, result, others))
-            self._refuse(self._own_tensors(model, result, others))
+            if others is None:
+                return False
+            passes = others if isinstance(others, list) else []
+            self._refuse(self._dependence(model, result, passes))
+            self._refuse(self._own_tensors(model, result, passes))
         return result is not None
 
     def _depends(self, single: list[Pass]) -> tuple[str, float] | None:
+        """Return the module of the first output that depends on other samples, and by how much."""
+        if single[0].has_drawn:  # in another order
+            return None
         gather = self._run.config.train.gather
         return rows.dependence(single[0], single[1:], self._tolerance, gather)
 
@@ -255,8 +262,6 @@ class Spread:
                 f"use {listed(some)}: set parallel.conditional={','.join(some)} to keep them whole "
                 "on each rank, or choose parallel.strategy=ddp or zero1"
             )
-        if whole.has_drawn:  # in another order
-            return ""
         if different := self._depends(single):
             module, size_of_error = different
             what = f"the output of {module}" if module else f"train.loss={config.loss}"
@@ -446,5 +451,6 @@ def _digest(run: Run) -> str:
     facts: list[object]
     facts = [config.model.model_dump(), config.parallel.model_dump(), config.train.loss]
     facts += [config.train.loss_args, config.data.name, config.data.micro_batch is None]
+    facts += [config.train.gather, config.data.args, config.data.collate]
     facts += [run.world.world_size, run.world.place.local_world_size, crosscheck.code()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -274,8 +274,8 @@ def _compute(
                 try:
                     write_atomic(parts.path(mine), "".join(content))
                 except OSError as error:
-                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}; see --output"
-                    raise ConfigError(text) from None
+                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
+                    raise ConfigError(f"{text}; choose another --output") from None
         content = []
         if must_stop:
             return

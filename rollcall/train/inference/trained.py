@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollcall import config as schema
 from rollcall.config import Config, ConfigError
 from rollcall.messages.text import did_you_mean
+from rollcall.records.job import JobRecord
 from rollcall.records.run_dir import RunDir, named
 from rollcall.train.checkpoint import layout
 
@@ -46,8 +47,11 @@ class Trained:
 def find(run: str, words: Sequence[str]) -> tuple[RunDir, Config]:
     """Return a run and its configuration with these overrides; ConfigError if one is wrong."""
     path = named(run, "config.yaml")
-    if path is None and (script := named(run, "job")):
-        raise ConfigError(f"{script} is the run of a script; expected one of `rollcall train`")
+    if path is None and (other := named(run, "job")):
+        record = JobRecord.read(other)
+        is_training = record is not None and record.is_training
+        what = "has not begun to train" if is_training else "is the run of a script"
+        raise ConfigError(f"{other} {what}; expected a run that has trained (rollcall status)")
     if path is None:
         near = did_you_mean(run, (path.parent.name for path in Path("runs").glob("*/config.yaml")))
         raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rollcall.config.schema import ConfigError, Optim
 from rollcall.train.numerics import optim
@@ -46,7 +46,7 @@ def check(
     All ranks call it together, and learn what one of them sees. Weights are sharded over `mesh`.
     """
     refusal = warning = ""
-    has_row = any(weight.ndim and len(weight) == 1 for weight in model.parameters())
+    has_row = any(map(_is_row, model.parameters()))
     names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]
     for name in dict.fromkeys(names):
         if name.lower() not in TESTED and not refusal:
@@ -82,6 +82,13 @@ def _problem(
     return world.first_problem(problem and f"{problem}{advice}")
 
 
+def _is_row(weight: torch.Tensor) -> bool:
+    """Return True for a matrix of one row whose rows are sharded."""
+    if not (weight.requires_grad and weight.ndim > 1 and len(weight) == 1):
+        return False
+    return isinstance(weight, DTensor) and any(place.is_shard() for place in weight.placements)
+
+
 def _steps(
     config: Optim,
     device: torch.device,
@@ -96,9 +103,8 @@ def _steps(
 
     def numbers() -> list[torch.Tensor]:
         # Of several sizes: a factor may depend on a norm between limits.
-        shapes = [((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)]
-        if has_row:  # DTensor cannot do everything with a single one
-            shapes.append(((1, 3), 1.0))
+        row = [((1, 3), 1.0)] if has_row else []  # DTensor cannot do everything with a single one
+        shapes = [*row, ((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)]
         tensors = [
             scale * torch.randn(shape, generator=drawn).to(device) for shape, scale in shapes
         ]

@@ -49,12 +49,16 @@ class Measures:
                 f"measure('{name}', …, reduce='{reduce}'): expected mean, sum or max, and the same "
                 "each time"
             )
-        if not hasattr(value, "__float__"):
-            raise TypeError(f"measure('{name}', …): expected a number or a tensor, got {value!r}")
         count = 1.0
         if isinstance(value, torch.Tensor):
             values, count = value.detach(), value.numel()
             value = values.amax() if reduce == "max" else values.sum(dtype=torch.float64)
+        else:
+            try:
+                value = float(value)
+            except (TypeError, ValueError):
+                expected = f"expected a number or a tensor, got {value!r}"
+                raise TypeError(f"measure('{name}', …): {expected}") from None
         _merge(self.step, name, (value, count), reduce)
 
     @contextmanager

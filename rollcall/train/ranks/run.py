@@ -40,6 +40,7 @@ class Run:
         """Make the run directory this attempt's; OSError if that fails. Only rank 0 calls it."""
         self.run_dir.create()
         self.run_dir.claim(self.run_dir.attempt_of(1))
+        self.run_dir.check_claim()
         write_atomic(self.run_dir.config, self.config.to_yaml())
 
     def record(self, event: str, /, **fields: object) -> None:

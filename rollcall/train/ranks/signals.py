@@ -16,7 +16,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Ctrl-C of a person; and of Slurm, torchrun, another program or a terminal that is closed.
 PERSON = frozenset({signal.SIGINT})
 SCHEDULER = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
-ALONE = b"rollcall: stopped while it waited for the other ranks; nothing was started\n"
+ENDED = b"rollcall: stopped before the training began\n"
 
 
 class StopSignals:
@@ -57,7 +57,7 @@ def end_at_once() -> Iterator[None]:
     def read() -> None:
         if os.read(reader, 1):
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, ALONE)
+                os.write(2, ENDED)
             os._exit(os.EX_TEMPFAIL)
         os.close(reader)
 

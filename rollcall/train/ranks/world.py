@@ -128,7 +128,7 @@ class World:
     """The world of this process between `join` and `leave`."""
 
     def __init__(self, place: Place | None = None, device: torch.device | None = None) -> None:
-        if place is None or device is None:
+        if not (isinstance(place, Place) and isinstance(device, torch.device)):
             raise ConfigError("World(): write World.join(), which finds and joins the other ranks")
         self.place, self.device = place, device
         self.rank, self.local_rank = place.rank, place.local_rank

@@ -47,6 +47,31 @@ def test_ctrl_c_during_the_imports_says_how_to_go_on(tmp_path: Path, command: li
     assert b"stopped" in shown and b"the same command" in shown and b"Traceback" not in shown
 
 
+SWALLOWS = """
+import os, signal, sys
+from rollcall.cli.program import run
+
+class Interrupter:
+    def find_spec(self, name, *_):
+        if name == "numpy" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+run()
+"""
+"""torch imports NumPy in C code, which goes on without it whatever happens there."""
+
+
+def test_ctrl_c_while_torch_imports_numpy_is_not_lost(tmp_path: Path) -> None:
+    words = ["train", *WORDS, f"run.root={tmp_path}", "run.name=a"]
+    command = [sys.executable, "-c", SWALLOWS, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == os.EX_TEMPFAIL, done.stderr
+    assert "the same command" in done.stderr and not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_a_rank_that_waits_for_another_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
     """Also at a closed terminal; torch waits for five minutes, and looks at no signal."""
@@ -64,7 +89,7 @@ def test_a_rank_that_waits_for_another_ends_at_once(tmp_path: Path, number: sign
     os.kill(rank.pid, number)
     rank.join(100)
     assert rank.exitcode == os.EX_TEMPFAIL
-    assert "waited for the other ranks" in log.read_text()
+    assert "stopped before the training began" in log.read_text()
 
 
 def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ from rollcall.config.read import RECIPES
         (["ranks=2"], "`rollcall train --ranks N` sets the ranks"),
         (["./mine.py", "--lr", "1"], "./mine.py is code, not a recipe: `rollcall submit -- ./mi"),
         (["net:Net"], "'net:Net' is not a recipe; write model.name=net:Net or data.name=net:Net"),
-        (["/tmp"], "/tmp: cannot be read: it is a directory"),
+        (["/tmp"], "/tmp: cannot be read as YAML: it is a directory"),
         (["optim.lr=1,2"], "`rollcall sweep submit FILE` starts a run for each value"),
         (["seed=0,1,2"], "`rollcall sweep submit FILE` starts a run for each value"),
         (["optim.momentum=0.9"], "optim.momentum is an option of optim.name=sgd, which"),
@@ -398,8 +398,11 @@ def test_packages_and_data_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.path=photos"], "data.path=photos: remove it; data.name=digits reads other files"),
-        (["optim.warmup_steps=9", "train.steps=5"], "reduce it; all train.steps=5 are a warm-up"),
+        (["data.path=photos"], "data.path=photos has no effect on data.name=digits: remove it"),
+        (
+            ["optim.warmup_steps=9", "train.steps=5"],
+            "warmup_steps=9 is more than train.steps=5: reduce it",
+        ),
         (["train.epochs=2", "train.steps=5"], "no effect beside train.steps=5"),
         (["train.steps=5"], ""),  # the recipe has a longer warm-up
         (["optim.warmup_steps=5", "train.steps=5"], ""),

@@ -172,9 +172,9 @@ def test_wrong_words_are_refused_at_once(tmp_path: Path) -> None:
         (lambda: run.wait("x"), "wait: expected seconds, such as 60, got 'x'"),  # type: ignore[arg-type]
         (
             lambda: rollcall.runs(str(tmp_path / "gone")),
-            "/gone does not exist; root names the folder",
+            "/gone is no folder; expected the one",
         ),
-        (lambda: rollcall.run(lambda: lock), "'_thread.lock' object; the function uses it"),
+        (lambda: rollcall.run(lambda: lock), "'_thread.lock' object; a function, what it uses"),
         (lambda: rollcall.World(), r"write World.join\(\)"),
     ]
     for mistake, text in calls:

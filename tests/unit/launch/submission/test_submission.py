@@ -23,7 +23,9 @@ from rollcall.cli.installation import PACKAGED
 from rollcall.config import parse
 from rollcall.launch.doctor import storage
 from rollcall.launch.runs import find
+from rollcall.launch.scheduler import slurm
 from rollcall.launch.submission import (
+    command,
     executors,
     layers,
     options,
@@ -393,6 +395,27 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SubmissionPlan:
     return plan(line, words, setup)
 
 
+def test_ctrl_c_before_sbatch_answers_cancels_what_it_has_queued(
+    script: SubmissionPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def queued(_: executors.Slurm) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "7"
+
+    monkeypatch.setattr(executors.Slurm, "start", queued)
+    monkeypatch.setattr(slurm, "tell", lambda *words: told.append(words))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start._submit(script, script.job)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [("scancel", "7")]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_ctrl_c_in_an_allocation_asks_once_and_then_does_not_wait(
     script: SubmissionPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,7 +426,7 @@ def test_ctrl_c_in_an_allocation_asks_once_and_then_does_not_wait(
 
     monkeypatch.setattr(start, "follow", interrupted)
     allocated = replace(script, job=replace(script.job, allocation="7"))
-    assert start.start(allocated, local=False) == 128 + signal.SIGINT
+    assert command.carry_out(allocated, local=False, dry_run=False) == 128 + signal.SIGINT
     step = int((tmp_path / "up").read_text())
     while not (tmp_path / "told").exists():  # bash runs the trap when its sleep has ended
         time.sleep(0.1)
