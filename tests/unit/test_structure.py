@@ -54,7 +54,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/bench": 1731,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1441,
-    "rollcall/tools/plan": 2164,
+    "rollcall/tools/plan": 2162,
     "rollcall/tools/report": 1694,
     "rollcall/train": 2606,
     "rollcall/train/checkpoint": 3319,

@@ -84,8 +84,7 @@ def _values(config: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, An
     if values["kv_rank"]:
         values["head_dim"] = nope + values["rope_dim"]
     size = values["expert_ffn"] = values["expert_ffn"] or values["ffn"]
-    shared = shared or rules["shared"].get(kind, 0)
-    values["shared_ffn"] = values["shared_ffn"] or shared * size
+    values["shared_ffn"] = values["shared_ffn"] or (shared or rules["shared"].get(kind, 0)) * size
     dense = max(values["dense_layers"], len(config.get("mlp_only_layers") or ()))
     values["dense_layers"] = dense or values["layers"] - values["layers"] // (every or 1)
     return values

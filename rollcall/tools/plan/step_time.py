@@ -75,8 +75,7 @@ def all_to_all(size: float, ranks: int, apart: int, machine: Machine, copies: fl
         far *= (1 - (1 - 1 / nodes) ** copies) * nodes / copies
         near *= nodes  # each node hands on what all ranks of the group send to it
     hops = (local - 1) * HOP_INSIDE + (ranks > local) * machine.software.hop
-    seconds: float = START + size / ranks * (near + far) + hops
-    return seconds
+    return float(START + size / ranks * (near + far) + hops)
 
 
 def work(part: Part, layout: Layout, machine: Machine) -> Terms:
