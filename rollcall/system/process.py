@@ -36,24 +36,6 @@ CONTROL = re.compile(
 """Characters that control a terminal, except line ends and colours."""
 
 
-@contextlib.contextmanager
-def ended_by_interrupt(text: str) -> Iterator[None]:
-    """Let Ctrl-C end this process with a line, where C code that imports would swallow it."""
-
-    def end(*_: object) -> None:
-        os.write(2, text.encode())
-        os._exit(os.EX_TEMPFAIL)
-
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_ours:
-        signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 class Printable(io.TextIOWrapper):
     """An output of commands, whose text from records could be meant to control a terminal."""
 

@@ -28,9 +28,9 @@ from rollcall.records.run_dir import FencedError
 from rollcall.system import process
 from rollcall.system.files import is_there
 from rollcall.train.ranks import failure
+from rollcall.train.ranks.signals import StopSignals, end_at_once
 
 if TYPE_CHECKING:
-    from rollcall.train.ranks.signals import StopSignals
     from rollcall.train.ranks.world import World
 
 EXIT_CODES = {"done": 0, "requeue": os.EX_TEMPFAIL, "stopped": os.EX_TEMPFAIL, "failed": 1}
@@ -142,16 +142,14 @@ def on_all_ranks(
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/torchinductor")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of hosts without DNS
     is_supervised = "ROLLCALL_WORLD_SIZE" in os.environ  # its supervisor knows what a signal means
-    # torch is imported only now, so that a wrong command line is answered at once.
     text = f"{interrupted}\n" if is_first_rank() else ""
-    with contextlib.nullcontext() if is_supervised else process.ended_by_interrupt(text):
-        from rollcall.train.ranks.agreement import FaultError
-        from rollcall.train.ranks.signals import StopSignals, end_at_once
-        from rollcall.train.ranks.world import World
-
     with StopSignals() as signals:
         try:
-            with contextlib.nullcontext() if is_supervised else end_at_once():
+            with contextlib.nullcontext() if is_supervised else end_at_once(text):
+                # torch is imported only now, so that a wrong command line is answered at once.
+                from rollcall.train.ranks.agreement import FaultError
+                from rollcall.train.ranks.world import World
+
                 world = World.join(device)
         except ConfigError as error:
             return refuse(error, everywhere=False)

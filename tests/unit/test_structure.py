@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """What users import or run, and nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_625, 8_000
+CORE_LINES, TOOLS_LINES = 39_608, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 252,
     "rollcall/records": 1195,
-    "rollcall/system": 832,
+    "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1731,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2162,
     "rollcall/tools/report": 1694,
-    "rollcall/train": 2606,
+    "rollcall/train": 2604,
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/numerics": 1971,
     "rollcall/train/parallel": 3210,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1460,
+    "rollcall/train/ranks": 1463,
     "rollcall/train/recovery": 590,
     "rollcall/train/torch_private": 346,
     "rollcall/train/weights": 863,

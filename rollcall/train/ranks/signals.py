@@ -16,7 +16,6 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Ctrl-C of a person; and of Slurm, torchrun, another program or a terminal that is closed.
 PERSON = frozenset({signal.SIGINT})
 SCHEDULER = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
-ENDED = b"rollcall: stopped before the training began\n"
 
 
 class StopSignals:
@@ -48,17 +47,21 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def end_at_once() -> Iterator[None]:
-    """End this process at a signal, where torch waits: Python's handlers run when it returns."""
+def end_at_once(text: str) -> Iterator[None]:
+    """End this process with a text at a signal, where C code waits or imports modules.
+
+    Python's handlers run when it returns, and what they raise it may swallow.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
 
     def read() -> None:
-        if os.read(reader, 1):
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, ENDED)
-            os._exit(os.EX_TEMPFAIL)
+        while number := os.read(reader, 1):
+            if number[0] in PERSON | SCHEDULER:
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, text.encode())
+                os._exit(os.EX_TEMPFAIL)
         os.close(reader)
 
     threading.Thread(target=read, daemon=True, name="stop").start()

@@ -89,7 +89,7 @@ def test_a_rank_that_waits_for_another_ends_at_once(tmp_path: Path, number: sign
     os.kill(rank.pid, number)
     rank.join(100)
     assert rank.exitcode == os.EX_TEMPFAIL
-    assert "stopped before the training began" in log.read_text()
+    assert "stopped without saving" in log.read_text()
 
 
 def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
