@@ -62,19 +62,13 @@ def test_an_attempt_that_stood_still_at_its_start_does_not_take_the_run_back(
     tmp_path: Path,
 ) -> None:
     run = RunDir(tmp_path, "it")
-    log = run.log(0, 0, 0)
-    for path in (log, run.log(1, 0, 0)):
-        path.parent.mkdir(parents=True)
+    run.log(1, 0, 0).parent.mkdir(parents=True)
     run.path.chmod(0o700)
     run.claim(1)
     words = ["digits", "device=cpu", "train.steps=1", "run.name=it", f"run.root={tmp_path}"]
-    command = [sys.executable, "-m", "train", *words]
-    with log.open("w") as output:
-        late = subprocess.run(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, timeout=500
-        )
-    assert late.returncode == FENCED, late.stderr
-    assert "another attempt of run it has begun: this one ends" in late.stderr
+    late = Ranks(2, words, run.log(0, 0, 0).parent)
+    assert late.wait() == [FENCED, FENCED], late.output()
+    assert "another attempt of run it has begun: this one ends" in late.output()
     run.check_claim()
     assert not run.config.exists()
 
