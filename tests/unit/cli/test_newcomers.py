@@ -187,7 +187,7 @@ def test_one_line_names_the_thing_and_the_remedy(
     [
         ("train digits run.name=script", "runs/script is the run of a script; choose another name"),
         ("train --ranks 2 digits run.name=script", "runs/script is the run of a script"),
-        ("predict trained --input none.png", "--input: no file in 'none.png'; name a file"),
+        ("predict trained --input none.png", "--input: no file matches 'none.png'; name a file"),
         ("predict begun", "runs/begun has no checkpoint yet; train it first"),
     ],
 )

@@ -401,7 +401,7 @@ def test_ctrl_c_before_sbatch_answers_cancels_what_it_has_queued(
     told = []
 
     def queued(_: executors.Slurm) -> str:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return "7"
 
     monkeypatch.setattr(executors.Slurm, "start", queued)
