@@ -146,4 +146,4 @@ def test_the_cells_of_a_recipe_of_ones_own_are_checked_before_it_is_copied(
     assert "2 of 2 cells: lr-1e-3, lr-1e-2" in capsys.readouterr().out
     write(tmp_path, grid % "fast")
     assert cli.main(["sweep", "submit", "--local", "--dry-run", "lr.yaml"]) == 2
-    assert "optim.lr: expected a number, got 'fast'" in capsys.readouterr().err
+    assert "optim.lr: expected a number such as 0.001, got 'fast'" in capsys.readouterr().err
