@@ -26,7 +26,7 @@ def network(pid: Path) -> str:
 
 
 def traces(name: str, networks: set[str]) -> set[str]:
-    """What there is of a lab: processes, by mark or by network, control groups and files."""
+    """The parts of a lab: processes, by mark or by network, control groups and files."""
     networks = networks | namespaces(name)
     inside = [p for p in Path("/proc").glob("[0-9]*") if network(p) in networks]
     groups = Path("/sys/fs/cgroup").glob(f"*/rollcall-lab-{name}")

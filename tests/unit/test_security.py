@@ -1,4 +1,4 @@
-"""What others could plant or slip in does nothing: docs/security.md names each of these attacks."""
+"""Planted files and words do nothing: docs/security.md names each of these attacks."""
 
 from __future__ import annotations
 

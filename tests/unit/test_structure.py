@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "rollcall"
 ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
-"""What users import or run, and nothing in the project imports: the package, and its `__main__`."""
+"""Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
 CORE_LINES, TOOLS_LINES = 39_608, 8_000

@@ -66,7 +66,7 @@ def typed(run: RunDir) -> str:
 def find_all(root: str) -> list[RunDir]:
     """Find all runs under root, sweeps and their cells too; the one changed last comes last."""
     if root != "runs" and not Path(root).is_dir():  # the first run makes the default
-        raise NoRunError(f"{Path(root).absolute()} is no folder; expected the one with the runs")
+        raise NoRunError(f"{Path(root).absolute()} is not a folder; expected the one with the runs")
     runs = [run for path in _runs_in(Path(root)) for run in with_cells(path)]
     return sorted(runs, key=lambda run: changed(run.path))
 

@@ -77,7 +77,7 @@ ANSWERS = {
     "model.num_heads; choose 140",
     "train data.name=jsonl data.path=notes.txt model.name=gpt": "needs data.args.tokenizer, the "
     "folder of a tokenizer",
-    "status --root nosuch": "/nosuch is no folder; expected the one with the runs",
+    "status --root nosuch": "/nosuch is not a folder; expected the one with the runs",
     "accept --only nosuch": "--only: write it after `--`, as in rollcall accept [options of",
     "train ./runs": "runs: cannot be read as YAML: it is a directory",
     "network nosuch": "nosuch: expected rollcall network [options of rollcall submit] -- [--sizes]",

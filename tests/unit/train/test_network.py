@@ -55,7 +55,7 @@ def test_nodes_with_different_numbers_of_ranks_agree_on_who_measures() -> None:
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_a_host_with_half_of_all_links_is_named(count: int) -> None:
-    """What it sends and receives is slow: two thirds of the links of three hosts."""
+    """Its sending and receiving is slow: two thirds of the links of three hosts."""
     slow = {f"{one}_{other}": 2e8 for one in "abcd" for other in "abcd" if "b" in (one, other)}
     given = [row[:count] for row in rates(**{k: v for k, v in slow.items() if k != "b_b"})[:count]]
     expected = ["slow host: b sends 200 MB/s", "slow host: b receives 200 MB/s"]

@@ -172,7 +172,7 @@ def test_wrong_words_are_refused_at_once(tmp_path: Path) -> None:
         (lambda: run.wait("x"), "wait: expected seconds, such as 60, got 'x'"),  # type: ignore[arg-type]
         (
             lambda: rollcall.runs(str(tmp_path / "gone")),
-            "/gone is no folder; expected the one",
+            "/gone is not a folder; expected the one",
         ),
         (lambda: rollcall.run(lambda: lock), "'_thread.lock' object; a function, what it uses"),
         (lambda: rollcall.World(), r"write World.join\(\)"),

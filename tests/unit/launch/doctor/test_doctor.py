@@ -95,7 +95,7 @@ def node(root: Path, env: Mapping[str, str] | None = None, *hosts: str) -> Local
 
 
 def found(name: str, machine: LocalNode) -> Result:
-    """What one check finds, as the doctor shows it."""
+    """The result of one check, as the doctor shows it."""
     return checkup._safely(checks()[name], machine)
 
 

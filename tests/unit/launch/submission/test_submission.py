@@ -398,21 +398,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SubmissionPlan:
 def test_ctrl_c_before_sbatch_answers_cancels_what_it_has_queued(
     script: SubmissionPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    commands = []
 
     def queued(_: executors.Slurm) -> str:
         signal.raise_signal(signal.SIGINT)
         return "7"
 
     monkeypatch.setattr(executors.Slurm, "start", queued)
-    monkeypatch.setattr(slurm, "tell", lambda *words: told.append(words))
+    monkeypatch.setattr(slurm, "tell", lambda *words: commands.append(words))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             start._submit(script, script.job)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert told == [("scancel", "7")]
+    assert commands == [("scancel", "7")]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 

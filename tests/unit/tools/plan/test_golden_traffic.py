@@ -42,7 +42,7 @@ KEY = 32 * 16
 
 
 class Rank(NamedTuple):
-    """What the ranks of a line of the golden file send: messages, and distances of the peers."""
+    """The messages of the ranks of a line of the golden file, and the distances of their peers."""
 
     number: int
     sent: Messages
@@ -50,7 +50,7 @@ class Rank(NamedTuple):
 
 
 def lines(text: str) -> Iterator[str]:
-    """Yield the messages of a line of the golden file, with what is repeated as often as it is."""
+    """Yield the messages of a line of the golden file; repeated ones come repeatedly."""
     text = text.strip()
     if match := re.match(r"(\d+) × ", text):
         for _ in range(int(match[1])):

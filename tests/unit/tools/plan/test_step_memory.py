@@ -154,7 +154,7 @@ def of_a_cpu(layout: Layout) -> float:
     [words if "zero3" in words else pytest.param(words, marks=pytest.mark.long) for words in CASES],
 )
 def test_a_step_holds_what_the_closed_forms_say(words: str) -> None:
-    """What each row adds before the backward pass is activations; the rest is weights."""
+    """Memory before the backward pass that grows with the rows is activations; the rest weights."""
     layout, terms = planned(words, LAYERS)
     between, after = counted(words, layout, ROWS, LAYERS)
 

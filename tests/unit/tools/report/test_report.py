@@ -388,7 +388,7 @@ def test_watch_shows_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--root=none"], "/none is no folder; expected the one with the runs"),
+        (["--root=none"], "/none is not a folder; expected the one with the runs"),
         (["nobody"], "there is no run 'nobody'"),
         (["kept", "-o", "{}"], "is a directory"),
         (["kept", "-o", "{}/none/report.html"], "cannot write"),
