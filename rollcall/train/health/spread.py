@@ -237,11 +237,10 @@ class Spread:
             more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
             parts = [*more.split(self._rows_at_once)] if more else []
             others = self._try(lambda: self._passes(model, parts, names=False))
-            if others is None:
-                return False
             passes = others if isinstance(others, list) else []
             self._refuse(self._dependence(model, result, passes))
             self._refuse(self._own_tensors(model, result, passes))
+            return others is not None
         return result is not None
 
     def _depends(self, single: list[Pass]) -> tuple[str, float] | None:
