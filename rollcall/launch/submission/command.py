@@ -4,7 +4,6 @@ A dry run ends in this module, so nothing here imports submitit, psutil or torch
 """
 
 import shlex
-import signal
 from collections.abc import Sequence
 
 from rollcall.launch.scheduler import slurm
@@ -54,13 +53,14 @@ def carry_out(submission: SubmissionPlan, local: bool, dry_run: bool) -> int:
     if dry_run:
         show(submission, local)
         return 0
-    from rollcall.launch.submission import start  # here: it imports submitit
+    from rollcall.launch.runs import exit_code  # here: a dry run needs neither
+    from rollcall.launch.submission import start
 
     try:
         return start.start(submission, local)
     except KeyboardInterrupt:
         if start.tell_of_interrupt(submission):
-            return 128 + signal.SIGINT
+            return exit_code.CANCELLED
         raise
 
 

@@ -61,17 +61,21 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
 
 
-def test_an_interrupt_right_after_the_start_ends_the_run(tmp_path: Path, bare: str) -> None:
-    (tmp_path / "stays.py").write_text("import time; time.sleep(1000)")
+def submitted(folder: Path, bare: str) -> subprocess.Popen[str]:
     words = ["--local", "--nproc-per-node=1", "--wait", "--name=a", bare, "--", "stays.py"]
-    with subprocess.Popen(
+    return subprocess.Popen(
         [*SUBMIT, *words],
-        cwd=tmp_path,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=heed_interrupts,
-    ) as waiting:
+    )
+
+
+def test_an_interrupt_right_after_the_start_ends_the_run(tmp_path: Path, bare: str) -> None:
+    (tmp_path / "stays.py").write_text("import time; time.sleep(1000)")
+    with submitted(tmp_path, bare) as waiting:
         assert waiting.stdout is not None
         assert any("submitted:" in line for line in waiting.stdout)
         waiting.send_signal(signal.SIGINT)
@@ -88,16 +92,8 @@ def test_a_second_interrupt_stops_waiting_not_the_run(tmp_path: Path, bare: str)
     up = "print('it is up', flush=True)"
     script = ["import pathlib, signal, time", stays, up, waits, ends]
     (tmp_path / "stays.py").write_text("\n".join(script))
-    words = ["--local", "--nproc-per-node=1", "--wait", "--name=a", bare, "--", "stays.py"]
 
-    with subprocess.Popen(
-        [*SUBMIT, *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=heed_interrupts,
-    ) as waiting:
+    with submitted(tmp_path, bare) as waiting:
         assert waiting.stdout is not None
         for text in ("it is up", "asked the run to save and stop"):
             assert any(text in line for line in waiting.stdout)
