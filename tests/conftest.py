@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from bisect import bisect
 from collections import Counter, defaultdict
@@ -20,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import rollcall, and each worker the tests: compile them once.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Ignored in a background job and under nohup. A handler is not inherited by the programs of tests.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 MOST_WORKERS = 8
 MODELS_APART = ("[text-", "experts")
 """Models of the table of strategies, by what names of their tests have."""
