@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -190,13 +191,13 @@ class World:
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """Return the source rank's text on every rank; no data from a peer is unpickled."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        data = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
         size = torch.tensor([len(data)])
         dist.broadcast(size, source)
         if self.rank != source:
             data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, source)
-        return bytes(data.tolist()).decode()
+        return data.numpy().tobytes().decode()
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the source rank's value on every rank: one that JSON can hold."""

@@ -1,6 +1,9 @@
 """A directory with one directory of images per class, as torchvision's ImageFolder reads it."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data.sets.images import SUFFIXES, ImageFiles, ImageFormat, image_reader
@@ -10,6 +13,8 @@ from rollcall.train.ranks.world import World
 HELD_OUT = 5
 """One image of this many is for validation, if there is no `val/`."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as in torchvision
+Image = tuple[str, int]
+"""A file, and the number of its class."""
 
 
 def _format(config: Data) -> ImageFormat:
@@ -17,24 +22,39 @@ def _format(config: Data) -> ImageFormat:
 
 
 @data_set(augments=True, reader=lambda config, _: image_reader(_format(config)))
-def folder(config: Data, _world: World) -> Source:
+def folder(config: Data, world: World) -> Source:
     """Load data.path/train and data.path/val; without them, every fifth image is for validation."""
     root, form = Path(config.path or ""), _format(config)
-    if (root / "train").is_dir():
-        names = _classes(root / "train")
-        train, validation = _images(root / "train", names), _images(root / "val", names)
-    else:
-        names = _classes(root)
-        images = _images(root, names)
-        validation = images[HELD_OUT - 1 :: HELD_OUT]
-        train = [image for number, image in enumerate(images, 1) if number % HELD_OUT]
+    listed = None
+    with world.together():  # one rank, since to list a million files is a load for a file system
+        listed = _listed(root) if world.is_main else None
+    names, *parts = world.broadcast(listed)
+    train, *held_out = ([*_images(root, names, part)] for part in parts)
+    [validation] = held_out or [train[HELD_OUT - 1 :: HELD_OUT]]
+    if not held_out:
+        train = [image for number, image in enumerate(train, 1) if number % HELD_OUT]
     if not validation:
         raise ConfigError(
             f"data.path={root}: {len(train)} images are too few to keep some for validation; "
             f"expected at least {HELD_OUT}"
         )
-    samples, held_out = ImageFiles(train, form, config.augment), ImageFiles(validation, form)
-    return Source(samples, held_out, shape=form.shape, names=tuple(names))
+    samples, validating = ImageFiles(train, form, config.augment), ImageFiles(validation, form)
+    return Source(samples, validating, shape=form.shape, names=tuple(names))
+
+
+def _images(root: Path, names: list[str], part: dict[str, list[list[str]]]) -> Iterator[Image]:
+    """Yield the image files of a part of the data, each with the number of its class."""
+    for folder, files in part.items():
+        for number, (name, own) in enumerate(zip(names, files, strict=True)):
+            base = os.path.join(root, folder, name, "")  # noqa: PTH118  # a path for each is slow
+            yield from ((base + file, number) for file in own)
+
+
+def _listed(root: Path) -> list[Any]:
+    """Return the names of the classes and, for each part of the data, the files of each class."""
+    parts = ("train", "val") if (root / "train").is_dir() else ("",)
+    names = _classes(root / parts[0])
+    return [names, *({part: _files(root / part, names)} for part in parts)]
 
 
 def _classes(root: Path) -> list[str]:
@@ -47,14 +67,14 @@ def _classes(root: Path) -> list[str]:
     return names
 
 
-def _images(root: Path, names: list[str]) -> list[tuple[Path, int]]:
+def _files(root: Path, names: list[str]) -> list[list[str]]:
     unknown = set(_classes(root)) - set(names)
     if unknown:
         raise ConfigError(f"{root}: class {min(unknown)} is not among the classes of train/")
-    images: list[tuple[Path, int]] = []
-    for number, name in enumerate(names):
-        paths = sorted((root / name).rglob("*"))
-        images += [(path, number) for path in paths if path.suffix.lower() in SUFFIXES]
-    if not images:
+    found = []
+    for folder in (root / name for name in names):
+        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+        found.append([str(path.relative_to(folder)) for path in paths])
+    if not any(found):
         raise ConfigError(f"{root}: found no images ({', '.join(sorted(SUFFIXES))})")
-    return images
+    return found

@@ -1,5 +1,6 @@
 """Images: as bytes in memory, or as files that are decoded when they are needed."""
 
+import math
 import os
 import random
 from collections.abc import Iterable
@@ -84,7 +85,10 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
     all_count = True  # no target is -100
 
     def __init__(
-        self, images: Iterable[tuple[Path, int]], image_format: ImageFormat, augment: bool = False
+        self,
+        images: Iterable[tuple[str | Path, int]],
+        image_format: ImageFormat,
+        augment: bool = False,
     ) -> None:
         """Take the path and the class of each image."""
         paths, targets = zip(*images, strict=True)
@@ -99,8 +103,14 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         edge = self._format.edge
         with Image.open(self._path(index)) as file:
-            image = file.convert("L" if len(self._format.mean) == 1 else "RGB")
-        box = _random_crop(*image.size) if self._augment else _center_crop(*image.size)
+            size, wanted = file.size, "L" if len(self._format.mean) == 1 else "RGB"
+            left, top, right, bottom = (_random_crop if self._augment else _center_crop)(*size)
+            scale = edge / min(right - left, bottom - top)
+            # A JPEG is decoded at a half, a quarter or an eighth if the crop stays large enough.
+            file.draft(wanted, (math.ceil(size[0] * scale), math.ceil(size[1] * scale)))
+            image = file.convert(wanted)
+        x, y = (now / before for now, before in zip(image.size, size, strict=True))
+        box = left * x, top * y, right * x, bottom * y
         image = image.resize((edge, edge), Image.Resampling.BILINEAR, box)
         if self._augment and random.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

@@ -141,6 +141,31 @@ def test_folder_of_class_directories(world: World, tmp_path: Path) -> None:
     assert torch.equal(read[0][0], source.train[0][0])
 
 
+@pytest.mark.parametrize(("edge", "decoded"), [(16, (30, 20)), (40, (60, 40))])
+def test_a_large_jpeg_is_not_decoded_whole(
+    edge: int,
+    decoded: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Image.radial_gradient("L").resize((120, 80)).convert("RGB")
+    for name in ("a.jpg", "a.png"):
+        whole.save(tmp_path / name, quality=95)
+    resize, sizes = Image.Image.resize, []
+
+    def noted(image: Image.Image, *words: Any) -> Image.Image:
+        sizes.append(image.size)
+        return resize(image, *words)
+
+    monkeypatch.setattr(Image.Image, "resize", noted)
+    form = ImageFormat(edge, (0.0,) * 3, (1.0,) * 3)
+    files = [(tmp_path / name, 0) for name in ("a.jpg", "a.png")]
+    held = ImageFiles(files, form)
+    jpeg, png = held[0][0], held[1][0]
+    assert sizes == [decoded, (120, 80)]
+    assert (jpeg - png).abs().max() < 0.04
+
+
 def test_image_files_may_have_any_names() -> None:
     given = ["a/ü.jpg", os.fsdecode(b"b/\xff.jpg"), "c"]
     held = ImageFiles([(Path(name), 0) for name in given], ImageFormat(8, (0.0,), (1.0,)))
