@@ -25,8 +25,8 @@ from rollcall.system.files import as_object, open_lines, read_lines, read_object
 
 Check: TypeAlias = Callable[[object], bool]
 State: TypeAlias = Literal["done", "requeue", "failed", "stopped"]
-CLAIM = "claim"
-"""The file with a random word of the attempt that may write; see `RunDir.claim`."""
+CLAIM = "claim-{}"
+"""The file with a random word of an attempt, of which the newest may write; see `RunDir.claim`."""
 INTEGER_LIMIT = 2**63
 """Integers from this one on count as damage."""
 EVENTS = "events.jsonl"

@@ -55,7 +55,7 @@ class RunDir:
     def __init__(self, root: str | Path, name: str) -> None:
         self.name = name
         self.path = Path(root).absolute() / name
-        self._claim, self._fenced = b"", f"another attempt of run {name} has begun: this one ends"
+        self._claim, self._fenced = "", f"another attempt of run {name} has begun: this one ends"
         self._journal = Journal(self.events)
 
     @classmethod
@@ -120,22 +120,39 @@ class RunDir:
     def claim(self, attempt: int | None) -> None:
         """Make this attempt the only one that may write; an older one may still be alive.
 
-        FencedError is raised if a newer one has begun: this one has stood still meanwhile.
+        Each attempt has a file of its own, so one that has stood still cannot take the run back;
+        one without a number takes that of the newest. Raise FencedError if a newer one has begun.
         """
+        claims = self._claims()  # before the look at the attempts
         if attempt is not None and attempt < self.next_attempt() - 1:
             raise FencedError(self._fenced)
-        self._claim = self._claim or os.urandom(8).hex().encode()  # other ranks know it, too
-        write_atomic(self.path / CLAIM, self._claim.decode() + "\n")
+        number = max([attempt or 0, *claims])
+        word = self._claim.partition("-")[2] or os.urandom(8).hex()  # other ranks know it, too
+        write_atomic(self.path / CLAIM.format(number), f"{word}\n")
+        self._claim = f"{number}-{word}"
+        for older in (path for other, path in claims.items() if other < number):
+            remove(older)
+
+    def _claims(self) -> dict[int, Path]:
+        paths = listed(self.path, CLAIM.format("*"))
+        numbers = (path.name.rpartition("-")[2] for path in paths)
+        return {int(n): path for n, path in zip(numbers, paths, strict=True) if n.isdecimal()}
 
     def share_claim(self, broadcast: Callable[[str], str]) -> str:
-        """Return the word of the claim, which is the one that a function gives all ranks."""
-        word = broadcast(self._claim.decode())
-        self._claim = word.encode()
-        return word
+        """Return the text of the claim, which is the one that a function gives all ranks."""
+        self._claim = broadcast(self._claim)
+        return self._claim
 
     def check_claim(self) -> None:
         """Raise FencedError if another attempt has claimed the run since."""
-        if self._claim and (self.path / CLAIM).read_bytes().strip() != self._claim:
+        if not self._claim:
+            return
+        number, _, word = self._claim.partition("-")
+        is_newest = max(self._claims(), default=0) <= int(number)
+        if (
+            not is_newest
+            or (self.path / CLAIM.format(number)).read_bytes().strip() != word.encode()
+        ):
             raise FencedError(self._fenced)
 
     def record(self, event: str, /, **fields: Any) -> None:

@@ -67,7 +67,7 @@ FILES = {
     "attempts": "job/attempts.jsonl",
     "submissions": "job/submissions.jsonl",
     "output of a rank": "logs/attempt-0/node-0/rank-0.log",
-    "claim": "claim",
+    "claim": "claim-0",
 }
 COMMANDS = (
     *("why {run}", "logs {run}", "stacks {run}", "attach {run} id", "cancel {run}"),

@@ -51,7 +51,7 @@ def test_torchrun_trains_the_default_recipe(tmp_path: Path) -> None:
     assert verdict is not None and verdict.state == "done"
     assert sorted(path.name for path in run_dir.path.iterdir()) == [
         "checkpoints",
-        "claim",
+        "claim-0",
         "config.yaml",
         "events.jsonl",
         "logs",

@@ -98,7 +98,7 @@ def test_a_fenced_training_gives_way_and_starts_no_further_attempt(tmp_path: Pat
     run = RunDir(tmp_path, "a")
     with subprocess.Popen([*SUBMIT, *words], stdout=subprocess.DEVNULL) as submit:
         until(lambda: bool(run.read_events("checkpointed")))
-        write_atomic(run.path / CLAIM, "another attempt\n")
+        write_atomic(run.path / CLAIM.format(1), "another attempt\n")
         submit.wait(500)
     codes = [line.get("exit_code") for line in read_lines(run.job / "attempts.jsonl")]
     assert codes == [None, FENCED]

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from checkout import CAMPAIGNS, HELPERS, ROOT
 
 from rollcall.launch.commands import status, why
+from rollcall.records import run_dir
 from rollcall.records.attempt import (
     AttemptEvent,
     AttemptRecord,
@@ -54,7 +56,7 @@ from rollcall.records.run import (
     Whole,
 )
 from rollcall.records.run_dir import FencedError, RunDir
-from rollcall.system.files import read_lines, read_object, tail, write_once
+from rollcall.system.files import read_lines, read_object, tail, write_atomic, write_once
 
 LINES: list[Line] = [
     LoggedStep(3, 0.5, 100.0, 7.0, 0.1, {"learning_rate": 0.01}),
@@ -172,9 +174,45 @@ def test_a_claim_that_is_not_ours_fences_us_off(tmp_path: Path) -> None:
     run.claim(None)
     run.check_claim()
     for content in GARBAGE:
-        (run.path / CLAIM).write_bytes(content)
+        (run.path / CLAIM.format(0)).write_bytes(content)
         with pytest.raises(FencedError):
             run.check_claim()
+
+
+def test_an_attempt_that_stood_still_while_it_claimed_the_run_does_not_take_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (RunDir(tmp_path, "it") for _ in range(2))
+    old.log(3, 0, 0).parent.mkdir(parents=True)
+
+    def stand_still(path: Path, text: str) -> None:
+        monkeypatch.setattr(run_dir, "write_atomic", write_atomic)
+        new.log(4, 0, 0).parent.mkdir(parents=True)
+        new.claim(4)
+        write_atomic(path, text)
+
+    monkeypatch.setattr(run_dir, "write_atomic", stand_still)
+    old.claim(3)
+    new.check_claim()
+    with pytest.raises(FencedError):
+        old.check_claim()
+    by_hand = RunDir(tmp_path, "it")
+    by_hand.claim(None)
+    by_hand.check_claim()
+    with pytest.raises(FencedError):
+        new.check_claim()
+
+
+def test_a_run_whose_logs_were_removed_can_be_claimed(tmp_path: Path) -> None:
+    old, new = (RunDir(tmp_path, "it") for _ in range(2))
+    old.log(3, 0, 0).parent.mkdir(parents=True)
+    old.claim(3)
+    shutil.rmtree(old.logs)
+    new.log(0, 0, 0).parent.mkdir(parents=True)
+    new.claim(0)
+    new.check_claim()
+    with pytest.raises(FencedError):
+        old.check_claim()
 
 
 def test_cells_are_found_by_their_place_or_not_at_all(tmp_path: Path) -> None:
@@ -241,7 +279,7 @@ def test_status_and_why_survive_a_run_full_of_garbage(
     run.job.mkdir(parents=True)
     files = [record.FILE for record in LINES[:-1]]
     files += [kind.path_in(Path(), **keys).as_posix() for kind, keys in map(described, FILES[:-1])]
-    files += [EVENTS, CLAIM, "config.yaml", "logs/attempt-0/node-0/rank-0.failed.json"]
+    files += [EVENTS, CLAIM.format(0), "config.yaml", "logs/attempt-0/node-0/rank-0.failed.json"]
     for name in files:
         whole(run.path / name, content)
     Submission("7", 1.0).append(run.path)

@@ -138,7 +138,7 @@ def test_a_quota(tmp_path: Path) -> None:
 def test_a_claim_that_cannot_be_read(tmp_path: Path) -> None:
     """As for a moment when a server does not know the file; others are kept off meanwhile."""
     run_dir = RunDir(tmp_path, "run")
-    claim = run_dir.path / "claim"
+    claim = run_dir.path / "claim-0"
 
     def move(source: Path, target: Path) -> bool:
         source.rename(target)
