@@ -119,6 +119,12 @@ def _check_unused(config: Config, named: Collection[str]) -> None:
         ("checkpoint.mirror", config.checkpoint.local, "checkpoint.local", "set checkpoint.local"),
         ("train.stop_after", evaluates, "evaluations", "set train.evaluate_every"),
         ("parallel.cpu_offload", has_fsdp, "zero2, zero3 and hsdp", "choose one of them"),
+        (
+            "parallel.reduce_scatter",
+            has_fsdp and "pipeline" not in names,
+            "zero2, zero3 and hsdp without a pipeline",
+            "choose one of them",
+        ),
         (DDP_KEYS, has_ddp and not is_apart, "ddp and zero1 without exact=true", "choose one"),
         (PIPELINE_KEYS, "pipeline" in names, "pipelines", "choose pipeline or split"),
         ("parallel.stages_per_rank", is_looped, ", ".join(LOOPED), "set parallel.schedule to one"),

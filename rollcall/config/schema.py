@@ -408,6 +408,9 @@ class Parallel(Section):
     of the sequences."""
     cpu_offload: bool = False
     """Keep shards in host memory and update them on the CPU."""
+    reduce_scatter: Literal["step", "micro-batch"] = "step"
+    """When zero2, zero3 and hsdp add up gradients: step keeps whole gradients on each rank until
+    its last micro-batch; micro-batch sends them after each, and keeps shards."""
     bucket_mb: float | None = _key(None, gt=0)
     """MiB of gradients per all-reduce of ddp. Default: PyTorch's."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = _key("none", on_resume=OnResume.TELL)

@@ -178,11 +178,14 @@ def _add_gradients(
         wraps = layout.tensor > 1 or layout.stages > 1  # DDP does not support them; FSDP does
         messages.add("all-reduce", group, apart, sent if wraps else math.ceil(size / BUCKET), size)
         return
-    times = 1
+    times, kept = 1, 0
     if layout.zero == 3:  # a pipeline keeps the weights from a backward pass to the next pass
         times = layout.micro_batches + 1 if layout.stages > 1 else 2 * layout.micro_batches
-    gathered = layout.width * _values(held, layout)
-    messages.add("all-gather", shards, apart, times * units, times * gathered)
+        kept = layout.micro_batches  # passes for which the last unit is gathered already
+    last = next(part for part in reversed(held) if part.units)
+    count = times * units - kept * last.units
+    gathered = layout.width * (times * _values(held, layout) - kept * _values([last], layout))
+    messages.add("all-gather", shards, apart, count, gathered)
     messages.add("reduce-scatter", shards, apart, sent, size)
     messages.add("all-reduce", group // shards, apart * shards, sent, size / shards)
 

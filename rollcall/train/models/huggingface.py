@@ -6,7 +6,8 @@ with `model.init`, and `rollcall checkpoint export --format hf` writes such a fo
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ def _logits(_: nn.Module, __: Any, outputs: Any) -> Any:
 
 
 def _plan(model: Any) -> None:
-    """Declare the layers that tensor and expert parallelism cut, and the sizes that must divide."""
+    """Declare the layers that are cut, the sizes that must divide, and what is gathered alone."""
+    model.shard_units = [*_ends(model)]
     styles = (model._tp_plan or {}).items()
     plan = {name: PLAN_STYLES[style] for name, style in styles if style in PLAN_STYLES}
     plan = plan or PLANS.get(model.config.model_type, {})
@@ -166,3 +168,13 @@ def _plan(model: Any) -> None:
     known = EXPERT_INPUTS if version >= 5 else EXPERT_INPUTS[:1]
     takes = {n: inspect.signature(type(m).forward).parameters for n, m in model.named_modules()}
     model.expert_plan = [name for name, given in takes.items() if [*given][2:4] in known]
+
+
+def _ends(model: Any) -> Iterator[str]:
+    """Yield the names of the embedding and the head, which are large and lie outside the blocks."""
+    names = {module: name for name, module in model.named_modules()}
+    for end in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(AttributeError, NotImplementedError):  # models of images have none
+            module = getattr(model, end)()
+            if module in names:
+                yield names[module]

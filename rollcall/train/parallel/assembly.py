@@ -77,7 +77,8 @@ def parts(
         stage = options.stage if mesh["shard"].size() > 1 else 2
         rounds, kept = config.precision == "bf16", options.conditional_patterns
         on = of_experts[data] if of_experts else None
-        found.append(Shard(mesh[data], stage, options.cpu_offload, rounds, kept, on))
+        adds_up = options.reduce_scatter == "step"
+        found.append(Shard(mesh[data], stage, options.cpu_offload, rounds, kept, on, adds_up))
     # Without DDP if exact mode sums gradients itself, or one rank has nothing to add.
     elif data and not config.exact and (world.world_size > 1 or options.compression != "none"):
         found.append(Replicate(options, world.device))

@@ -7,6 +7,7 @@ ZBV, https://arxiv.org/abs/2401.10241; DualPipe, https://arxiv.org/abs/2412.1943
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -226,23 +227,29 @@ class Pipeline:
         return run
 
     def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, on every rank. Each stage broadcasts its own, of any batch size."""
-        x = inputs
-        mine = dict(zip(self.mine, modules, strict=True))
+        """Return the outputs, on every rank. Stages of any batch size run one after the other."""
+        x, mine = inputs, dict(zip(self.mine, modules, strict=True))
         for stage, owner in enumerate(self._owners):
             if stage in mine:
-                x = whole_of(mine[stage](x)).float()
-            x = self._broadcast(x, owner, stage in mine)
+                x = whole_of(mine[stage](x)).float().contiguous()
+            if stage + 1 == self.stages:
+                return self._passed(x, stage in mine, partial(dist.broadcast, group_src=owner))
+            if stage in mine and stage + 1 not in mine:
+                x = self._passed(x, True, partial(dist.send, group_dst=self._owners[stage + 1]))
+            elif stage + 1 in mine and stage not in mine:
+                x = self._passed(x, False, partial(dist.recv, group_src=owner))
         return x
 
-    def _broadcast(self, x: torch.Tensor, owner: int, is_mine: bool) -> torch.Tensor:
+    def _passed(
+        self, x: torch.Tensor, is_mine: bool, communicate: Callable[..., object]
+    ) -> torch.Tensor:
+        """Return a tensor that this rank has, or gets, by calls of a function for its parts."""
         shape = torch.zeros(8, dtype=torch.int64, device=x.device)
         shape[: x.ndim] = torch.tensor(x.shape)
-        dist.broadcast(shape, group=self.group, group_src=owner)
+        communicate(shape, group=self.group)
         if not is_mine:
             x = torch.empty([size for size in shape.tolist() if size], device=x.device)
-        x = x.contiguous()
-        dist.broadcast(x, group=self.group, group_src=owner)
+        communicate(x, group=self.group)
         return x
 
 

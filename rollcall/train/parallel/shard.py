@@ -56,15 +56,16 @@ class Shard(Part):
         gathers_bf16: bool,
         conditional: Sequence[str] = (),
         of_experts: DeviceMesh | None = None,
+        accumulates: bool = True,
     ) -> None:
         """Shard over the last dimension of the mesh; a first dimension replicates the shards.
 
         With `gathers_bf16`, weights are gathered in bf16; gradients are still reduced in fp32. The
         weights that fit the patterns `conditional` stay whole; experts are sharded on their own
-        mesh, if they have one.
+        mesh, if they have one. If a rank `accumulates`, gradients are scattered once a step.
         """
         self._mesh, self._of_experts = mesh, of_experts
-        self._stage = stage
+        self._stage, self._accumulates = stage, accumulates
         pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         self._policy = pinned if offload else OffloadPolicy()
         self.rounds = gathers_bf16
@@ -98,11 +99,17 @@ class Shard(Part):
             for stack in stacks_of(model).values():
                 casts = isinstance(stack, Perceptrons)  # others get the router's weights in fp32
                 self._shard(stack, self._of_experts, lambda _: Cut(1), casts)
-        for unit in [unit for unit in units(model) if not _shares_weights(unit, model)]:
+        alone = {*units(model), *map(model.get_submodule, getattr(model, "shard_units", ()))}
+        every = [module for module in model.modules() if module in alone]
+        last: Any = None
+        for unit in [unit for unit in every if not _shares_weights(unit, model)]:
             if isinstance(unit, FSDPModule):  # a stack of experts
                 continue
             if not self._conditional.issuperset(unit.parameters()):
                 self._shard(unit, self._mesh)
+                last = unit
+        if last and self._stage == 3:  # its backward pass follows at once
+            last.set_reshard_after_forward(False, recurse=False)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shard the remaining weights."""
@@ -123,7 +130,8 @@ class Shard(Part):
             ignored_params=_odd([*_left(module)]) | self._conditional,
         )
         name = self._names.get(module, "")
-        if not self.rounds:  # zeros would be of another type than sums over micro-batches
+        # Zeros would be of another type than sums over micro-batches of 16 bits.
+        if not (self.rounds and self._accumulates):
             reduce_unused(module, self._has_gradient)
         self.calls[name] = 0
         module.register_forward_pre_hook(partial(self._note, name, len(self.calls)))
@@ -170,12 +178,12 @@ class Shard(Part):
         return self.calls | {n: used for (n, _), used in zip(self._named, self._used, strict=True)}
 
     def around(self, last: bool) -> AbstractContextManager[None]:
-        """Keep whole gradients on each rank until the last backward pass scatters them."""
+        """Keep whole gradients on each rank until the last pass scatters them, if so asked."""
         if last and self._is_last:  # as at the start: these calls visit every module
             return nullcontext()
         self._is_last = last
         for root in self._roots:
-            root.set_requires_gradient_sync(last)
+            root.set_requires_gradient_sync(last or not self._accumulates)
             if self._stage == 2:
                 root.set_reshard_after_backward(last)
         return nullcontext()
