@@ -42,8 +42,8 @@ class Trainer:
         self._recovery = self.steps.recovery
         self._audit: Audit | None = None
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
+    def resume(self) -> bool:
+        """Continue from the newest checkpoint, if there is one; return whether there is."""
         self.task.identify(resumes=self.saver.open())
         self._recovery.resume()
         checkpoint = self._load()
@@ -51,6 +51,7 @@ class Trainer:
             changes.tell(self._run, checkpoint.step, checkpoint.engine.facts)
             self._run.record("resumed", step=checkpoint.step)
             self._recovery.is_idle = False
+        return checkpoint is not None
 
     def train(self) -> State:
         """Train to the end, or until all ranks agree to stop; save the state in either case."""

@@ -75,8 +75,8 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
     if is_searched and size and world.is_main:  # a resumed run keeps it, to stay exact
         memory.propose(run.run_dir, size, is_fastest=True)
     parts.spread.record()
-    if parts.started_from:
-        run.record("initialized", report=parts.started_from)
+    if parts.start.report:
+        run.record("initialized", report=parts.start.report)
     trainer, device = parts.trainer, world.device
     try:
         if world.is_main:
@@ -84,7 +84,8 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
             if advice := not run.config.exact and precision.advice(run.config.precision, device):
                 run.say(f"rollcall: {advice}")
         try:
-            trainer.resume()
+            if not trainer.resume() and parts.start.resumes:
+                raise ConfigError(f"{run.run_dir.checkpoints} was emptied meanwhile: start again")
             trainer.state.adopt(parts.callbacks.open(parts.strategy.model))
         except ConfigError:
             put_back()
@@ -159,7 +160,7 @@ class _Parts:
     spread: Spread
     callbacks: Callbacks
     profiler: Profiler
-    started_from: str  # what was read of `model.init`
+    start: Start
 
 
 def _kept_files(run: Run) -> Callable[[], None]:
@@ -221,9 +222,7 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     if strategy.sharding and world.world_size > 1:
         members.append(Units(run, strategy.sharding))
     trainer = Trainer(run, task, state, saver, members)
-    return _Parts(
-        strategy, trainer, stop, metrics, recorder, spread, callbacks, profiler, begin.report
-    )
+    return _Parts(strategy, trainer, stop, metrics, recorder, spread, callbacks, profiler, begin)
 
 
 def _place_model(
@@ -242,7 +241,8 @@ def _place_model(
     passes = strategy.data_ranks * -(-rows // (size if isinstance(size, int) else rows))
     factors, missing = flops.factors(run, model, example, loss, passes)
     spread.compute_plain(model, begin.whole)
-    strategy.place(model, example, begin.fill)
+    draws = spread.is_due or not begin.resumes
+    strategy.place(model, example, partial(begin.fill, draws=draws))
     if not loss.takes_model:
         check_arguments(model, example)
     roots = {"model": strategy.model, "loss": loss.function}

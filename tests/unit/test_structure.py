@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_607, 8_000
+CORE_LINES, TOOLS_LINES = 39_719, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 321,
-    "rollcall/config": 2534,
+    "rollcall/config": 2543,
     "rollcall/launch": 1,
     "rollcall/launch/api": 387,
     "rollcall/launch/batch": 665,
@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/submission": 2328,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 252,
-    "rollcall/records": 1195,
+    "rollcall/records": 1212,
     "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
@@ -56,21 +56,21 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2162,
     "rollcall/tools/report": 1694,
-    "rollcall/train": 2604,
+    "rollcall/train": 2605,
     "rollcall/train/checkpoint": 3319,
-    "rollcall/train/data": 2977,
+    "rollcall/train/data": 3007,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1210,
-    "rollcall/train/inference": 798,
+    "rollcall/train/health": 1215,
+    "rollcall/train/inference": 799,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1140,
+    "rollcall/train/models": 1152,
     "rollcall/train/numerics": 1971,
-    "rollcall/train/parallel": 3210,
+    "rollcall/train/parallel": 3226,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1463,
+    "rollcall/train/ranks": 1464,
     "rollcall/train/recovery": 590,
     "rollcall/train/torch_private": 346,
-    "rollcall/train/weights": 863,
+    "rollcall/train/weights": 883,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -101,6 +101,11 @@ class Spread:
             self._plain = plain
             world.raise_together(self._different_weights(plain.loss))
 
+    @property
+    def is_due(self) -> bool:
+        """True if `compare` will compare what the spread model computes."""
+        return self._is_due
+
     def compare(self) -> None:
         """Pass the samples through the spread model; raise ConfigError on all if it differs."""
         if not self._is_due:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,11 +108,11 @@ def load(
         facts = world.broadcast(run_dir.read_events("data")[-1:] if world.is_main else [])
         source = sets.without_samples(config.data, facts[0]) if facts else None
     source = source or sets.load(config.data, world, config.seed)
-    begin = start.built(config, models.maker(config, source, world.device), draws=False)
+    begin = start.built(config, models.maker(config, source, world.device))
     if not config.checkpoint.save_frozen:
         start.read_init(begin, config, world)
     batches = training_batches(source, Order.of_run(config, source), range(2), range(1))
-    strategy.place(begin.model, next(batches), begin.fill)
+    strategy.place(begin.model, next(batches), partial(begin.fill, draws=False))
     weights = state_dict.get_model_state_dict(strategy.model, options=OPTIONS)
     state: dict[str, Any] = {"model": weights}
     if module := strategy.loss.module:  # it is filled in place

@@ -15,7 +15,10 @@ from torch import nn
 
 from rollcall.config import Config, ConfigError
 from rollcall.messages.text import listed, size
+from rollcall.train.checkpoint.layout import published
 from rollcall.train.checkpoint.tools import export
+from rollcall.train.numerics.randomness import kept
+from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import REGISTRIES, put, storage_key, tree_leaves, tree_map_only
@@ -27,21 +30,19 @@ ADAPTED, ADAPTER = ".base_layer", ".lora_"
 """Parts of the names of weights in a model of peft."""
 MAX_PATTERNS = 6
 """Names of tensors that a message suggests as patterns."""
+SMALL = 0.02
+"""The largest number in place of a weight that a checkpoint will fill."""
 NO_HOLDERS = torch.Tensor, type, ModuleType  # their attributes do not belong to the model
 
 
 class Start:
     """A model, and the initial values of its tensors."""
 
-    def __init__(
-        self, model: nn.Module, recorder: deferred.Recorder | None, draws: bool = True
-    ) -> None:
-        """Take a model that `deferred.build` has made; without a recorder it has all values.
-
-        Without `draws`, a checkpoint will fill what checkpoints hold.
-        """
+    def __init__(self, model: nn.Module, recorder: deferred.Recorder | None) -> None:
+        """Take a model that `deferred.build` has made; without a recorder it has all values."""
         self.model = model
-        self._later = set() if draws else set(model.state_dict(keep_vars=True))
+        self.resumes = False  # whether a checkpoint will fill all that checkpoints hold
+        self._held = set(model.state_dict(keep_vars=True))
         self.reason = ""  # why the model could not be built without its values
         self.report = ""  # the tensors that start from stored ones, in words
         self._recorder = recorder
@@ -59,10 +60,13 @@ class Start:
         if self._recorder is None:
             self._load({names[0]: tensor for names, tensor in tensors_of(self.model)})
 
-    def fill(self, model: nn.Module, device: torch.device, buffers: torch.device) -> None:
+    def fill(
+        self, model: nn.Module, device: torch.device, buffers: torch.device, draws: bool = True
+    ) -> None:
         """Give the weights and buffers of a spread model memory and the values of this rank's part.
 
-        Weights go to `device`, buffers to the device `buffers`; they may be DTensors.
+        Weights go to `device`, buffers to the device `buffers`; they may be DTensors. Without
+        `draws`, what a checkpoint will fill gets other numbers, which cost less.
         """
         wanted: dict[str, torch.Tensor] = {}
         for names, tensor in list(tensors_of(model)):
@@ -74,8 +78,12 @@ class Start:
         loaded = self._load(wanted)
         assert self._recorder is not None or not wanted, "only a deferred model has no values"
         for name, tensor in wanted.items():
-            if name not in loaded | self._later and self._recorder is not None:
+            if name in loaded or self._recorder is None:
+                continue
+            if draws or name not in self._held:
                 copy_parts(self._recorder.values(self._recorded[name]), tensor)
+            else:
+                _stand_in(tensor)
 
     def release(self, model: nn.Module) -> None:
         """Return the memory of all tensors; they are on the meta device again."""
@@ -112,6 +120,17 @@ class Start:
         return loaded
 
 
+def _stand_in(tensor: torch.Tensor) -> None:
+    """Give a tensor numbers with which passes compute something finite."""
+    part = local_of(tensor.detach())
+    with kept(part.device):
+        if part.is_floating_point():
+            lowest = -SMALL if isinstance(tensor, nn.Parameter) else SMALL / 2  # of a variance
+            part.uniform_(lowest, SMALL)
+        else:
+            part.zero_()
+
+
 def replace(
     model: nn.Module, names: Iterable[str], old: torch.Tensor, values: torch.Tensor
 ) -> None:
@@ -126,7 +145,7 @@ def replace(
         put(module, leaf, new)
 
 
-def built(config: Config, make: Callable[[], nn.Module], draws: bool = True) -> Start:
+def built(config: Config, make: Callable[[], nn.Module]) -> Start:
     """Build a model and freeze parts of it; ConfigError if a weight cannot be initialized."""
     model, recorder, reason = deferred.build(make, config.seed)
     for names, tensor in tensors_of(model) if recorder is None else ():
@@ -137,7 +156,7 @@ def built(config: Config, make: Callable[[], nn.Module], draws: bool = True) -> 
             )
     freeze(model, config)
     _check_attributes(model, config.model.name)
-    begin = Start(model, recorder, draws)
+    begin = Start(model, recorder)
     begin.reason = reason
     return begin
 
@@ -152,8 +171,9 @@ def start(run: Run, make: Callable[[], nn.Module]) -> Start:
     begin = built(config, make)
     if begin.reason:
         run.say(f"rollcall: every rank builds the whole model first: {begin.reason}")
-    resumes = world.broadcast(world.is_main and any(run.run_dir.checkpoints.glob("step-*")))
-    if config.model.init is not None and not (resumes and config.checkpoint.save_frozen):
+    resumes = world.broadcast(world.is_main and bool(published(run.run_dir.checkpoints)))
+    begin.resumes = resumes and config.checkpoint.save_frozen
+    if config.model.init is not None and not begin.resumes:
         read_init(begin, config, world)
         run.say(f"rollcall: model.init={config.model.init}: {begin.report}")
     return begin

@@ -69,6 +69,23 @@ def test_each_tensor_has_the_values_of_a_model_in_memory(make: Callable[[], nn.M
         assert torch.equal(model.own[1](one)[0], whole.own[1](one)[0])
 
 
+@pytest.mark.parametrize("make", [Odd, images("resnet18")])
+def test_what_a_checkpoint_will_fill_is_not_drawn(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, recorder, _ = build(make, 5)
+    assert recorder is not None
+    begin, before = Start(model, recorder), torch.get_rng_state()
+    monkeypatch.delattr(type(recorder), "values")  # every tensor is in a checkpoint
+    begin.fill(model, torch.device("cpu"), torch.device("cpu"), draws=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, tensor in model.state_dict().items():
+        assert tensor.abs().max() <= 0.02, name
+        assert "running_var" not in name or tensor.min() > 0
+    if not isinstance(model, Odd):
+        assert model.eval()(torch.ones(1, 3, 32, 32)).isfinite().all()
+
+
 def by_numpy(weight: torch.Tensor) -> None:
     weight.numpy()[0] = 1.0
 
