@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from rollcall.cli.commands import COMMANDS
 from rollcall.messages.text import did_you_mean
 
 WORDS = {
@@ -63,6 +64,8 @@ def plain(message: str) -> str:
     if match := re.fullmatch(r"(.*)invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
         name, value, choices = match[1], match[2], match[3].replace("'", "")
         hint = did_you_mean(value, choices.split(", "))
+        if name == "COMMAND: " and value in COMMANDS:
+            hint = f"; `rollcall {value}` is a command of its own"
         message = f"{name}expected one of {choices}; got '{value}'{hint}"
     return message
 

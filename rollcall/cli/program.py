@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
         return REFUSED
     except KeyboardInterrupt:
         print(f"rollcall {words[0]}: stopped by Ctrl-C", file=sys.stderr)
-        return os.EX_TEMPFAIL if words[0] in ("train", "predict") else 128 + signal.SIGINT
+        return (
+            os.EX_TEMPFAIL if words[0] in ("train", "predict", "generate") else 128 + signal.SIGINT
+        )
     except OSError as error:
         ends = {errno.EPIPE: signal.SIGPIPE, errno.EIO: signal.SIGHUP}  # as after `| head`
         if error.errno in ends and output_is_closed():

@@ -8,6 +8,7 @@ signature is read from the source without importing it, so that a login node can
 import ast
 import importlib.util
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial, update_wrapper
@@ -221,6 +222,22 @@ def check_modules(config: Any) -> None:
         top = module.partition(".")[0]
         if not (importlib.util.find_spec(top) or PathFinder.find_spec(top, [""])):
             raise ConfigError(plugin.missing(f"{key}={name}", top))
+        if path := _file(module):
+            _check_source(f"{key}={name}", path, attribute)
+
+
+def _check_source(setting: str, path: Path, attribute: str) -> None:
+    """Raise ConfigError if the source of a module is not valid, or has nothing of this name."""
+    try:
+        tree = _tree(path)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{setting}: {path} is not valid Python: {error}; correct it") from None
+    # A name that is nowhere in the source may come from these alone.
+    ways = rb"\b%b\b|import \*|__getattr__|__dict__|globals|exec|setattr|vars|modules"
+    is_open = re.search(ways % re.escape(attribute.encode()), path.read_bytes())
+    if not is_open and path.name != "__init__.py":
+        kinds = ast.FunctionDef | ast.ClassDef
+        raise plugin.without(setting, [node.name for node in tree.body if isinstance(node, kinds)])
 
 
 def check_surroundings(config: Any) -> None:
@@ -229,10 +246,15 @@ def check_surroundings(config: Any) -> None:
     existing = next(path for path in (root, *root.parents) if is_there(path))
     if not existing.is_dir():
         raise ConfigError(f"run.root: {existing} is a file; choose a folder")
+    if existing != root and not os.access(existing, os.W_OK):
+        raise ConfigError(f"run.root: you may not write to {existing}; choose another folder")
     path = config.data.path
     is_one = path and ":" not in config.data.name and not re.search(r"[*?\[,]", path)
     if is_one and not is_there(Path(path)):
-        raise ConfigError(f"data.path: cannot read {path}: no such file or directory")
+        meant = f"expected {checks.DATA_PATHS.get(config.data.name, 'the path of your data')}"
+        if path.startswith("~"):
+            meant = "write $HOME instead of ~, which shells do not replace here"
+        raise ConfigError(f"data.path: {Path(path).absolute()} does not exist; {meant}")
     part = checks.DATA_PARTS.get(config.data.name)
     if is_one and part and not any(Path(path).glob(part)):
         raise ConfigError(f"data.path={path}: expected {checks.DATA_PATHS[config.data.name]}")
@@ -462,7 +484,7 @@ def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Par
 
 @cache
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_bytes())
+    return ast.parse(path.read_bytes(), path.name)
 
 
 def _aliases(node: ast.stmt) -> list[ast.alias]:

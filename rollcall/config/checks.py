@@ -26,6 +26,11 @@ DATA_PATHS = {
 """The meaning of data.path for the data sets that need it."""
 DATA_PARTS = {"folder": "*/", "tokens": "train.*"}
 """A pattern of what such a directory holds at least."""
+WEIGHTS = (
+    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, or a "
+    "run or one of its checkpoints"
+)
+"""The meaning of model.init."""
 DDP_KEYS = "parallel.bucket_mb parallel.compression"
 PIPELINE_KEYS = "parallel.schedule parallel.balance"
 SYNC_KEYS = (
@@ -53,8 +58,6 @@ def check(config: Config, named: Collection[str] = ()) -> None:
     known = [name for name, rule in on_resume().items() if rule is OnResume.REFUSE]
     if wrong := [name for name in config.run.changes_allowed if name not in known]:
         raise ConfigError(f"run.allow_changes: expected {' or '.join(known)}, got '{wrong[0]}'")
-    if config.data.path is None and (wanted := DATA_PATHS.get(config.data.name)):
-        raise ConfigError(f"data.name={config.data.name} needs data.path: {wanted}")
     _check_batch(config)
     _check_mesh(config.parallel)
     _check_unused(config, named)
@@ -70,6 +73,12 @@ def check(config: Config, named: Collection[str] = ()) -> None:
             f"model.hidden_size={model.hidden_size}: expected a multiple of {step}, twice "
             f"model.num_heads; choose {-(-model.hidden_size // step) * step}"
         )
+
+
+def check_data_path(config: Config) -> None:
+    """Raise ConfigError if the data set needs a path and has none."""
+    if config.data.path is None and (wanted := DATA_PATHS.get(config.data.name)):
+        raise ConfigError(f"data.name={config.data.name} needs data.path: {wanted}")
 
 
 def without_effect(config: Config, named: Collection[str]) -> Iterator[str]:

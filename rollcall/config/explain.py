@@ -15,7 +15,7 @@ def main(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         print(__doc__)
         return 0
-    _, config = parse(words)
+    _, config = parse(words, is_draft=True)
     origin, rows = origins(words), []
     for key, *_ in describe():
         value: Any = reduce(getattr, key.split("."), config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollcall.config import trust
 from rollcall.config.schema import ConfigError
-from rollcall.messages.text import did_you_mean
+from rollcall.messages.text import did_you_mean, listed
 
 
 def load_attribute(name: str, key: str) -> Any:
@@ -24,11 +24,18 @@ def load_attribute(name: str, key: str) -> Any:
     try:
         loaded = getattr(imported, attribute)
     except AttributeError as error:
-        hint = did_you_mean(attribute, dir(imported))
-        raise ConfigError(f"{setting}: {error}{hint}") from error
+        raise without(setting, dir(imported)) from error
     if inspect.isclass(loaded) or inspect.isroutine(loaded):  # from wherever it was imported
         trust.refuse_commands(setting, loaded.__module__ or module)
     return loaded
+
+
+def without(setting: str, names: Iterable[str]) -> ConfigError:
+    """Return the refusal of a value whose module has other names, but not this one."""
+    module, _, attribute = setting.rpartition("=")[2].partition(":")
+    public = [name for name in names if not name.startswith("_")]
+    hint = did_you_mean(attribute, public) or f"; it has {listed(public) or 'none'}"
+    return ConfigError(f"{setting}: module '{module}' has no attribute '{attribute}'{hint}")
 
 
 def unknown(key: str, name: str, choices: Sequence[str], known: Iterable[str]) -> ConfigError:

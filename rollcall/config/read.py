@@ -34,7 +34,7 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def parse(words: Sequence[str]) -> tuple[str, Config]:
+def parse(words: Sequence[str], is_draft: bool = False) -> tuple[str, Config]:
     """Read `[recipe or file] [key=value …]`; return the recipe's name and the configuration.
 
     The word without `=` is a recipe or a YAML file (default: digits); each of the others sets one
@@ -52,6 +52,8 @@ def parse(words: Sequence[str]) -> tuple[str, Config]:
         raise ConfigError(refusals.explain(error.errors(), source, given)) from None
     try:
         checks.check(config, {word.partition("=")[0] for word in words})
+        if not is_draft:
+            checks.check_data_path(config)
         trusted = trust.check(arguments.named_code(config), _path(source), words) or None
         run, data = config.run.model_copy(update={"trust": trusted}), config.data
         if data.name == "jsonl" and (folder := tokenizer_folder(config)):
@@ -186,6 +188,9 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
         name, equals, text = word.partition("=")
         if not equals:
             continue
+        if re.search("[ ,]", name):
+            advice = "write the words apart, without quotes around several of them"
+            raise ConfigError(f"'{word}': expected key=value; {advice}")
         try:
             value = yaml_values.load(text)
         except yaml.YAMLError as error:

@@ -84,8 +84,11 @@ def synonyms() -> dict[str, Any]:
     return dict(yaml_values.load(Path(__file__).with_name("synonyms.yaml").read_text()))
 
 
-def about_option(words: Sequence[str]) -> str:
-    """Return advice about an option such as `--batch-size 32`; an empty text if it is unknown."""
+def about_option(words: Sequence[str], cutoff: float = 0.8) -> str:
+    """Return advice about an option such as `--batch-size 32`; an empty text if it is unknown.
+
+    It may differ from the key that is meant; `cutoff` 1 asks for keys that are spelled alike.
+    """
     import difflib  # here: only mistakes need it
 
     option, equals, value = words[0].lstrip("-").partition("=")
@@ -96,7 +99,7 @@ def about_option(words: Sequence[str]) -> str:
     key = names.get(re.sub("[._]", "-", option), "")
     if not key and (answer := _find(synonyms()["options"] | synonyms()["elsewhere"], word)):
         return answer
-    parts = difflib.get_close_matches(word, [*map(last_part, names.values())], 1, 0.8)
+    parts = difflib.get_close_matches(word, [*map(last_part, names.values())], 1, cutoff)
     alike = [name for name in names.values() if last_part(name) in parts]
     if key := key or _find(synonyms()["keys"], word) or (alike[0] if len(alike) == 1 else ""):
         key, _, fixed = key.partition("=")
@@ -162,9 +165,12 @@ def _line(key: str, errors: list[Any]) -> str:
             hint = f", did you mean {first}={value}?"
         return f"{key}: expected a section with keys such as {first}, got {got}{hint}"
     wanted = " or ".join(dict.fromkeys(map(expected, errors))).replace("'", "")
-    default = next((item.default for item in describe() if item.name == key), None)
+    item = next((item for item in describe() if item.name == key), None)
+    default = item.default if item else None
     if wanted in ("a number", "an integer") and isinstance(default, int | float):
         wanted += f" such as {default}"
+    if item and item.type.endswith("| null") and wanted.startswith(("a number", "an integer")):
+        wanted += " or null"
     choices = [expected(error) for error in errors if error["type"] == "literal_error"]
     words = re.sub("[',]", "", " ".join(choices)).split()
     hint = did_you_mean(value, words) if isinstance(value, str) else ""

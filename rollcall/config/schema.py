@@ -63,9 +63,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_other_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and is_number(cls.model_fields[str(info.field_name)].annotation):
             raise PydanticCustomError("not_a_number", "expected a number")
+        if isinstance(value, int) and abs(value) >= 2**63:  # C code could not take it
+            raise PydanticCustomError("less_than", "too large", {"lt": 2**63})
         return value
 
 

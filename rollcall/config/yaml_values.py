@@ -68,7 +68,8 @@ def read(path: Path, as_text: bool = False) -> dict[str, Any]:
         text = read_whole(path).decode()
         values = load(text, as_text)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error.strerror}") from None
+        why = f"cannot be read: {error.strerror}; expected a YAML file with lines of key: value"
+        raise ConfigError(f"{path}: {why}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML{_problem(error, text)}") from None
     if values is not None and not isinstance(values, dict):
@@ -98,6 +99,8 @@ def _problem(error: Exception, text: str) -> str:
     problem = "indent with spaces, not with tabs" if is_tab else error.problem
     if problem == "mapping values are not allowed in this context":
         problem = "indent the keys of a section alike, and put text that has ': ' in quotes"
+    elif problem and problem.startswith("did not find expected"):
+        problem += "; close each bracket and quote, and indent the keys of a section alike"
     return f", line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 

@@ -24,7 +24,7 @@ from rollcall.config import Config, ConfigError, arguments, checks, help
 from rollcall.messages.refusal import FENCED, PATIENCE, REFUSED, RankError, refuse
 from rollcall.messages.text import announce, is_first_rank, note
 from rollcall.records.job import JobRecord
-from rollcall.records.run_dir import FencedError
+from rollcall.records.run_dir import FencedError, named
 from rollcall.system import process
 from rollcall.system.files import is_there
 from rollcall.train.ranks import failure
@@ -39,6 +39,8 @@ INTERRUPTED = (
     "rollcall: stopped without saving; to continue from the newest checkpoint, if there is one, "
     "use the same command with run.name=RUN"
 )
+LAUNCHERS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
+"""Variables of a process that a launcher has started, perhaps with others."""
 RANKS = re.compile(r"(?:--(?:ranks|nproc(?:[-_]per[-_]node)?)|-np?)(?:=(.*))?")
 """Matches the option that starts ranks, also in the spelling of torchrun, mpiexec and srun."""
 
@@ -65,23 +67,13 @@ def _main(words: Sequence[str]) -> int:
         print(schema.json_schema(), end="")
         return 0
     try:
-        ranks, rest = _asked_ranks(words)
-        recipe, config = schema.parse([word for word in rest if word != "--print-config"])
-        arguments.check_modules(config)  # before seconds of imports
-        if "--print-config" in words:
-            print(config.to_yaml(), end="")
-            return 0
-        arguments.check_surroundings(config)
-        if name := config.run.name:
-            run = Path(config.run.root, name)
-            trains = "ROLLCALL_RUN_DIR" in os.environ or is_there(run / "config.yaml")
-            record = None if trains else JobRecord.read(run)  # a script may train in its own run
-            if record and not record.is_training:
-                raise ConfigError(f"run.name: {run} is the run of a script; choose another name")
-        if ranks:
-            config.parallel.degrees(ranks, ranks)
+        is_launched = not LAUNCHERS.isdisjoint(os.environ)
+        ranks, rest, recipe, config = ask(words, None if is_launched else 1)
     except ConfigError as error:
         return refuse(error)
+    if "--print-config" in words:
+        print(config.to_yaml(), end="")
+        return 0
     if ranks:  # become torchrun
         program = [f"{ROOT}/env/bin/torchrun"] if IS_CHECKOUT else ["-m", "torch.distributed.run"]
         options = ["--standalone", f"--nproc-per-node={ranks}", "-m", "rollcall.train"]
@@ -100,6 +92,37 @@ def _main(words: Sequence[str]) -> int:
         raise
     finally:
         gc.enable()
+
+
+def ask(words: Sequence[str], size: int | None) -> tuple[int, Sequence[str], str, Config]:
+    """Return the ranks to start, the other words, and the recipe and configuration they ask for.
+
+    `size` is the number of ranks that a launcher starts, 1 without one; None if it is not known.
+    ConfigError: they cannot train, as far as that is known without torch.
+    """
+    ranks, rest = _asked_ranks(words)
+    is_draft = "--print-config" in words
+    words = [word for word in rest if word != "--print-config"]
+    recipe, config = schema.parse(words, is_draft)
+    arguments.check_modules(config)  # before seconds of imports
+    if is_draft:
+        return ranks, rest, recipe, config
+    arguments.check_surroundings(config)
+    run = config.run.name and Path(config.run.root, config.run.name)
+    exists = bool(run and is_there(run / "config.yaml"))
+    init = config.model.init
+    if init and not (exists or is_there(Path(init).expanduser()) or named(init, "checkpoints")):
+        wanted = f"no such file, folder or run; expected {checks.WEIGHTS}"
+        raise ConfigError(f"model.init={init}: {wanted}")
+    if run and not exists and "ROLLCALL_RUN_DIR" not in os.environ:  # a script may train in its own
+        record = JobRecord.read(run)
+        if record and not record.is_training:
+            raise ConfigError(f"run.name: {run} is the run of a script; choose another name")
+    if ranks and size != 1:
+        raise ConfigError("--ranks: a launcher starts the ranks already; remove this option")
+    if size := ranks or size:
+        config.parallel.degrees(size, size)
+    return ranks, rest, recipe, config
 
 
 def _asked_ranks(words: Sequence[str]) -> tuple[int, Sequence[str]]:

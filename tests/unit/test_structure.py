@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_719, 8_000
+CORE_LINES, TOOLS_LINES = 39_855, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,12 +30,12 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 65,
-    "rollcall/cli": 321,
-    "rollcall/config": 2543,
+    "rollcall/cli": 326,
+    "rollcall/config": 2597,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 387,
+    "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1027,
+    "rollcall/launch/commands": 1029,
     "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1690,
@@ -43,8 +43,8 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2078,
-    "rollcall/launch/scheduler": 759,
-    "rollcall/launch/submission": 2328,
+    "rollcall/launch/scheduler": 780,
+    "rollcall/launch/submission": 2353,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 252,
     "rollcall/records": 1212,
@@ -55,22 +55,22 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2162,
-    "rollcall/tools/report": 1694,
-    "rollcall/train": 2605,
+    "rollcall/tools/report": 1693,
+    "rollcall/train": 2628,
     "rollcall/train/checkpoint": 3319,
-    "rollcall/train/data": 3007,
+    "rollcall/train/data": 3009,
     "rollcall/train/exact": 572,
     "rollcall/train/health": 1215,
     "rollcall/train/inference": 799,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1152,
+    "rollcall/train/models": 1153,
     "rollcall/train/numerics": 1971,
     "rollcall/train/parallel": 3226,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1464,
     "rollcall/train/recovery": 590,
     "rollcall/train/torch_private": 346,
-    "rollcall/train/weights": 883,
+    "rollcall/train/weights": 880,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -149,6 +149,8 @@ def submit(
         return _start(options, [], target, [args], debug)[0]
     if debug:
         raise RefusedError("debug=True: only a function can be called in this process")
+    if any(isinstance(word, Mapping) for word in args):
+        raise RefusedError("a dictionary: write each key as a word, such as 'optim.lr=0.1'")
     words = [str(word) for word in (target, *args)]
     is_program = words[0] == "-m" or words[0].endswith(".py")
     return _start(options, ["--", *words] if is_program else words)[0]
@@ -173,7 +175,8 @@ def map(
     except ValueError as error:
         if not str(error).startswith("zip()"):  # it is of the user's generator
             raise
-        raise RefusedError(f"map: expected a function and lists of one length; {error}") from None
+        text = str(error).replace("zip() ", "").replace("argument", "list")
+        raise RefusedError(f"map: expected a function and lists of one length; {text}") from None
     if options.get("debug") or not calls:
         return [submit(function, *arguments, **options) for arguments in calls]
     limit = f"%{throttle}" if throttle else ""
@@ -211,6 +214,8 @@ def _start(
     except RefusedError as error:
         text = str(error).replace(" (--help lists the options)", "")
         text = re.sub(r"(?<=sbatch; )write ([a-z_.]+=\S+) \(", advice, text)
+        ways = r"an argument of a script is a word, '\1', and one of a function has a position"
+        text = re.sub(r"pass an option of a plugin on with --sbatch-arg=(\S+)", ways, text)
         words = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), text)
         raise type(error)(words) from None
 
@@ -223,7 +228,8 @@ def _begin(
     debug: bool = False,
 ) -> list[Job]:
     if typed := options.keys() & {"array", "doctor", "dry_run", "host"}:
-        raise RefusedError(f"{min(typed)}: only the command line `rollcall submit` has this option")
+        only = "only the command line `rollcall submit` has this option; remove it"
+        raise RefusedError(f"{min(typed)}: {only}")
     if (function is not None or calls) and not callable(function):
         kind = type(function).__name__
         raise RefusedError(

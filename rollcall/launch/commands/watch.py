@@ -118,7 +118,9 @@ def _events(run: RunDir, condition: Condition, newest: AttemptRecord | None) -> 
     failures = RankFailure.of_attempt(run.attempt_logs(newest.number)) if newest else []
     if failures and newest and not any(time > newest.started for time, _ in lines):
         cause = root_cause.find_cause(run, Condition(condition.state), newest)
-        lines.append((failures[0].time, cause.what if cause else failures[0].error))
+        # Without the failure behind it, a node may not have written everything yet.
+        what = cause.what if cause and cause.failure else "a rank has failed"
+        lines.append((failures[0].time, what))
     for attempt in find.attempts(run)[1:]:
         lines.append((attempt.started, f"attempt {attempt.number} started"))
     for back in restarts.rollbacks(run):

@@ -1,7 +1,10 @@
 """The options of sbatch from Slurm 20.11 to 26.05, with the pyxis plugin's."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+from rollcall.config import yaml_values
 from rollcall.messages import text
 
 _FLAGS = """
@@ -30,7 +33,14 @@ container-save container-env
 WITH_VALUE = frozenset(_WITH_VALUE.split())
 """Options that take a value."""
 
-ELSEWHERE = {"walltime": "time", "queue": "partition", "memory": "mem", "project": "account"}
+ELSEWHERE = {
+    "walltime": "time",
+    "timeout": "time",
+    "time-limit": "time",
+    "queue": "partition",
+    "memory": "mem",
+    "project": "account",
+}
 """Options of other schedulers, and what sbatch calls them."""
 
 SHORT = {
@@ -66,6 +76,17 @@ ONE_OF = (
     frozenset({"gpus", "gpus-per-node", "gpus-per-task"}),
 )
 """Options of which one replaces the others."""
+
+
+def wrong_value(passed: Mapping[str, str | None]) -> str:
+    """Return the refusal of a value, for a run without an sbatch that would check it."""
+    forms = yaml_values.load(Path(__file__).with_name("sbatch_values.yaml").read_text())
+    for names, (form, expected) in forms.items():
+        for name in passed.keys() & {*names.split()}:
+            value = passed[name]
+            if value is not None and not re.fullmatch(form, value, re.IGNORECASE):
+                return f"--{name}: expected {expected}, not '{value}'"
+    return ""
 
 
 def did_you_mean(option: str, own: Iterable[str] = ()) -> str:

@@ -14,7 +14,7 @@ from rollcall.cli.parser import plain
 from rollcall.config.refusals import about_option, synonyms
 from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.program.find import STARTERS
-from rollcall.launch.scheduler import cluster, gpus, slurm
+from rollcall.launch.scheduler import cluster, gpus, sbatch_options, slurm
 from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
 from rollcall.messages.refusal import RefusedError
 
@@ -237,14 +237,17 @@ def _takes_value(option: str) -> bool:
 
 
 def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None]) -> None:
+    is_here = own.local or not slurm.is_available()
+    if is_here and (wrong := sbatch_options.wrong_value(passed)):
+        raise RefusedError(wrong)
     if "array" in passed and (own.wait or own.chain > 1):
         raise RefusedError("--array: --wait and --chain work with a single run only")
     if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
         raise RefusedError("--in-allocation: remove --local, --spares, --chain or --array")
     if own.local and own.chain > 1:
-        raise RefusedError("--chain: needs Slurm; a run on this machine (--local) is a single job")
+        raise RefusedError("--chain: a run on this machine (--local) is a single job; remove one")
     if own.local and own.spares:
-        raise RefusedError("--spares: a run on this machine (--local) has no spare nodes")
+        raise RefusedError("--spares: a run on this machine (--local) has none; remove one")
     if own.json and not own.doctor:
         raise RefusedError("--json: only --doctor prints JSON here")
     least, most = own.nodes
@@ -256,7 +259,8 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
     if least < most and (own.local or own.spares or own.roles):
         other = "a run with --roles" if own.roles else "a run with --spares"
         other = "a run on this machine (--local)" if own.local else other
-        raise RefusedError(f"--nodes {least}-{most}: {other} has a fixed number of nodes")
+        advice = f"has a fixed number of nodes; write --nodes {most}"
+        raise RefusedError(f"--nodes {least}-{most}: {other} {advice}")
 
 
 @cache
@@ -304,10 +308,11 @@ def _needs_value(name: str, word: str, later: Iterator[str]) -> bool:
     of_site = cluster.options_of_site() if slurm.is_available() else {}
     if option in of_site:
         return of_site[option]
-    if advice := about_option([word, *islice(later, 1)]):
+    own, words = [known[2:] for known in sorted(NAMES)], [word, *islice(later, 1)]
+    hint = "" if about_option(words, 1.0) else did_you_mean(option, own)
+    if not hint and (advice := about_option(words)):
         raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch; {advice}")
-    own = [known[2:] for known in sorted(NAMES)]
-    hint = did_you_mean(option, own) or f"; pass an option of a plugin on with --sbatch-arg={name}"
+    hint = hint or f"; pass an option of a plugin on with --sbatch-arg={name}"
     for other, text in alternatives().items():  # which would be refused, too
         hint = f"; instead of --{other}: {text}" if f"'--{other}'" in hint else hint
     raise RefusedError(f"{name}: not an option of rollcall submit or of sbatch{hint}")
@@ -331,7 +336,9 @@ class _Parser(argparse.ArgumentParser):
     """Raises errors instead of exiting, so that a profile's file can be added to the message."""
 
     def error(self, message: str) -> NoReturn:
-        raise RefusedError(f"{plain(message)} (--help lists the options)")
+        of_sbatch = "; expected an option of rollcall submit or of sbatch"
+        hint = of_sbatch if message.startswith("unrecognized") else ""
+        raise RefusedError(f"{plain(message)}{hint} (--help lists the options)")
 
 
 @cache

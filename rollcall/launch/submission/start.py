@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -238,16 +239,33 @@ def _prepare_environment(job: Job) -> None:
 
 
 def _submit(submission: SubmissionPlan, job: Job) -> str:
-    # sbatch queues the job before it answers: a Ctrl-C waits until its number is known.
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
-    try:
+    with contextlib.ExitStack() as held:
+        held.enter_context(_without_interrupts())  # sbatch queues the job before it answers
         job_id = executors.Slurm(submission.run.job, render(job)).start()
         with _or_stop(lambda: slurm.tell("scancel", job_id)):
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            held.close()
             _record(submission, job_id)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
     return job_id
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Let Ctrl-C and a closed terminal wait, here, in other threads, and in what is started."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    waiting: list[int] = []  # other threads receive what this one blocks
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    if threading.current_thread() is not threading.main_thread() or None in handlers.values():
+        handlers = {}  # Python cannot replace them here
+    try:
+        for number in handlers:
+            signal.signal(number, lambda received, _: waiting.append(received))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for received in waiting:
+            signal.raise_signal(received)
 
 
 def _on_this_machine(submission: SubmissionPlan) -> int:

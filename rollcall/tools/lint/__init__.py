@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
             problem = "" if is_job else f"{path} {NOT_A_JOB}"
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            problem = f"{path} cannot be read: {reason}"
+            problem = f"{path} cannot be read: {reason}; expected an sbatch script"
         if problem:
             print(f"rollcall: error: {problem}", file=sys.stderr)
             code = 2

@@ -39,12 +39,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def differences(stories: Sequence[Story]) -> dict[str, list[list[str]]]:
-    """Return three tables without titles: a name, then each run's value.
-
-    Of configuration and code, they have what differs; of the result, everything that is known.
-    """
-    values = ({key: text for key, (text, _) in run.settings.items()} for run in stories)
-    settings = [run.cell or known for run, known in zip(stories, values, strict=True)]
+    """Return the differences in configuration and code, and all results: names and values."""
+    settings = [run.cell for run in stories]
+    if not all(settings):  # some are not of a sweep
+        values = [{key: text for key, (text, _) in run.settings.items()} for run in stories]
+        settings = [known or run.cell for run, known in zip(stories, values, strict=True)]
     facts = [{**run.facts, **_packages(run)} for run in stories]
     return {
         "configuration": _differing(settings),

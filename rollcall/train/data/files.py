@@ -15,7 +15,8 @@ def find(patterns: str, key: str = "data.path") -> list[Path]:
         nested = [sorted(match.rglob("*")) if match.is_dir() else [match] for match in matches]
         files = [path for paths in nested for path in paths if path.is_file()]
         if not files:
-            raise ConfigError(f"{key}: no file matches '{pattern.strip()}'; name a file or folder")
+            how = "is in" if matches else "matches"
+            raise ConfigError(f"{key}: no file {how} '{pattern.strip()}'; name a file or folder")
         all_files += files
     return all_files
 

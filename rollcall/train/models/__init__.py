@@ -23,7 +23,8 @@ def build(config: Model, source: Source) -> nn.Module:
     """Return the model that the configuration names, with sizes that fit the data."""
     is_short = ":" not in config.name and config.name not in MODELS
     if is_short and config.name not in vision.names():
-        raise unknown("model.name", config.name, [*MODELS, TORCHVISION], MODELS)
+        known = [*MODELS, *vision.names()]
+        raise unknown("model.name", config.name, [*MODELS, TORCHVISION], known)
     sizes = {"vocab_size", "num_labels"} & config.args.keys()  # of a model of transformers
     if ":" not in config.name and not source.classes and not sizes:
         raise ConfigError(

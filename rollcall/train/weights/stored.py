@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from rollcall.config import ConfigError
+from rollcall.config.checks import WEIGHTS
 from rollcall.records.run_dir import named
 from rollcall.train.checkpoint import layout, manifest, scores
 from rollcall.train.checkpoint.contents import Damaged
@@ -30,10 +31,6 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")
 """Names under which training scripts save the weights beside other things."""
 MAX_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, the limit of safetensors' own reader too."""
-ACCEPTED = (
-    "a .safetensors file, a .pt, .pth or .bin file of torch.save, a folder of Hugging Face, or a "
-    "run or one of its checkpoints"
-)
 
 
 class Mapped:
@@ -101,7 +98,7 @@ def open_(text: str) -> Stored:
         if run := named(text, "checkpoints"):
             return _run(run)
         reason = "this folder holds no weights" if path.is_dir() else "no such file, folder or run"
-        raise ConfigError(f"model.init={text}: {reason}; expected {ACCEPTED}")
+        raise ConfigError(f"model.init={text}: {reason}; expected {WEIGHTS}")
     except ConfigError:
         raise
     except (OSError, RuntimeError, Damaged, ValueError, KeyError, pickle.UnpicklingError) as error:
@@ -117,7 +114,7 @@ def _file(path: Path) -> Stored:
         return Mapped(str(path), _safetensors(path))
     if path.suffix in (".pt", ".pth", ".bin"):
         return Mapped(str(path), _torch_save(path))
-    raise ConfigError(f"model.init={path}: unknown kind of file; expected {ACCEPTED}")
+    raise ConfigError(f"model.init={path}: unknown kind of file; expected {WEIGHTS}")
 
 
 def _folder(path: Path) -> Stored | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from rollcall.cli import program as cli
 from rollcall.records.job import JobRecord
@@ -22,6 +26,7 @@ FILES = {
     "includes.yaml": "defaults: [digits]\n",
     "latin.yaml": "model: \udce9\n",
     "notes.txt": "see you\n",
+    "broken.py": "class Net(:\n",
 }
 ANSWERS = {
     "train -n 0": "-n: expected a number of ranks such as 4, got '0'",
@@ -77,9 +82,32 @@ ANSWERS = {
     "model.num_heads; choose 140",
     "train data.name=jsonl data.path=notes.txt model.name=gpt": "needs data.args.tokenizer, the "
     "folder of a tokenizer",
+    "train digits train.evaluate_every=none": "evaluate_every: expected a number or null, got",
+    "train digits data.name=text data.path=gone": "/gone does not exist; expected the path of",
+    "train digits data.name=text data.path=~/gone": "write $HOME instead of ~",
+    "train digits model.init=none.safetensors": "no such file, folder or run; expected a .saf",
+    "train digits model.name=broken:Net": "is not valid Python: invalid syntax (broken",
+    "train digits parallel.mesh=tensor=2": "needs 2 ranks, but got 1; start that number",
+    "lint none.sbatch": "No such file or directory; expected an sbatch script",
+    "sweep submit none.yaml": "No such file or directory; expected a YAML file with lines of key",
+    "submit --local --nodes 2-8 -- ok.py": "has a fixed number of nodes; write --nodes 8",
+    "submit --local --begin=tomorow -- ok.py": "--begin: expected a time such as 16:00",
+    "submit --local --mail-type=FAILURE -- ok.py": "expected NONE, BEGIN, END, FAIL",
+    "submit --local --dependency=afterok:x -- ok.py": "expected afterok:JOB, afterany",
+    "submit --local --exclusive=no -- ok.py": "--exclusive: expected no value, or user",
+    "submit --local --ntasks-per-core=x -- ok.py": "--ntasks-per-core: expected a number such as 1",
+    "submit --lokal -- ok.py": "rollcall submit or of sbatch, did you mean '--local'?",
+    "submit --timeout 5 -- ok.py": "did you mean '--time'?",
+    "sweep cancel rates.yaml": "`rollcall cancel` is a command of its own",
+    "train 'digits train.steps=2'": "write the words apart, without quotes",
+    "train digits train.steps=9999999999999999999": "train.steps: expected a number below 9.2",
+    "train digits wandb=true": "unknown key 'wandb': use log.to=wandb (",
+    "train digits patience=3": "unknown key 'patience': use train.stop_after (",
+    "train --recipe digits": "unknown option --recipe; write a recipe or a YAML file without an",
+    "restart run": "unknown command 'restart'; a run resumes if you repeat its command",
     "status --root nosuch": "/nosuch is not a folder; expected the one with the runs",
     "accept --only nosuch": "--only: write it after `--`, as in rollcall accept [options of",
-    "train ./runs": "runs: cannot be read as YAML: it is a directory",
+    "train ./runs": "runs: cannot be read: it is a directory; expected a YAML file",
     "network nosuch": "nosuch: expected rollcall network [options of rollcall submit] -- [--sizes]",
     "accept digits": "digits: expected rollcall accept [options of rollcall submit] -- [--only]",
     "train help": "'help': write --help, or --help KEY",
@@ -202,7 +230,7 @@ def test_a_script_may_train_in_its_own_run(
 ) -> None:
     monkeypatch.setenv("ROLLCALL_RUN_DIR", str(runs / "script"))
     assert cli.main(["train", "digits", "run.name=script", "data.path=none"]) == 2
-    assert "data.path: cannot read none" in capsys.readouterr().err
+    assert "none does not exist; expected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["status", "train digits", "submit --local -- ok.py"])
@@ -248,3 +276,32 @@ def test_lint_says_what_it_has_read(place: Path, capsys: pytest.CaptureFixture[s
     ]
     (place / "bad.sbatch").write_text("#!/bin/bash\n#SBATCH --gpu-per-node=1\n")
     assert cli.main(["lint", "bad.sbatch"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("--nproc_per_node=2 -m rollcall.train digits train.step=5", "did you mean 'train.steps'?"),
+        ("--nproc_per_node 2 -m train run.name=script", "runs/script is the run of a script"),
+        ("--nproc-per-node=3 -m train parallel.mesh=tensor=2", "needs 2 ranks, but got 3; start"),
+        ("--nproc_per_node=2 -m train --ranks 2", "--ranks: a launcher starts the ranks already"),
+        ("--nproc_per_node=2 -m train model.init=none.pt", "no such file, folder or run; expected"),
+        ("--nproc_per_node=two -m train", "=two: expected a number of ranks, cpu, gpu or auto"),
+        ("--nproc_per_node=2 -m rollcall.trian", "the module is neither in"),
+        ("--nnodes 2 --nproc_per_node=3 -m train parallel.mesh=tensor=2", "torch is imported"),
+        ("--nproc_per_node=2 script.py -m train train.step=5", "torch is imported"),
+        ("--nproc_per_node=2 -m train predict none", "torch is imported"),
+    ],
+)
+def test_torchrun_refuses_words_before_it_imports_torch(
+    line: str, answer: str, runs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    ended = subprocess.run(
+        [sys.executable, ROOT / "env" / "bin" / "torchrun", *shlex.split(line)],
+        cwd=runs.parent,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert answer in ended.stderr and ended.returncode == (1 if answer[:5] == "torch" else 2)

@@ -65,7 +65,7 @@ from rollcall.config.read import RECIPES
         (["ranks=2"], "`rollcall train --ranks N` sets the ranks"),
         (["./mine.py", "--lr", "1"], "./mine.py is code, not a recipe: `rollcall submit -- ./mi"),
         (["net:Net"], "'net:Net' is not a recipe; write model.name=net:Net or data.name=net:Net"),
-        (["/tmp"], "/tmp: cannot be read as YAML: it is a directory"),
+        (["/tmp"], "/tmp: cannot be read: it is a directory; expected a YAML file"),
         (["optim.lr=1,2"], "`rollcall sweep submit FILE` starts a run for each value"),
         (["seed=0,1,2"], "`rollcall sweep submit FILE` starts a run for each value"),
         (["optim.momentum=0.9"], "optim.momentum is an option of optim.name=sgd, which"),
@@ -89,8 +89,8 @@ from rollcall.config.read import RECIPES
         (["checkpoint.keep_best=loss:mx"], "alone or with :max or :min"),
         (["checkpoint.keep_best=f1"], "checkpoint.keep_best=f1: an evaluation has no such figure"),
         (["train.stop_metric=:max"], "train.stop_metric=:max: expected the name of a figure"),
-        (["train.steps=true"], "train.steps: expected a number, got True"),
-        (["data.micro_batch=true"], "data.micro_batch: expected a number, got True"),
+        (["train.steps=true"], "train.steps: expected a number or null, got True"),
+        (["data.micro_batch=true"], "data.micro_batch: expected a number or null, got True"),
         (["train.metrics=a:f,b:f"], "train.metrics: expected names that differ, such as {first:"),
         (["train.metrics={f: {args: {}}}"], "unknown 'f'; name it as package.module:attribute"),
     ],
@@ -391,7 +391,7 @@ def test_packages_and_data_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"log.to=mlflow needs the package mlflow: pip"):
         arguments.check_surroundings(config)
     _, config = parse(["data.name=folder", "data.path=/absent"])
-    with pytest.raises(ConfigError, match=r"data.path: cannot read /absent: no such file"):
+    with pytest.raises(ConfigError, match=r"data.path: /absent does not exist; expected"):
         arguments.check_surroundings(config)
 
 

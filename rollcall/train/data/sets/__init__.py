@@ -100,7 +100,8 @@ def _check_samples(source: Source, name: str) -> Batch:
     first: Batch | None = None
     for kind, (samples, size) in sets.items():
         if not size:
-            raise ConfigError(f"data.name={name}: the {kind} data has no samples")
+            wanted = "expected at least one; check its __len__"
+            raise ConfigError(f"data.name={name}: the {kind} data has no samples; {wanted}")
         read = Reader(samples, f"the {kind} data", 0, source.form, name).read
         batch = read(Selection([0], [0], torch.ones(1))).batch
         first = first or batch

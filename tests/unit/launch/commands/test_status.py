@@ -268,6 +268,23 @@ def test_no_row_of_the_table_is_wider_than_the_terminal(
     assert len(head) <= columns and len(row) <= columns
 
 
+def test_watch_names_no_lost_node_before_the_node_has_written_its_end(
+    tmp_path: Path, fake: Fake
+) -> None:
+    fake("squeue", "echo '7|7|RUNNING|None|N/A|2'")
+    run = make(tmp_path, "7", ended="running")
+    text = "RuntimeError: [gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:9122: "
+    victim = RankFailure(300.0, "n2", 1, text + "Connection reset by peer", 3, "rank-3")
+    (run.job / "attempt-0").mkdir()
+    for node, host in enumerate(("n1", "n2")):
+        NodeState(0, node, host, "running", 200.0, supervisor=1).write(run.path)
+    folder = run.attempt_logs(0) / "node-1"
+    folder.mkdir(parents=True)
+    victim.write(folder, who="rank-3")
+    shown = "\n".join(watch.lines(run, 120))
+    assert "a rank has failed" in shown and "nothing more was heard" not in shown
+
+
 @pytest.mark.parametrize(("columns", "is_narrow"), [(80, True), (150, False)])
 def test_watching_goes_on_until_it_is_interrupted(
     tmp_path: Path, columns: int, is_narrow: bool

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -91,7 +92,10 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["--xyzzy"], "or of sbatch; pass an option of a plugin on with --sbatch-arg=--xyzzy"),
         (["-n", "4"], "--ntasks: one task per node"),
         (["--gres"], "--gres: expected a value"),
-        (["--local", "--chain", "2"], "--chain: needs Slurm"),
+        (
+            ["--local", "--chain", "2"],
+            "--chain: a run on this machine (--local) is a single job; remove one",
+        ),
         (["--local", "--array", "0-x"], "--array 0-x: expected indices such as 0-7"),
         (["--root", "/scrach/runs"], "/scrach does not exist, only /; correct --root"),
         (["--root", sys.executable], f"{sys.executable} is a file; choose another directory"),
@@ -395,13 +399,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SubmissionPlan:
     return plan(line, words, setup)
 
 
+@pytest.mark.parametrize("receiver", ["this thread", "another thread, as in a notebook"])
 def test_ctrl_c_before_sbatch_answers_cancels_what_it_has_queued(
-    script: SubmissionPlan, monkeypatch: pytest.MonkeyPatch
+    script: SubmissionPlan, receiver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = []
+    sleeper = threading.Thread(target=(is_over := threading.Event()).wait)
+    sleeper.start()
 
     def queued(_: executors.Slurm) -> str:
-        signal.raise_signal(signal.SIGINT)
+        ident = threading.get_ident() if receiver == "this thread" else sleeper.ident
+        signal.pthread_kill(ident or 0, signal.SIGINT)
+        time.sleep(0.05)  # Python acts upon it between two of its instructions
         return "7"
 
     monkeypatch.setattr(executors.Slurm, "start", queued)
@@ -412,6 +421,7 @@ def test_ctrl_c_before_sbatch_answers_cancels_what_it_has_queued(
             start._submit(script, script.job)
     finally:
         signal.signal(signal.SIGINT, before)
+        is_over.set()
     assert commands == [("scancel", "7")]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

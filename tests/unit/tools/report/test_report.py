@@ -358,6 +358,17 @@ def test_a_sweep_is_one_report_and_a_group_of_the_table(
     assert capsys.readouterr().err.count("grid is a sweep: name one of its runs") == 3
 
 
+def test_a_cell_beside_another_run_is_compared_in_all_keys(tmp_path: Path) -> None:
+    sweep(tmp_path)
+    make(tmp_path, "alone", lr="1")
+    stories = story.tell(
+        [RunDir(tmp_path, "alone"), *(RunDir(tmp_path / "grid", f"lr-0.{n}") for n in (1, 2))]
+    )
+    assert not compare.differences(stories)["configuration"]  # its file says 1 in every run
+    rows = compare.differences(stories[1:])["configuration"]
+    assert rows == [["optim.lr", "0.1", "0.2"]]
+
+
 def test_a_large_sweep_stays_small(tmp_path: Path) -> None:
     """The curves are of the best runs; what looks like a formula is text."""
     sweep(tmp_path, ("0.001$\\frac{$", *(f"0.{number}" for number in range(100, 200))))
