@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_607, 8_000
+CORE_LINES, TOOLS_LINES = 39_607, 8_086
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -51,10 +51,10 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
-    "rollcall/tools/bench": 1731,
+    "rollcall/tools/bench": 1720,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1441,
-    "rollcall/tools/plan": 2162,
+    "rollcall/tools/plan": 2258,
     "rollcall/tools/report": 1694,
     "rollcall/train": 2604,
     "rollcall/train/checkpoint": 3319,

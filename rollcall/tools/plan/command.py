@@ -42,7 +42,8 @@ CHOSEN = {
     "model.activation_checkpointing": "recompute",
 }
 """Keys that a plan chooses unless its command has them, with what they are of a layout."""
-OF_SHAPE = ["data.micro_batch", "model.activation_checkpointing"]
+RECOMPUTE = {"blocks": "full", "selective": "selective"}
+OF_SHAPE = ["data.micro_batch", "model.activation_checkpointing", "train.compile"]
 """Keys, other than parallel.*, that make a difference for a shape."""
 IMBALANCE = 1.1
 """Tokens of the fullest rank of experts, relative to the mean, unless measured. Assumed."""
@@ -160,7 +161,8 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     if config.parallel.sync != "step":
         raise RefusedError("parallel.sync: a plan is of steps that exchange gradients; remove it")
     batch, precision = config.data.global_batch, config.precision
-    machines.check(program := options.program or "rollcall")
+    ours = "rollcall compiled" if config.train.compile else "rollcall"
+    machines.check(program := options.program or ours)
     machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
     machine = replace(machine, factor=_factor(options, machines))
     gpus = options.gpus or (options.nodes or 1) * machine.host
@@ -242,8 +244,14 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, asked: Layout, *fix
     """Return which rule no layout keeps: of memory, divisibility or batch, and by how much."""
     needs = [need.total() for _, need in search.layouts(model, gpus, machine, asked, *fixed)]
     if not needs:
-        rule = search.problem(model, asked) if "mesh" in fixed else ""
-        return rule or f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs"
+        if "mesh" in fixed and (rule := search.problem(model, asked)):
+            return rule
+        larger = (replace(asked, batch=asked.batch * 2**power) for power in range(1, 8))
+        enough = (
+            more for more in larger if any(search.layouts(model, gpus, machine, more, *fixed))
+        )
+        hint = f"; {more.batch:,} would be enough" if (more := next(enough, None)) else ""
+        return f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs{hint}"
     has = machine.chip.memory * memory.USABLE
     return (
         f"{model.name} does not fit on {gpus} {machine.chip.name}: the leanest layout needs "
@@ -273,7 +281,7 @@ def _layout(config: Config, ranks: int, machine: Machine) -> Layout:
         batch=batch,
         sequence=config.parallel.sequence_parallel,
         precision=config.precision,
-        recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
+        recompute=RECOMPUTE.get(config.model.activation_checkpointing, "none"),
     )
 
 

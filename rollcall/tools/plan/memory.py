@@ -4,7 +4,7 @@ from rollcall.config.checks import V_SHAPED
 from rollcall.tools.plan.layout import Layout, Terms
 from rollcall.tools.plan.machine import Machine, Software
 from rollcall.tools.plan.model import HALF, Model, Part
-from rollcall.tools.plan.step_time import FULL, cuts, held, local, state
+from rollcall.tools.plan.step_time import FULL, cuts, held, keeps_products, local, state
 
 CONTEXT = 0.5e9
 """Bytes of workspaces of CUDA's libraries."""
@@ -95,11 +95,14 @@ def _kept(part: Part, layout: Layout, machine: Machine, copied: float = 1.0) -> 
     pieces = tensor if layout.sequence else 1
     casts = _casts(layout, software)
     whole = (part.saved * copied + part.stream * casts) / pieces + part.recast * casts
+    cut = part.cut_saved
+    if keeps_products(layout, software) and part.attention:  # three of four rows are products
+        whole, cut = part.saved * 3 / 4 / pieces, cut - part.recomputed
     if not software.regathers:
         whole += part.inputs * (1 - 1 / pieces)
     uneven = layout.imbalance if layout.expert > 1 else 1
     whole += part.expert_saved * uneven / (tensor if software.folds else 1)
-    return (whole + part.cut_saved / tensor) * layout.micro / layout.context
+    return (whole + cut / tensor) * layout.micro / layout.context
 
 
 def fits(terms: Terms, machine: Machine) -> bool:
