@@ -42,6 +42,8 @@ CHOSEN = {
     "model.activation_checkpointing": "recompute",
 }
 """Keys that a plan chooses unless its command has them, with what they are of a layout."""
+OURS = {False: "rollcall", True: "rollcall compiled"}
+"""Entry of machines.yaml, by train.compile."""
 RECOMPUTE = {"blocks": "full", "selective": "selective"}
 OF_SHAPE = ["data.micro_batch", "model.activation_checkpointing", "train.compile"]
 """Keys, other than parallel.*, that make a difference for a shape."""
@@ -161,8 +163,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     if config.parallel.sync != "step":
         raise RefusedError("parallel.sync: a plan is of steps that exchange gradients; remove it")
     batch, precision = config.data.global_batch, config.precision
-    ours = "rollcall compiled" if config.train.compile else "rollcall"
-    machines.check(program := options.program or ours)
+    machines.check(program := options.program or OURS[config.train.compile])
     machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
     machine = replace(machine, factor=_factor(options, machines))
     gpus = options.gpus or (options.nodes or 1) * machine.host
@@ -291,8 +292,8 @@ def _measured(
     """Return a run's plan, seconds of its steps, the part in which it waits for data, its chip."""
     config = parse([str(directory / "config.yaml")])[1]
     started = (read_events(directory, "started") or [{"time": 0.0}])[-1]
-    names = (options.gpu, "rollcall", config.precision, options.node_size, options.fabric)
-    machine = machines.machine(*names)
+    program, precision = OURS[config.train.compile], config.precision
+    machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
     chip = str(started.get("chip", "a chip that it did not record"))
     if not machines.is_named(machine.chip, chip):
         raise RefusedError(

@@ -39,11 +39,9 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     whole = (software.whole or is_pipeline) and layout.micro_batches > 1
     terms["gradients"] = (divided if zero >= 2 and not whole else count) * software.gradient
     terms["optimizer state"] = divided * (12 if copies else 8)
-    if zero == 3 and is_pipeline:  # from the first pass of a step to the last
-        terms["gathered layers"] = layout.width * count
-    elif zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
-        gathered = sum(local(model.layer, layout))
-        terms["gathered layers"] = (2 * layout.width + FULL) * gathered
+    if zero == 3:  # all in a pipeline, or the unit that computes and the next; one's gradient
+        unit = sum(local(model.layer, layout))
+        terms["gathered layers"] = layout.width * (count if is_pipeline else 2 * unit) + FULL * unit
     wide = layout.width / HALF
     flying = min(layout.micro_batches, _ahead(layout, number))
     copied = 1.0 if model.exact_flops else software.kept

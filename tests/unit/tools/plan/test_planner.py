@@ -148,7 +148,7 @@ def test_schedules_shorten_the_bubble_by_their_papers_formulas() -> None:
 def test_a_pipeline_keeps_gathered_weights() -> None:
     layout = Layout(data=8, stages=4, zero=3, micro=1, batch=64)
     needed = memory.stage(LLAMA, layout, H100, 1, 8)
-    assert needed["gathered layers"] == 2 * 8 * LLAMA.layer.weights
+    assert needed["gathered layers"] == (2 * 8 + 4) * LLAMA.layer.weights  # and a gradient
 
 
 def test_terms_add_up_and_follow_the_layout() -> None:
@@ -308,6 +308,24 @@ def test_what_the_command_says_of_a_layout_is_planned(capsys: pytest.CaptureFixt
     assert planned <= {*keys}
     assert plan.main([*GPT, *keys]) == 0
     assert capsys.readouterr().out.splitlines()[3] == table.splitlines()[3]
+
+
+def test_selective_recomputation_and_compile_are_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = ["parallel.strategy=zero3", "data.micro_batch=1"]
+    plans = {}
+    for key in ("none", "selective", "blocks", "train.compile=true"):
+        word = key if "=" in key else f"model.activation_checkpointing={key}"
+        assert plan.main([*LINE, "--gpu", "h200", "--json", *keys, word]) == 0
+        plans[key] = json.loads(capsys.readouterr().out)["layouts"][0]
+    needed = [plans[key]["memory"]["activations"] for key in ("blocks", "selective", "none")]
+    assert needed == sorted({*needed})
+    moved = {key: found["terms"]["other operations"] for key, found in plans.items()}
+    assert moved["train.compile=true"] < moved["none"] < moved["selective"]
+    products = {key: found["terms"]["matrix products"] for key, found in plans.items()}
+    assert products["none"] == products["selective"] < products["blocks"]
+    assert "model.activation_checkpointing=selective" in plans["selective"]["words"]
 
 
 def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
