@@ -5,7 +5,7 @@
 For each table of FOLDER: fit on the others from one neutral start, and print the error on that
 table. The program of the table that is left out has the host's time of the others, the default's
 network and no stall; then the same with all numbers of the default program. Then follow a fit on
-half of all cells, the intervals for margins.yaml, and the errors of consistent and held-out rows.
+half of all cells, and the intervals for margins.yaml.
 The first lines say how far the rows of a table agree: the errors if each row is corrected by those
 of its nearest rows. Nothing is written.
 """
@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-
-from consistent import contradicted, was_fitted
 
 from rollcall.tools.plan import step_time, validate
 from rollcall.tools.plan.machine import Machine, Machines, Software
@@ -43,6 +40,8 @@ COLUMNS = ("layers", "hidden", "seq", "dp", "tp", "pp", "zero", "mbs", "gbs")
 PROFILE = ("hidden", "tp", "mbs")
 """What rows of vTrain share whose times are sums of the same measurements."""
 Numbers = dict[str, float]
+SOME = 5
+"""Rows from which on a table has its own quantiles."""
 LOW, HIGH = 0.05, 0.95
 """Nine of ten measured times are between these quantiles."""
 
@@ -127,15 +126,19 @@ class Kinds(dict[str, dict[str, list[float]]]):
             tables.setdefault(row.cells["table"], []).append(value)
 
     def interval(self, kind: str) -> list[float]:
-        """Return the quantiles of a kind; what one program alone has run is as wide as the rest."""
-        ends = quantiles([*self[kind].values()])
-        if self.hull and len(self[kind]) == 1:
-            shared = [
-                table for tables in self.values() if len(tables) > 1 for table in tables.values()
-            ]
-            others = quantiles(shared)
-            ends = [min(ends[0], others[0]), max(ends[1], others[1])]
-        return [round(end, 2) for end in ends]
+        """Return the quantiles of a kind, as wide as those of any table with some rows of it.
+
+        What one program alone has run is as wide as the rest.
+        """
+        tables = [*self[kind].values()]
+        parts = [quantiles(tables)]
+        parts += [quantiles([table]) for table in tables if len(table) >= SOME]
+        if self.hull and len(tables) == 1:
+            parts.append(
+                quantiles([t for kinds in self.values() if len(kinds) > 1 for t in kinds.values()])
+            )
+        lows, highs = zip(*parts, strict=True)
+        return [round(min(lows), 2), round(max(highs), 2)]
 
     hull = False
 
@@ -174,18 +177,17 @@ def neighbours(rows: list[validate.Row]) -> float:
 
 def main() -> None:
     """Print a line for each table."""
-    rows = validate.read(sys.argv[1], Machines())[0]
-    bad = contradicted(rows)
+    rows, _ = validate.consistent(validate.read(sys.argv[1], Machines())[0])
     tables: dict[str, list[validate.Row]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        if place not in bad and row.seconds and row.predicted:
+    for row in rows:
+        if row.seconds and row.predicted:
             tables[row.cells["table"]].append(row)
     if len(tables) < 2:
         sys.exit(f"{sys.argv[1]}: expected at least two tables, found {len(tables)}")
     kinds = {"fitted": Kinds(), "other": Kinds(), "calibrated": Kinds()}
     kinds["other"].hull = True
     for members in tables.values():
-        some = [row for row in members if was_fitted(row)]
+        some = [row for row in members if row.was_fitted]
         kinds["fitted"].add(some, [1 / row.ratio for row in some])
     for name, members in tables.items():
         print(f"{name}: as the nearest {NEIGHBOURS} rows were off: {neighbours(members):.1%}")
@@ -202,7 +204,7 @@ def main() -> None:
         # The delays between nodes are the program's, and known to be.
         mine = {key: numbers[key] for key in numbers if key != own + "stall" and key != own + "hop"}
         values = [1 / ratio for ratio in ratios(left_out, mine)]
-        half = [place for place, row in enumerate(left_out) if was_fitted(row)]
+        half = [place for place, row in enumerate(left_out) if row.was_fitted]
         some = [left_out[place] for place in half]
         kinds["other"].add(some, [values[place] for place in half])
         kinds["calibrated"].add(some, beside(some, [values[place] for place in half]))
@@ -218,19 +220,13 @@ def main() -> None:
         found = show(f"without {name}, as a program that is not known", unknown, numbers)
         inside = [place for place in half if "over nodes" not in left_out[place].margin.kind]
         kinds["other"].add([left_out[at] for at in inside], [1 / found[at] for at in inside])
-    halves = [[row for row in members if was_fitted(row)][::2] for members in tables.values()]
+    halves = [[row for row in members if row.was_fitted][::2] for members in tables.values()]
     numbers = fit(halves, START, list(START))
     show("all", [row for members in tables.values() for row in members], numbers)
     print("For margins.yaml, from the half of the cells that the fit uses:")
     for kind in kinds["fitted"]:
         ends = {name: known.interval(kind) for name, known in kinds.items()}
         print(f"  {kind}:", "{" + ", ".join(f"{n}: {end}" for n, end in ends.items()) + "}")
-    for name, members in tables.items():
-        for kind, chosen in (
-            ("consistent", members),
-            ("held out", [row for row in members if not was_fitted(row)]),
-        ):
-            print(validate.errors(chosen, chosen) | {"table": name, "rows": kind})
 
 
 if __name__ == "__main__":

@@ -167,17 +167,6 @@ def sharded() -> None:
     _train(wrap)
 
 
-def alone() -> None:
-    """Train with the bare loop on this rank's share of each batch, beside the other ranks."""
-    _train()
-
-
-def data_parallel() -> None:
-    """Train with the bare loop in one process and nn.DataParallel, on all GPUs."""
-
-    _train(nn.DataParallel)
-
-
 def _train(wrap: Callable[[nn.Module], nn.Module] | None = None, loads: bool = False) -> None:
     model, optimizer, batches = _parts(wrap, loads)
     _steps_of(model, optimizer, batches, lambda loss: loss.backward())
@@ -290,9 +279,9 @@ LOOPS: dict[str, tuple[Callable[[], None], str]] = {
     "accelerate": (accelerate, "accelerate"),
     "Lightning": (lightning, "lightning"),
     "FSDP2": (sharded, ""),
-    "alone": (alone, ""),
+    "alone": (_train, ""),  # on this rank's share of each batch, beside the other ranks
     "collectives": (collectives, ""),
-    "DataParallel": (data_parallel, ""),
+    "DataParallel": (partial(_train, nn.DataParallel), ""),  # one process, all GPUs
     "bare, DataLoader": (partial(bare, True), "torch"),
     "Fabric, DataLoader": (partial(fabric, True), "lightning"),
     "accelerate, DataLoader": (partial(accelerate, True), "accelerate"),

@@ -42,7 +42,10 @@ CHOSEN = {
     "model.activation_checkpointing": "recompute",
 }
 """Keys that a plan chooses unless its command has them, with what they are of a layout."""
-OF_SHAPE = ["data.micro_batch", "model.activation_checkpointing"]
+OURS = {False: "rollcall", True: "rollcall compiled"}
+"""Entry of machines.yaml, by train.compile."""
+RECOMPUTE = {"blocks": "full", "selective": "selective"}
+OF_SHAPE = ["data.micro_batch", "model.activation_checkpointing", "train.compile"]
 """Keys, other than parallel.*, that make a difference for a shape."""
 IMBALANCE = 1.1
 """Tokens of the fullest rank of experts, relative to the mean, unless measured. Assumed."""
@@ -160,7 +163,7 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     if config.parallel.sync != "step":
         raise RefusedError("parallel.sync: a plan is of steps that exchange gradients; remove it")
     batch, precision = config.data.global_batch, config.precision
-    machines.check(program := options.program or "rollcall")
+    machines.check(program := options.program or OURS[config.train.compile])
     machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
     machine = replace(machine, factor=_factor(options, machines))
     gpus = options.gpus or (options.nodes or 1) * machine.host
@@ -242,8 +245,14 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, asked: Layout, *fix
     """Return which rule no layout keeps: of memory, divisibility or batch, and by how much."""
     needs = [need.total() for _, need in search.layouts(model, gpus, machine, asked, *fixed)]
     if not needs:
-        rule = search.problem(model, asked) if "mesh" in fixed else ""
-        return rule or f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs"
+        if "mesh" in fixed and (rule := search.problem(model, asked)):
+            return rule
+        larger = (replace(asked, batch=asked.batch * 2**power) for power in range(1, 8))
+        enough = (
+            more for more in larger if any(search.layouts(model, gpus, machine, more, *fixed))
+        )
+        hint = f"; {more.batch:,} would be enough" if (more := next(enough, None)) else ""
+        return f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs{hint}"
     has = machine.chip.memory * memory.USABLE
     return (
         f"{model.name} does not fit on {gpus} {machine.chip.name}: the leanest layout needs "
@@ -273,7 +282,7 @@ def _layout(config: Config, ranks: int, machine: Machine) -> Layout:
         batch=batch,
         sequence=config.parallel.sequence_parallel,
         precision=config.precision,
-        recompute="full" if config.model.activation_checkpointing == "blocks" else "none",
+        recompute=RECOMPUTE.get(config.model.activation_checkpointing, "none"),
     )
 
 
@@ -283,8 +292,8 @@ def _measured(
     """Return a run's plan, seconds of its steps, the part in which it waits for data, its chip."""
     config = parse([str(directory / "config.yaml")])[1]
     started = (read_events(directory, "started") or [{"time": 0.0}])[-1]
-    names = (options.gpu, "rollcall", config.precision, options.node_size, options.fabric)
-    machine = machines.machine(*names)
+    program, precision = OURS[config.train.compile], config.precision
+    machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
     chip = str(started.get("chip", "a chip that it did not record"))
     if not machines.is_named(machine.chip, chip):
         raise RefusedError(

@@ -9,14 +9,13 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
+from rollcall.config import yaml_values
 from rollcall.config.checks import SPLIT_BACKWARD
 from rollcall.tools.plan.layout import Layout
 from rollcall.tools.plan.machine import Machine
 from rollcall.tools.plan.model import Model
 
-KNOWN = yaml.safe_load(Path(__file__).with_name("margins.yaml").read_text())
+KNOWN = yaml_values.load(Path(__file__).with_name("margins.yaml").read_text())
 
 
 class Margin(NamedTuple):
@@ -39,7 +38,7 @@ class Margin(NamedTuple):
 def margin(model: Model, layout: Layout, machine: Machine) -> Margin:
     """Return the interval of a layout's time."""
     known, kind, chip = KNOWN, kind_of(model, layout, machine), machine.chip.name
-    source = "fitted" if machine.software.name in known["programs"] else "other"
+    source = "fitted" if machine.software.name in known["seen"] else "other"
     source = "calibrated" if machine.factor != 1 else source
     unknown = {
         "context parallelism": layout.context > 1,

@@ -4,7 +4,7 @@ from rollcall.config.checks import V_SHAPED
 from rollcall.tools.plan.layout import Layout, Terms
 from rollcall.tools.plan.machine import Machine, Software
 from rollcall.tools.plan.model import HALF, Model, Part
-from rollcall.tools.plan.step_time import FULL, cuts, held, local, state
+from rollcall.tools.plan.step_time import FULL, cuts, held, keeps_products, local, state
 
 CONTEXT = 0.5e9
 """Bytes of workspaces of CUDA's libraries."""
@@ -39,11 +39,9 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     whole = (software.whole or is_pipeline) and layout.micro_batches > 1
     terms["gradients"] = (divided if zero >= 2 and not whole else count) * software.gradient
     terms["optimizer state"] = divided * (12 if copies else 8)
-    if zero == 3 and is_pipeline:  # from the first pass of a step to the last
-        terms["gathered layers"] = layout.width * count
-    elif zero == 3:  # the unit that computes and the next, gathered; and the gradient of one
-        gathered = sum(local(model.layer, layout))
-        terms["gathered layers"] = (2 * layout.width + FULL) * gathered
+    if zero == 3:  # all in a pipeline, or the unit that computes and the next; one's gradient
+        unit = sum(local(model.layer, layout))
+        terms["gathered layers"] = layout.width * (count if is_pipeline else 2 * unit) + FULL * unit
     wide = layout.width / HALF
     flying = min(layout.micro_batches, _ahead(layout, number))
     copied = 1.0 if model.exact_flops else software.kept
@@ -95,11 +93,14 @@ def _kept(part: Part, layout: Layout, machine: Machine, copied: float = 1.0) -> 
     pieces = tensor if layout.sequence else 1
     casts = _casts(layout, software)
     whole = (part.saved * copied + part.stream * casts) / pieces + part.recast * casts
+    cut = part.cut_saved
+    if keeps_products(layout, software) and part.attention:  # three of four rows are products
+        whole, cut = part.saved * 3 / 4 / pieces, cut - part.recomputed
     if not software.regathers:
         whole += part.inputs * (1 - 1 / pieces)
     uneven = layout.imbalance if layout.expert > 1 else 1
     whole += part.expert_saved * uneven / (tensor if software.folds else 1)
-    return (whole + part.cut_saved / tensor) * layout.micro / layout.context
+    return (whole + cut / tensor) * layout.micro / layout.context
 
 
 def fits(terms: Terms, machine: Machine) -> bool:

@@ -44,6 +44,7 @@ class Part:
         saved: bytes per sample kept for the backward pass, which tensor ranks divide only with
             sequence parallelism. `inputs` of them go into divided products, and `stream` of them
             are sums, which autocast leaves in 32 bits. Tensor ranks divide `cut_saved` more.
+        recomputed: bytes of `cut_saved` that torch's selective recomputation does not keep.
         recast: bytes that autocast keeps more, of inputs that several products cast.
         expert_weights, expert_moved, expert_saved: the same of experts, which expert ranks divide.
         routed: bytes per sample that an exchange of tokens sends to experts.
@@ -63,6 +64,7 @@ class Part:
     stream: float = 0
     recast: float = 0
     cut_saved: float = 0
+    recomputed: float = 0
     expert_weights: int = 0
     expert_moved: float = 0
     expert_saved: float = 0
@@ -179,6 +181,7 @@ def transformer(name: str, **shape: int) -> Model:
         stream=2 * row,
         recast=2 * row,  # of the queries', keys' and values' products
         cut_saved=attended + (4 if gated else 2) * inner,
+        recomputed=(2 if gated else 1) * inner,
         expert_weights=spread,
         # Rows are copied and sorted twice on the way there, twice back, and so are gradients.
         expert_moved=(13 if gated else 5) * used + 16 * routed,

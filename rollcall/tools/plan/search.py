@@ -54,8 +54,9 @@ class Choice:
             words.append(f"parallel.schedule={layout.schedule}")
         if layout.chunks > 2:
             words.append(f"parallel.stages_per_rank={layout.chunks}")
-        if layout.recompute == "full":
-            words.append("model.activation_checkpointing=blocks")
+        if layout.recompute != "none":
+            kind = "blocks" if layout.recompute == "full" else layout.recompute
+            words.append(f"model.activation_checkpointing={kind}")
         return words
 
 

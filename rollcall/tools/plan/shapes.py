@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rollcall.config import yaml_values
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import did_you_mean
 from rollcall.tools.plan.model import Model, transformer
 
 FOLDER = Path(__file__).parent
-KNOWN: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "models.yaml").read_text())
+KNOWN: dict[str, dict[str, Any]] = yaml_values.load((FOLDER / "models.yaml").read_text())
 NAMES = {name: entry for entry in KNOWN for name in (entry, *KNOWN[entry].get("also", ()))}
 
 
@@ -47,7 +46,7 @@ def from_file(path: str, length: int | None = None) -> Model:
     """
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
-    rules: dict[str, Any] = yaml.safe_load((FOLDER / "huggingface.yaml").read_text())
+    rules: dict[str, Any] = yaml_values.load((FOLDER / "huggingface.yaml").read_text())
     try:
         config = json.loads(file.read_text())
         config = {**config, **config.get("text_config", {})}

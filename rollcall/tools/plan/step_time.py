@@ -105,10 +105,11 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         times = often * (3 + (0 if part.attention and software.early and is_last else again))
         terms.add("matrix products", times * (2 * m * k * n / peak / chip.product + moved / moving))
     if attention := part.attention:
-        forwards = 1 if layout.recompute == "none" else 2
+        forwards = 1 if layout.recompute == "none" or keeps_products(layout, software) else 2
         flops = attention_flops(attention) * share / tensor / chip.flops[half]
         if software.fused:
             rate = (chip.tuned if software.tuned else chip.attention) * software.attention
+            rate /= software.ring if layout.context > 1 else 1
             terms["attention"] = flops / rate * (forwards + BACKWARD) * 3.5 / (1 + BACKWARD)
         else:
             scores = attention.heads * attention.length**2 * share / tensor
@@ -116,7 +117,8 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
             terms["attention"] += (forwards + 2) / 3 * software.scores * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
     moved = (whole + part.cut_moved / tensor + part.expert_moved * tokens) * wide * share
-    moved *= (3 + again) / 3 * software.passes * PASSES
+    again_moved = again or (is_layer and keeps_products(layout, software))
+    moved *= (3 + again_moved) / 3 * software.passes * PASSES
     moved += software.loss_moves * part.outputs * share / tensor
     terms["other operations"] = moved / moving
     if part.messages and tensor > 1:
@@ -137,6 +139,11 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         hidden = terms["attention"] if software.rotates else 0.0
         terms["context collectives"] = _beside(exchange, hidden)
     return terms
+
+
+def keeps_products(layout: Layout, software: Software) -> bool:
+    """Return True if torch recomputes all but products and attention."""
+    return bool(layout.recompute == "selective" and software.early)
 
 
 def cuts(model: Model, layout: Layout, machine: Machine) -> list[int]:

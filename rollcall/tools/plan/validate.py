@@ -1,10 +1,11 @@
 """Compare the planner with tables of measurements: `rollcall plan --validate FOLDER`."""
 
 import csv
+import dataclasses
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from rollcall.messages.text import table
 from rollcall.tools.plan import memory, shapes, step_time
 from rollcall.tools.plan.layout import Layout, Terms
 from rollcall.tools.plan.machine import Machine, Machines
-from rollcall.tools.plan.margins import Margin, margin
+from rollcall.tools.plan.margins import KNOWN, Margin, margin
 from rollcall.tools.plan.model import Model, transformer
 
 COLUMNS = (
@@ -22,9 +23,19 @@ COLUMNS = (
     "cp vp zero sp recompute mbs gbs software step_time_s mem_gb status"
 )
 NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gbs")
-SHAPE = ("table", "model", "layers", "hidden", "seq", "gpus", "gpu", "precision")
-CELL = (*SHAPE, "software")
+SHAPE = ("table", "model", "layers", "hidden", "seq", "gpu", "precision", "software")
+CELL = (*SHAPE, "gpus")
+STAGE = (*SHAPE, "tp", "cp", "sp", "recompute")
 GROUP = ("gpu", "precision", "software")
+SLOWER = 2.0
+"""A row was disturbed if its micro-batch took this many times as long as a like one."""
+STALLED = 0.02
+"""A run below this fraction of the chip's peak waited for something that no layout explains."""
+MEANINGS = """\
+time, factored, memory, regret: medians of the absolute errors; inside: measured times in the range
+that a plan prints; factored: with one factor from other models or numbers of GPUs of the same chip,
+precision and software; consistent: no measured row contradicts them; held out: consistent, and no
+fitted number comes from this model on so many GPUs. Kinds of layouts are of consistent rows."""
 
 
 class Row(NamedTuple):
@@ -44,6 +55,11 @@ class Row(NamedTuple):
         return tuple(self.cells[name] for name in columns)
 
     @property
+    def ran(self) -> bool:
+        """True if the run did not crash."""
+        return self.cells["status"] in ("", "ok")
+
+    @property
     def fits(self) -> bool:
         """True if the planner says that it runs."""
         return self.predicted > 0 and memory.fits(self.needed, self.machine)
@@ -53,6 +69,18 @@ class Row(NamedTuple):
         """Predicted over measured time."""
         assert self.seconds
         return self.predicted / self.seconds
+
+    @property
+    def slot(self) -> float:
+        """Seconds of a micro-batch, with the pipeline's bubble counted in micro-batches."""
+        layout = self.layout
+        return (self.seconds or 0) / (layout.micro_batches + (layout.stages - 1) / layout.chunks)
+
+    @property
+    def was_fitted(self) -> bool:
+        """True if the fitted numbers come from measurements of this model on so many GPUs."""
+        seen = KNOWN["seen"].get(self.machine.software.name, {})
+        return self.layout.ranks in seen.get("x".join(self.key("layers", "hidden")), ())
 
 
 def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
@@ -105,29 +133,75 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
         sequence=bool(whole("sp")) if cells["sp"] else machine.software.sequence,
         micro=whole("mbs"),
         batch=whole("gbs"),
-        recompute=cells["recompute"] or "none",
+        recompute=cells["recompute"].replace("unknown", "") or "none",
         precision=precision,
     )
     seconds = float(cells["step_time_s"]) if cells["step_time_s"] else None
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"step_time_s: expected seconds above 0, got {seconds}")
-    few = machine.software.fills and layout.micro_batches < layout.stages - 1
-    fits = layout.stages * layout.chunks <= model.layers + 2 and not few  # ends may be layers
+    fits = layout.stages * layout.chunks <= model.layers + 2  # ends may be layers
+    if machine.software.fills:  # norm, head and loss can fill the last two stages, but no more
+        is_full = 0 not in step_time.cuts(model, layout, machine)[:-2]
+        fits = fits and is_full and layout.micro_batches >= layout.stages - 1
     needed = memory.of(model, layout, machine) if fits else Terms()
     predicted = step_time.of(model, layout, machine).total() if fits else 0.0
     likely = margin(model, layout, machine)
     return Row(cells, machine, layout, model, seconds, predicted, needed, likely)
 
 
+def consistent(rows: Sequence[Row]) -> tuple[list[Row], Counter[str]]:
+    """Return the rows that no measured row contradicts, and how many are left out, by reason.
+
+    A run can be slower than its layout allows, but not faster. So of two rows that cannot both be
+    right, the slower or crashed one was disturbed. No prediction has a say in this.
+    """
+    alike = defaultdict(list)
+    for row in rows:
+        if row.seconds:
+            alike[row.key(*STAGE)].append(row)
+    agreeing, reasons = [], Counter[str]()
+    for row in rows:
+        peak = row.machine.chip.flops[row.layout.precision] * row.layout.ranks
+        done = row.model.flops() * row.layout.batch
+        if row.seconds and done < STALLED * peak * row.seconds:
+            reasons[f"below {STALLED:.0%} of the chip's peak"] += 1
+        elif any(_contradicts(other, row) for other in alike[row.key(*STAGE)]):
+            reasons["much slower than a like row" if row.ran else "crashed, a like row ran"] += 1
+        else:
+            agreeing.append(row)
+    return agreeing, reasons
+
+
+def _contradicts(other: Row, row: Row) -> bool:
+    """Return True if a measured row shows that another one was disturbed."""
+    mine, theirs = row.layout, other.layout
+    if not row.ran:
+        return dataclasses.replace(mine, zero=theirs.zero) == theirs and mine.zero >= theirs.zero
+    # Samples and layers of a micro-batch take their share. Without a pipeline, the end of a step
+    # counts: more data ranks do not make it shorter.
+    larger = max(1, mine.micro / theirs.micro) * max(1, theirs.stages / mine.stages)
+    is_like = min(mine.stages, theirs.stages) > 1 or theirs.data >= mine.data
+    return is_like and row.slot > SLOWER * other.slot * larger
+
+
 def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the errors of each table: of all its rows, and of each kind of layout."""
+    """Return the errors of each table: of all rows, and of those that no other contradicts.
+
+    Of the latter also for the rows that no fitted number comes from, and for kinds of layouts.
+    """
     lines = []
     for name in dict.fromkeys(row.cells["table"] for row in rows):
         members = [row for row in rows if row.cells["table"] == name]
-        kinds = sorted({row.margin.kind for row in members})
-        for kind in ["all", *(kinds if len(kinds) > 1 else [])]:
-            chosen = [row for row in members if kind in ("all", row.margin.kind)]
-            lines.append({"table": name, "rows": kind, **errors(chosen, members)})
+        agreeing, reasons = consistent(members)
+        parts = {"consistent": agreeing, "held out": [r for r in agreeing if not r.was_fitted]}
+        for kind in sorted({row.margin.kind for row in agreeing}):
+            parts[kind] = [row for row in agreeing if row.margin.kind == kind]
+        whole = {"table": name, "rows": "all", **errors(members, members), "left out": reasons}
+        lines += [whole] + [
+            {"table": name, "rows": part, **errors(chosen, agreeing)}
+            for part, chosen in parts.items()
+            if 0 < len(chosen) < len(members)
+        ]
     return lines
 
 
@@ -144,9 +218,9 @@ def errors(rows: Sequence[Row], members: Sequence[Row]) -> dict[str, Any]:
         same = groups[inside[0].key(*GROUP)]
         if others := [row.ratio for row in same if row.key(*CELL) != cell]:
             factored += [row.ratio / statistics.median(others) for row in inside]
-    ran = [row for row in rows if row.cells["status"] in ("", "ok")]
-    crashed = [row for row in rows if row.cells["status"] not in ("", "ok")]
+    ran, crashed = ([row for row in rows if row.ran == has_run] for has_run in (True, False))
     held = [row for row in ran if row.cells["mem_gb"] and row.needed]
+    judged = [row for row in ran if row.cells["recompute"] != "unknown"]
     needed = [(row.needed.total() - memory.CONTEXT) / 2**30 for row in held]
     memories = [used / float(row.cells["mem_gb"]) for used, row in zip(needed, held, strict=True)]
     ratios = [row.ratio for row in timed]
@@ -158,7 +232,7 @@ def errors(rows: Sequence[Row], members: Sequence[Row]) -> dict[str, Any]:
         **_spread("factored", factored),
         **_spread("memory", memories),
         "recall": _share([not row.fits for row in crashed]),
-        "alarms": _share([not row.fits for row in ran]),
+        "alarms": _share([not row.fits for row in judged]),
         **_spread("regret", [_regret(same) for same in cells.values() if len(same) > 1]),
     }
 
@@ -166,16 +240,19 @@ def errors(rows: Sequence[Row], members: Sequence[Row]) -> dict[str, Any]:
 def _regret(rows: Sequence[Row]) -> float:
     """Return the time per sample of the layout that the planner chooses, relative to the best."""
     fitting = [row for row in rows if row.fits] or rows
-    chosen = min(fitting, key=lambda row: row.predicted / row.layout.batch)
+    chosen = min(fitting, key=lambda row: (row.predicted / row.layout.batch, row.seconds))
     times = [(row.seconds or 0) / row.layout.batch for row in (chosen, *rows)]
     return times[0] / min(times)
 
 
 def _spread(name: str, ratios: Sequence[float]) -> dict[str, float | None]:
     """Return the median and the 90th percentile of the errors."""
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
-    p90 = errors[int(0.9 * (len(errors) - 1))] if errors else None
-    return {name: statistics.median(errors) if errors else None, f"{name} p90": p90}
+    errors = [abs(ratio - 1) for ratio in ratios]
+    if not errors:
+        return {name: None, f"{name} p90": None}
+    twice = errors * 2 if len(errors) == 1 else errors  # quantiles need two values
+    p90 = statistics.quantiles(twice, n=10, method="inclusive")[-1]
+    return {name: statistics.median(errors), f"{name} p90": p90}
 
 
 def _share(outcomes: Sequence[bool]) -> float | None:
@@ -189,15 +266,14 @@ def show(folder: str, machines: Machines, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"tables": lines, "left out": left_out}, indent=2))
         return
+    reasons = {line["table"]: line.pop("left out") for line in lines if "left out" in line}
     shown = [[key.split()[-1] for key in line] for line in lines[:1]]
     for line in lines:
         values = [f"{value:.1%}" if isinstance(value, float) else value for value in line.values()]
         shown.append(["–" if value is None else str(value) for value in values])
-    print("\n".join(table(shown)))
-    print(
-        "time, factored, memory, regret: medians of the absolute errors; inside: measured times in "
-        "the interval that a plan prints; factored: with one factor from other models or numbers "
-        "of GPUs of the same chip, precision and software."
-    )
+    print("\n".join(table(shown)), MEANINGS, sep="\n")
+    for name, counts in reasons.items():
+        for reason, count in counts.items():
+            print(f"{name}: not consistent: {count} rows: {reason}")
     if left_out:
-        print(f"{len(left_out)} rows left out, such as {left_out[0]}")
+        print(f"{len(left_out)} rows cannot be planned, such as {left_out[0]}")

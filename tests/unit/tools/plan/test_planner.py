@@ -16,13 +16,20 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
-from consistent import DEGREES, contradicted
 
 from rollcall.config import parse
 from rollcall.records.run import LoggedStep
 from rollcall.records.run_dir import RunDir
 from rollcall.tools.plan import command as plan
-from rollcall.tools.plan import margins, memory, run_cost, search, shapes, step_time, validate
+from rollcall.tools.plan import (
+    margins,
+    memory,
+    run_cost,
+    search,
+    shapes,
+    step_time,
+    validate,
+)
 from rollcall.tools.plan.layout import Layout
 from rollcall.tools.plan.machine import Machines
 from rollcall.tools.plan.model import transformer
@@ -141,7 +148,7 @@ def test_schedules_shorten_the_bubble_by_their_papers_formulas() -> None:
 def test_a_pipeline_keeps_gathered_weights() -> None:
     layout = Layout(data=8, stages=4, zero=3, micro=1, batch=64)
     needed = memory.stage(LLAMA, layout, H100, 1, 8)
-    assert needed["gathered layers"] == 2 * 8 * LLAMA.layer.weights
+    assert needed["gathered layers"] == (2 * 8 + 4) * LLAMA.layer.weights  # and a gradient
 
 
 def test_terms_add_up_and_follow_the_layout() -> None:
@@ -303,6 +310,24 @@ def test_what_the_command_says_of_a_layout_is_planned(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines()[3] == table.splitlines()[3]
 
 
+def test_selective_recomputation_and_compile_are_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = ["parallel.strategy=zero3", "data.micro_batch=1"]
+    plans = {}
+    for key in ("none", "selective", "blocks", "train.compile=true"):
+        word = key if "=" in key else f"model.activation_checkpointing={key}"
+        assert plan.main([*LINE, "--gpu", "h200", "--json", *keys, word]) == 0
+        plans[key] = json.loads(capsys.readouterr().out)["layouts"][0]
+    needed = [plans[key]["memory"]["activations"] for key in ("blocks", "selective", "none")]
+    assert needed == sorted({*needed})
+    moved = {key: found["terms"]["other operations"] for key, found in plans.items()}
+    assert moved["train.compile=true"] < moved["none"] < moved["selective"]
+    products = {key: found["terms"]["matrix products"] for key, found in plans.items()}
+    assert products["none"] == products["selective"] < products["blocks"]
+    assert "model.activation_checkpointing=selective" in plans["selective"]["words"]
+
+
 def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
     machines = Machines()
     names = {"a100": "A100", "A100-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
@@ -423,7 +448,7 @@ def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert found["measured"] == 2.0 > found["predicted"]
     assert found["factor"] == found["measured"] / found["predicted"]
-    line = ["llama-3-8b", "--gpus", "64", "--gpu", "a100", "--json"]
+    line = ["llama-3-8b", "--gpus", "64", "--gpu", "a100", "--json", "parallel.strategy=zero3"]
     assert plan.main(line) == plan.main([*line, "--calibrate", str(tmp_path)]) == 0
     plans = capsys.readouterr().out.replace("}\n{", "}\0{").split("\0")
     before, after = (json.loads(text)["layouts"][0] for text in plans)
@@ -432,12 +457,15 @@ def test_a_run_stands_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixt
     assert spans[1] < spans[0]
 
 
+KINDS = ["replicas", "sharded"]
+
+
 def _table(folder: Path) -> None:
     """Rows that the planner itself would measure, two equal ones that differ, and a crash."""
     layout = Layout(data=8, zero=3, micro=1, batch=64, recompute="full")
     seconds = step_time.of(LLAMA, layout, Machines().machine("h100", "torchtitan")).total()
     shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
-    row = dict.fromkeys((*validate.SHAPE, *DEGREES, *validate.NUMBERS, "mem_gb"), "")
+    row = dict.fromkeys(validate.COLUMNS.split(), "")
     row |= {key: str(value) for key, value in shape.items()}
     row |= {"table": "own", "model": "llama", "vocab": "128256", "gated": "1", "tied": "0"}
     row |= {"seq": "8192", "gpu": "H100-80GB", "gpus": "8", "gpus_per_node": "8", "dp": "8"}
@@ -465,20 +493,62 @@ def _table(folder: Path) -> None:
 def test_validation_finds_errors_crashes_and_contradictions(tmp_path: Path) -> None:
     _table(tmp_path)
     rows, left_out = validate.read(str(tmp_path), Machines())
-    assert not left_out and contradicted(rows) == {2}
-    whole, sharded = (validate.report(rows)[number] for number in (0, -1))
-    assert (whole["count"], sharded["count"], sharded["rows"]) == (4, 3, "sharded")
+    agreeing, reasons = validate.consistent(rows)
+    assert not left_out and agreeing == [*rows[:2], rows[3]]
+    assert reasons.total() == 1
+    lines = validate.report(rows)
+    assert [line["rows"] for line in lines] == ["all", "consistent", "held out", *KINDS]
+    whole, sharded = lines[0], lines[-1]
+    assert (whole["count"], sharded["count"], whole["left out"]) == (4, 2, reasons)
     alone = validate.errors(rows[:1], rows)
     assert alone["time"] == pytest.approx(1 - 1 / 1.1) and alone["inside"] == 1
     assert whole["recall"] == 1 and whole["alarms"] == 0
 
 
-def test_a_smaller_micro_batch_that_takes_longer_is_a_contradiction(tmp_path: Path) -> None:
+def test_rows_that_cannot_both_be_right_leave_out_the_slower_or_crashed(tmp_path: Path) -> None:
+    """By measured values: slow micro-batches, stalls, crashes of what needs no more memory."""
     _table(tmp_path)
-    one, two, *_ = validate.read(str(tmp_path), Machines())[0]
+    one, two, _, crashed = validate.read(str(tmp_path), Machines())[0]
     assert one.seconds and one.layout.micro_batches == 2 * two.layout.micro_batches
-    assert contradicted([one, two._replace(seconds=one.seconds * 0.49)]) == set()
-    assert contradicted([one, two._replace(seconds=one.seconds * 0.45)]) == {0}
+
+    def left_out(*rows: validate.Row) -> list[validate.Row]:
+        agreeing = validate.consistent(rows)[0]
+        return [row for row in rows if row not in agreeing]
+
+    assert not left_out(one, two._replace(seconds=one.seconds * 0.26))
+    assert left_out(one, two._replace(seconds=one.seconds * 0.24)) == [one]
+    stalled = one._replace(seconds=one.seconds * 50)
+    assert left_out(stalled, crashed) == [stalled]
+    assert not left_out(crashed, one)
+    leaner = crashed._replace(layout=dataclasses.replace(crashed.layout, zero=3))
+    assert left_out(leaner, one) == [leaner]
+
+
+def test_a_table_is_known_by_its_rows(tmp_path: Path) -> None:
+    """The name of a table does not matter to what the fit has seen."""
+    shape = {"layers": "16", "hidden": "2048", "software": "nanotron"}
+    for gpus, is_known in (("32", True), ("64", False)):
+        rows, _ = validate.read(str(_saved(tmp_path, **shape, gpus=gpus)), Machines())
+        assert {row.was_fitted for row in rows} == {is_known}
+
+
+def test_nanotron_cannot_leave_a_stage_empty(tmp_path: Path) -> None:
+    """With a large head, each of 16 layers counts as less than a stage of 16."""
+    shape = {"layers": "16", "hidden": "2048", "ffn": "8192", "vocab": "131072", "kv_heads": "32"}
+    for stages, runs in (("8", True), ("16", False)):
+        folder = _saved(tmp_path, software="nanotron", pp=stages, gpus="32", gbs="256", **shape)
+        assert (validate.read(str(folder), Machines())[0][0].predicted > 0) == runs
+
+
+def _saved(folder: Path, **changed: str) -> Path:
+    """Change the cells of all rows of the table."""
+    _table(folder)
+    lines = list(csv.DictReader((folder / "own.csv").read_text().splitlines()))
+    with (folder / "own.csv").open("w") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows({**line, **changed} for line in lines)
+    return folder
 
 
 @pytest.mark.parametrize(

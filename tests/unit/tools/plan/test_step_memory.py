@@ -43,6 +43,10 @@ CASES: dict[str, dict[str, Any]] = {
     "parallel.strategy=zero2": {"data": 8, "zero": 2},
     "parallel.strategy=zero3": {"data": 8, "zero": 3},
     f"parallel.strategy=zero3 {BLOCKS}": {"data": 8, "zero": 3, "recompute": "full"},
+    "parallel.strategy=zero3 model.activation_checkpointing=selective": {
+        **{"data": 8, "zero": 3},
+        "recompute": "selective",
+    },
     "parallel.strategy=tensor": {"tensor": 4},
     f"parallel.strategy=tensor {BLOCKS}": {"tensor": 4, "recompute": "full"},
     "parallel.strategy=single precision=bf16": {},
