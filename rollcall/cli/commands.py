@@ -15,7 +15,6 @@ TRAIN = {
     "plan": Command("tools.plan.command", "plan a run: layouts, memory, time, cost"),
     "explain": Command("config.explain", "show every key's value and where it comes from"),
     "verify": Command("train.exact.verify", "prove that two ways to train are equal"),
-    "matrix": Command("tools.bench.matrix", "resume runs of each strategy under each other one"),
     "tokenize": Command("train.data.tokenize", "write text as token files for training"),
     "predict": Command("train.inference.predict", "write a trained model's outputs"),
     "generate": Command("train.inference.generate", "continue a text with a trained model"),

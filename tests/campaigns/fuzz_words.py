@@ -114,7 +114,7 @@ class Words:
             words.insert(words.index("submit") + 1, "--dry-run")
         elif command in HARMLESS:
             words.insert(1, HARMLESS[command])
-        elif command in ("batch", "supervise", "verify", "matrix"):
+        elif command in ("batch", "supervise", "verify"):
             words = [command, "--help"]
         return [words]
 

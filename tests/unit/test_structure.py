@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_855, 8_000
+CORE_LINES, TOOLS_LINES = 39_854, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,7 +30,7 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 65,
-    "rollcall/cli": 326,
+    "rollcall/cli": 325,
     "rollcall/config": 2597,
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
@@ -51,7 +51,7 @@ BUDGET: dict[str, int] = {
     "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
-    "rollcall/tools/bench": 1720,
+    "rollcall/tools/bench": 1650,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,

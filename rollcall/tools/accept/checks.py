@@ -32,8 +32,8 @@ from rollcall.system.process import leave
 from rollcall.tools.accept import page, request
 from rollcall.tools.accept.page import Facts, Row
 from rollcall.tools.accept.request import STRATEGIES, Request
-from rollcall.tools.bench import loops, matrix, turns
-from rollcall.tools.bench.matrix import Job
+from rollcall.tools.bench import loops, rank_jobs, turns
+from rollcall.tools.bench.rank_jobs import Job
 from rollcall.tools.plan import memory
 from rollcall.tools.plan import own_model as plan_model
 from rollcall.tools.plan.layout import Layout
@@ -52,7 +52,7 @@ from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.world import World
 from rollcall.train.training import train
 
-TOLERANCES = {"cpu": (matrix.TOLERANCE, 1e-4), "cuda": (1e-3, 1e-2)}
+TOLERANCES = {"cpu": (rank_jobs.TOLERANCE, 1e-4), "cuda": (1e-3, 1e-2)}
 """Allowed relative differences of a loss, and of a weight by its norm. AdamW turns the last bits of
 a gradient near zero into a part of a step. Those of GPUs have not been tried yet."""
 RESUMED = {"cpu": (0.0, 0.0), "cuda": TOLERANCES["cuda"]}
@@ -94,7 +94,7 @@ class Setup:
     def job(self, name: str, *words: str) -> Job:
         """Return a run of a few steps on digits, unless the words choose something else."""
         batch = f"data.global_batch={max(52, 4 * self.world.world_size)}"
-        return Job(self.folder / name, [*matrix.WORDS, batch, *self._words, *words])
+        return Job(self.folder / name, [*rank_jobs.WORDS, batch, *self._words, *words])
 
     @property
     def stopped(self) -> str:
@@ -112,7 +112,7 @@ class Setup:
             problem = self.stopped
         elif self.world.is_main:
             try:
-                matrix.run([job], job.root / "logs", 1)
+                rank_jobs.run([job], job.root / "logs", 1)
             except RuntimeError as error:
                 problem = f"in one process: {str(error).strip().splitlines()[-1]}"
         if problem := self.world.first_problem(problem):
@@ -124,7 +124,7 @@ class Setup:
             return ""
         logged = {line.step for line in job.run_dir.read_metrics()}  # all, unless ranks were lost
         same = [line.loss for line in other.run_dir.read_metrics() if line.step in logged]
-        apart = matrix.apart(job.losses(), [*same, other.losses()[-1]])
+        apart = rank_jobs.apart(job.losses(), [*same, other.losses()[-1]])
         weights, expected = (
             export.read(max(run.run_dir.checkpoints.iterdir()))["model"] for run in (job, other)
         )

@@ -204,10 +204,10 @@ def on_ranks(work: Callable[[], object], folder: Path, ranks: int) -> None:
     Raises:
         BenchError: a rank failed.
     """
-    from rollcall.tools.bench import matrix  # here: it takes a while
+    from rollcall.tools.bench import rank_jobs  # here: it takes a while
 
     os.environ["OMP_NUM_THREADS"] = "1"  # a rank alone would use all cores
     try:
-        matrix.on_ranks(work, folder / "logs", ranks, ranks)
+        rank_jobs.on_ranks(work, folder / "logs", ranks, ranks)
     except RuntimeError as error:
         raise BenchError(str(error)) from None

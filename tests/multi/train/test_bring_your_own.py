@@ -15,8 +15,8 @@ import torch
 import user_tasks
 from ranks import leave_out_operations
 
-from rollcall.tools.bench import matrix
-from rollcall.tools.bench.matrix import Job
+from rollcall.tools.bench import rank_jobs
+from rollcall.tools.bench.rank_jobs import Job
 
 TOLERANCE = 1e-6  # relative, of losses and the evaluation: fp32 sums in another order
 BASE = (
@@ -240,7 +240,7 @@ def done(
         )
         for name in used
     }
-    matrix.run([*alone.values()], root / "logs-1", 1, prepare=leave_out_operations)
+    rank_jobs.run([*alone.values()], root / "logs-1", 1, prepare=leave_out_operations)
     jobs = {
         name: Job(root / name, [*words_of(name, root), f"parallel.strategy={cell.strategy}"])
         for name, cell in cells.items()
@@ -257,7 +257,7 @@ def done(
         for first in range(0, len(group), TOGETHER):
             logs = root / f"logs-{ranks}-{is_resumed}-{first}"
             some = [jobs[name] for name in group[first : first + TOGETHER]]
-            matrix.run(some, logs, ranks, prepare=leave_out_operations)
+            rank_jobs.run(some, logs, ranks, prepare=leave_out_operations)
     return {**alone, **jobs}
 
 
@@ -303,7 +303,7 @@ def test_ranks_read_the_shards_of_their_rows_alone(tmp_path: Path) -> None:
         if before:
             saved = before.run_dir.checkpoints / f"step-{step:08d}"
             shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
-        matrix.run([job], tmp_path / f"{name}-out", ranks)
+        rank_jobs.run([job], tmp_path / f"{name}-out", ranks)
         return job
 
     whole = run("whole", 1, None, 0)
@@ -338,7 +338,7 @@ def test_early_stopping_ends_the_run_as_done_and_keeps_the_best(tmp_path: Path) 
         *("checkpoint.keep_best=accuracy", "checkpoint.keep_last=1", "model.name=mlp"),
     ]
     job = Job(tmp_path, words)
-    matrix.run([job], tmp_path / "logs", 1)
+    rank_jobs.run([job], tmp_path / "logs", 1)
     verdict = job.run_dir.read_verdict()
     assert verdict is not None and verdict.state == "done"
     assert verdict.reason.endswith("accuracy has not improved in 3 evaluations")
@@ -347,7 +347,7 @@ def test_early_stopping_ends_the_run_as_done_and_keeps_the_best(tmp_path: Path) 
     best = job.run_dir.read_events("evaluated")[values.index(max(values))]["step"]
     saved = sorted(path.name for path in job.run_dir.checkpoints.iterdir())
     assert saved == sorted({f"step-{best:08d}", f"step-{verdict.step:08d}"})
-    matrix.run([job], tmp_path / "logs-again", 1)  # it stays done
+    rank_jobs.run([job], tmp_path / "logs-again", 1)  # it stays done
     again = job.run_dir.read_verdict()
     assert again is not None and (again.state, again.step) == ("done", verdict.step)
     assert len(job.run_dir.read_events("evaluated")) == len(values)
@@ -362,10 +362,10 @@ def test_a_stream_without_a_state_and_a_loader_resume_too(tmp_path: Path) -> Non
         words = [*BASE, *SHORT, "data.pad=12", "model.name=user_tasks:Net", *more]
         words += ["train.loss=next_token"]
         whole, again = (Job(tmp_path / f"{name}-{part}", words) for part in ("whole", "again"))
-        matrix.run([whole], tmp_path / f"logs-{name}", 1)
+        rank_jobs.run([whole], tmp_path / f"logs-{name}", 1)
         saved = whole.run_dir.checkpoints / "step-00000004"
         shutil.copytree(saved, again.run_dir.checkpoints / saved.name)
-        matrix.run([again], tmp_path / f"logs-{name}-again", 1)
+        rank_jobs.run([again], tmp_path / f"logs-{name}-again", 1)
         assert again.losses() == whole.losses()[4:], name
 
 
@@ -373,9 +373,9 @@ def test_a_resumed_run_may_have_steps_without_a_target(tmp_path: Path) -> None:
     words = [*BASE, "train.steps=22", "data.name=user_tasks:sparse", "data.pad=12"]
     words += ["model.name=user_tasks:Net", "train.loss=next_token"]
     whole, again = (Job(tmp_path / part, words) for part in ("whole", "again"))
-    matrix.run([whole], tmp_path / "logs", 1)
+    rank_jobs.run([whole], tmp_path / "logs", 1)
     saved = whole.run_dir.checkpoints / "step-00000012"
     shutil.copytree(saved, again.run_dir.checkpoints / saved.name)
-    matrix.run([again], tmp_path / "logs-again", 1)
+    rank_jobs.run([again], tmp_path / "logs-again", 1)
     losses = [[line.loss for line in job.run_dir.read_metrics()] for job in (whole, again)]
     assert losses[1] == losses[0][12:] == [0] * 10

@@ -8,13 +8,13 @@ import pytest
 import torch
 from ranks import leave_out_operations
 
-from rollcall.tools.bench import matrix
-from rollcall.tools.bench.matrix import Job
+from rollcall.tools.bench import rank_jobs
+from rollcall.tools.bench.rank_jobs import Job
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.weights import stored
 
 WORDS = (
-    *(word for word in matrix.WORDS if not word.startswith("train.steps")),
+    *(word for word in rank_jobs.WORDS if not word.startswith("train.steps")),
     "train.steps=3",
     "data.name=synthetic_tokens",
     "data.num_samples=64",
@@ -59,8 +59,8 @@ def test_a_mesh_equals_one_process(ranks: int, tmp_path: Path) -> None:
         tied: Job(tmp_path / f"alone-{tied}", [*WORDS, f"model.tied={str(tied).lower()}"])
         for tied in (False, True)
     }
-    matrix.run(list(alone.values()), tmp_path / "logs-1", 1, prepare=leave_out_operations)
-    matrix.run(list(jobs.values()), tmp_path / "logs", ranks, prepare=leave_out_operations)
+    rank_jobs.run(list(alone.values()), tmp_path / "logs-1", 1, prepare=leave_out_operations)
+    rank_jobs.run(list(jobs.values()), tmp_path / "logs", ranks, prepare=leave_out_operations)
     for name, job in jobs.items():
         whole = alone["model.tied=true" in job.words]
         assert job.losses() == pytest.approx(whole.losses(), rel=1e-6), name

@@ -1,6 +1,6 @@
 """Every strategy and composition trains the same model as one process, and resumes any other's.
 
-One group of ranks does all runs of its size in one go (`rollcall.tools.bench.matrix.run`).
+One group of ranks does all runs of its size in one go (`rollcall.tools.bench.rank_jobs.run`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import strategy_matrix
 import torch
 import traffic
 import user_code
@@ -31,8 +32,8 @@ from rollcall.config import parse
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 from rollcall.system.hosts import free_port
-from rollcall.tools.bench import matrix
-from rollcall.tools.bench.matrix import Job
+from rollcall.tools.bench import rank_jobs
+from rollcall.tools.bench.rank_jobs import Job
 from rollcall.train import models
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.data import sets
@@ -44,7 +45,7 @@ from rollcall.train.ranks.world import World
 # Eight steps of 50 samples, the last of 24: with four ranks two of them have nothing but padding.
 # The norm of the gradient is above the clip at some steps and below at others.
 DIGITS = (
-    *(word for word in matrix.WORDS if not word.startswith("train.steps")),
+    *(word for word in rank_jobs.WORDS if not word.startswith("train.steps")),
     "train.epochs=0.26",
 )
 STEPS, SAVED = 8, 4
@@ -61,7 +62,7 @@ WEIGHTS_TOLERANCE = 0.024 * 3e-3
 # Four steps of 16 sequences of 64 bytes. ODD below has the pipelines of such a model. More layers
 # would only be dispatched more often, which is what these runs cost.
 TEXT = (
-    *matrix.WORDS,
+    *rank_jobs.WORDS,
     "train.steps=4",
     "data.name=text",
     SHORT_TEXT,
@@ -362,7 +363,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         }
         record = partial(_record, [job.root for job in jobs.values()])
         try:
-            matrix.run(list(jobs.values()), root / "logs", world_size, min(world_size, 2), record)
+            rank_jobs.run(
+                list(jobs.values()), root / "logs", world_size, min(world_size, 2), record
+            )
         except RuntimeError as error:
             return error  # each of its tests fails, and none tries again
         return {name: Result.read(job) for name, job in jobs.items()}
@@ -504,11 +507,12 @@ def test_the_check_before_the_first_step_leaves_no_trace(model: str, name: str, 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_any_strategy_resumes_any_other(tmp_path: Path) -> None:
-    """And the matrix in the docs is what the command prints, but for the noise of its numbers."""
-    cells = matrix.measure(tmp_path, [UNCHECKED])
-    assert len(cells) == len(matrix.STRATEGIES) ** 2
-    assert max(cells.values()) <= matrix.TOLERANCE, matrix.table(cells)
-    assert NUMBER.sub("#", matrix.table(cells)) in NUMBER.sub("#", DOCS.read_text())
+    """And the matrix in the docs is what this prints, but for the noise of its numbers."""
+    cells = strategy_matrix.measure(tmp_path, [UNCHECKED])
+    print(strategy_matrix.table(cells))
+    assert len(cells) == len(strategy_matrix.STRATEGIES) ** 2
+    assert max(cells.values()) <= rank_jobs.TOLERANCE, strategy_matrix.table(cells)
+    assert NUMBER.sub("#", strategy_matrix.table(cells)) in NUMBER.sub("#", DOCS.read_text())
 
 
 @pytest.mark.long
@@ -530,7 +534,7 @@ def test_the_same_mesh_resumes_to_the_last_bit(made: Made, tmp_path: Path) -> No
         shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
         jobs[model, name] = step, job
     resumed = [job for _, job in jobs.values()]
-    matrix.run(resumed, tmp_path / "logs", 4, 2, leave_out_operations)
+    rank_jobs.run(resumed, tmp_path / "logs", 4, 2, leave_out_operations)
     for (model, name), (step, job) in jobs.items():
         whole, result = made(model, name), Result.read(job)
         assert result.losses == whole.losses[step:], (model, name)
@@ -552,7 +556,7 @@ def test_experts_resume_on_any_mesh(made: Made, tmp_path: Path) -> None:
         jobs.setdefault(chosen.world_size, {})[before, after] = job
     for ranks, group in jobs.items():
         logs, of_a_node = tmp_path / f"logs-{ranks}", min(ranks, 2)
-        matrix.run([*group.values()], logs, ranks, of_a_node, leave_out_operations)
+        rank_jobs.run([*group.values()], logs, ranks, of_a_node, leave_out_operations)
         for pair, job in group.items():
             result = Result.read(job)
             assert result.losses == pytest.approx(whole.losses[2:], rel=TOLERANCE), pair
@@ -569,7 +573,7 @@ def test_zero1_resumes_where_a_rank_has_no_tensor_of_a_group(tmp_path: Path) -> 
     """One of the groups is a single tensor; then there are fewer tensors than ranks."""
     words = [*DIGITS, "model.name=mlp", 'optim.groups={"1.bias": {lr: 0.01}}']
     alone = Job(tmp_path / "1", words)
-    matrix.run([alone], tmp_path / "logs-1", 1)
+    rank_jobs.run([alone], tmp_path / "logs-1", 1)
     for ranks in (2, 5):
         job = Job(tmp_path / str(ranks), [*words, "parallel.strategy=zero1"])
         for saved in (alone.run_dir.checkpoints / f"step-{SAVED:08d}", None):
@@ -577,7 +581,7 @@ def test_zero1_resumes_where_a_rank_has_no_tensor_of_a_group(tmp_path: Path) -> 
                 shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
             else:
                 shutil.rmtree(job.root)
-            matrix.run([job], tmp_path / f"logs-{ranks}", ranks)
+            rank_jobs.run([job], tmp_path / f"logs-{ranks}", ranks)
             expected = alone.losses()[SAVED if saved else 0 :]
             assert job.losses() == pytest.approx(expected, rel=TOLERANCE)
 
@@ -588,7 +592,7 @@ def test_compression_stays_close(tmp_path: Path) -> None:
     jobs = {
         name: Job(tmp_path / name, [*WIDE, f"parallel.compression={name}"]) for name in COMPRESSIONS
     }
-    matrix.run(list(jobs.values()), tmp_path / "logs", 2)
+    rank_jobs.run(list(jobs.values()), tmp_path / "logs", 2)
     plain = Result.read(jobs.pop("none")).losses
     for name, job in jobs.items():
         found = Result.read(job).losses
@@ -614,8 +618,8 @@ def test_the_documented_model_equals_one_process(tmp_path: Path) -> None:
     }
     importable = partial(_import_from, tmp_path)
     alone = jobs.pop("single")
-    matrix.run([alone], tmp_path / "logs-1", 1, prepare=importable)
-    matrix.run(list(jobs.values()), tmp_path / "logs-2", 2, prepare=importable)
+    rank_jobs.run([alone], tmp_path / "logs-1", 1, prepare=importable)
+    rank_jobs.run(list(jobs.values()), tmp_path / "logs-2", 2, prepare=importable)
     for strategy, job in jobs.items():
         assert job.losses() == pytest.approx(alone.losses(), rel=TOLERANCE), strategy
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from rollcall.config import ConfigError, parse
-from rollcall.tools.bench import matrix
-from rollcall.tools.bench.matrix import Job
+from rollcall.tools.bench import rank_jobs
+from rollcall.tools.bench.rank_jobs import Job
 from rollcall.train import models
 from rollcall.train.checkpoint.tools import export
 from rollcall.train.data import sets
@@ -31,7 +31,7 @@ from rollcall.train.ranks.world import World
 
 TOKENS, CLASSES = 37, 101  # 34, 34 and 33 classes on three ranks
 WORDS = (
-    *(word for word in matrix.WORDS if not word.startswith("train.steps")),
+    *(word for word in rank_jobs.WORDS if not word.startswith("train.steps")),
     "train.steps=4",
     "checkpoint.every=2",
     "data.name=synthetic_tokens",
@@ -101,7 +101,7 @@ def test_an_uneven_vocabulary_equals_one_process(
 ) -> None:
     """Also resumed on one process, and continued from one."""
     alone = Job(tmp_path / "alone", [*WORDS, *own])
-    matrix.run([alone], tmp_path / "logs-1", 1, prepare=leave_out_operations)
+    rank_jobs.run([alone], tmp_path / "logs-1", 1, prepare=leave_out_operations)
     cells = {
         name: words
         for name, (count, words) in MESHES.items()
@@ -114,11 +114,11 @@ def test_an_uneven_vocabulary_equals_one_process(
         )
         _copy(alone, continued)
         jobs[f"{name}-continued"] = continued
-    matrix.run(list(jobs.values()), tmp_path / "logs", ranks, prepare=leave_out_operations)
+    rank_jobs.run(list(jobs.values()), tmp_path / "logs", ranks, prepare=leave_out_operations)
     resumed = [Job(tmp_path / f"{name}-resumed", [*WORDS, *own]) for name in cells]
     for name, job in zip(cells, resumed, strict=True):
         _copy(jobs[name], job)
-    matrix.run(resumed, tmp_path / "logs-resumed", 1, prepare=leave_out_operations)
+    rank_jobs.run(resumed, tmp_path / "logs-resumed", 1, prepare=leave_out_operations)
     expected, weights = alone.losses(), _weights(alone)
     for name, job in [*jobs.items(), *((job.root.name, job) for job in resumed)]:
         found = job.losses()

@@ -1,31 +1,21 @@
-"""`rollcall matrix`: resume runs of each strategy under each other one, and compare the losses.
-
-It trains a few steps under each strategy on four ranks, resumes each run from its checkpoint in the
-middle under each strategy on two ranks, and compares the following losses with an undisturbed run
-of one process.
-"""
+"""Runs that a group of ranks on this machine does one after the other."""
 
 import gc
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from rollcall.config import ConfigError, parse
+from rollcall.config import parse
 from rollcall.records.run_dir import RunDir
 from rollcall.system import hosts
 from rollcall.train import torch_private
 
-STRATEGIES = ("ddp", "zero1", "zero3", "hsdp", "pipeline", "tensor")
-SAVED_ON, RESUMED_ON, RANKS_OF_A_NODE = 4, 2, 2
 STEPS, SAVED_AT = 8, 4
 WORDS = (
     "digits",
@@ -63,70 +53,10 @@ class Job(NamedTuple):
         return [*lines, ends[-1]["loss"]]
 
 
-def main(words: Sequence[str]) -> int:
-    """Print the matrix, `words` being keys for all runs; return 0 if no difference is too large."""
-    if "--help" in words or "-h" in words:
-        print("Usage: rollcall matrix [key=value ...]\n\n" + (__doc__ or ""), end="")
-        return 0
-    try:
-        parse([*WORDS, *words])
-        with tempfile.TemporaryDirectory(prefix="rollcall-matrix-") as scratch:
-            cells = measure(Path(scratch), words)
-    except (ConfigError, RuntimeError) as error:
-        print(f"rollcall: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    print(table(cells))
-    return int(not all(difference <= TOLERANCE for difference in cells.values()))
-
-
-def measure(scratch: Path, words: Sequence[str] = ()) -> dict[tuple[str, str], float]:
-    """Return the largest relative difference of a loss, by strategies that saved and resumed."""
-
-    def job(name: str, strategy: str) -> Job:
-        return Job(scratch / name, [*WORDS, *words, f"parallel.strategy={strategy}"])
-
-    alone = job("alone", "single")
-    saved = {name: job(f"saved-{name}", name) for name in STRATEGIES}
-    run([alone], scratch / "logs-1", 1)
-    run(list(saved.values()), scratch / "logs-4", SAVED_ON, RANKS_OF_A_NODE)
-    cells = {
-        (source, target): job(f"{source}-{target}", target)
-        for source in STRATEGIES
-        for target in STRATEGIES
-    }
-    for (source, _), resumed in cells.items():
-        checkpoint = saved[source].run_dir.checkpoints / f"step-{SAVED_AT:08d}"
-        shutil.copytree(checkpoint, resumed.run_dir.checkpoints / checkpoint.name)
-    run(list(cells.values()), scratch / "logs-2", RESUMED_ON, RANKS_OF_A_NODE)
-    expected = alone.losses()[SAVED_AT:]
-    return {names: apart(one.losses(), expected) for names, one in cells.items()}
-
-
 def apart(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest relative difference; NaN, which `max` may pass over, if there is one."""
     found = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
     return max(found, key=lambda it: (math.isnan(it), it))
-
-
-def table(cells: Mapping[tuple[str, str], float]) -> str:
-    """Return the matrix as text."""
-    sources = list(dict.fromkeys(source for source, _ in cells))
-    targets = list(dict.fromkeys(target for _, target in cells))
-    held = sum(found <= TOLERANCE for found in cells.values())
-    lines = [
-        f"largest relative difference from one process, of the losses of steps {SAVED_AT + 1} to "
-        f"{STEPS} and the evaluation;",
-        f"rows: saved on {SAVED_ON} ranks, columns: resumed on {RESUMED_ON} ranks",
-        "",
-        "".join(f"{word:>10}" for word in ["", *targets]),
-        *(
-            f"{source:>10}" + "".join(f"{cells[source, target]:>10.1e}" for target in targets)
-            for source in sources
-        ),
-        "",
-        f"{held} of {len(cells)} within {TOLERANCE:.0e}",
-    ]
-    return "\n".join(lines)
 
 
 def run(
@@ -210,5 +140,5 @@ def _do(jobs: Sequence[Job], prepare: Callable[[], None] | None) -> None:
         for job in jobs:
             print(f"{job.root.name}: {' '.join(job.words)}", flush=True)
             config = parse([*job.words, *job.run_dir.words])[1]
-            train("matrix", config, world, stop)
+            train("bench", config, world, stop)
         world.leave()
