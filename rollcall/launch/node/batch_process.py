@@ -56,6 +56,8 @@ class BatchHeartbeat:
         self, run: RunDir, start: str, number: int, words: Sequence[str], can_move: bool
     ) -> None:
         # `number` batch processes of this start of the job have died or were replaced.
+        with contextlib.suppress(OSError):
+            run.job.mkdir(parents=True, exist_ok=True)  # supervisors do not make it again
         self._pulse = Pulse(Heartbeat.of_batch(run.path, start, number), BATCH_BEAT)
         self._successor = Heartbeat.of_batch(run.path, start, number + 1)
         output = str(Path("/proc/self/fd/1").readlink())
