@@ -186,6 +186,14 @@ class Fault:
         if self.is_here and step.number in self.steps and is_due(self.once, step.number):
             fault(self.how)
 
+class EachTime(Fault):
+    # with a state, so that the others cannot save the step at which this rank is at fault
+    def state_dict(self):
+        return {"state": 0}
+
+    def load_state_dict(self, state):
+        pass
+
 class KillsWriter(Fault):
     is_set = False
 
@@ -271,7 +279,7 @@ BY_THEMSELVES = {
     "stopped": r"was stopped, as by SIGSTOP",
 }
 """What the explanation says of a rank, by how it ended."""
-ENDS_AT_ONCE = ("exit 2", "os._exit 2", "exception")
+ENDS_AT_ONCE = ("os._exit 2", "exception")
 """Ends of a rank that every attempt would meet, if they come before a training's first step."""
 FROM_OUTSIDE = {
     ("agent", "SIGKILL"): r"the parent of the ranks on node {node} .* was ended by SIGKILL",
@@ -375,7 +383,8 @@ def answer(case: Case, place: Path) -> Answer:
         steps = "-".join(["at", *map(str, STEPS[case.when])])
         given = {"rank": case.rank, "how": case.how, "steps": steps}
         given["once"] = place / "was" if case.once else "''"
-        name = "KillsWriter" if case.who == "writer" else "Fault"
+        name = "Fault" if case.once else "EachTime"
+        name = "KillsWriter" if case.who == "writer" else name
         words = [word.replace("fx:Fault", f"fx:{name}") for word in WORDS]
         program = [*words, *(f"train.callbacks.{name}.args.{key}={given[key]}" for key in given)]
         if case.who == "data worker":
@@ -473,7 +482,7 @@ def names_victim(case: Case, said: str) -> bool:
 
 def _expected(case: Case) -> str:
     if case.who == "writer":
-        return rf"step 20 was not saved: .*rank {case.rank}\b.* the writing process died .*: 9\)"
+        return rf"step 20 was not saved: the writing process of rank {case.rank} died .*: 9\)"
     if case.who == "data worker" and case.how == "exception":
         return rf"rank {case.rank} on .* cannot read sample .*ValueError: a bad sample"
     if case.who == "data worker" and case.how != "hang":
@@ -483,9 +492,11 @@ def _expected(case: Case) -> str:
         return rf"data worker 0 of rank {case.rank} \(pid \d+\) {how}{where}"
     if case.trains and case.how in ("hang", "spin", "locked"):
         return rf"hang after step \d+, .*: rank {case.rank} on .* did not reach the collective"
-    if case.trains and case.how == "message":  # which stands in its log
-        return rf"rank {case.rank} on .*\(node {case.node}\) ended with exit code 1"
-    if case.trains and case.how in ("exit 2", "os._exit 2") and case.when != "start":
+    if case.trains and (case.how == "message" or case.how.startswith("exit")):
+        code = "'no such option'" if case.how == "message" else case.how.split()[1]
+        rank = rf"rank {case.rank} on .*\(node {case.node}\)"
+        return rf"{rank} raised RuntimeError: .* called sys.exit\({code}\)"
+    if case.trains and case.how == "os._exit 2" and case.when != "start":
         return rf"rank {case.rank} on .*\(node {case.node}\) ended with exit code 2"
     if case.who == "rank":
         who = rf"rank {case.rank} " + (

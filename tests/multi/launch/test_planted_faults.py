@@ -55,7 +55,7 @@ def test_a_run_whose_directory_is_removed_saves_and_stops(tmp_path: Path) -> Non
     run = RunDir(tmp_path, "a")
     try:
         wait_until(lambda: bool(run.read_events("checkpointed")), LIMIT, lambda: "no checkpoint")
-        shutil.rmtree(run.path)
+        shutil.rmtree(run.path.rename(tmp_path / "removed"))  # nobody writes there meanwhile
         _, said = submit.communicate(timeout=LIMIT)
     finally:
         with suppress(psutil.NoSuchProcess):  # it has ended, as it should
