@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_639, 8_000
+CORE_LINES, TOOLS_LINES = 39_645, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -38,7 +38,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/commands": 1030,
     "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1714,
+    "rollcall/launch/node": 1718,
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
@@ -57,7 +57,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/plan": 2162,
     "rollcall/tools/report": 1694,
     "rollcall/train": 2606,
-    "rollcall/train/checkpoint": 3319,
+    "rollcall/train/checkpoint": 3321,
     "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,
     "rollcall/train/health": 1210,

@@ -216,8 +216,8 @@ class Supervisor:
             return code, decide(state, "ranks ended", facts)
         monitor, failure, trains = self.monitor, self.monitor.failure, self.work.is_training
         has_lost = monitor.has_lost or (state == "failed" and monitor.is_left)
-        # The batch process acts on a lost node. Without Slurm, the first one that is left says why.
-        is_for_batch = has_lost and "SLURM_JOB_ID" in os.environ
+        # The batch process acts on a lost node. Without one, the first node that is left says why.
+        is_for_batch = has_lost and batch_process.record_of(self.run, self.node.job) is not None
         speaker = int(has_lost and failure is not None and failure.node == 0)
         decides = state == "failed" and self.node.number == speaker and not is_for_batch
         cause = self._cause() if decides else None

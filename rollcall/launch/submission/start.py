@@ -294,7 +294,7 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
     def is_over() -> bool:
         for pid in stopped.find([int(process.job_id)]):  # by somebody; a supervisor has its parent
             os.kill(pid, signal.SIGCONT)
-        return process.done()
+        return process.done() and not Processes().of(run)  # the supervisors outlive it
 
     output = Output(paths)
     return _wait(begun, run, process.job_id, before, output, is_over, cancel)
