@@ -214,7 +214,8 @@ class Heartbeat:
             except FileNotFoundError:  # not before: thousands of nodes would ask for one folder
                 if not flags & os.O_CREAT:
                     raise
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in (self._path.parents[1], self._path.parent):  # not a removed run's
+                    folder.mkdir(exist_ok=True)
                 self._descriptor = os.open(self._path, flags, 0o600)
         return self._descriptor
 

@@ -13,6 +13,7 @@ import torch
 
 from rollcall.config import Config, ConfigError, arguments
 from rollcall.messages.text import announce
+from rollcall.records.attempt import LOST_PEER
 from rollcall.records.run_dir import FencedError, RunDir, State, Verdict, default_name
 from rollcall.system.files import write_atomic
 from rollcall.system.process import keep_output
@@ -110,7 +111,8 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
         if world.is_main:
             reason = failure.describe(error)
             run.record("failed", step=run.progress.step, reason=reason)
-            if run.run_dir.read_verdict() is None:  # else it was put back
+            is_victims = "ROLLCALL_WORLD_SIZE" in os.environ and LOST_PEER.search(reason)
+            if run.run_dir.read_verdict() is None and not is_victims:  # else it was put back
                 verdict = Verdict("failed", run.progress.step, reason)
                 run.warn(run.run_dir.try_to_conclude(verdict))
         raise

@@ -141,7 +141,18 @@ except EndEarly:
 """
 
 IN_TRAINING = """
-import os, signal, sys, threading, time
+import multiprocessing, os, signal, sys, threading, time
+
+import torch
+from torch.utils.data import Dataset
+
+from rollcall.train.data.source import Source
+
+def is_due(once, step):
+    try:
+        return not once or os.close(os.open(f"{once}-{step}", os.O_CREAT | os.O_EXCL)) is None
+    except FileExistsError:
+        return False
 
 def fault(how):
     word, _, code = how.partition(" ")
@@ -172,13 +183,44 @@ class Fault:
         self.steps = [int(step) for step in steps.split("-")[1:]]
 
     def settle(self, step, agreed):
-        if self.is_here and step.number in self.steps:
-            if self.once:
-                try:
-                    os.close(os.open(f"{self.once}-{step.number}", os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    return
+        if self.is_here and step.number in self.steps and is_due(self.once, step.number):
             fault(self.how)
+
+class EachTime(Fault):
+    # with a state, so that the others cannot save the step at which this rank is at fault
+    def state_dict(self):
+        return {"state": 0}
+
+    def load_state_dict(self, state):
+        pass
+
+class KillsWriter(Fault):
+    is_set = False
+
+    def settle(self, step, agreed):
+        if self.is_here and step.number > 5 and not self.is_set:
+            self.is_set = True
+            os.register_at_fork(after_in_child=self.die)  # it forks only to save
+
+    def die(self):
+        if is_due(self.once, "save"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Data(Dataset):
+    read = 0
+
+    def __len__(self):
+        return 960
+
+    def __getitem__(self, row):
+        if os.environ["RANK"] == os.environ["CULPRIT"] and multiprocessing.parent_process():
+            self.read += 1
+            if self.read == 10 and is_due(os.environ["ONCE"], 0):
+                fault(os.environ["HOW"])
+        return torch.zeros(1, 8, 8), row % 10
+
+def data(config, world):
+    return Source(Data(), Data(), 960, 96, (1, 8, 8), 10)
 """
 WORDS = (
     *("digits", "device=cpu", "train.steps=60", "log.every=1", "checkpoint.every=20"),
@@ -193,7 +235,7 @@ STEPS = {"start": (1,), "middle": (25,), "often": (25, 45), "saved": (20,)}
 class Case:
     """A fault: in a process of a kind, of a node or with a rank, in some way, at some time."""
 
-    who: str  # rank, agent, fork server, supervisor
+    who: str  # rank, agent, fork server, supervisor; in a training also data worker, writer
     how: str
     when: str  # import, start or middle
     node: int
@@ -237,7 +279,7 @@ BY_THEMSELVES = {
     "stopped": r"was stopped, as by SIGSTOP",
 }
 """What the explanation says of a rank, by how it ended."""
-ENDS_AT_ONCE = ("exit 2", "os._exit 2", "exception")
+ENDS_AT_ONCE = ("os._exit 2", "exception")
 """Ends of a rank that every attempt would meet, if they come before a training's first step."""
 FROM_OUTSIDE = {
     ("agent", "SIGKILL"): r"the parent of the ranks on node {node} .* was ended by SIGKILL",
@@ -296,7 +338,18 @@ def in_trainings() -> list[Case]:
             found.append(
                 Case("rank", how, when, node, per, trains=True, once=when in ("often", "saved"))
             )
-    return found
+    for place, how in enumerate(("os._exit 0", "os._exit 75", "signal SIGKILL", "signal SIGSEGV")):
+        node, per = place % 2, 1 + place // 2
+        found += [
+            Case("data worker", how, "middle", node, per, trains=True, once=once)
+            for once in (False, True)
+        ]
+    return [
+        *found,
+        Case("data worker", "hang", "middle", 1, 2, trains=True),
+        Case("data worker", "exception", "middle", 1, 1, trains=True),
+        *(Case("writer", "signal SIGKILL", "saved", node, 1, (), True, True) for node in (0, 1)),
+    ]
 
 
 @dataclass(frozen=True)
@@ -309,6 +362,7 @@ class Answer:
     verdict: str
     state: str
     code: int | None  # of `submit --wait`; None if it did not end
+    logs: str = ""  # the output of all ranks
 
 
 def plant(case: Case, place: Path) -> str:
@@ -329,12 +383,19 @@ def answer(case: Case, place: Path) -> Answer:
         steps = "-".join(["at", *map(str, STEPS[case.when])])
         given = {"rank": case.rank, "how": case.how, "steps": steps}
         given["once"] = place / "was" if case.once else "''"
-        program = [*WORDS, *(f"train.callbacks.Fault.args.{key}={given[key]}" for key in given)]
+        name = "Fault" if case.once else "EachTime"
+        name = "KillsWriter" if case.who == "writer" else name
+        words = [word.replace("fx:Fault", f"fx:{name}") for word in WORDS]
+        program = [*words, *(f"train.callbacks.{name}.args.{key}={given[key]}" for key in given)]
+        if case.who == "data worker":
+            program = [*(w for w in words if "fx:" not in w), "data.name=fx:data"]
+            program += ["data.num_workers=1"]
+            program[0] = "model.name=mlp"
     options = ["--local", f"--nodes={nodes}", f"--nproc-per-node={case.per_node}", "--name=it"]
     process = subprocess.Popen(
         [*SUBMIT, *options, "--wait", *case.words, *program],
         cwd=place,
-        env={**os.environ, "PYTHONPATH": str(place)},
+        env={**os.environ, "PYTHONPATH": str(place), **_environment(case, place)},
         stdout=(place / "output").open("w"),
         stderr=subprocess.STDOUT,
     )
@@ -358,7 +419,13 @@ def answer(case: Case, place: Path) -> Answer:
         verdict.reason if verdict else "",
         verdict.state if verdict else "",
         code if code >= 0 else None,
+        "".join(log.read_text(errors="replace") for log in run.logs.glob("*/*/rank-*.log")),
     )
+
+
+def _environment(case: Case, place: Path) -> dict[str, str]:
+    once = str(place / "was") if case.once else ""
+    return {"CULPRIT": str(case.rank), "HOW": case.how, "ONCE": once}
 
 
 def _text(place: Path) -> str:
@@ -371,8 +438,19 @@ def is_right(case: Case, said: str) -> bool:
 
 
 def problems(case: Case, answer: Answer) -> list[str]:
-    """Return what is wrong in what was said of a fault in a training."""
+    """Return what is wrong in what was said of a fault."""
     right = re.compile(_expected(case))
+    if not case.trains:
+        found = [] if is_right(case, answer.why) else [f"why: {answer.why}"]
+        if case.how not in ("SIGTERM", "SIGINT"):  # of a supervisor, at which the run stops
+            found += [f"printed: {text}" for text in answer.printed if not right.search(text)]
+            if answer.code in (0, 75, None) or not right.search(answer.verdict):
+                found.append(f"exit code {answer.code}, verdict: {answer.verdict}")
+        return found
+    if case.once and case.who != "rank":  # which the run survives without a restart
+        survived = (answer.state, answer.code, len(answer.restarts))
+        found = [] if survived == ("done", 0, 0) else [f"state, exit code, restarts: {survived}"]
+        return found if right.search(answer.logs) else [*found, "nobody names it"]
     stops = case.when == "start" and case.how in ENDS_AT_ONCE
     found = [f"printed: {text}" for text in answer.printed if not right.search(text)]
     found += [f"restart: {text}" for text in answer.restarts if not right.search(text)]
@@ -403,11 +481,22 @@ def names_victim(case: Case, said: str) -> bool:
 
 
 def _expected(case: Case) -> str:
+    if case.who == "writer":
+        return rf"step 20 was not saved: the writing process of rank {case.rank} died .*: 9\)"
+    if case.who == "data worker" and case.how == "exception":
+        return rf"rank {case.rank} on .* cannot read sample .*ValueError: a bad sample"
+    if case.who == "data worker" and case.how != "hang":
+        word, _, code = case.how.partition(" ")
+        how = f"exited with code {code}" if word == "os._exit" else f"was killed by {code}"
+        where = "; restarted" if case.once else ", 3 times"
+        return rf"data worker 0 of rank {case.rank} \(pid \d+\) {how}{where}"
     if case.trains and case.how in ("hang", "spin", "locked"):
         return rf"hang after step \d+, .*: rank {case.rank} on .* did not reach the collective"
-    if case.trains and case.how == "message":  # which stands in its log
-        return rf"rank {case.rank} on .*\(node {case.node}\) ended with exit code 1"
-    if case.trains and case.how in ("exit 2", "os._exit 2") and case.when != "start":
+    if case.trains and (case.how == "message" or case.how.startswith("exit")):
+        code = "'no such option'" if case.how == "message" else case.how.split()[1]
+        rank = rf"rank {case.rank} on .*\(node {case.node}\)"
+        return rf"{rank} raised RuntimeError: .* called sys.exit\({code}\)"
+    if case.trains and case.how == "os._exit 2" and case.when != "start":
         return rf"rank {case.rank} on .*\(node {case.node}\) ended with exit code 2"
     if case.who == "rank":
         who = rf"rank {case.rank} " + (
@@ -505,13 +594,13 @@ def main() -> int:
         places = [place / str(number) for number in range(len(left))]
         for case, where, told in zip(left, places, pool.map(answer, left, places), strict=True):
             known[str(case)] = told.why
-            bad = problems(case, told) if case.trains else []
+            bad = problems(case, told)
             if options.results:
                 line = {"case": str(case), "said": told.why, "bad": bad}
                 append_line(options.results, line)
-            if bad or not (case.trains or is_right(case, told.why)):
+            if bad:
                 wrong += 1
-                text = "\n".join(bad) or told.why
+                text = "\n".join(bad)
                 print(f"WRONG {case}, in {where}:\n{text}", file=sys.stderr, flush=True)
             else:
                 shutil.rmtree(where)

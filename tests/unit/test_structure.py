@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_854, 8_000
+CORE_LINES, TOOLS_LINES = 39_893, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -35,19 +35,19 @@ BUDGET: dict[str, int] = {
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1029,
+    "rollcall/launch/commands": 1032,
     "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1690,
+    "rollcall/launch/node": 1718,
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2078,
+    "rollcall/launch/runs": 2076,
     "rollcall/launch/scheduler": 780,
-    "rollcall/launch/submission": 2353,
+    "rollcall/launch/submission": 2358,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 252,
-    "rollcall/records": 1212,
+    "rollcall/records": 1213,
     "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
@@ -56,8 +56,8 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2628,
-    "rollcall/train/checkpoint": 3319,
+    "rollcall/train": 2630,
+    "rollcall/train/checkpoint": 3321,
     "rollcall/train/data": 3009,
     "rollcall/train/exact": 572,
     "rollcall/train/health": 1215,

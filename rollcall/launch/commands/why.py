@@ -12,6 +12,7 @@ such run.
 from collections.abc import Sequence
 
 from rollcall.launch.runs import find, restarts, root_cause, states
+from rollcall.launch.runs.evidence import storage_problem
 from rollcall.launch.runs.root_cause import RootCause
 from rollcall.records.run import noticed
 from rollcall.records.run_dir import RunDir
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     if condition.state in ("pending", "running", "done", "stopped", "requeue"):
         print(f"run {run.name} has not failed: {condition.state}" + _in_brackets(condition.note))
         _show_restarts(run)
+        if condition.is_live and (problem := storage_problem(run)):
+            print(f"  note: {problem}")
         return 0
     newest = find.newest_attempt(run)
     if newest is not None and condition.job and newest.job != condition.job.id:

@@ -56,6 +56,8 @@ class BatchHeartbeat:
         self, run: RunDir, start: str, number: int, words: Sequence[str], can_move: bool
     ) -> None:
         # `number` batch processes of this start of the job have died or were replaced.
+        with contextlib.suppress(OSError):
+            run.job.mkdir(parents=True, exist_ok=True)  # supervisors do not make it again
         self._pulse = Pulse(Heartbeat.of_batch(run.path, start, number), BATCH_BEAT)
         self._successor = Heartbeat.of_batch(run.path, start, number + 1)
         output = str(Path("/proc/self/fd/1").readlink())
@@ -187,22 +189,28 @@ class BatchWatcher:
         return _identify(int(self._process.split()[1])) != self._process
 
 
+def record_of(run: RunDir, job: str) -> BatchRecord | None:
+    """Return the record of the batch process of this start of a job; None if there is none."""
+    known = BatchRecord.read(run.path)
+    return known if known is not None and known.start == start_of(job, os.environ) else None
+
+
 def take_over(run: RunDir, job: str, host: str, lost: str | None) -> None:
     """Start another batch process here if the job's own is silent and no other host does.
 
     Return when another one is alive, or when the one started here has ended. `lost` is the host of
     the lost node, if it is known.
     """
-    known, start = BatchRecord.read(run.path), start_of(job, os.environ)
-    if known is None or known.start != start or not known.can_move:
+    known = record_of(run, job)
+    if known is None or not known.can_move:
         return  # the job ends with its first host
     # Nothing was heard of this host for long already if the batch process was there.
     was_there = lost is not None and (known.process or "").startswith(f"{lost}:")
     silence = heartbeat.SUSPICION if was_there else heartbeat.patience()
     number = known.number
-    while _is_silent(Heartbeat.of_batch(run.path, start, number), silence):
+    while _is_silent(Heartbeat.of_batch(run.path, known.start, number), silence):
         number, silence = number + 1, heartbeat.patience()
-        is_first = Heartbeat.of_batch(run.path, start, number).create()
+        is_first = Heartbeat.of_batch(run.path, known.start, number).create()
         if decide("node left", "batch silent", RestartFacts(first=is_first)).action == "take over":
             # Wait for it: this process is the last of its step, and Slurm would end both together.
             _start(host, known.output, [f"--number={number}", *known.words]).wait()

@@ -4,14 +4,13 @@ The controller serves the whole cluster and may be away for minutes; that never 
 """
 
 import contextlib
-import os
 import subprocess
 
-from rollcall.launch.node.batch_process import BatchWatcher
-from rollcall.launch.node.identity import Node, start_of
+from rollcall.launch.node.batch_process import BatchWatcher, record_of
+from rollcall.launch.node.identity import Node
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import SlurmError
-from rollcall.records.job import BatchRecord, JobRecord
+from rollcall.records.job import JobRecord
 from rollcall.records.run import JobEnd, LoggedStep
 from rollcall.records.run_dir import RunDir
 from rollcall.system.timer import Every
@@ -33,9 +32,8 @@ class JobWatcher:
 
     def __init__(self, run: RunDir, node: Node) -> None:
         self._run, self._job = run, node.job
-        record = BatchRecord.read(run.path)
-        is_ours = record is not None and record.start == start_of(node.job, os.environ)
-        self.batch = BatchWatcher(run, node.job, record) if record and is_ours else None
+        record = record_of(run, node.job)
+        self.batch = BatchWatcher(run, node.job, record) if record else None
         self._ask_timer, self._tell_timer = Every(ASK_EVERY), Every(TELL_EVERY)
         self._question: subprocess.Popen[bytes] | None = None
         self._comment: subprocess.Popen[bytes] | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollcall.launch.node import processes
 from rollcall.launch.node.controller import JobWatcher
-from rollcall.launch.node.heartbeat import LEFT, Heartbeats, interval
+from rollcall.launch.node.heartbeat import LEFT, Heartbeats, interval, patience
 from rollcall.launch.node.identity import Node
 from rollcall.launch.node.processes import ForkClient, SignalDelivery
 from rollcall.launch.node.rendezvous import Meeting
@@ -29,6 +29,8 @@ HOLD = 3.0
 not a victim's: the agent gives the other ranks two seconds."""
 PEER_CHECK = 2.0
 """Seconds between two looks at whether another node has failed, if no heartbeat says so."""
+DIRECTORY_CHECK = 10.0
+"""Seconds between two looks at whether the run directory still exists."""
 REFUTATION = 5.0
 """Intervals of the heartbeats that a node has to refute the report that it is lost."""
 
@@ -45,12 +47,14 @@ class NodeMonitor:
         if node.is_head:
             JobEnd.path_in(run.path).unlink(missing_ok=True)  # an earlier job's
             self.job = JobWatcher(run, node) if "SLURM_JOB_ID" in os.environ else None
-        self._node, self._meeting = node, meeting
+        self._run, self._node, self._meeting = run, node, meeting
         self._heartbeats = Heartbeats(run, node)
         self._kill_at: float | None = None  # when to kill the ranks, by the clock
         self._output: Output | None = None  # of the head's first rank
         self._peer_check = Every(PEER_CHECK)
+        self._directory_check = Every(DIRECTORY_CHECK, at_once=False)
         self._reported: float | None = None  # since when a node is reported as lost, by the clock
+        self._there = 0.0  # when the run directory was there last, by the clock
 
     @property
     def has_lost(self) -> bool:
@@ -72,7 +76,7 @@ class NodeMonitor:
         if self.job is not None:  # after a signal or a stop, Slurm may have moved the job's end
             self.job.update(is_end_doubted=asks or self.clock.was_stopped)
         if number is None or not asks:
-            return False
+            return self._directory_check.is_due() and self._is_directory_removed()
         # Slurm repeats signals; only a person's second Ctrl-C means more than the first.
         known = {request.number for request in self.requests}
         if number == signal.SIGINT or number not in known:
@@ -119,6 +123,21 @@ class NodeMonitor:
         self.failure, self._reported = failure, None
         if self.failure:
             self._saw("node lost" if self.failure.is_lost else "node failed")
+
+    def _is_directory_removed(self) -> bool:
+        """Return True if the run is to stop now, because somebody has removed its directory."""
+        now, is_gone = self.clock.read(), False
+        try:
+            self._run.job.stat()
+        except OSError as error:  # another error of the disk says nothing
+            is_gone = error.errno == errno.ENOENT
+        self._there = self._there if is_gone else now
+        if now - self._there < patience() or self.requests:
+            return False
+        print(f"rollcall: {self._run.path} was removed: the run stops", file=sys.stderr, flush=True)
+        self.requests.append(SignalDelivery(signal.SIGINT))  # it is not to be queued again
+        self._saw("asked to stop")
+        return True
 
     def _saw(self, event: RestartEvent) -> None:
         grace = decide("attempt runs", event).grace

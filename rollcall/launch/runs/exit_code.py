@@ -5,15 +5,12 @@ import signal
 from collections.abc import Sequence
 
 from rollcall.launch.runs import find, root_cause, states
-from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import local_jobs
-from rollcall.records.run import State, Verdict
+from rollcall.records.run import State
 from rollcall.records.run_dir import RunDir
 
 CANCELLED = 128 + signal.SIGINT
 """Exit code if a person ended the run: Ctrl-C, `rollcall cancel` or scancel."""
-ENDS: dict[str | None, State] = {"finished": "done", "stopped": "stopped"}
-"""The state of a run that has written no verdict, by the state of its newest attempt."""
 
 
 def decide(state: State | None, is_cancelled: bool, codes: Sequence[int | None]) -> int:
@@ -40,7 +37,7 @@ def of_run(run: RunDir, jobs: Sequence[str], before: int = 0, is_cancelled: bool
     """
     attempts = [attempt for attempt in find.attempts(run)[before:] if attempt.job in jobs]
     newest = attempts[-1] if attempts else None
-    state = state_of(run.read_verdict(), newest)
+    state = states.state_of(run.read_verdict(), newest)
     is_cancelled |= jobs[-1] in find.cancelled(run)
     if state not in ("done", "failed") and jobs[-1] not in local_jobs(run.job):
         known = states.ask(jobs[-1])
@@ -48,13 +45,3 @@ def of_run(run: RunDir, jobs: Sequence[str], before: int = 0, is_cancelled: bool
     first = root_cause.of_newest(run).failure if newest and state != "done" else None
     codes = [part.exit_code for part in (first, newest) if part is not None]
     return decide(state, is_cancelled, codes)
-
-
-def state_of(verdict: Verdict | None, newest: AttemptRecord | None) -> State | None:
-    """Return how a run ended; None if neither its verdict nor its newest attempt says so."""
-    written = verdict.state if verdict is not None else None
-    if written == "done" or newest is None:  # a later job of a chain then makes no attempt
-        return "done" if written == "done" else None
-    if newest.state == "failed":
-        return "failed"  # whatever the verdict of an earlier attempt says
-    return written or ENDS.get(newest.state)

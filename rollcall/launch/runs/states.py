@@ -13,7 +13,7 @@ from rollcall.launch.scheduler import slurm
 from rollcall.launch.scheduler.slurm import FINAL, JobInfo, SlurmError
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import BatchRecord, JobRecord
-from rollcall.records.run import LoggedStep, Verdict, noticed, start_and_steps
+from rollcall.records.run import LoggedStep, State, Verdict, noticed, start_and_steps
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import changed
 
@@ -22,6 +22,8 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 CANCELLED = "it was cancelled"
 STOPPED_EARLY = "stopped early: "
 """In the verdict of a run that `train.patience` ended."""
+ENDS: dict[str | None, State] = {"finished": "done", "stopped": "stopped"}
+"""The state of a run that has written no verdict, by the state of its newest attempt."""
 SILENCE = 300.0
 """Seconds without a line after which a run without a launcher counts as lost."""
 
@@ -164,26 +166,35 @@ def of_newest(
         pids = " ".join(map(str, processes.stopped(run)))
         note = f"stopped by a signal; to continue it: kill -CONT {pids}" if pids else ""
         return replace(condition, state="running", note=note)
-    if newest is None or newest.state is None:
+    verdict = run.read_verdict()
+    if newest is None or (newest.state is None and verdict is None):
         return condition
     # A later job of a chain makes no attempt if it finds the run finished.
-    verdict = run.read_verdict()
     if newest.job != job.id and (verdict is None or verdict.state != "done"):
         return condition
     return _ended(run, condition, newest)
 
 
+def state_of(verdict: Verdict | None, newest: AttemptRecord | None) -> State | None:
+    """Return how a run ended; None if neither its verdict nor its newest attempt says so."""
+    written = verdict.state if verdict is not None else None
+    if written == "done" or newest is None:  # a later job of a chain then makes no attempt
+        return "done" if written == "done" else None
+    if newest.state == "failed":
+        return "failed"  # whatever the verdict of an earlier attempt says
+    return written or ENDS.get(newest.state)
+
+
 def _ended(run: RunDir, condition: Condition, newest: AttemptRecord) -> Condition:
-    """Return the condition of a run whose head has written its end."""
+    """Return the condition of a run that has ended, as its head or its verdict says."""
     verdict = run.read_verdict()
-    reason = verdict.reason if verdict else ""
-    condition = replace(condition, verdict=verdict)
-    if newest.state == "finished":
-        early = "".join(reason.partition(STOPPED_EARLY)[1:])
-        return replace(condition, state="done", note=str(find.alone(run, newest) or early))
-    if newest.state == "stopped":
-        return replace(condition, state=verdict.state if verdict else "stopped", note=reason)
-    return replace(condition, state="failed", note=f"rollcall why {find.typed(run)}")
+    note = verdict.reason if verdict else ""
+    state = state_of(verdict, newest) or condition.state
+    if state == "done":
+        note = str(find.alone(run, newest) or "".join(note.partition(STOPPED_EARLY)[1:]))
+    elif state == "failed":
+        note = f"rollcall why {find.typed(run)}"
+    return replace(condition, state=state, note=note, verdict=verdict)
 
 
 def _started_by_hand(run: RunDir) -> Condition:

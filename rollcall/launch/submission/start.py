@@ -23,7 +23,7 @@ import psutil
 from rollcall.cli.installation import IS_CHECKOUT, ROOT, USER_PROGRAM, command
 from rollcall.launch.node.identity import visible_gpus
 from rollcall.launch.program import python
-from rollcall.launch.runs import exit_code, find, root_cause
+from rollcall.launch.runs import exit_code, find, restarts, root_cause
 from rollcall.launch.runs.output import Output, follow
 from rollcall.launch.runs.processes import Processes
 from rollcall.launch.scheduler import slurm
@@ -35,8 +35,9 @@ from rollcall.messages.requirements import PACKAGES
 from rollcall.messages.text import listed, note, size
 from rollcall.records.code import CodeRecord, digest_of
 from rollcall.records.job import Cancellation, JobRecord, Submission, local_output, slurm_output
+from rollcall.records.run import Verdict
 from rollcall.records.run_dir import RunDir
-from rollcall.system.files import open_lines, write_atomic
+from rollcall.system.files import is_there, open_lines, write_atomic
 from rollcall.system.process import StoppedProcesses
 from rollcall.system.timer import Every
 
@@ -311,7 +312,7 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
     def is_over() -> bool:
         for pid in stopped.find([int(process.job_id)]):  # by somebody; a supervisor has its parent
             os.kill(pid, signal.SIGCONT)
-        return process.done()
+        return process.done() and not Processes().of(run)  # the supervisors outlive it
 
     output = Output(paths)
     return _wait(begun, run, process.job_id, before, output, is_over, cancel)
@@ -438,8 +439,12 @@ def _exit_code(
     newest = find.newest_attempt(run)
     if code and (newest is None or newest.job not in jobs or newest.state is None):
         text = f"rollcall: error: job {jobs[-1]} ended before the run ended"
+        cause, step = root_cause.of_newest(run).what, restarts.saved_step(run)
         if code == exit_code.CANCELLED:
             text = "rollcall: the run was stopped before it could begin or save"
-        cause = root_cause.of_newest(run).what
+        elif newest is not None and newest.job in jobs and run.read_verdict() is None:
+            run.try_to_conclude(Verdict("failed", step, cause))  # its head was killed
+        if is_there(run.path) and not is_there(run.job):  # made again by a training, to save
+            cause = f"the run directory {run.path} was removed; it now has only step {step}"
         print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)
     return code

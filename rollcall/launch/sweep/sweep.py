@@ -19,7 +19,7 @@ from rollcall.cli.installation import training_words
 from rollcall.cli.parser import parser as command_parser
 from rollcall.config import parse, trust
 from rollcall.launch.commands import status
-from rollcall.launch.runs import exit_code, find, states
+from rollcall.launch.runs import find, states
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import command, layers, profile
@@ -62,7 +62,7 @@ def _submit(sweep: Sweep, given: argparse.Namespace, argv: Sequence[str]) -> int
     local = given.local or not slurm.is_available()
     root = Path(given.root) / sweep.name
     runs = [RunDir(root, cell.name) for cell in sweep.cells]
-    states_of = [exit_code.state_of(run.read_verdict(), find.newest_attempt(run)) for run in runs]
+    states_of = [states.state_of(run.read_verdict(), find.newest_attempt(run)) for run in runs]
     left = [cell for cell, end in zip(sweep.cells, states_of, strict=True) if end != "done"]
     if not left:
         note(f"all {len(sweep.cells)} cells of {sweep.name} are done")

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from typing import ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from rollcall.system.process import die_with_parent, keep_output
 from rollcall.train.checkpoint.contents import Damaged
@@ -81,7 +82,8 @@ class ProcessJob:
         with contextlib.suppress(ChildProcessError):  # see _has_ended
             ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
         status = ended.si_status if ended else "unknown"
-        return f"the writing process died without a result (exit code or signal: {status})"
+        who = f"the writing process of rank {dist.get_rank() if dist.is_initialized() else 0}"
+        return f"{who} died without a result (exit code or signal: {status})"
 
 
 class ThreadJob:

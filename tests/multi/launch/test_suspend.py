@@ -120,6 +120,17 @@ def test_every_process_of_a_run_can_be_stopped_and_continued(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_whoever_waits_goes_on_if_the_process_is_killed_that_started_the_nodes(
+    tmp_path: Path,
+) -> None:
+    with submitted(tmp_path, 2) as (submit, _):
+        (controller,) = psutil.Process(submit.pid).children()
+        controller.kill()
+        time.sleep(5)
+        assert submit.poll() is None
+
+
+@pytest.mark.long
 def test_whoever_stops_alone_in_a_run_of_one_node_is_woken(tmp_path: Path) -> None:
     with submitted(tmp_path, 1) as (submit, run):
         (controller,) = psutil.Process(submit.pid).children()

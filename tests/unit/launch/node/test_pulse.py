@@ -121,7 +121,9 @@ def test_another_process_at_the_port_is_not_taken_for_the_node(tmp_path: Path) -
 def test_only_a_writer_makes_the_folder(tmp_path: Path) -> None:
     watched = Heartbeat.of_node(tmp_path, "7.0.0", 1)
     assert watched.read() == b""
-    assert list(tmp_path.iterdir()) == []
+    Pulse(Heartbeat.of_node(tmp_path, "7.0.0", 1), 60.0).end()
+    assert list(tmp_path.iterdir()) == [], "a run that was removed is not made again"
+    (tmp_path / "job").mkdir()
     Pulse(Heartbeat.of_node(tmp_path, "7.0.0", 1), 60.0).end()
     assert watched.read() == b"0over   "
 

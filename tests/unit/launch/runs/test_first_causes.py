@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 
 from rollcall.launch.runs import evidence, find, root_cause
+from rollcall.launch.runs.decision import has_failed
+from rollcall.launch.runs.evidence import Evidence
 from rollcall.records.attempt import (
     AGENT,
     OUT_OF_MEMORY,
     SUPERVISOR,
     AttemptEvent,
+    AttemptRecord,
     GaveUp,
     NodeFailure,
     NodeState,
@@ -316,3 +319,16 @@ def test_the_first_cause_is_found(
     assert plant is not disk_is_full or "could not start" not in cause.consequences
     others = {str(number) for number in range(NODES)} - {str(node)}
     assert not others & set(re.findall(r"\bnode (\d)", cause.what)), cause
+
+
+def test_a_rank_that_leaves_first_is_named_whatever_its_exit_code_is() -> None:
+    attempt = AttemptRecord(0, "7", ["n0", "n1"], 2, 100.0)
+    victim = RankFailure(200.1, "n0", 1, CLOSED, 0, "rank-0", 0)
+    for code in range(256):
+        ends = {0: RankEnd(200.1, 0, 1), 1: RankEnd(200.0, 1, code)}
+        report = RankFailure(200.0, "n1", code, "", 1, "rank-1", 1)
+        failures = [*([report] if has_failed(code) else []), victim]
+        cause = root_cause.decide(Evidence(attempt, failures, ends, has_stepped=True))
+        assert cause is not None and cause.what.startswith(
+            f"rank 1 on n1 (node 1) ended with exit code {code}"
+        ), cause
