@@ -978,6 +978,12 @@ def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -(near.log_softmax(1) * same).sum(1) / same.sum(1).clamp(min=1)
 
 
+def contrastive_of_model(model: nn.Module, batch: Any) -> Any:
+    """Return the sum of the same, as a loss that calls the model."""
+    losses = contrastive(model(batch[0]), batch[1])
+    return losses.sum(), len(losses)
+
+
 class Batches(Net):
     """BatchNorm, Dropout and noise, which the check must leave alone."""
 

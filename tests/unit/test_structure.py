@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_720, 8_000
+CORE_LINES, TOOLS_LINES = 39_730, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -60,7 +60,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/checkpoint": 3319,
     "rollcall/train/data": 2977,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1220,
+    "rollcall/train/health": 1230,
     "rollcall/train/inference": 798,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1140,

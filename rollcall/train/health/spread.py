@@ -221,9 +221,18 @@ class Spread:
         """Pass the samples together, unless that is known, and one by one."""
         # Of a recomputation, a backward pass would change buffers once more.
         same = [plain] if plain and not plain.changed else []
-        parts = [*([] if same else [self._samples]), *self._samples.split(1)]
+        # A loss that calls the model sees others only in one batch: here, the same samples.
+        calls_model = self._strategy.loss.takes_model
+        twice = [Batch.joined([self._samples] * 2)] if calls_model else []
+        parts = [*([] if same else [self._samples]), *self._samples.split(1), *twice]
         result = self._passes(model, parts, names)
-        return result if isinstance(result, str) else [*same, *result]
+        if isinstance(result, str):
+            return result
+        passes = [*same, *result]
+        if calls_model:
+            total, double = passes.pop().total, 2 * passes[0].total
+            passes[0] = passes[0]._replace(change=abs(total - double) / (abs(double) or 1.0))
+        return passes
 
     @property
     def _rows_at_once(self) -> int:
@@ -281,6 +290,7 @@ class Spread:
             remedy = ": set train.gather=true to give it the samples of all ranks"
             if strategy.loss.takes_model:
                 remedy = ": let its sums grow with the number of samples, also what it adds to them"
+                remedy += "; to compare samples, let it take (outputs, targets) and train.gather"
             remedy = "" if module else remedy
             return (
                 f"{what} depends on the other samples of a batch: with other samples it is "

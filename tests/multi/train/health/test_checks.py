@@ -106,6 +106,10 @@ REFUSED = {
         words("Net", "ddp", "train.loss=user_surprises:contrastive"),
         "train.loss=user_surprises:contrastive depends on the other samples of a batch",
     ),
+    "contrastive-loss-that-calls-the-model": (  # of two samples that do not attract each other
+        words("Net", "ddp", "train.loss=user_surprises:contrastive_of_model"),
+        "train.loss=user_surprises:contrastive_of_model depends on the other samples of a batch",
+    ),
     "running-mean-of-a-loss": (
         words("Net", "ddp", "train.loss=user_surprises:Running"),
         "train.loss=user_surprises:Running depends on the other samples of a batch",
