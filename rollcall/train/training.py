@@ -4,7 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from rollcall.train.ranks import failure
 from rollcall.train.ranks.agreement import Member
 from rollcall.train.ranks.deadline import Deadline
 from rollcall.train.ranks.device import chip_name
+from rollcall.train.ranks.meeting import Failed
 from rollcall.train.ranks.run import Run
 from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.stop import Stop
@@ -69,7 +70,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
     if is_searched := run.config.data.micro_batch == "auto":
         run = _with_fastest(run, signals)
     announce("reading the data and building the model")
-    parts = _build(run, signals)  # a run that is refused leaves nothing behind
+    parts = _build_twice(run, signals)  # a run that is refused leaves nothing behind
     put_back = _kept_files(run)
     _open(run)
     size = parts.trainer.steps.gradient.micro_batch
@@ -123,7 +124,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
 
 def _try_micro_batches(run: Run, signals: StopSignals) -> Trial | None:
     """Build the parts of a run and try micro-batches; the parts are thrown away."""
-    parts = _build(memory.with_micro_batch(run, None), signals)
+    parts = _build_twice(memory.with_micro_batch(run, None), signals)
     rows = len(parts.strategy.rows(run.config.data.global_batch))
     batch = parts.trainer.task.example(rows).to(run.world.device)
     parts.trainer.state.read()  # the state of the optimizer needs memory too
@@ -140,9 +141,7 @@ def _try_micro_batches(run: Run, signals: StopSignals) -> Trial | None:
 def _with_fastest(run: Run, signals: StopSignals) -> Run:
     """Return the run with the fastest micro-batch; ConfigError if not even one sample fits."""
     found = _try_micro_batches(run, signals)
-    gc.collect()  # the parts of the trials
-    if run.world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _free(run.world)
     if found is None:
         raise ConfigError(
             "data.micro_batch=auto: not even one sample fits into memory; choose a smaller model, "
@@ -182,7 +181,25 @@ def _kept_files(run: Run) -> Callable[[], None]:
     return put_back
 
 
-def _build(run: Run, signals: StopSignals) -> _Parts:
+def _build_twice(run: Run, signals: StopSignals) -> _Parts:
+    """Build the parts of a run; again and without the check if there is too little memory for it.
+
+    A pass that ended in the middle leaves FSDP2 and DDP unable to begin another.
+    """
+    with suppress(Failed):
+        return _build(run, signals)
+    _free(run.world)
+    return _build(run, signals, checks=False)
+
+
+def _free(world: World) -> None:
+    """Return the memory of parts that are not used any more."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _build(run: Run, signals: StopSignals, checks: bool = True) -> _Parts:
     """Build the parts of a run in the order in which they need each other; write nothing."""
     config, world = run.config, run.world
     set_seed(config.seed, "process")  # for data sets and losses that draw when they are made
@@ -202,6 +219,7 @@ def _build(run: Run, signals: StopSignals) -> _Parts:
     callbacks = Callbacks(run)
     task = Task(run, source, strategy, loss, stop, callbacks.logged)
     spread = Spread(run, strategy, task.example)
+    spread.is_on &= checks
     loss.check_targets(spread.example.targets)
     run.warn(task.draws_by_rank())
     begin, factors = _place_model(run, source, spread, strategy, loss)

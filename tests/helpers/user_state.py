@@ -195,7 +195,7 @@ def by_hand(
 class Own(torch.optim.Optimizer):
     """Optimizers with a mistake: a counter, a norm of shards, a decay of another name; noise.
 
-    The kinds "whole" and "shards" fail on rank 1 alone, with such weights.
+    The kinds "whole" and "shards" fail on rank 1 alone, with such weights; of shards, others wait.
     """
 
     def __init__(self, params: Any, lr: float = 0.01, kind: str = "none") -> None:
@@ -209,6 +209,8 @@ class Own(torch.optim.Optimizer):
         is_sharded = isinstance(self.param_groups[0]["params"][0], DTensor)
         if torch.distributed.get_rank() == 1 and self.kind == ("shards" if is_sharded else "whole"):
             raise RuntimeError("rank 1 cannot")
+        if is_sharded and self.kind == "shards":
+            self.param_groups[0]["params"][0].full_tensor()  # of all ranks
         for group in self.param_groups:
             for weight in [one for one in group["params"] if one.grad is not None]:
                 state, change = self.state[weight], weight.grad

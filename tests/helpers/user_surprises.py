@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils import checkpoint
@@ -851,6 +852,41 @@ class GreedyWhenSpread(Greedy):
     spread = True
 
 
+class GreedyBeforeMessages(Net):
+    """Has too little memory on rank 1 alone, while the others wait for its part of a sum."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input, if there is memory."""
+        if len(hidden) == 1 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if not hidden.is_meta:
+            dist.all_reduce(torch.zeros(3))
+        return hidden
+
+
+class GreedyAmongOthers(Net):
+    """The same where layers are sharded or split, in the check's forward pass."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input, if there is memory."""
+        is_spread = isinstance(self, FSDPModule) or isinstance(self.last.weight, DTensor)
+        if is_spread and len(hidden) == 2 and hidden.requires_grad and dist.get_rank() == 1:
+            self.spend(hidden)
+        return hidden
+
+    def spend(self, _: torch.Tensor) -> None:
+        """Find no memory."""
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class GreedyInBackward(GreedyAmongOthers):
+    """The same in the check's backward pass."""
+
+    def spend(self, hidden: torch.Tensor) -> None:
+        """Find no memory for the gradient."""
+        hidden.register_hook(super().spend)  # type: ignore[no-untyped-call]
+
+
 def zero_loss(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     """A loss of no slope."""
     return outputs.sum(1) * 0
@@ -940,6 +976,12 @@ def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     near = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e4)
     same = (targets[:, None] == targets) & ~torch.eye(len(z), dtype=torch.bool)
     return -(near.log_softmax(1) * same).sum(1) / same.sum(1).clamp(min=1)
+
+
+def contrastive_of_model(model: nn.Module, batch: Any) -> Any:
+    """Return the sum of the same, as a loss that calls the model."""
+    losses = contrastive(model(batch[0]), batch[1])
+    return losses.sum(), len(losses)
 
 
 class Batches(Net):

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_893, 8_000
+CORE_LINES, TOOLS_LINES = 40_016, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,18 +56,18 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2630,
+    "rollcall/train": 2648,
     "rollcall/train/checkpoint": 3321,
     "rollcall/train/data": 3009,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1215,
+    "rollcall/train/health": 1235,
     "rollcall/train/inference": 799,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1153,
-    "rollcall/train/numerics": 1971,
+    "rollcall/train/numerics": 1991,
     "rollcall/train/parallel": 3226,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1464,
+    "rollcall/train/ranks": 1529,
     "rollcall/train/recovery": 590,
     "rollcall/train/torch_private": 346,
     "rollcall/train/weights": 880,

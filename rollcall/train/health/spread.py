@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from rollcall.train.numerics.randomness import next_numbers, set_seed
 from rollcall.train.parallel.part import evaluating, explain
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import whole_of
+from rollcall.train.ranks.meeting import Failed, Meeting
 from rollcall.train.ranks.run import Run
 from rollcall.train.recovery import memory
 from rollcall.train.torch_private import BatchNorm, without_modes
@@ -49,6 +50,8 @@ class Spread:
     def __init__(self, run: Run, strategy: Strategy, samples: Callable[..., Batch]) -> None:
         """Check with the two samples of `samples()`, and with more where two are not enough."""
         self._run, self._world, self._strategy, self._more = run, run.world, strategy, samples
+        self._meeting = Meeting(run.world)
+        self.is_on = run.config.parallel.check != "off"
         self.example = samples()
         self._samples = self.example.map(torch.clone)
         axes = {*parse(run.config.parallel.mesh_text)}
@@ -63,10 +66,10 @@ class Spread:
         """Pass the samples through the model before it is spread, if it has to be compared.
 
         The context `whole` gives the model all its values. Raise ConfigError on every rank if their
-        models differ, or samples depend on each other.
+        models differ, or samples depend on each other, and Failed if one has too little memory.
         """
         config, world = self._run.config, self._world
-        if config.parallel.check == "off" or not (world.world_size > 1 or self._is_cut):
+        if not self.is_on or not (world.world_size > 1 or self._is_cut):
             return
         modules = model.named_modules() if self._compares else ()
         chosen = [(name, m) for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
@@ -85,14 +88,10 @@ class Spread:
 
         compute = partial(self._strategy.plain_pass, model, backward=True, beside=True)
         with ExitStack() as stack:
-            entered = self._try(lambda: stack.enter_context(whole(model, world.device)) or stack)
-            plain = (
-                self._try(lambda: self._pass(model, compute, self._samples)) if entered else None
-            )
+            self._try(lambda: stack.enter_context(whole(model, world.device)))
+            plain = self._try(lambda: self._pass(model, compute, self._samples))
             model.zero_grad()
-            if not (plain and self._refuse_dependence(model, plain)):
-                self._is_due = False
-                return
+            self._refuse_dependence(model, plain)
         problem = "" if math.isfinite(plain.loss) else "its loss is not finite"
         if plain.has_drawn and self._cuts_samples:
             problem = "the model draws random numbers whose expected value is not known"
@@ -113,16 +112,14 @@ class Spread:
         strategy, samples = self._strategy, self._samples
         model, compute = strategy.model, strategy.example_pass
         if not self._compares:
-            self._is_due = self._refuse_dependence(model)
+            self._refuse_dependence(model)
         elif (plain := self._plain) is not None:
-            spread = self._try(lambda: self._pass(model, compute, samples))
-            if spread:
-                self._refuse_difference(plain, spread)
+            pass_through = partial(self._pass, model, compute, samples)
+            self._refuse_difference(plain, self._try(pass_through, self._is_pipeline))
+            if strategy.copies > 1 and self._world.has_any(plain.is_random):
                 model.zero_grad()
-            if spread and strategy.copies > 1 and self._world.has_any(plain.is_random):
-                spread = self._try(lambda: self._pass(model, compute, samples, draws=True))
-                self._refuse(self._disagreement(plain, spread) if spread else "")
-            self._is_due = spread is not None
+                spread = self._try(partial(pass_through, draws=True), self._is_pipeline)
+                self._refuse(self._disagreement(plain, spread))
         model.zero_grad()
         self._plain = None
 
@@ -137,18 +134,28 @@ class Spread:
             self._run.say(f"rollcall: parallel.check was left out: {reason}")
         return bool(reason)
 
-    def _try(self, work: Callable[[], Result]) -> Result | None:
-        """Return the result of some work; None on all ranks if one has too little memory."""
-        result, problem, begun = None, "", time.perf_counter()
+    def _try(self, work: Callable[[], Result], in_stages: bool = False) -> Result:
+        """Return the result of some work; raise Failed on all ranks if one has too little."""
+        problem, begun = "", time.perf_counter()
         try:
-            result = work()
-            self._seconds += time.perf_counter() - begun
+            with nullcontext() if in_stages else self._meeting.attempt():
+                result = work()
+                self._seconds += time.perf_counter() - begun
+            return result
+        except Failed:
+            pass
         except (MemoryError, RuntimeError) as error:
             if not memory.is_exhausted(error):
                 explain(error)
                 raise
             problem = f"rank {self._world.rank} has too little memory for it"
-        return None if self._left_out(problem) else result
+            if in_stages:
+                raise MemoryError(
+                    f"parallel.check: {problem}, and the other stages of the pipeline wait for it; "
+                    "set parallel.check=off"
+                ) from error
+        self._left_out(problem)
+        raise Failed
 
     def _refuse(self, problem: str) -> None:
         """Raise ConfigError on every rank if one has a problem, or print it as a warning."""
@@ -187,7 +194,8 @@ class Spread:
         modes = nullcontext() if draws else evaluating(model, BatchNorm)
         set_seed(self._run.config.seed, "check")
         undrawn = next_numbers()[:2]  # `seen` knows those of torch
-        with examined(model, self._strategy.loss.function, device, draws) as seen, modes:
+        meeting = None if self._is_pipeline else self._meeting  # stages send in other orders
+        with examined(model, self._strategy.loss.function, device, draws, meeting) as seen, modes:
             with outputs(model, names) as of_modules:
                 sums = compute(batch.to(device).map(torch.clone))
             is_random = seen.is_random  # before the next line draws
@@ -218,22 +226,32 @@ class Spread:
         """Pass the samples together, unless that is known, and one by one."""
         # Of a recomputation, a backward pass would change buffers once more.
         same = [plain] if plain and not plain.changed else []
-        parts = [*([] if same else [self._samples]), *self._samples.split(1)]
+        # A loss that calls the model sees others only in one batch: here, the same samples.
+        calls_model = self._strategy.loss.takes_model
+        twice = [Batch.joined([self._samples] * 2)] if calls_model else []
+        parts = [*([] if same else [self._samples]), *self._samples.split(1), *twice]
         result = self._passes(model, parts, names)
-        return result if isinstance(result, str) else [*same, *result]
+        if isinstance(result, str):
+            return result
+        passes = [*same, *result]
+        if calls_model:
+            total, double = passes.pop().total, 2 * passes[0].total
+            passes[0] = passes[0]._replace(change=abs(total - double) / (abs(double) or 1.0))
+        return passes
 
     @property
     def _rows_at_once(self) -> int:
         data = self._run.config.data
         return int(data.micro_batch or len(self._strategy.rows(data.global_batch)))
 
-    def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> bool:
-        """Refuse the run if a sample's results depend on others; False if memory is short."""
+    def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> None:
+        """Refuse the run if a sample's results depend on others."""
         result = self._try(lambda: self._single(model, plain, names=False))
         depends = isinstance(result, list) and bool(self._depends(result))
         if self._world.has_any(depends):
-            named = self._try(lambda: self._single(model, plain, names=True))  # names a module
-            result = named if isinstance(named, list) and self._depends(named) else result
+            with suppress(Failed):
+                named = self._try(lambda: self._single(model, plain, names=True))  # names a module
+                result = named if isinstance(named, list) and self._depends(named) else result
         failure = self._world.first_problem(result if isinstance(result, str) else "")
         self._run.warn(failure)
         if not failure and isinstance(result, list):
@@ -241,12 +259,17 @@ class Spread:
             # Few samples use some layers and embeddings.
             more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
             parts = [*more.split(self._rows_at_once)] if more else []
-            others = self._try(lambda: self._passes(model, parts, names=False))
+            others: list[Pass] | str = ""
+            reason: Failed | None = None
+            try:
+                others = self._try(lambda: self._passes(model, parts, names=False))
+            except Failed as error:  # what was seen is refused all the same
+                reason = error
             passes = others if isinstance(others, list) else []
             self._refuse(self._dependence(model, result, passes))
             self._refuse(self._own_tensors(model, result, passes))
-            return others is not None
-        return result is not None
+            if reason:
+                raise reason
 
     def _depends(self, single: list[Pass]) -> tuple[str, float] | None:
         """Return the module of the first output that depends on other samples, and by how much."""
@@ -272,6 +295,7 @@ class Spread:
             remedy = ": set train.gather=true to give it the samples of all ranks"
             if strategy.loss.takes_model:
                 remedy = ": let its sums grow with the number of samples, also what it adds to them"
+                remedy += "; to compare samples, let it take (outputs, targets) and train.gather"
             remedy = "" if module else remedy
             return (
                 f"{what} depends on the other samples of a batch: with other samples it is "
@@ -303,8 +327,6 @@ class Spread:
         combinations = self._try(
             lambda: {} if drawn else rows.combinations(model, *passes, self._tolerance)
         )
-        if combinations is None:
-            return ""
         ways = {
             name: way or ""
             for name, way in combinations.items()
@@ -332,8 +354,6 @@ class Spread:
         more = more.split(max(2, self._rows_at_once))[0]
         samples = [more if rank == self._world.rank else more.split(1)[0] for rank in range(2)]
         both = self._try(lambda: [self._pass(model, compute, part).changed for part in samples])
-        if both is None:
-            return {}
         passes = list[list[list[float]]]()
         for changed in both:
             sketches = {name: sketch(tensor.flatten()) for name, tensor in changed.items()}

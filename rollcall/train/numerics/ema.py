@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from rollcall.train.numerics.hidden import differ
 from rollcall.train.ranks.device import local_of
 
 
@@ -26,12 +27,16 @@ class Ema:
         self._decay = decay
         weights = model.named_parameters()
         self._averages = {name: weight.detach().clone() for name, weight in weights}
-        self._trained = {name for name, w in model.named_parameters() if w.requires_grad}
+        self._trained: set[str] | None = None
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor) -> None:
         """Update the average after a step, unless the step was skipped."""
-        for name, parameter in self._model.named_parameters():
+        weights = dict(self._model.named_parameters())
+        if self._trained is None:  # in a resumed run, averages differ of what was trained before
+            pairs = {n: (local_of(w), local_of(self._averages[n])) for n, w in weights.items()}
+            self._trained = {name for name, pair in pairs.items() if differ(*pair)}
+        for name, parameter in weights.items():
             if parameter.requires_grad:  # others may be whole numbers
                 self._trained.add(name)
             moves = parameter.grad is not None or not self._in_turns

@@ -13,6 +13,7 @@ from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.hidden import differ, left_alone
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.ranks.device import local_of
+from rollcall.train.ranks.meeting import Meeting
 from rollcall.train.torch_private import TorchDispatchMode, arguments_of, storage_key, tree_leaves
 
 Arguments = dict[str, Any]
@@ -48,9 +49,11 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, draws: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, draws: bool = False, meeting: Meeting | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = draws
+        self._draws, self._meeting = draws, meeting
         self._model = model
         # Copies, because the kernels of norms do not declare that they write to statistics.
         self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -73,6 +76,8 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _, written, is_random, is_new = _facts(func)
+        if self._meeting:
+            self._meeting.before(func)
         call = functools.partial(self._dispatch, func) if written or is_random else func
         result = call(*args, **(kwargs or {}))
         if is_new and not torch_private.is_backward():
@@ -139,13 +144,17 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def examined(
-    model: nn.Module, loss: object, device: torch.device, draws: bool = False
+    model: nn.Module,
+    loss: object,
+    device: torch.device,
+    draws: bool = False,
+    meeting: Meeting | None = None,
 ) -> Iterator[Examination]:
     """Observe a pass; at the end, restore all that it has changed, also random numbers."""
     drop_gathered(model)  # copies that the pass would free, and that nothing could be put back into
     cudnn = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False  # its RNNs have no backward pass in evaluation mode
-    examination = Examination(model, draws)
+    examination = Examination(model, draws, meeting)
     try:
         with left_alone({"model": model, "loss": loss}), kept(device), examination:
             yield examination

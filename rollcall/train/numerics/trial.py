@@ -19,6 +19,7 @@ from rollcall.config.schema import ConfigError, Optim
 from rollcall.train.numerics import optim
 from rollcall.train.numerics.randomness import kept, set_seed
 from rollcall.train.ranks.device import whole_of
+from rollcall.train.ranks.meeting import Failed, Meeting
 from rollcall.train.ranks.world import World
 
 TESTED = {"adam", "adamw", "muon", "sgd"}
@@ -66,10 +67,15 @@ def _problem(
     """Return in words how the steps of a variant differ on a rank; empty if they do not."""
     when, advice = case
     is_late, problem, fails = "fills" in variant, "", UNTRIED
+    meeting = Meeting(world)
     try:
-        whole, noisy = (steps(is_late=is_late, seed=seed) for seed in range(2))
-        fails, advice = f"fails {when}", f"; {advice}"
-        pairs = steps(is_late=is_late, **variant)
+        with meeting.attempt():
+            whole, noisy = (steps(is_late=is_late, seed=seed) for seed in range(2))
+            fails, advice = f"fails {when}", f"; {advice}"
+            with meeting:
+                pairs = steps(is_late=is_late, **variant)
+    except Failed:
+        pass
     except ConfigError as error:
         problem = str(error)
     except Exception as error:  # the code may raise anything, also since the weights are small

@@ -106,6 +106,10 @@ REFUSED = {
         words("Net", "ddp", "train.loss=user_surprises:contrastive"),
         "train.loss=user_surprises:contrastive depends on the other samples of a batch",
     ),
+    "contrastive-loss-that-calls-the-model": (  # of two samples that do not attract each other
+        words("Net", "ddp", "train.loss=user_surprises:contrastive_of_model"),
+        "train.loss=user_surprises:contrastive_of_model depends on the other samples of a batch",
+    ),
     "running-mean-of-a-loss": (
         words("Net", "ddp", "train.loss=user_surprises:Running"),
         "train.loss=user_surprises:Running depends on the other samples of a batch",
@@ -283,6 +287,10 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
         (user_surprises.SharedBlocks, user_surprises.contrastive),
         words("SharedBlocks", "zero2", *GATHERED, "data.global_batch=7"),
     ),
+    "block-that-is-used-twice-by-a-loss-of-the-user-zero2": (
+        user_surprises.SharedBlocks,
+        words("SharedBlocks", "zero2", "train.loss=user_state:cross_entropy"),
+    ),
     "weights-that-forward-freezes-zero3": (user_surprises.Freezes, words("Freezes", "zero3")),
     "shared-mean-ddp": (
         user_surprises.Centers,
@@ -299,6 +307,15 @@ EQUAL: dict[str, tuple[Any, list[str]]] = {
     "no-memory-for-the-plain-model": (user_surprises.Net, words("Greedy", "zero3")),
     "no-memory-on-one-rank": (user_surprises.Net, words("GreedyOnOneRank", "ddp")),
     "no-memory-for-the-spread-model": (user_surprises.Net, words("GreedyWhenSpread", "zero3")),
+    "no-memory-while-others-wait-ddp": (user_surprises.Net, words("GreedyBeforeMessages", "ddp")),
+    **{
+        f"no-memory-while-others-wait-{model}-{strategy}": (
+            user_surprises.Net,
+            words(model, strategy),
+        )
+        for model in ("GreedyAmongOthers", "GreedyInBackward")
+        for strategy in ("zero2", "zero3", "tensor")
+    },
     "heads-ddp": (user_surprises.Heads, words("Heads", "ddp")),
     "sparse-gradient-beside-a-layer": (
         user_surprises.Sparse,
@@ -424,6 +441,8 @@ ANNOUNCED = {
     "collate-that-draws",
     "collate-that-draws-nothing",
 }
+ANNOUNCED |= {"no-memory-while-others-wait-GreedyInBackward-zero3"}
+ANNOUNCED |= {"no-memory-while-others-wait-GreedyAmongOthers-tensor"}
 ANNOUNCED |= {"teacher-out-of-memory", "input-in-place-out-of-memory"}
 ANNOUNCED |= {"running-mean-of-zeros-ddp", "running-mean-of-zeros-zero3"}
 """Cases of tests about warnings."""
@@ -552,6 +571,14 @@ def test_a_collate_function_that_draws_is_announced(ends: Ends) -> None:
     text = "warning: data.collate=user_surprises:mixed draws random numbers for the rows of a rank"
     assert warned["collate-that-draws"].count(text) == 1
     assert "draws random numbers" not in warned["collate-that-draws-nothing"]
+
+
+def test_a_check_without_memory_is_left_out_with_a_word(ends: Ends) -> None:
+    warned = json.loads((ends[1] / "warned-0.json").read_text())
+    text = "rollcall: parallel.check was left out: rank 1 has too little memory for it"
+    names = [name for name in warned if "while-others-wait" in name]
+    assert len(names) >= 2
+    assert all(warned[name].count(text) == 1 for name in names)
 
 
 def test_smaller_micro_batches_that_change_the_result_are_announced(ends: Ends) -> None:
