@@ -18,21 +18,12 @@ from rollcall.train import torch_private
 
 STEPS, SAVED_AT = 8, 4
 WORDS = (
-    "digits",
-    "device=cpu",
-    f"train.steps={STEPS}",
-    "train.evaluate_every=null",
-    "optim.warmup_steps=0",
-    "optim.clip_norm=0.2",
-    "data.global_batch=50",
-    "data.micro_batch=13",
-    f"checkpoint.every={SAVED_AT}",
-    "log.every=1",
+    *("digits", "device=cpu", f"train.steps={STEPS}", f"checkpoint.every={SAVED_AT}"),
+    *("train.evaluate_every=null", "optim.warmup_steps=0", "optim.clip_norm=0.2", "log.every=1"),
+    *("data.global_batch=50", "data.micro_batch=13"),
 )
-TOLERANCE = 1e-6
-"""Allowed relative difference of a loss: fp32 sums in another order."""
-TIMEOUT = 120
-"""Seconds for a run, of which several share a group of ranks."""
+TOLERANCE = 1e-6  # allowed relative difference of a loss: fp32 sums in another order
+TIMEOUT = 120  # seconds for a run, of which several share a group of ranks
 
 
 class Job(NamedTuple):
@@ -48,9 +39,8 @@ class Job(NamedTuple):
 
     def losses(self) -> list[float]:
         """Return the losses of all steps, then the loss of the evaluation."""
-        lines = [line.loss for line in self.run_dir.read_metrics()]
-        ends = self.run_dir.read_events("evaluated")
-        return [*lines, ends[-1]["loss"]]
+        evaluated = self.run_dir.read_events("evaluated")[-1]
+        return [*(line.loss for line in self.run_dir.read_metrics()), evaluated["loss"]]
 
 
 def apart(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -63,19 +53,18 @@ def run(
     jobs: Sequence[Job],
     logs: Path,
     world_size: int,
-    ranks_of_a_node: int = 1,
+    per_node: int = 1,
     prepare: Callable[[], None] | None = None,  # called on every rank before the first run
 ) -> None:
     """Do all runs one after the other on one group of ranks; see `on_ranks`."""
-    work = partial(_do, jobs, prepare)
-    on_ranks(work, logs, world_size, ranks_of_a_node, TIMEOUT * len(jobs))
+    on_ranks(partial(_do, jobs, prepare), logs, world_size, per_node, TIMEOUT * len(jobs))
 
 
 def on_ranks(
     work: Callable[[], object],
     logs: Path,  # where each rank's output goes
     world_size: int,
-    ranks_of_a_node: int = 1,
+    per_node: int = 1,
     seconds: float = 600,  # after which the ranks are killed
 ) -> None:
     """Do some work on every one of a group of new ranks on this machine.
@@ -91,12 +80,11 @@ def on_ranks(
     try:
         for rank in range(world_size):
             place: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            place |= {"RANK": rank, "LOCAL_RANK": rank % ranks_of_a_node}
+            place |= {"RANK": rank, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
             # The second one, because this process may be a rank of another world.
             place |= dict.fromkeys(("WORLD_SIZE", "ROLLCALL_WORLD_SIZE"), world_size)
-            place["LOCAL_WORLD_SIZE"] = ranks_of_a_node
-            given = place, logs / f"rank-{rank}.log", work
-            process = context.Process(target=_be_rank, args=given)
+            log = logs / f"rank-{rank}.log"
+            process = context.Process(target=_be_rank, args=(place, log, work))
             process.start()
             ranks.append(process)
         deadline = time.monotonic() + seconds
@@ -139,6 +127,5 @@ def _do(jobs: Sequence[Job], prepare: Callable[[], None] | None) -> None:
         world = World.join(parse(jobs[0].words)[1].device)
         for job in jobs:
             print(f"{job.root.name}: {' '.join(job.words)}", flush=True)
-            config = parse([*job.words, *job.run_dir.words])[1]
-            train("bench", config, world, stop)
+            train("bench", parse([*job.words, *job.run_dir.words])[1], world, stop)
         world.leave()
