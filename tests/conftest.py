@@ -52,7 +52,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_alone = names_files or options.usepdb or options.collectonly or options.capture == "no"
     is_asked = getattr(options, "numprocesses", 0) is not None  # with -n, or without the plugin
     if not (is_alone or is_asked or hasattr(config, "workerinput")):
-        options.numprocesses = min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
+        options.numprocesses = min(3 * len(os.sched_getaffinity(0)), MOST_WORKERS)
         options.dist, options.loadscopereorder = "loadscope", False
 
 
