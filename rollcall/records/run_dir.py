@@ -120,8 +120,8 @@ class RunDir:
     def claim(self, attempt: int | None) -> None:
         """Make this attempt the only one that may write; an older one may still be alive.
 
-        Each attempt has a file of its own, so one that has stood still cannot take the run back;
-        one without a number takes that of the newest. Raise FencedError if a newer one has begun.
+        Each attempt has its own file, so one that has stood still cannot take the run back;
+        one without a number takes the newest file. Raise FencedError if a newer one has begun.
         """
         claims = self._claims()  # before the look at the attempts
         if attempt is not None and attempt < self.next_attempt() - 1:

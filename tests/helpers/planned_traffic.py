@@ -183,7 +183,9 @@ def _add_gradients(
         times = layout.micro_batches + 1 if layout.stages > 1 else 2 * layout.micro_batches
         kept = layout.micro_batches  # passes for which the last unit is gathered already
     last = next(part for part in reversed(held) if part.units)
-    count = times * units - kept * last.units
+    if last.units > 1:  # the norm before the head is a unit of its own
+        last = dataclasses.replace(last, weights=last.cut_weights)
+    count = times * units - kept
     gathered = layout.width * (times * _values(held, layout) - kept * _values([last], layout))
     messages.add("all-gather", shards, apart, count, gathered)
     messages.add("reduce-scatter", shards, apart, sent, size)

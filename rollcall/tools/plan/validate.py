@@ -35,7 +35,7 @@ MEANINGS = """\
 time, factored, memory, regret: medians of the absolute errors; inside: measured times in the range
 that a plan prints; factored: with one factor from other models or numbers of GPUs of the same chip,
 precision and software; consistent: no measured row contradicts them; held out: consistent, and no
-fitted number comes from this model on so many GPUs. Kinds of layouts are of consistent rows."""
+fitted number is of this model on that number of GPUs. Kinds of layouts have consistent rows."""
 
 
 class Row(NamedTuple):
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
     @property
     def was_fitted(self) -> bool:
-        """True if the fitted numbers come from measurements of this model on so many GPUs."""
+        """True if the fitted numbers come from measurements of this model and number of GPUs."""
         seen = KNOWN["seen"].get(self.machine.software.name, {})
         return self.layout.ranks in seen.get("x".join(self.key("layers", "hidden")), ())
 
@@ -185,9 +185,9 @@ def _contradicts(other: Row, row: Row) -> bool:
 
 
 def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the errors of each table: of all rows, and of those that no other contradicts.
+    """Return the errors of each table: of all rows, and of rows that no other contradicts.
 
-    Of the latter also for the rows that no fitted number comes from, and for kinds of layouts.
+    Of the latter also for the rows that were not used for fitting, and for kinds of layouts.
     """
     lines = []
     for name in dict.fromkeys(row.cells["table"] for row in rows):

@@ -118,7 +118,7 @@ def test_torchrun_reports_a_failure_in_a_line(
     (tmp_path / "killed.py").write_text(kill)
     words = [word.format(tmp_path) for word in program]
     done = run(["torchrun", "--nproc_per_node=2", *words])
-    code = 2 if re.search("two|no such file|neither in", done.stderr) else 1
+    code = 2 if re.search("two|no such file|neither in|unknown key", done.stderr) else 1
     assert (done.returncode, done.stdout) == (code, "")
     shown = done.stderr.splitlines()
     assert len(shown) == len(lines)
@@ -151,9 +151,9 @@ REFUSED = {
     "train digitz": "unknown recipe 'digitz'",
     "train train.steps=-1": "train.steps",
     "train model.name=absent:Net": "module 'absent' is neither in",
-    "train model.name=broken:Net": "broken.py:1: SyntaxError",
+    "train model.name=broken:Net": "broken.py is not valid Python",
     "train model.name=halfway:Net": "halfway.py:1: ModuleNotFoundError",
-    "train data.name=folder data.path=/absent": "cannot read /absent",
+    "train data.name=folder data.path=/absent": "data.path: /absent does not exist",
     "train device=cuda": "" if torch.cuda.is_available() else "device=cuda asks for GPUs",
     "train predict absent": "unknown run 'absent'",
 }
@@ -183,7 +183,8 @@ def test_a_refusal_is_the_last_line_and_shown_once(tmp_path: Path, agent: list[s
         said = [line for line in lines if "rollcall: error: " in line]
         assert len(said) == 1 and expected in said[0], (start, ranks, words, done)
         if agent == ["torchrun"]:
-            assert (lines, done.returncode) == (said, 1), (start, ranks, words)
+            # A mistake in the words is refused before torch is imported, others by the ranks.
+            assert lines == said and done.returncode in (1, 2), (start, ranks, words)
         else:  # torch's report ends with the message of the first rank that failed, and a rule
             assert lines[-2] == said[0], (start, ranks, words, done)
 

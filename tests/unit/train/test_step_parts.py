@@ -128,7 +128,7 @@ def test_torchvision_models_take_small_images(name: str, shape: tuple[int, ...])
         ("resnet18", (64,), "expects images"),
         ("vit_b_16", (3, 32, 16), "square"),
         ("alexnet", (1, 8, 8), "does not work on images of 8×8"),
-        ("resnet19", (1, 8, 8), "classification model of torchvision"),
+        ("resnet19", (1, 8, 8), "unknown 'resnet19', did you mean 'resnet18'"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(

@@ -45,9 +45,9 @@ def folder(config: Data, world: World) -> Source:
 def _images(root: Path, names: list[str], part: dict[str, list[list[str]]]) -> Iterator[Image]:
     """Yield the image files of a part of the data, each with the number of its class."""
     for folder, files in part.items():
-        for number, (name, own) in enumerate(zip(names, files, strict=True)):
+        for number, (name, of_class) in enumerate(zip(names, files, strict=True)):
             base = os.path.join(root, folder, name, "")  # noqa: PTH118  # a path for each is slow
-            yield from ((base + file, number) for file in own)
+            yield from ((base + file, number) for file in of_class)
 
 
 def _listed(root: Path) -> list[Any]:
@@ -71,10 +71,10 @@ def _files(root: Path, names: list[str]) -> list[list[str]]:
     unknown = set(_classes(root)) - set(names)
     if unknown:
         raise ConfigError(f"{root}: class {min(unknown)} is not among the classes of train/")
-    found = []
+    files = []
     for folder in (root / name for name in names):
         paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-        found.append([str(path.relative_to(folder)) for path in paths])
-    if not any(found):
+        files.append([str(path.relative_to(folder)) for path in paths])
+    if not any(files):
         raise ConfigError(f"{root}: found no images ({', '.join(sorted(SUFFIXES))})")
-    return found
+    return files
