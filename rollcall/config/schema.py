@@ -64,9 +64,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_other_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and is_number(cls.model_fields[str(info.field_name)].annotation):
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and is_number(kind):
             raise PydanticCustomError("not_a_number", "expected a number")
-        if isinstance(value, int) and abs(value) >= 2**63:  # C code could not take it
+        is_long = isinstance(value, int) and abs(value) >= 2**63  # C code could not take it
+        if is_long and "float" not in str(kind) and info.field_name != "seed":
             raise PydanticCustomError("less_than", "too large", {"lt": 2**63})
         return value
 

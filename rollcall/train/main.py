@@ -111,7 +111,8 @@ def ask(words: Sequence[str], size: int | None) -> tuple[int, Sequence[str], str
     run = config.run.name and Path(config.run.root, config.run.name)
     exists = bool(run and is_there(run / "config.yaml"))
     init = config.model.init
-    if init and not (exists or is_there(Path(init).expanduser()) or named(init, "checkpoints")):
+    path = os.path.expanduser(init or "")  # noqa: PTH111  # the other one raises for unknown users
+    if init and not (exists or is_there(Path(path)) or named(init, "checkpoints")):
         wanted = f"no such file, folder or run; expected {checks.WEIGHTS}"
         raise ConfigError(f"model.init={init}: {wanted}")
     if run and not exists and "ROLLCALL_RUN_DIR" not in os.environ:  # a script may train in its own

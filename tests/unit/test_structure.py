@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_016, 8_000
+CORE_LINES, TOOLS_LINES = 40_014, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,14 +31,14 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 325,
-    "rollcall/config": 2597,
+    "rollcall/config": 2583,
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
     "rollcall/launch/commands": 1032,
     "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1718,
+    "rollcall/launch/node": 1729,
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2648,
+    "rollcall/train": 2649,
     "rollcall/train/checkpoint": 3321,
     "rollcall/train/data": 3009,
     "rollcall/train/exact": 572,

@@ -55,6 +55,7 @@ class NodeMonitor:
         self._directory_check = Every(DIRECTORY_CHECK, at_once=False)
         self._reported: float | None = None  # since when a node is reported as lost, by the clock
         self._there = 0.0  # when the run directory was there last, by the clock
+        self._root = _identity(run.path.parent)
 
     @property
     def has_lost(self) -> bool:
@@ -129,14 +130,16 @@ class NodeMonitor:
         now, is_gone = self.clock.read(), False
         try:
             self._run.job.stat()
-        except OSError as error:  # another error of the disk says nothing
-            is_gone = error.errno == errno.ENOENT
+        except OSError as error:  # another error says nothing, nor does a disk that is not mounted
+            is_gone = error.errno == errno.ENOENT and _identity(self._run.path.parent) == self._root
         self._there = self._there if is_gone else now
         if now - self._there < patience() or self.requests:
             return False
-        print(f"rollcall: {self._run.path} was removed: the run stops", file=sys.stderr, flush=True)
         self.requests.append(SignalDelivery(signal.SIGINT))  # it is not to be queued again
         self._saw("asked to stop")
+        with contextlib.suppress(OSError):
+            text = f"rollcall: {self._run.path} was removed: the run stops"
+            print(text, file=sys.stderr, flush=True)
         return True
 
     def _saw(self, event: RestartEvent) -> None:
@@ -216,3 +219,11 @@ def _show(output: Output, is_wanted: bool | None = None) -> None:
     except OSError as error:  # nobody reads it, or the disk is full: the run continues
         if error.errno in (errno.EIO, errno.EPIPE):  # the terminal or the reader is gone
             redirect_output(os.open(os.devnull, os.O_WRONLY))
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return a folder's disk and number there, which a mount changes; None if it is missing."""
+    with contextlib.suppress(OSError):
+        status = folder.stat()
+        return status.st_dev, status.st_ino
+    return None

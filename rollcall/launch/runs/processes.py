@@ -25,7 +25,7 @@ class Processes:
         If they were killed, these are its supervisors, or the processes of an array's tasks.
         """
         controllers, job = self._controllers, run.job.resolve()
-        return controllers.get(job) or controllers.get(job.parent) or self._supervisors(run)
+        return controllers.get(job) or controllers.get(job.parent) or self.supervisors(run)
 
     def begin(self) -> bool:
         """Read them; return False if they were read before."""
@@ -33,10 +33,10 @@ class Processes:
 
     def stopped(self, run: RunDir) -> list[int]:
         """Return the processes of a run that somebody has stopped, as with SIGSTOP."""
-        pids = {*self.of(run), *self._supervisors(run)}
+        pids = {*self.of(run), *self.supervisors(run)}
         return sorted(pid for pid in pids if stat(pid)[:1] == ["T"])
 
-    def _supervisors(self, run: RunDir) -> list[int]:
+    def supervisors(self, run: RunDir) -> list[int]:
         """Return the supervisors of the newest attempt that still run, as their records say."""
         if (newest := find.newest_attempt(run)) is None:
             return []

@@ -245,9 +245,11 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
     if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
         raise RefusedError("--in-allocation: remove --local, --spares, --chain or --array")
     if own.local and own.chain > 1:
-        raise RefusedError("--chain: a run on this machine (--local) is a single job; remove one")
+        raise RefusedError(
+            "--chain: a run on this machine is a single job; remove --chain or --local"
+        )
     if own.local and own.spares:
-        raise RefusedError("--spares: a run on this machine (--local) has none; remove one")
+        raise RefusedError("--spares: a run on this machine has none; remove --spares or --local")
     if own.json and not own.doctor:
         raise RefusedError("--json: only --doctor prints JSON here")
     least, most = own.nodes

@@ -35,7 +35,6 @@ from rollcall.messages.requirements import PACKAGES
 from rollcall.messages.text import listed, note, size
 from rollcall.records.code import CodeRecord, digest_of
 from rollcall.records.job import Cancellation, JobRecord, Submission, local_output, slurm_output
-from rollcall.records.run import Verdict
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import is_there, open_lines, write_atomic
 from rollcall.system.process import StoppedProcesses
@@ -304,15 +303,16 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
     def cancel() -> None:
         with contextlib.suppress(OSError):  # else the run counts as failed if its script does not
             Cancellation([process.job_id], time.time()).append(run.path)  # stop in order
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(process.job_id), signal.SIGTERM)
+        for pid in Processes().supervisors(run) if process.done() else [int(process.job_id)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
     stopped = StoppedProcesses()
 
     def is_over() -> bool:
         for pid in stopped.find([int(process.job_id)]):  # by somebody; a supervisor has its parent
             os.kill(pid, signal.SIGCONT)
-        return process.done() and not Processes().of(run)  # the supervisors outlive it
+        return process.done() and not Processes().supervisors(run)  # they outlive it
 
     output = Output(paths)
     return _wait(begun, run, process.job_id, before, output, is_over, cancel)
@@ -442,8 +442,6 @@ def _exit_code(
         cause, step = root_cause.of_newest(run).what, restarts.saved_step(run)
         if code == exit_code.CANCELLED:
             text = "rollcall: the run was stopped before it could begin or save"
-        elif newest is not None and newest.job in jobs and run.read_verdict() is None:
-            run.try_to_conclude(Verdict("failed", step, cause))  # its head was killed
         if is_there(run.path) and not is_there(run.job):  # made again by a training, to save
             cause = f"the run directory {run.path} was removed; it now has only step {step}"
         print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)

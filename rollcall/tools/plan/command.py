@@ -160,8 +160,8 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     machines.chip(options.gpu)  # a wrong name is known before torch is imported
     keys = [word for word in options.words if "=" in word]
     name, model, config = _model(first, keys, options)
-    if config.parallel.sync != "step":
-        raise RefusedError("parallel.sync: a plan is of steps that exchange gradients; remove it")
+    if {config.parallel.sync, config.parallel.reduce_scatter} != {"step"}:
+        raise RefusedError("parallel.sync and parallel.reduce_scatter are not planned; remove them")
     batch, precision = config.data.global_batch, config.precision
     machines.check(program := options.program or OURS[config.train.compile])
     machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)

@@ -111,8 +111,8 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     is_mixture = cells.get("arch", "") not in ("", "dense") or whole("ep") > 1
     if is_mixture and not shapes.find(cells["model"]):
         raise ValueError("no column says how many experts there are, and the model is not known")
-    if empty := [name for name in NUMBERS if not cells[name]]:
-        raise ValueError(f"no {', '.join(empty)}")
+    if empty := [name for name in NUMBERS if not float(cells[name] or 0) >= 1]:
+        raise ValueError(f"no {', '.join(empty)} from 1 on")
     precision = "fp8" if "fp8" in cells["precision"] else cells["precision"] or "bf16"
     node = whole("gpus_per_node", 0) or None
     machine = machines.machine(cells["gpu"], cells["software"], precision, node)

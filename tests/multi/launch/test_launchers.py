@@ -151,7 +151,7 @@ REFUSED = {
     "train digitz": "unknown recipe 'digitz'",
     "train train.steps=-1": "train.steps",
     "train model.name=absent:Net": "module 'absent' is neither in",
-    "train model.name=broken:Net": "broken.py is not valid Python",
+    "train model.name=broken:Net": "broken.py:1: SyntaxError",
     "train model.name=halfway:Net": "halfway.py:1: ModuleNotFoundError",
     "train data.name=folder data.path=/absent": "data.path: /absent does not exist",
     "train device=cuda": "" if torch.cuda.is_available() else "device=cuda asks for GPUs",
