@@ -120,18 +120,21 @@ class RunDir:
     def claim(self, attempt: int | None) -> None:
         """Make this attempt the only one that may write; an older one may still be alive.
 
-        Each attempt has its own file, so one that has stood still cannot take the run back;
-        one without a number takes the newest file. Raise FencedError if a newer one has begun.
+        Each attempt has its own file, so one that has stood still cannot take the run back; one
+        without a number takes the next. FencedError is raised if a newer one has begun.
         """
         claims = self._claims()  # before the look at the attempts
         if attempt is not None and attempt < self.next_attempt() - 1:
             raise FencedError(self._fenced)
         number = max([attempt or 0, *claims])
+        if attempt is None and not self._claim:
+            number = max([self.next_attempt(), *(other + 1 for other in claims)])
         word = self._claim.partition("-")[2] or os.urandom(8).hex()  # other ranks know it, too
         write_atomic(self.path / CLAIM.format(number), f"{word}\n")
         self._claim = f"{number}-{word}"
         for older in (path for other, path in claims.items() if other < number):
             remove(older)
+        remove(self.path / "claim")  # of an earlier version
 
     def _claims(self) -> dict[int, Path]:
         paths = listed(self.path, CLAIM.format("*"))
@@ -148,11 +151,13 @@ class RunDir:
         if not self._claim:
             return
         number, _, word = self._claim.partition("-")
-        is_newest = max(self._claims(), default=0) <= int(number)
-        if (
-            not is_newest
-            or (self.path / CLAIM.format(number)).read_bytes().strip() != word.encode()
-        ):
+        try:
+            content = (self.path / CLAIM.format(number)).read_bytes()
+        except FileNotFoundError:  # a newer attempt removes it
+            if max(self._claims(), default=-1) <= int(number):
+                raise
+            content = b""
+        if content.strip() != word.encode() or max(self._claims(), default=-1) > int(number):
             raise FencedError(self._fenced)
 
     def record(self, event: str, /, **fields: Any) -> None:

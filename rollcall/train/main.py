@@ -39,7 +39,7 @@ INTERRUPTED = (
     "rollcall: stopped without saving; to continue from the newest checkpoint, if there is one, "
     "use the same command with run.name=RUN"
 )
-LAUNCHERS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
+LAUNCHERS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK"}
 """Variables of a process that a launcher has started, perhaps with others."""
 RANKS = re.compile(r"(?:--(?:ranks|nproc(?:[-_]per[-_]node)?)|-np?)(?:=(.*))?")
 """Matches the option that starts ranks, also in the spelling of torchrun, mpiexec and srun."""
@@ -67,7 +67,9 @@ def _main(words: Sequence[str]) -> int:
         print(schema.json_schema(), end="")
         return 0
     try:
-        is_launched = not LAUNCHERS.isdisjoint(os.environ)
+        is_launched = not LAUNCHERS.isdisjoint(os.environ) or (
+            os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        )
         ranks, rest, recipe, config = ask(words, None if is_launched else 1)
     except ConfigError as error:
         return refuse(error)

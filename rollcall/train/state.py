@@ -1,7 +1,7 @@
 """Everything that updates change: weights, buffers, optimizer, average, scale and spikes."""
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -156,12 +156,15 @@ class TrainingState:
         is_compared = self._run.world.world_size > 1 and self._config.parallel.check != "off"
         return Audit(roots, self._stateful.keys() - modules, is_compared)
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
         """Give the model the weights to evaluate while the context is open."""
         self._share_buffers()
         self._average_ema()
         average = self.ema if self._config.optim.evaluate_ema else self.outer
-        return average.in_place() if average else nullcontext()
+        with average.in_place() if average else nullcontext():
+            yield
+        drop_gathered(self.strategy.model)  # which no backward pass has done
 
     def meet(self, step: int) -> None:
         """Let replicas that train alone meet, if that is due after this step."""

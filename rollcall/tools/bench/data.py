@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ def _source(kind: str, place: Path, config: Data) -> Source:
     own = {"name": "tokens", "path": str(place), "num_classes": VOCABULARY}
     if kind == "images":
         own = {"name": "folder", "path": str(place / "images")}
-    return sets.load(config.model_copy(update=own), cast(World, None))  # no rank is asked
+    return sets.load(config.model_copy(update=own), World())
 
 
 def _rollcall(kind: str, place: Path, config: Data) -> Iterator[Any]:

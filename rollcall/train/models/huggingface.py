@@ -176,5 +176,5 @@ def _ends(model: Any) -> Iterator[str]:
     for end in ("get_input_embeddings", "get_output_embeddings"):
         with suppress(AttributeError, NotImplementedError):  # models of images have none
             module = getattr(model, end)()
-            if module in names:
+            if module in names and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 yield names[module]

@@ -34,7 +34,8 @@ class Ema:
         """Update the average after a step, unless the step was skipped."""
         weights = dict(self._model.named_parameters())
         if self._trained is None:  # in a resumed run, averages differ of what was trained before
-            pairs = {n: (local_of(w), local_of(self._averages[n])) for n, w in weights.items()}
+            floats = [(n, w) for n, w in weights.items() if w.is_floating_point() or w.is_complex()]
+            pairs = {n: (local_of(w), local_of(self._averages[n])) for n, w in floats}
             self._trained = {name for name, pair in pairs.items() if differ(*pair)}
         for name, parameter in weights.items():
             if parameter.requires_grad:  # others may be whole numbers

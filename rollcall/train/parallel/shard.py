@@ -84,6 +84,7 @@ class Shard(Part):
         # ranks must do the same, or the shards of different weights are mixed up.
         self.calls: dict[str, int] = {}
         self.trace = 0
+        self._modules: dict[str, nn.Module] = {}
         self._names: dict[nn.Module, str] = {}
 
     def apply(self, model: nn.Module) -> None:
@@ -94,22 +95,32 @@ class Shard(Part):
             if not names:
                 raise ConfigError(f"parallel.conditional: no weight of the model fits {pattern}")
             self._conditional |= {named[name] for name in names}
-        self._names = {module: name for name, module in model.named_modules()}
+        self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
         if self._of_experts:  # cut along the second dimension, because the mesh cuts the first
             for stack in stacks_of(model).values():
                 casts = isinstance(stack, Perceptrons)  # others get the router's weights in fp32
                 self._shard(stack, self._of_experts, lambda _: Cut(1), casts)
-        alone = {*units(model), *map(model.get_submodule, getattr(model, "shard_units", ()))}
+        alone = {*units(model), *(self._unit(model, n) for n in getattr(model, "shard_units", ()))}
         every = [module for module in model.modules() if module in alone]
         last: Any = None
-        for unit in [unit for unit in every if not _shares_weights(unit, model)]:
+        # From the last one on, since a module comes before those in it, which must be first.
+        for unit in [unit for unit in every[::-1] if not _shares_weights(unit, model)]:
             if isinstance(unit, FSDPModule):  # a stack of experts
                 continue
             if not self._conditional.issuperset(unit.parameters()):
                 self._shard(unit, self._mesh)
-                last = unit
+                last = last or unit
         if last and self._stage == 3:  # its backward pass follows at once
             last.set_reshard_after_forward(False, recurse=False)
+
+    def _unit(self, model: nn.Module, name: str) -> nn.Module:
+        module = self._modules.get(name)
+        if module is None or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(
+                f"shard_units: '{name}' names no module of the model with a forward()"
+            )
+        return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shard the remaining weights."""

@@ -191,13 +191,15 @@ class World:
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """Return the source rank's text on every rank; no data from a peer is unpickled."""
-        data = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
+        if self.world_size == 1:
+            return text
+        data = torch.from_numpy(np.frombuffer(os.fsencode(text), np.uint8).copy())
         size = torch.tensor([len(data)])
         dist.broadcast(size, source)
         if self.rank != source:
             data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, source)
-        return data.numpy().tobytes().decode()
+        return os.fsdecode(data.numpy().tobytes())
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the source rank's value on every rank: one that JSON can hold."""
@@ -220,6 +222,8 @@ class World:
 
     def first_problem(self, problem: str) -> str:
         """Return, on every rank, the problem of the first rank that has one, or an empty string."""
+        if self.world_size == 1:
+            return problem
         first = torch.tensor([self.rank if problem else self.world_size])
         dist.all_reduce(first, dist.ReduceOp.MIN)
         if first.item() == self.world_size:

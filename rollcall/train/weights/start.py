@@ -66,24 +66,26 @@ class Start:
         """Give the weights and buffers of a spread model memory and the values of this rank's part.
 
         Weights go to `device`, buffers to the device `buffers`; they may be DTensors. Without
-        `draws`, what a checkpoint will fill gets other numbers, which cost less.
+        `draws`, large weights that a checkpoint will fill get other numbers, which cost less.
         """
         wanted: dict[str, torch.Tensor] = {}
+        later = set[str]()
         for names, tensor in list(tensors_of(model)):
             if tensor.device.type == "meta":
+                if not draws and names[0] in self._held and _may_wait(tensor):
+                    later.add(names[0])
                 target = device if isinstance(tensor, nn.Parameter) else buffers
                 full = torch.empty_like(tensor.detach(), device=target)
                 replace(model, names, tensor, full)
                 wanted[names[0]] = full
         loaded = self._load(wanted)
         assert self._recorder is not None or not wanted, "only a deferred model has no values"
-        for name, tensor in wanted.items():
-            if name in loaded or self._recorder is None:
-                continue
-            if draws or name not in self._held:
-                copy_parts(self._recorder.values(self._recorded[name]), tensor)
-            else:
-                _stand_in(tensor)
+        with kept(device):
+            for name, tensor in wanted.items():
+                if name in later - loaded:
+                    local_of(tensor).uniform_(-SMALL, SMALL)
+                elif name not in loaded and self._recorder is not None:
+                    copy_parts(self._recorder.values(self._recorded[name]), tensor)
 
     def release(self, model: nn.Module) -> None:
         """Return the memory of all tensors; they are on the meta device again."""
@@ -120,15 +122,10 @@ class Start:
         return loaded
 
 
-def _stand_in(tensor: torch.Tensor) -> None:
-    """Give a tensor numbers with which passes compute something finite."""
-    part = local_of(tensor.detach())
-    with kept(part.device):
-        if part.is_floating_point():
-            lowest = -SMALL if isinstance(tensor, nn.Parameter) else SMALL / 2  # of a variance
-            part.uniform_(lowest, SMALL)
-        else:
-            part.zero_()
+def _may_wait(tensor: torch.Tensor) -> bool:
+    """Return True for a large weight: code may rely on the values of any other tensor."""
+    is_large = isinstance(tensor, nn.Parameter) and tensor.numel() > deferred.SMALL
+    return is_large and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def replace(

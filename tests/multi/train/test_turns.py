@@ -56,6 +56,22 @@ def test_two_networks_train_as_in_a_plain_loop(
             torch.testing.assert_close(saved[part][name], tensor.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2", marks=pytest.mark.long)])
+def test_a_validation_that_a_resumed_run_repeats_changes_nothing(
+    tmp_path: Path, strategy: str
+) -> None:
+    """It gathers weights, and no backward pass frees them before the first step."""
+    words = [*WORDS, f"parallel.strategy={strategy}", "train.evaluate_every=0.8"]
+    words += [f"run.root={tmp_path}", "run.name=gan"]
+    train(2, [*words, "train.steps=4"], tmp_path / "logs")
+    run_dir = RunDir(tmp_path, "gan")
+    lines = run_dir.metrics.read_text().splitlines(keepends=True)
+    run_dir.metrics.write_text("".join(line for line in lines if "val_loss" not in line))
+    train(2, [*words, f"train.steps={STEPS}"], tmp_path / "more")
+    expected, _ = user_gan.by_hand(networks(), STEPS)
+    assert [line["loss"] for line in logged_steps(run_dir)] == pytest.approx(expected, rel=SAME)
+
+
 def test_both_losses_and_images_are_in_the_report(tmp_path: Path) -> None:
     words = [*WORDS, "train.steps=6", "log.every=3", f"run.root={tmp_path}", "run.name=gan"]
     output = train(2, words, tmp_path / "logs")

@@ -73,7 +73,10 @@ def _files(root: Path, names: list[str]) -> list[list[str]]:
         raise ConfigError(f"{root}: class {min(unknown)} is not among the classes of train/")
     files = []
     for folder in (root / name for name in names):
-        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+        try:
+            paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+        except OSError as error:
+            raise ConfigError(f"data.path: cannot read {folder}: {error.strerror}") from None
         files.append([str(path.relative_to(folder)) for path in paths])
     if not any(files):
         raise ConfigError(f"{root}: found no images ({', '.join(sorted(SUFFIXES))})")

@@ -107,9 +107,10 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
             left, top, right, bottom = (_random_crop if self._augment else _center_crop)(*size)
             scale = edge / min(right - left, bottom - top)
             # A JPEG is decoded at a half, a quarter or an eighth if the crop stays large enough.
-            file.draft(wanted, (math.ceil(size[0] * scale), math.ceil(size[1] * scale)))
+            wide, high = math.ceil(size[0] * scale), math.ceil(size[1] * scale)
+            drafted = file.draft(wanted, (wide, high))  # and the size of the original then
             image = file.convert(wanted)
-        x, y = (now / before for now, before in zip(image.size, size, strict=True))
+        x, y = (drafted[1][2] / size[0], drafted[1][3] / size[1]) if drafted else (1.0, 1.0)
         box = left * x, top * y, right * x, bottom * y
         image = image.resize((edge, edge), Image.Resampling.BILINEAR, box)
         if self._augment and random.random() < 0.5:
