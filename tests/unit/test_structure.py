@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_014, 8_000
+CORE_LINES, TOOLS_LINES = 40_044, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/submission": 2358,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 252,
-    "rollcall/records": 1213,
+    "rollcall/records": 1218,
     "rollcall/system": 814,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
@@ -56,21 +56,21 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2649,
+    "rollcall/train": 2654,
     "rollcall/train/checkpoint": 3321,
-    "rollcall/train/data": 3009,
+    "rollcall/train/data": 3013,
     "rollcall/train/exact": 572,
     "rollcall/train/health": 1235,
-    "rollcall/train/inference": 799,
+    "rollcall/train/inference": 801,
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1153,
-    "rollcall/train/numerics": 1991,
-    "rollcall/train/parallel": 3226,
+    "rollcall/train/numerics": 1992,
+    "rollcall/train/parallel": 3238,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1529,
+    "rollcall/train/ranks": 1533,
     "rollcall/train/recovery": 590,
     "rollcall/train/torch_private": 346,
-    "rollcall/train/weights": 880,
+    "rollcall/train/weights": 877,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),
