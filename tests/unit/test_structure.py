@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_044, 8_000
+CORE_LINES, TOOLS_LINES = 40_041, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -38,7 +38,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/commands": 1032,
     "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1729,
+    "rollcall/launch/node": 1726,
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,

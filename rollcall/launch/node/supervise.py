@@ -216,10 +216,7 @@ class Supervisor:
             return code, decide(state, "ranks ended", facts)
         monitor, failure, trains = self.monitor, self.monitor.failure, self.work.is_training
         has_lost = monitor.has_lost or (state == "failed" and monitor.is_left)
-        # The batch process acts on a lost node. Without one, the first node that is left says why.
-        is_for_batch = has_lost and batch_process.record_of(self.run, self.node.job) is not None
-        speaker = int(has_lost and failure is not None and failure.node == 0)
-        decides = state == "failed" and self.node.number == speaker and not is_for_batch
+        decides = state == "failed" and self.node.is_head and not has_lost
         cause = self._cause() if decides else None
         monitor.show_rest(is_wanted=cause is None or not cause.clears(rank=0))
         has_refused = cause is not None and cause.is_refusal  # the first one to fail
@@ -276,7 +273,7 @@ class Supervisor:
         self, state: PartState, code: int, cause: "RootCause | None"
     ) -> None:
         """Write the verdict of a submitted program of the user's, which writes none itself."""
-        if self.work.is_training or not (self.work.is_submitted and (self.node.is_head or cause)):
+        if self.work.is_training or not self.work.is_submitted or not self.node.is_head:
             return
         verdict: State = "done" if state == "finished" else "failed"
         if verdict == "failed" and self.run.read_verdict() is not None:
