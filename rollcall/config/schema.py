@@ -68,16 +68,21 @@ class Section(BaseModel):
         if isinstance(value, bool) and is_number(kind):
             raise PydanticCustomError("not_a_number", "expected a number")
         is_long = isinstance(value, int) and abs(value) >= 2**63  # C code could not take it
-        if is_long and "float" not in str(kind) and info.field_name != "seed":
+        if is_long and float not in _types(kind) and info.field_name != "seed":
             raise PydanticCustomError("less_than", "too large", {"lt": 2**63})
         return value
 
 
 def is_number(kind: Any) -> bool:
     """Return True for a type with numbers but not booleans, which pydantic converts to 1 and 0."""
-    parts = [kind, *get_args(kind)]
-    parts += [part for union in parts[1:] for part in get_args(union)]
+    parts = _types(kind)
     return bool not in parts and (int in parts or float in parts)
+
+
+def _types(kind: Any) -> list[Any]:
+    """Return a type, and those that it is made of."""
+    parts = [kind, *get_args(kind)]
+    return parts + [part for union in parts[1:] for part in get_args(union)]
 
 
 def _key(default: Any, on_resume: OnResume | None = None, **limits: Any) -> Any:

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_041, 8_000
+CORE_LINES, TOOLS_LINES = 40_048, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 325,
-    "rollcall/config": 2583,
+    "rollcall/config": 2588,
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
@@ -44,7 +44,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2076,
     "rollcall/launch/scheduler": 780,
-    "rollcall/launch/submission": 2358,
+    "rollcall/launch/submission": 2359,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 252,
     "rollcall/records": 1218,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/loggers": 291,
     "rollcall/train/models": 1153,
     "rollcall/train/numerics": 1992,
-    "rollcall/train/parallel": 3238,
+    "rollcall/train/parallel": 3239,
     "rollcall/train/profiling": 634,
     "rollcall/train/ranks": 1533,
     "rollcall/train/recovery": 590,

@@ -439,10 +439,11 @@ def _exit_code(
     newest = find.newest_attempt(run)
     if code and (newest is None or newest.job not in jobs or newest.state is None):
         text = f"rollcall: error: job {jobs[-1]} ended before the run ended"
-        cause, step = root_cause.of_newest(run).what, restarts.saved_step(run)
+        cause = root_cause.of_newest(run).what
         if code == exit_code.CANCELLED:
             text = "rollcall: the run was stopped before it could begin or save"
         if is_there(run.path) and not is_there(run.job):  # made again by a training, to save
+            step = restarts.saved_step(run)
             cause = f"the run directory {run.path} was removed; it now has only step {step}"
         print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)
     return code

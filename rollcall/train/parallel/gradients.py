@@ -141,7 +141,6 @@ class Turns(Part):
         trained, others = list[nn.Parameter](), list[nn.Parameter]()
         for turn in dict.fromkeys(self._loss.turns):
             if turn not in self._weights:
-                drop_gathered(self._model)  # so that the parameters are shards
                 weights = self._model.get_submodule(turn).parameters()
                 self._weights[turn] = [weight for weight in weights if weight.requires_grad]
             (trained if self._loss.turn in ("", turn) else others).extend(self._weights[turn])

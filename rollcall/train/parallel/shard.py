@@ -6,7 +6,7 @@ ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277.
 import fnmatch
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -84,7 +84,6 @@ class Shard(Part):
         # ranks must do the same, or the shards of different weights are mixed up.
         self.calls: dict[str, int] = {}
         self.trace = 0
-        self._modules: dict[str, nn.Module] = {}
         self._names: dict[nn.Module, str] = {}
 
     def apply(self, model: nn.Module) -> None:
@@ -95,13 +94,13 @@ class Shard(Part):
             if not names:
                 raise ConfigError(f"parallel.conditional: no weight of the model fits {pattern}")
             self._conditional |= {named[name] for name in names}
-        self._modules = dict(model.named_modules())
-        self._names = {module: name for name, module in self._modules.items()}
+        modules = dict(model.named_modules())
+        self._names = {module: name for name, module in modules.items()}
         if self._of_experts:  # cut along the second dimension, because the mesh cuts the first
             for stack in stacks_of(model).values():
                 casts = isinstance(stack, Perceptrons)  # others get the router's weights in fp32
                 self._shard(stack, self._of_experts, lambda _: Cut(1), casts)
-        alone = {*units(model), *(self._unit(model, n) for n in getattr(model, "shard_units", ()))}
+        alone = {*units(model), *_further_units(model, modules)}
         every = [module for module in model.modules() if module in alone]
         last: Any = None
         # From the last one on, since a module comes before those in it, which must be first.
@@ -113,14 +112,6 @@ class Shard(Part):
                 last = last or unit
         if last and self._stage == 3:  # its backward pass follows at once
             last.set_reshard_after_forward(False, recurse=False)
-
-    def _unit(self, model: nn.Module, name: str) -> nn.Module:
-        module = self._modules.get(name)
-        if module is None or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise ConfigError(
-                f"shard_units: '{name}' names no module of the model with a forward()"
-            )
-        return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shard the remaining weights."""
@@ -198,6 +189,17 @@ class Shard(Part):
             if self._stage == 2:
                 root.set_reshard_after_backward(last)
         return nullcontext()
+
+
+def _further_units(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that a model names in `shard_units`."""
+    for name in getattr(model, "shard_units", ()):
+        module = modules.get(name)
+        if module is None or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(
+                f"shard_units: '{name}' names no module of the model with a forward()"
+            )
+        yield module
 
 
 def _left(module: nn.Module) -> Iterator[nn.Parameter]:

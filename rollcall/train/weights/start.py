@@ -30,7 +30,7 @@ ADAPTED, ADAPTER = ".base_layer", ".lora_"
 """Parts of the names of weights in a model of peft."""
 MAX_PATTERNS = 6
 """Names of tensors that a message suggests as patterns."""
-SMALL = 0.02
+STAND_IN = 0.02
 """The largest number in place of a weight that a checkpoint will fill."""
 NO_HOLDERS = torch.Tensor, type, ModuleType  # their attributes do not belong to the model
 
@@ -83,7 +83,7 @@ class Start:
         with kept(device):
             for name, tensor in wanted.items():
                 if name in later - loaded:
-                    local_of(tensor).uniform_(-SMALL, SMALL)
+                    local_of(tensor).uniform_(-STAND_IN, STAND_IN)
                 elif name not in loaded and self._recorder is not None:
                     copy_parts(self._recorder.values(self._recorded[name]), tensor)
 

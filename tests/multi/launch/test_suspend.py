@@ -126,7 +126,7 @@ def test_whoever_waits_goes_on_if_the_process_is_killed_that_started_the_nodes(
     with submitted(tmp_path, 2) as (submit, _):
         (controller,) = psutil.Process(submit.pid).children()
         controller.kill()
-        time.sleep(5)
+        controller.wait(500)  # until the one that waits has noticed
         assert submit.poll() is None
 
 
