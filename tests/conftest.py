@@ -25,6 +25,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+USUAL = "not long and not campaign"
 MOST_WORKERS = 8
 MODELS_APART = ("[text-", "experts")
 """Models of the table of strategies, by what names of their tests have."""
@@ -48,11 +49,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     options = config.option
     names_files = any(".py" in word for word in config.args)
     if not (options.markexpr or options.keyword or names_files):
-        options.markexpr = "not long"
+        options.markexpr = USUAL
     is_alone = names_files or options.usepdb or options.collectonly or options.capture == "no"
     is_asked = getattr(options, "numprocesses", 0) is not None  # with -n, or without the plugin
     if not (is_alone or is_asked or hasattr(config, "workerinput")):
-        for_a_core = 3 if options.markexpr == "not long" else 2  # long ones have more processes
+        for_a_core = 3 if options.markexpr == USUAL else 2  # long ones have more processes
         options.numprocesses = min(for_a_core * len(os.sched_getaffinity(0)), MOST_WORKERS)
         options.dist, options.loadscopereorder = "loadscope", False
 
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests that need a cluster as long."""
-    if item.path.parent.name in CLUSTERS:
+    if item.path.parent.name in CLUSTERS and not item.get_closest_marker("campaign"):
         item.add_marker(pytest.mark.long)
 
 

@@ -91,6 +91,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.campaign
 def test_the_doctor_marks_the_odd_host_in_each_planted_defect(own_lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("equal = True\n")
     loop = plant(own_lab, tmp_path)

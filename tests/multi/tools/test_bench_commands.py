@@ -11,7 +11,7 @@ from rollcall.cli.installation import TRAIN
 from rollcall.tools.bench import __main__ as program
 from rollcall.tools.bench import experts, overhead
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.campaign
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ ON_TOP_1 = {
     "expert-3": setup(3, "mesh=expert=3"),
     "shard×expert-4": setup(4, "mesh=shard=2,expert=2"),
 }
+MANY_CELLS = ("digits", "text", "experts")
 ROUTED = ("experts", "top-1", "stacked")
 """Models whose tokens travel to experts."""
 # Experts of a user's own, of which some ranks get no token at first.
@@ -246,9 +247,17 @@ CELLS = [(model, name) for model, (_, setups) in CONTRACT.items() for name in se
 
 def by_ranks(cells: Sequence[tuple[str, str]]) -> list[ParameterSet]:
     """Mark the cells of several ranks as long: all of as many ranks are made together."""
-    ranks = [RUNS[model][1][name].world_size for model, name in cells]
-    marks = [pytest.mark.long if count > 1 else () for count in ranks]
-    return [pytest.param(*cell, marks=mark) for cell, mark in zip(cells, marks, strict=True)]
+    return [
+        pytest.param(model, name, marks=mark(model, RUNS[model][1][name].world_size))
+        for model, name in cells
+    ]
+
+
+def mark(model: str, ranks: int) -> pytest.MarkDecorator | tuple[()]:
+    """Four ranks train the small models in CI; a campaign trains those with the most cells."""
+    if ranks > 2 and model in MANY_CELLS:
+        return pytest.mark.campaign
+    return pytest.mark.long if ranks > 1 else ()
 
 
 # Dropout draws other numbers on other ranks, so the result does not equal that of one process.
@@ -453,14 +462,21 @@ def test_strategy_equals_one_process(model: str, name: str, made: Made) -> None:
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.14"), reason="other versions of torch send otherwise"
 )
-@pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("model", [*CONTRACT, "whole"], ids="{}-".format)
-def test_a_step_sends_what_it_sent_before(model: str, made: Made) -> None:
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        pytest.param(model, ranks, marks=mark(model, ranks), id=f"{model}-{ranks}")
+        for model in (*CONTRACT, "whole")
+        for ranks in sorted({chosen.world_size for chosen in RUNS[model][1].values()})
+    ],
+)
+def test_a_step_sends_what_it_sent_before(model: str, ranks: int, made: Made) -> None:
     """Kind, group, type, size and order of the collectives of a step, on each rank."""
     found = {}
     for name, chosen in RUNS[model][1].items():
-        if "parallel.balance=time" not in chosen.words:  # which may divide otherwise each time
+        is_free = "parallel.balance=time" in chosen.words  # may divide otherwise each time
+        if chosen.world_size == ranks and not is_free:
             root = made(model, name).run_dir.path.parent
             found[f"{model}: {name}"] = traffic.read(root, chosen.world_size, model in ROUTED)
     traffic.compare(found)
@@ -504,7 +520,7 @@ def test_the_check_before_the_first_step_leaves_no_trace(model: str, name: str, 
         assert torch.equal(tensor, weights[key]), key
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_any_strategy_resumes_any_other(tmp_path: Path) -> None:
     """And the matrix in the docs is what this prints, but for the noise of its numbers."""
@@ -515,33 +531,33 @@ def test_any_strategy_resumes_any_other(tmp_path: Path) -> None:
     assert NUMBER.sub("#", strategy_matrix.table(cells)) in NUMBER.sub("#", DOCS.read_text())
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_same_mesh_resumes_to_the_last_bit(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "names", "step"),
+    [
+        pytest.param("tied", ("ddp-4", "hsdp-4"), 2, marks=mark("tied", 4)),
+        pytest.param("digits", ("zero1-4", "hsdp-4", "pipeline-4"), SAVED, marks=mark("digits", 4)),
+    ],
+)
+def test_the_same_mesh_resumes_to_the_last_bit(
+    model: str, names: tuple[str, ...], step: int, made: Made, tmp_path: Path
+) -> None:
     """What test_resume.py shows for ddp, there also for weights that are unused and shared."""
+    words, setups = CONTRACT[model]
     jobs = {}
-    for model, name in (
-        ("digits", "zero1-4"),
-        ("digits", "hsdp-4"),
-        ("digits", "pipeline-4"),
-        ("tied", "ddp-4"),
-        ("tied", "hsdp-4"),
-    ):
-        words, setups = CONTRACT[model]
-        step = SAVED if model == "digits" else 2
+    for name in names:
         saved = made(model, name).run_dir.checkpoints / f"step-{step:08d}"
         job = Job(tmp_path / f"{model}-{name}", [*words, *setups[name].words, UNCHECKED])
         shutil.copytree(saved, job.run_dir.checkpoints / saved.name)
-        jobs[model, name] = step, job
-    resumed = [job for _, job in jobs.values()]
-    rank_jobs.run(resumed, tmp_path / "logs", 4, 2, leave_out_operations)
-    for (model, name), (step, job) in jobs.items():
+        jobs[name] = job
+    rank_jobs.run([*jobs.values()], tmp_path / "logs", 4, 2, leave_out_operations)
+    for name, job in jobs.items():
         whole, result = made(model, name), Result.read(job)
         assert result.losses == whole.losses[step:], (model, name)
         assert result.evaluation == whole.evaluation, (model, name)
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_experts_resume_on_any_mesh(made: Made, tmp_path: Path) -> None:
     """And their biases, which no gradient moves."""

@@ -94,8 +94,10 @@ def _compare_losses(rank: int, _: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [(), (TIED,)], ids=["untied", "tied"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.campaign)],
+)
 def test_an_uneven_vocabulary_equals_one_process(
     ranks: int, own: tuple[str, ...], tmp_path: Path
 ) -> None:
