@@ -22,7 +22,9 @@ BASE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "hea
 BASE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    "kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in [*SIZES][1:])]
+)
 def test_shards_train_as_one_rank_and_transformers_loads_the_result(
     tmp_path: Path, kind: str
 ) -> None:
