@@ -8,8 +8,8 @@ import second_user
 from disks import needs_root
 
 pytestmark = pytest.mark.long
-SHARE = 3
-"""A third of the attacks of the campaign, another one in each run."""
+SHARE = 6
+"""A sixth of the attacks of the campaign, another one in each run."""
 
 
 @needs_root
