@@ -65,10 +65,7 @@ def why(choice: Choice, machine: Machine) -> list[str]:
         ("step of the slowest rank", choice.seconds, duration, ""),
     ):
         rows.append([title, "", ""])
-        rows += [
-            [f"  {key}", show(value), f"{value / terms.total():.1%}"]
-            for key, value in terms.items()
-        ]
+        rows += [[f"  {key}", show(x), f"{x / terms.total():.1%}"] for key, x in terms.items()]
         rows.append(["  sum", show(terms.total()), of])
     return table(rows)
 

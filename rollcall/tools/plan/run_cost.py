@@ -27,11 +27,7 @@ class RunCost(NamedTuple):
     between_failures: float
     failures: float
     goodput: float  # the fraction of the time that ends up in the result
-
-    @property
-    def whole(self) -> float:
-        """From start to end, failures included."""
-        return self.busy / self.goodput
+    whole: float  # from start to end, failures included
 
 
 def budget(text: str) -> float:
@@ -64,8 +60,7 @@ def cost(
             "a smaller --batch"
         )
     steps = math.ceil(amount / per_step)
-    day = 86400.0
-    between = day / (nodes * failures) if failures else math.inf
+    between = 86400 / (nodes * failures) if failures else math.inf
     interval = math.sqrt(2 * PAUSE * between) if failures else steps * step
     lost = PAUSE / interval + (interval / 2 + RESTART) / between
     if lost >= 1:
@@ -73,6 +68,6 @@ def cost(
             f"{nodes} nodes fail every {between:.0f} s, sooner than a run restarts; use fewer "
             "nodes, or --failures with a lower rate"
         )
-    busy = steps * step
-    whole = busy / (1 - lost)
-    return RunCost(steps, busy, model.weights * STATE, interval, between, whole / between, 1 - lost)
+    busy, size, goodput = steps * step, model.weights * STATE, 1 - lost
+    whole = busy / goodput
+    return RunCost(steps, busy, size, interval, between, whole / between, goodput, whole)
