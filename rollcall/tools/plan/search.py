@@ -120,7 +120,7 @@ def layouts(
     recomputes only if nothing fits without.
     """
     schedules = [(asked.schedule, asked.chunks)] if "schedule" in fixed else SCHEDULES
-    recomputes = [asked.recompute] if "recompute" in fixed else ["none", "full"]
+    recomputes = [asked.recompute] if "recompute" in fixed else ["none", "selective", "full"]
     for mesh in [asked] if "mesh" in fixed else _meshes(model, gpus, machine, asked):
         share = -(-mesh.batch // mesh.data)
         most = share if mesh.stages == 1 else min(share, 8)  # pipelines need many micro-batches
