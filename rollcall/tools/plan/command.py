@@ -171,9 +171,8 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         raise RefusedError(what + _nothing_fits(model, machine, gpus, asked, *fixed))
     best, nodes, cost = choices[0], math.ceil(gpus / machine.host), None
     if options.budget is not None:
-        amount = run_cost.budget(options.budget)
-        failures = run_cost.FAILURES if options.failures is None else options.failures
-        cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
+        rate = run_cost.FAILURES if options.failures is None else options.failures
+        cost = run_cost.cost(model, best.time, batch, run_cost.budget(options.budget), nodes, rate)
     shown = choices[: options.top or 5]
     if options.json:
         return report.as_json(shown, model, machine, cost)
@@ -188,6 +187,8 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         margin(model, best.layout, machine).text(),
         f"Submit the first: rollcall submit {' '.join([*filter(None, words), *best.words()])}",
     ]
+    if published := shapes.KNOWN.get(model.name, {}).get("published"):
+        lines.append(f"Published, per GPU: {published}")
     if fewest := search.smallest(model, gpus, machine, asked):
         lines.append(
             f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {fewest.words()[0]}, "

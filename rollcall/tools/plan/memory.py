@@ -33,8 +33,7 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
         terms["weights"] = count * layout.width + divided * FULL
     casts = _casts(layout, software)
     if casts and layout.recompute != "full":  # of what follows the embedding
-        rest = count - (number == 0) * sum(local(model.first, layout))
-        terms["weights"] += HALF * rest
+        terms["weights"] += HALF * (count - (number == 0) * sum(local(model.first, layout)))
     is_whole = zero < 2 or scatters(layout, software) < layout.micro_batches
     terms["gradients"] = (count if is_whole else divided) * software.gradient
     terms["optimizer state"] = divided * (12 if copies else 8)

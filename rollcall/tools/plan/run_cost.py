@@ -41,10 +41,8 @@ def budget(text: str) -> float:
     )
 
 
-def cost(
-    model: Model, step: float, batch: int, amount: float, nodes: int, failures: float
-) -> RunCost:
-    """Return what a run of `amount` tokens or samples needs.
+def cost(model: Model, step: float, batch: int, amount: float, nodes: int, rate: float) -> RunCost:
+    """Return what a run of `amount` tokens or samples needs; `rate` is of failures.
 
     The best interval and the goodput are Young's and Daly's first order,
     https://doi.org/10.1145/361147.361115: half an interval and a restart are lost in each failure.
@@ -60,8 +58,8 @@ def cost(
             "a smaller --batch"
         )
     steps = math.ceil(amount / per_step)
-    between = 86400 / (nodes * failures) if failures else math.inf
-    interval = math.sqrt(2 * PAUSE * between) if failures else steps * step
+    between = 86400 / (nodes * rate) if rate else math.inf
+    interval = math.sqrt(2 * PAUSE * between) if rate else steps * step
     lost = PAUSE / interval + (interval / 2 + RESTART) / between
     if lost >= 1:
         raise RefusedError(

@@ -298,10 +298,12 @@ def test_the_best_layouts_fit_and_come_first() -> None:
     assert fewest and not search.search(LLAMA, fewest.layout.ranks // 2, H100, Layout(batch=64))
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("llama-3-8b", 64), ("mixtral-8x7b", 64)])
+@pytest.mark.parametrize(("name", "gpus"), [("llama-3-8b", 64), ("mixtral-8x7b", 96)])
 def test_rollcall_accepts_every_layout_of_a_plan(name: str, gpus: int) -> None:
     """The words of the submit line are read back as the layout that was planned."""
-    for choice in search.search(named(name), gpus, H100, Layout(batch=512)):
+    choices = search.search(named(name), gpus, H100, Layout(batch=384))
+    assert name == "llama-3-8b" or any(choice.layout.expert > 1 for choice in choices)
+    for choice in choices:
         layout = plan._layout(parse(["gpt", *choice.words()])[1], gpus, H100)
         names = ("tensor", "stages", "context", "expert", "data", "zero", "shards")
         for part in (*names, "schedule", "chunks", "micro", "recompute"):
@@ -449,6 +451,14 @@ def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
         (
             [*LINE, "--batch", "8", "parallel.mesh=pipeline=8,shard=8"],
             "1f1b needs 8 micro-batches, but the batch makes 1",
+        ),
+        (
+            ["mixtral-8x7b", "--gpus", "48", "--gpu", "h200", "parallel.mesh=shard=3,expert=16"],
+            "expert=16 leaves a rank without any of 8 experts",
+        ),
+        (
+            ["mixtral-8x7b", "--gpus", "24", "--gpu", "h200", "parallel.mesh=shard=3,expert=8"],
+            "3 shards do not divide an expert's 4096 units",
         ),
         ([*LINE, "parallel.mesh=replicate=64"], "GB too much; use more GPUs"),
         ([*LINE, "--program", "megatorn"], "unknown program 'megatorn', did you mean 'megatron'?"),
@@ -641,6 +651,10 @@ def test_published_runs_are_what_the_docs_print(capsys: pytest.CaptureFixture[st
         assert float(ratio) == pytest.approx(published / first["seconds"], rel=0.01)
         assert limits == f"{low:.2f}–{high:.2f} |"
         inside += low <= published / first["seconds"] <= high
+        model, _, gpus, *_, batch = command.partition(" parallel.")[0].split()[:7]
+        tokens = int(batch) * named(model).length / published / int(gpus)
+        figures = re.findall(r"\d[\d,]*", shapes.KNOWN[model]["published"].replace("arxiv", ""))
+        assert pytest.approx(tokens, rel=0.01) in [float(one.replace(",", "")) for one in figures]
     assert inside >= 10
 
 
