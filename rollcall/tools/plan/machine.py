@@ -126,7 +126,7 @@ class Machines:
             raise RefusedError(f"unknown fabric '{network}'; choose from {choices}")
         links = fabrics["infiniband"] | fabrics[network.lower()]
         values |= {"hop": links["hop"] * 1e-6, "reach": links["reach"]}
-        values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
+        values |= {key: values[key] * 1e-3 for key in ("host", "expert", "stall")}
         return Software(**{**values, "name": word})
 
     def machine(

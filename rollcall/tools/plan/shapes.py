@@ -12,7 +12,6 @@ from rollcall.messages.text import did_you_mean
 from rollcall.tools.plan.model import Model, transformer
 
 FOLDER = Path(__file__).parent
-OTHER = ("source", "also", "published")
 KNOWN: dict[str, dict[str, Any]] = yaml_values.load((FOLDER / "models.yaml").read_text())
 NAMES = {name: entry for entry in KNOWN for name in (entry, *KNOWN[entry].get("also", ()))}
 
@@ -35,7 +34,7 @@ def _key(word: str) -> str:
 def named(name: str, length: int | None = None) -> Model:
     """Return a model of models.yaml as rollcall spreads it; `length` replaces its own."""
     shape = find(name) or name
-    values = {key: KNOWN[shape][key] for key in KNOWN[shape] if key not in OTHER}
+    values = {k: v for k, v in KNOWN[shape].items() if k not in ("source", "also", "published")}
     return transformer(shape, **{**values, "length": length or values["length"]})
 
 

@@ -190,7 +190,9 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     software, moving = machine.software, machine.chip.bandwidth * MOVING
     stages, tensor, count = layout.stages, layout.tensor, layout.micro_batches
     layer, first, last = (work(p, layout, machine) for p in (model.layer, model.first, model.last))
-    host, often = software.host * (3 + (layout.recompute == "full")) / 3, scatters(layout, software)
+    often, passes = scatters(layout, software), 4 if layout.recompute == "full" else 3
+    started = sum(math.ceil(p.experts / layout.expert) * p.often for p in model.layer.products)
+    host = (software.host + software.expert * started) * passes / 3
     stalls = stages > 1 and tensor > 1 and layout.ranks > machine.node
     stall = host + software.stall * tensor if stalls else 0.0
     known: dict[tuple[int, bool, bool], Terms] = {}

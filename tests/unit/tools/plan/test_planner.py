@@ -127,6 +127,9 @@ def test_experts_are_held_once_and_computed_by_who_holds_them() -> None:
     # A row of 8,192 bytes to two experts, there and back, for a pass and its gradients.
     exchange = 4 * 2 * 2 * 4096 * 8192 * 7 / 8 / (450e9 * step_time.LINKS_INSIDE)
     assert layers[1]["expert collectives"] == pytest.approx(exchange, rel=0.1)
+    nemo = Machines().machine("h100", "nemo")  # whose host starts each expert's products alone
+    alone = dataclasses.replace(even, expert=1, micro=1)
+    assert step_time.of(mixtral, alone, nemo).total() >= 32 * (3.0 + 0.2 * 2 * 8) / 1e3
     shared = dataclasses.replace(parts, zero=3)  # expert ranks share the state of the rest
     assert memory.of(mixtral, shared, H100)["optimizer state"] == mixtral.weights * 8 / 64
 
