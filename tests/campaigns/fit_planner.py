@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from rollcall.tools.plan import step_time, validate
 from rollcall.tools.plan.machine import Machine, Machines, Software
 
-START = {"PASSES": 1.3, "LINKS_INSIDE": 0.7, "LINKS_BETWEEN": 0.6, "SLOWED": 0.3}
+START = {"PASSES": 1.3, "LINKS_INSIDE": 0.7, "SLOWED": 0.3}
 START |= {"A100 product": 0.75, "A100 attention": 0.45, "H100 product": 0.75}
 START |= {"H100 attention": 0.45, "vtrain host": 3e-3, "nanotron host": 3e-3}
-START |= {"nanotron stall": 1e-3, "nanotron hop": 3e-5}
+START |= {"nanotron stall": 1e-3, "nanotron hop": 3e-5, "nanotron reach": 0.6}
 NEAR = 0.01
 """Weight of the squared logarithms of what the fit multiplied the start by."""
 PROGRAMS = {"vtrain_single": "vtrain", "ultrascale": "nanotron"}
@@ -199,7 +199,8 @@ def main() -> None:
         if name in PROGRAMS:
             hosts = [value for key, value in numbers.items() if key.endswith("host")]
             numbers |= {own + "host": statistics.fmean(hosts)}
-            numbers |= {own + "stall": 0.0, own + "hop": 4e-6} if name == "ultrascale" else {}
+            links = {own + "stall": 0.0, own + "hop": 4e-6, own + "reach": 0.9}
+            numbers |= links if name == "ultrascale" else {}
         show(f"without {name}", left_out, numbers)
         # The delays between nodes are the program's, and known to be.
         mine = {key: numbers[key] for key in numbers if key != own + "stall" and key != own + "hop"}

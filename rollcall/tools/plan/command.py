@@ -10,6 +10,7 @@ rollcall plan --validate FOLDER                   # the planner's errors on meas
 import argparse
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,15 +39,14 @@ CHOSEN = {
     "parallel.sequence_parallel": "sequence",
     "parallel.schedule": "schedule",
     "parallel.stages_per_rank": "schedule",
+    "parallel.reduce_scatter": "scattered",
     "data.micro_batch": "micro",
     "model.activation_checkpointing": "recompute",
 }
 """Keys that a plan chooses unless its command has them, with what they are of a layout."""
-OURS = {False: "rollcall", True: "rollcall compiled"}
-"""Entry of machines.yaml, by train.compile."""
 RECOMPUTE = {"blocks": "full", "selective": "selective"}
-OF_SHAPE = ["data.micro_batch", "model.activation_checkpointing", "train.compile"]
-"""Keys, other than parallel.*, that make a difference for a shape."""
+NOT_OF_SHAPE = re.compile(r"(?!model\.activation_checkpointing$)model\.|data\.name$")
+"""Keys of the model and the data, which a shape replaces."""
 IMBALANCE = 1.1
 """Tokens of the fullest rank of experts, relative to the mean, unless measured. Assumed."""
 TOKENS = 4 * 2**20
@@ -75,48 +75,43 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("plan", __doc__)
     add = parser.add_argument
 
-    def add_count(option: str, metavar: str, meaning: str) -> None:
-        add(option, type=partial(_count, option), metavar=metavar, help=meaning)
+    def add_number(
+        option: str, metavar: str, text: str, least: float = 1, most: int = MOST
+    ) -> None:
+        add(option, type=partial(_number, option, least, most), metavar=metavar, help=text)
 
-    add_count("--gpus", "N", "number of GPUs")
-    add_count("--nodes", "N", "number of nodes, instead of --gpus")
+    add_number("--gpus", "N", "number of GPUs")
+    add_number("--nodes", "N", "number of nodes, instead of --gpus")
     add("--gpu", metavar="CHIP", help="chip, such as h100; rollcall/config/chips.yaml lists all")
-    add_count("--node-size", "K", "GPUs or ranks on each node")
+    add_number("--node-size", "K", "GPUs or ranks on each node")
     add("--fabric", metavar="NAME", help="network between the nodes (default: infiniband)")
-    add_count("--batch", "N", "samples in a step of a known shape")
-    add_count("--length", "N", "tokens of a sample of a known shape")
+    add_number("--batch", "N", "samples in a step of a known shape")
+    add_number("--length", "N", "tokens of a sample of a known shape")
     add("--shape", metavar="PATH", help="config.json of a Hugging Face model, or its folder")
     add("--program", metavar="NAME", help="whose efficiency is assumed (default: rollcall)")
-    ratio = partial(_number, "--imbalance", 1)
-    add("--imbalance", type=ratio, metavar="X", help="fullest over mean tokens of experts")
+    add_number("--imbalance", "X", "fullest over mean tokens of experts", 1.0)
     add("--precision", metavar="FORMAT", help="number format (default: bf16, or the recipe's)")
-    add_count("--top", "N", "layouts to show (default: 5)")
+    add_number("--top", "N", "layouts to show (default: 5)")
     add("--why", action="store_true", help="show the terms of the best layout")
     add("--budget", metavar="N", help="tokens or samples to train on, such as 15T")
-    price = partial(_number, "--price", 0.01)
-    add("--price", type=price, metavar="P", help="price of a GPU-hour, for --budget")
-    rate = partial(_number, "--failures", 0)
-    add("--failures", type=rate, metavar="RATE", help="failures per node and day (default: 0.0065)")
+    add_number("--price", "P", "price of a GPU-hour, for --budget", 0.01)
+    add_number("--failures", "RATE", "failures per node and day (default: 0.0065)", 0.0)
     add("--machines", metavar="FILE", help="chips, fabrics and software of your own")
     add("--calibrate", metavar="RUN", help="a run, or measured over planned time as a number")
     add("--validate", metavar="FOLDER", help="compare with the tables of a folder")
     add("--json", action="store_true", help="print JSON")
-    add_count("--ranks", "N", "show what each of N ranks would hold")
+    add_number("--ranks", "N", "show what each of N ranks would hold", 1, MOST_RANKS)
     add("words", nargs="*", metavar="[shape or recipe or run] [key=value ...]")
     return parser
 
 
-def _count(option: str, word: str) -> int:
-    if word.isdecimal() and 1 <= int(word) <= MOST:
-        return int(word)
-    raise RefusedError(f"{option} {word}: expected a whole number from 1 to {MOST:,}")
-
-
-def _number(option: str, least: float, word: str) -> float:
+def _number(option: str, least: float, most: float, word: str) -> float:
+    """Read a number of the type of `least`."""
     with suppress(ValueError):
-        if least <= (number := float(word)) < math.inf:
+        if least <= (number := type(least)(word)) <= most:
             return number
-    raise RefusedError(f"{option} {word}: expected a number from {least:g} on")
+    what = "a whole number" if type(least) is int else "a number"
+    raise RefusedError(f"{option} {word}: expected {what} from {least:g} to {most:,}")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -124,8 +119,6 @@ def _check(options: argparse.Namespace) -> None:
         raise RefusedError("--price and --failures need --budget, such as --budget 15T")
     if options.gpus and options.nodes:
         raise RefusedError("--gpus and --nodes say the same; give one of them")
-    if options.ranks and options.ranks > MOST_RANKS:
-        raise RefusedError(f"--ranks {options.ranks}: expected at most {MOST_RANKS:,}")
 
 
 def _only(options: argparse.Namespace, what: str, *known: str) -> None:
@@ -136,8 +129,7 @@ def _only(options: argparse.Namespace, what: str, *known: str) -> None:
 
 
 def _ranks(options: argparse.Namespace, first: str) -> str:
-    what = "--ranks" if options.ranks else "a plan without --gpu"
-    _only(options, what, "ranks", "node_size")
+    _only(options, "--ranks" if options.ranks else "a plan without --gpu", "ranks", "node_size")
     ranks = options.ranks or 1
     node_size = options.node_size or ranks
     if ranks % node_size:
@@ -160,10 +152,11 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
     machines.chip(options.gpu)  # a wrong name is known before torch is imported
     keys = [word for word in options.words if "=" in word]
     name, model, config = _model(first, keys, options)
-    if {config.parallel.sync, config.parallel.reduce_scatter} != {"step"}:
-        raise RefusedError("parallel.sync and parallel.reduce_scatter are not planned; remove them")
+    for key in ("sync", "cpu_offload", "compression"):
+        if getattr(config.parallel, key) != type(config.parallel).model_fields[key].default:
+            raise RefusedError(f"parallel.{key} is not planned; remove it")
     batch, precision = config.data.global_batch, config.precision
-    machines.check(program := options.program or OURS[config.train.compile])
+    machines.check(program := options.program or _ours(config))
     machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
     machine = replace(machine, factor=_factor(options, machines))
     gpus = options.gpus or (options.nodes or 1) * machine.host
@@ -178,9 +171,8 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         raise RefusedError(what + _nothing_fits(model, machine, gpus, asked, *fixed))
     best, nodes, cost = choices[0], math.ceil(gpus / machine.host), None
     if options.budget is not None:
-        amount = run_cost.budget(options.budget)
-        failures = run_cost.FAILURES if options.failures is None else options.failures
-        cost = run_cost.cost(model, best.time, batch, amount, nodes, failures)
+        rate = run_cost.FAILURES if options.failures is None else options.failures
+        cost = run_cost.cost(model, best.time, batch, run_cost.budget(options.budget), nodes, rate)
     shown = choices[: options.top or 5]
     if options.json:
         return report.as_json(shown, model, machine, cost)
@@ -195,6 +187,8 @@ def _plan(options: argparse.Namespace, machines: Machines) -> str:
         margin(model, best.layout, machine).text(),
         f"Submit the first: rollcall submit {' '.join([*filter(None, words), *best.words()])}",
     ]
+    if published := shapes.KNOWN.get(model.name, {}).get("published"):
+        lines.append(f"Published, per GPU: {published}")
     if fewest := search.smallest(model, gpus, machine, asked):
         lines.append(
             f"The fewest GPUs that it fits on: {fewest.layout.ranks}, with {fewest.words()[0]}, "
@@ -220,17 +214,17 @@ def _model(first: str, keys: list[str], options: argparse.Namespace) -> tuple[st
         return first, plan_model.describe(config), config
     if options.shape and first:
         raise RefusedError(f"--shape {options.shape} is the model; remove {first}")
-    for key in (word.partition("=")[0] for word in keys):
-        if not (key in OF_SHAPE or key.startswith("parallel.")):
-            raise RefusedError(
-                f"{key}: a shape takes keys of parallel and {' and '.join(OF_SHAPE)}, and --batch, "
-                "--length and --precision"
-            )
+    given = dict(word.split("=", 1) for word in keys)
+    if other := next(filter(NOT_OF_SHAPE.match, given), ""):
+        raise RefusedError(f"{other}: {first or options.shape} is the model; remove the key")
     read, name = (shapes.from_file, options.shape) if options.shape else (shapes.named, first)
+    if (key := "data.seq_len") in given:
+        options.length = options.length or _number(key, 1, MOST, given[key])
     model = read(name, options.length)
-    batch = options.batch or max(1, TOKENS // model.length)
-    defaults = [f"data.global_batch={batch}", f"precision={options.precision or 'bf16'}"]
-    return "RECIPE", model, parse(["gpt", *defaults, *keys])[1]
+    words = [f"data.global_batch={max(1, TOKENS // model.length)}", "precision=bf16", *keys]
+    words += [f"data.global_batch={options.batch}"] if options.batch else []
+    words += [f"precision={options.precision}"] if options.precision else []
+    return "RECIPE", model, parse(["gpt", *words])[1]
 
 
 def _parse(words: Sequence[str], first: str) -> tuple[str, Config]:
@@ -247,11 +241,10 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, asked: Layout, *fix
     if not needs:
         if "mesh" in fixed and (rule := search.problem(model, asked)):
             return rule
-        larger = (replace(asked, batch=asked.batch * 2**power) for power in range(1, 8))
-        enough = (
-            more for more in larger if any(search.layouts(model, gpus, machine, more, *fixed))
-        )
-        hint = f"; {more.batch:,} would be enough" if (more := next(enough, None)) else ""
+        hint = ""
+        for larger in (replace(asked, batch=asked.batch * 2**power) for power in range(7, 0, -1)):
+            if any(search.layouts(model, gpus, machine, larger, *fixed)):
+                hint = f"; {larger.batch:,} would be enough"
         return f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs{hint}"
     has = machine.chip.memory * memory.USABLE
     return (
@@ -259,6 +252,11 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, asked: Layout, *fix
         f"{size(min(needs))} of the {size(has)} that a GPU has for it, "
         f"{size(min(needs) - has)} too much; use more GPUs or a chip with more memory"
     )
+
+
+def _ours(config: Config) -> str:
+    """Return the entry of machines.yaml of a run."""
+    return "rollcall compiled" if config.train.compile else "rollcall"
 
 
 def _layout(config: Config, ranks: int, machine: Machine) -> Layout:
@@ -282,6 +280,7 @@ def _layout(config: Config, ranks: int, machine: Machine) -> Layout:
         batch=batch,
         sequence=config.parallel.sequence_parallel,
         precision=config.precision,
+        scattered=config.parallel.reduce_scatter == "micro-batch",
         recompute=RECOMPUTE.get(config.model.activation_checkpointing, "none"),
     )
 
@@ -292,7 +291,7 @@ def _measured(
     """Return a run's plan, seconds of its steps, the part in which it waits for data, its chip."""
     config = parse([str(directory / "config.yaml")])[1]
     started = (read_events(directory, "started") or [{"time": 0.0}])[-1]
-    program, precision = OURS[config.train.compile], config.precision
+    program, precision = _ours(config), config.precision
     machine = machines.machine(options.gpu, program, precision, options.node_size, options.fabric)
     chip = str(started.get("chip", "a chip that it did not record"))
     if not machines.is_named(machine.chip, chip):
@@ -320,7 +319,7 @@ def _factor(options: argparse.Namespace, machines: Machines) -> float:
     if directory := run_named(word, "config.yaml"):
         choice, seconds, *_ = _measured(directory, options, machines)
         return seconds / choice.time
-    return _number("no such run; --calibrate", 0.01, word)
+    return _number("no such run; --calibrate", 0.01, MOST, word)
 
 
 def _beside_measured(directory: Path, options: argparse.Namespace, machines: Machines) -> str:

@@ -26,6 +26,7 @@ class Layout:
         stages: of the pipeline, each of `chunks` pieces of the model per rank.
         zero: what data ranks divide: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
             weights; among `shard` of them.
+        scattered: whether gradients are divided after each micro-batch, not once in a step.
         sequence: whether tensor ranks divide the activations between the cut layers.
         micro: samples in a micro-batch.
         batch: samples in a step, over all ranks.
@@ -42,6 +43,7 @@ class Layout:
     schedule: str = "1f1b"
     zero: int = 0
     shard: int = 0  # 0: all data ranks
+    scattered: bool = False
     sequence: bool = True
     micro: int = 1
     batch: int = 1

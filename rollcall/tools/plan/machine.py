@@ -30,12 +30,13 @@ class Chip:
     product: float  # the fraction of `flops` that large matrix products reach
     attention: float  # the same for fused attention
     tuned: float  # the same for kernels written for this chip
+    tuned_product: float
     node: int  # GPUs that the links inside join
     host: int  # GPUs of one host, if the links join several
 
 
-class Software(SimpleNamespace):
-    """The numbers of a program, by the names that machines.yaml explains; times are in seconds."""
+Software = SimpleNamespace
+"""The numbers of a program, by the names that machines.yaml explains; times are in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +100,18 @@ class Machines:
             whole = [entry for entry, values in table.items() if "memory" in values]
             more = did_you_mean(word.upper(), whole) or f"; choose from {', '.join(whole)}"
             raise RefusedError(f"unknown chip '{word}'{more}")
-        numbers = {"node": 8, "host": 0, "tuned": table[name].get("attention", 0), **table[name]}
+        known = {"node": 8, "host": 0, **table[name]}
+        tuned = {"tuned": known.get("attention"), "tuned_product": known.get("product")}
+        numbers: dict[str, Any] = {**tuned, **known}
         fields = [field.name for field in dataclasses.fields(Chip) if field.name not in FIXED]
         if missing := [key for key in fields if key not in numbers]:
             raise RefusedError(
                 f"{name} cannot be planned without its {', '.join(missing)}; give them in a file "
                 "for --machines (docs/plan.md)"
             )
-        values: dict[str, Any] = {key: numbers.pop(key) for key in fields}
-        counts = {key: int(values[key]) for key in ("node", "host")}
-        return Chip(name, numbers, **{**values, **counts})
+        values = {key: numbers.pop(key) for key in fields}
+        values |= {key: int(values[key]) for key in chips.COUNTS}
+        return Chip(name, numbers, **values)
 
     def software(self, word: str, chip: str = "", fabric: str | None = None) -> Software:
         """Return the numbers of the program whose entry's words are most in name and chip."""
@@ -121,8 +124,9 @@ class Machines:
         if "hop" not in fabrics.get(network.lower(), ()):
             choices = ", ".join(name for name, entry in fabrics.items() if "hop" in entry)
             raise RefusedError(f"unknown fabric '{network}'; choose from {choices}")
-        values["hop"] = fabrics[network.lower()]["hop"] * 1e-6
-        values |= {key: values[key] * 1e-3 for key in ("host", "stall")}
+        links = fabrics["infiniband"] | fabrics[network.lower()]
+        values |= {"hop": links["hop"] * 1e-6, "reach": links["reach"]}
+        values |= {key: values[key] * 1e-3 for key in ("host", "expert", "stall")}
         return Software(**{**values, "name": word})
 
     def machine(

@@ -4,7 +4,7 @@ from rollcall.config.checks import V_SHAPED
 from rollcall.tools.plan.layout import Layout, Terms
 from rollcall.tools.plan.machine import Machine, Software
 from rollcall.tools.plan.model import HALF, Model, Part
-from rollcall.tools.plan.step_time import FULL, cuts, held, keeps_products, local, state
+from rollcall.tools.plan.step_time import FULL, cuts, held, keeps_products, local, scatters, state
 
 CONTEXT = 0.5e9
 """Bytes of workspaces of CUDA's libraries."""
@@ -25,27 +25,24 @@ def stage(model: Model, layout: Layout, machine: Machine, number: int, layers: i
     """Return the terms of a rank of one stage."""
     weights = held(model, layout, layers, number)
     count, divided = sum(weights), state(weights, layout, machine.software)
-    is_half = layout.width == HALF
     zero, software, is_pipeline = layout.zero, machine.software, layout.stages > 1
     terms = Terms()
-    copies = software.copies and is_half
+    copies = software.copies and layout.width == HALF
     terms["weights"] = (divided if zero == 3 else count) * (HALF if copies else FULL)
     if zero == 2 and not copies:  # whole in the format of the products, beside the shards
         terms["weights"] = count * layout.width + divided * FULL
     casts = _casts(layout, software)
     if casts and layout.recompute != "full":  # of what follows the embedding
-        rest = count - (number == 0) * sum(local(model.first, layout))
-        terms["weights"] += HALF * rest
-    whole = (software.whole or is_pipeline) and layout.micro_batches > 1
-    terms["gradients"] = (divided if zero >= 2 and not whole else count) * software.gradient
+        terms["weights"] += HALF * (count - (number == 0) * sum(local(model.first, layout)))
+    is_whole = zero < 2 or scatters(layout, software) < layout.micro_batches
+    terms["gradients"] = (count if is_whole else divided) * software.gradient
     terms["optimizer state"] = divided * (12 if copies else 8)
     if zero == 3:  # all in a pipeline, or the unit that computes and the next; one's gradient
         unit = sum(local(model.layer, layout))
         terms["gathered layers"] = layout.width * (count if is_pipeline else 2 * unit) + FULL * unit
     wide = layout.width / HALF
     flying = min(layout.micro_batches, _ahead(layout, number))
-    copied = 1.0 if model.exact_flops else software.kept
-    kept = _kept(model.layer, layout, machine, copied)
+    kept = _kept(model.layer, layout, machine, 1.0 if model.exact_flops else software.kept)
     attention = model.layer.attention
     if attention and not software.fused and layout.recompute != "selective":
         # Softmax, what dropout leaves of it, and its mask.
@@ -93,14 +90,15 @@ def _kept(part: Part, layout: Layout, machine: Machine, copied: float = 1.0) -> 
     pieces = tensor if layout.sequence else 1
     casts = _casts(layout, software)
     whole = (part.saved * copied + part.stream * casts) / pieces + part.recast * casts
-    cut = part.cut_saved
+    cut = part.cut_saved - software.regates * part.gated
     if keeps_products(layout, software) and part.attention:  # three of four rows are products
-        whole, cut = part.saved * 3 / 4 / pieces, cut - part.recomputed
+        whole, cut = part.saved * 3 / 4 / pieces, part.cut_saved - part.recomputed
     if not software.regathers:
         whole += part.inputs * (1 - 1 / pieces)
     uneven = layout.imbalance if layout.expert > 1 else 1
-    whole += part.expert_saved * uneven / (tensor if software.folds else 1)
-    return (whole + cut / tensor) * layout.micro / layout.context
+    spread = (part.expert_saved - software.regates * part.expert_gated) * uneven
+    whole += spread / tensor if software.folds else spread
+    return float((whole + cut / tensor) * layout.micro / layout.context)
 
 
 def fits(terms: Terms, machine: Machine) -> bool:

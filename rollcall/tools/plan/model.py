@@ -45,6 +45,8 @@ class Part:
             sequence parallelism. `inputs` of them go into divided products, and `stream` of them
             are sums, which autocast leaves in 32 bits. Tensor ranks divide `cut_saved` more.
         recomputed: bytes of `cut_saved` that torch's selective recomputation does not keep.
+        gated, expert_gated: bytes of one of the four values that a gate keeps in `cut_saved` and
+            `expert_saved`: both factors' products, one's activation and their product.
         recast: bytes that autocast keeps more, of inputs that several products cast.
         expert_weights, expert_moved, expert_saved: the same of experts, which expert ranks divide.
         routed: bytes per sample that an exchange of tokens sends to experts.
@@ -65,6 +67,8 @@ class Part:
     recast: float = 0
     cut_saved: float = 0
     recomputed: float = 0
+    gated: float = 0
+    expert_gated: float = 0
     expert_weights: int = 0
     expert_moved: float = 0
     expert_saved: float = 0
@@ -182,6 +186,8 @@ def transformer(name: str, **shape: int) -> Model:
         recast=2 * row,  # of the queries', keys' and values' products
         cut_saved=attended + (4 if gated else 2) * inner,
         recomputed=(2 if gated else 1) * inner,
+        gated=inner if gated else 0,
+        expert_gated=used if gated else 0,
         expert_weights=spread,
         # Rows are copied and sorted twice on the way there, twice back, and so are gradients.
         expert_moved=(13 if gated else 5) * used + 16 * routed,

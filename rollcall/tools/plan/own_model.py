@@ -92,8 +92,7 @@ def traced(model: nn.Module, example: Batch, name: str) -> Model:
             f"model.name={name} cannot be planned: it does not run on torch's meta device, as most "
             f"mixtures of experts, whose shapes depend on values: {reason}"
         ) from None
-    parts = [tracer.part(part, len(layers), rows) for part in ("first", "layer", "last")]
-    first, layer, last = parts
+    first, layer, last = (tracer.part(x, len(layers), rows) for x in ("first", "layer", "last"))
     mean = layer.weights * max(1, len(layers))  # of unequal layers, rounded
     rest = sum(weight.numel() for weight in model.parameters()) - first.weights - mean
     last = dataclasses.replace(last, weights=rest)

@@ -36,8 +36,7 @@ def choices(best: Sequence[Choice], model: Model, machine: Machine) -> list[str]
     for number, choice in enumerate(best, 1):
         rate, used = speed(choice, model, machine)
         layout, likely = choice.layout, margin(model, choice.layout, machine)
-        words = [word for word in choice.words() if word.startswith("parallel.")]
-        shown = [word.partition("=")[2] for word in words]
+        shown = [w.partition("=")[2] for w in choice.words() if w.startswith("parallel.")]
         mesh = " ".join(word for word in shown if word not in ("zero3", "true"))
         others = {**choice.seconds, "matrix products": 0.0}
         rows.append(
@@ -65,10 +64,7 @@ def why(choice: Choice, machine: Machine) -> list[str]:
         ("step of the slowest rank", choice.seconds, duration, ""),
     ):
         rows.append([title, "", ""])
-        rows += [
-            [f"  {key}", show(value), f"{value / terms.total():.1%}"]
-            for key, value in terms.items()
-        ]
+        rows += [[f"  {key}", show(x), f"{x / terms.total():.1%}"] for key, x in terms.items()]
         rows.append(["  sum", show(terms.total()), of])
     return table(rows)
 

@@ -27,11 +27,7 @@ class RunCost(NamedTuple):
     between_failures: float
     failures: float
     goodput: float  # the fraction of the time that ends up in the result
-
-    @property
-    def whole(self) -> float:
-        """From start to end, failures included."""
-        return self.busy / self.goodput
+    whole: float  # from start to end, failures included
 
 
 def budget(text: str) -> float:
@@ -45,10 +41,8 @@ def budget(text: str) -> float:
     )
 
 
-def cost(
-    model: Model, step: float, batch: int, amount: float, nodes: int, failures: float
-) -> RunCost:
-    """Return what a run of `amount` tokens or samples needs.
+def cost(model: Model, step: float, batch: int, amount: float, nodes: int, rate: float) -> RunCost:
+    """Return what a run of `amount` tokens or samples needs; `rate` is of failures.
 
     The best interval and the goodput are Young's and Daly's first order,
     https://doi.org/10.1145/361147.361115: half an interval and a restart are lost in each failure.
@@ -64,15 +58,14 @@ def cost(
             "a smaller --batch"
         )
     steps = math.ceil(amount / per_step)
-    day = 86400.0
-    between = day / (nodes * failures) if failures else math.inf
-    interval = math.sqrt(2 * PAUSE * between) if failures else steps * step
+    between = 86400 / (nodes * rate) if rate else math.inf
+    interval = math.sqrt(2 * PAUSE * between) if rate else steps * step
     lost = PAUSE / interval + (interval / 2 + RESTART) / between
     if lost >= 1:
         raise RefusedError(
             f"{nodes} nodes fail every {between:.0f} s, sooner than a run restarts; use fewer "
             "nodes, or --failures with a lower rate"
         )
-    busy = steps * step
-    whole = busy / (1 - lost)
-    return RunCost(steps, busy, model.weights * STATE, interval, between, whole / between, 1 - lost)
+    busy, size, goodput = steps * step, model.weights * STATE, 1 - lost
+    whole = busy / goodput
+    return RunCost(steps, busy, size, interval, between, whole / between, goodput, whole)

@@ -93,6 +93,10 @@ def problem(model: Model, layout: Layout) -> str:
         return f"tensor={tensor} times context={layout.context} does not divide {heads} heads"
     if model.experts <= -(-model.experts // layout.expert) * (layout.expert - 1):
         return f"expert={layout.expert} leaves a rank without any of {model.experts} experts"
+    shards = (layout.shard or layout.data) // layout.expert if layout.zero else 1
+    units = [p.inner for p in model.layer.products if p.experts and p.inner % shards]
+    if units and layout.expert > 1:
+        return f"{shards} shards do not divide an expert's {units[0]} units"
     if layout.batch < layout.data:
         return f"a batch of {layout.batch} is too small for {layout.data} data ranks"
     if stages == 1:
@@ -120,10 +124,9 @@ def layouts(
     recomputes only if nothing fits without.
     """
     schedules = [(asked.schedule, asked.chunks)] if "schedule" in fixed else SCHEDULES
-    recomputes = [asked.recompute] if "recompute" in fixed else ["none", "full"]
+    recomputes = [asked.recompute] if "recompute" in fixed else ["none", "selective", "full"]
     for mesh in [asked] if "mesh" in fixed else _meshes(model, gpus, machine, asked):
-        share = -(-mesh.batch // mesh.data)
-        most = share if mesh.stages == 1 else min(share, 8)  # pipelines need many micro-batches
+        most = min(-(-mesh.batch // mesh.data), mesh.batch if mesh.stages == 1 else 8)
         micros = [asked.micro] if "micro" in fixed else _powers(most)
         leanest = replace(mesh, micro=micros[0], recompute=recomputes[-1], chunks=1)
         leanest = replace(leanest, schedule="1f1b")
@@ -159,9 +162,7 @@ def _meshes(model: Model, gpus: int, machine: Machine, asked: Layout) -> Iterato
         data, rest = divmod(gpus, tensor * count * context)
         for expert in [] if rest else _powers(min(data, model.experts)):
             base = replace(asked, data=data, tensor=tensor, context=context, expert=expert)
-            base = replace(base, sequence=True)
-            is_odd = expert > 1 and data & (data - 1)  # the units of an expert must divide, too
-            if is_odd or data % expert or problem(model, base):
+            if data % expert or problem(model, base):
                 continue
             ways = [(0, 0)]
             if data > expert:
@@ -170,7 +171,7 @@ def _meshes(model: Model, gpus: int, machine: Machine, asked: Layout) -> Iterato
                 ways += [(3, near * k) for k in _powers(data // near) if data % (near * k) == 0]
             for zero, shard in ways:
                 if shard not in (1, expert, data):
-                    yield replace(base, stages=count, zero=zero, shard=shard)
+                    yield replace(base, stages=count, zero=zero, shard=shard, sequence=True)
 
 
 def smallest(model: Model, gpus: int, machine: Machine, asked: Layout) -> Choice | None:

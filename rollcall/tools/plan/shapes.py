@@ -34,7 +34,7 @@ def _key(word: str) -> str:
 def named(name: str, length: int | None = None) -> Model:
     """Return a model of models.yaml as rollcall spreads it; `length` replaces its own."""
     shape = find(name) or name
-    values = {key: KNOWN[shape][key] for key in KNOWN[shape] if key not in ("source", "also")}
+    values = {k: v for k, v in KNOWN[shape].items() if k not in ("source", "also", "published")}
     return transformer(shape, **{**values, "length": length or values["length"]})
 
 

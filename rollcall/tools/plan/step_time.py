@@ -17,8 +17,6 @@ PASSES = 1.33
 """Bytes that eager kernels move for each byte that the operations need. Fitted."""
 LINKS_INSIDE = 0.7
 """Fraction of the links inside a node that collectives reach. Fitted."""
-LINKS_BETWEEN = 0.49
-"""Fraction of the links between nodes that collectives reach. Fitted."""
 SLOWED = 0.38
 """Time by which a collective slows the computation beside it, relative to it. Fitted."""
 START = 8.4e-6
@@ -55,7 +53,7 @@ def ring(size: float, ranks: int, apart: int, machine: Machine) -> float:
     rate, hop = machine.chip.inside * LINKS_INSIDE, HOP_INSIDE
     local = max(1, min(ranks, machine.node // apart))
     if local < ranks:
-        rate = min(rate, local * machine.chip.between * LINKS_BETWEEN)
+        rate = min(rate, local * machine.chip.between * machine.software.reach)
         hop = machine.software.hop
     return START + (ranks - 1) * (size / ranks / rate + hop)
 
@@ -68,7 +66,7 @@ def all_to_all(size: float, ranks: int, apart: int, machine: Machine, copies: fl
     if ranks == 1:
         return 0.0
     local = max(1, min(ranks, machine.node // apart))
-    far = (ranks - local) / (machine.chip.between * LINKS_BETWEEN)
+    far = (ranks - local) / (machine.chip.between * machine.software.reach)
     near = (local - 1) / (machine.chip.inside * LINKS_INSIDE)
     if machine.software.once_per_node and ranks > local:
         nodes = ranks / local
@@ -84,6 +82,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
     moving, wide = chip.bandwidth * MOVING, layout.width / HALF
     share = layout.micro / layout.context
     is_layer = part.attention is not None
+    reached = chip.tuned_product if software.tuned else chip.product
     again = int(is_layer and layout.recompute == "full")
     is_fp8 = layout.precision == "fp8" and is_layer
     half = "bf16" if layout.precision == "fp8" else layout.precision
@@ -103,7 +102,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         # Nothing keeps the output of a layer's last product, so torch does not compute it again.
         is_last = number == len(part.products) - 1 and cut == "inner"
         times = often * (3 + (0 if part.attention and software.early and is_last else again))
-        terms.add("matrix products", times * (2 * m * k * n / peak / chip.product + moved / moving))
+        terms.add("matrix products", times * (2 * m * k * n / peak / reached + moved / moving))
     if attention := part.attention:
         forwards = 1 if layout.recompute == "none" or keeps_products(layout, software) else 2
         flops = attention_flops(attention) * share / tensor / chip.flops[half]
@@ -113,7 +112,7 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
             terms["attention"] = flops / rate * (forwards + BACKWARD) * 3.5 / (1 + BACKWARD)
         else:
             scores = attention.heads * attention.length**2 * share / tensor
-            terms["attention"] = (forwards + 2) * 2 * flops / chip.product  # nothing is skipped
+            terms["attention"] = (forwards + 2) * 2 * flops / reached  # nothing is skipped
             terms["attention"] += (forwards + 2) / 3 * software.scores * wide * scores / moving
     whole = part.moved / (tensor if layout.sequence else 1)
     moved = (whole + part.cut_moved / tensor + part.expert_moved * tokens) * wide * share
@@ -139,6 +138,13 @@ def work(part: Part, layout: Layout, machine: Machine) -> Terms:
         hidden = terms["attention"] if software.rotates else 0.0
         terms["context collectives"] = _beside(exchange, hidden)
     return terms
+
+
+def scatters(layout: Layout, software: Software) -> int:
+    """Return how often in a step gradients are added up over the data ranks."""
+    is_whole = software.whole and not layout.scattered
+    is_once = layout.zero < 2 or is_whole or layout.stages > 1
+    return 1 if is_once else layout.micro_batches
 
 
 def keeps_products(layout: Layout, software: Software) -> bool:
@@ -184,7 +190,9 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
     software, moving = machine.software, machine.chip.bandwidth * MOVING
     stages, tensor, count = layout.stages, layout.tensor, layout.micro_batches
     layer, first, last = (work(p, layout, machine) for p in (model.layer, model.first, model.last))
-    host = software.host * (4 if layout.recompute == "full" else 3) / 3
+    often, passes = scatters(layout, software), 4 if layout.recompute == "full" else 3
+    started = sum(math.ceil(p.experts / layout.expert) * p.often for p in model.layer.products)
+    host = (software.host + software.expert * started) * passes / 3
     stalls = stages > 1 and tensor > 1 and layout.ranks > machine.node
     stall = host + software.stall * tensor if stalls else 0.0
     known: dict[tuple[int, bool, bool], Terms] = {}
@@ -198,10 +206,11 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
             slot = Terms({name: seconds * layers for name, seconds in layer.items()})
             for name, seconds in [*first.items()] * ends[1] + [*last.items()] * ends[2]:
                 slot.add(name, seconds)
-            if layout.zero < 3 and count > 1:  # read the gradient, read and write the sum
+            if count > 1:  # read the gradient, read and write the sum
                 # A product that adds up its gradient itself does not write it in its own format.
                 alone = -layout.width if software.adds else layout.width
-                slot["adding gradients"] = sum(weights) * (2 * software.reduce + alone) / moving
+                added = sum(weights) if often < count else state(weights, layout, software)
+                slot["adding gradients"] = added * (2 * software.reduce + alone) / moving
             busy = slot.total()
             launched = layers + (ends[1] + ends[2]) / 2
             joined = (busy**MIXED + (launched * host) ** MIXED) ** (1 / MIXED)
@@ -217,14 +226,15 @@ def of(model: Model, layout: Layout, machine: Machine) -> Terms:
                 slot["pipeline messages"] = _beside(messages, hidden)
             known[ends] = slot
         slots.append(known[ends])
-    totals = [slot.total() for slot in slots]
-    slowest = max(totals)
-    slot = slots[totals.index(slowest)]
+    slot = max(slots, key=Terms.total)
+    slowest, others = slot.total(), sum(map(Terms.total, slots)) - slot.total()
     terms = Terms({name: seconds * count for name, seconds in slot.items()})
     bubble = BUBBLES.get(layout.schedule, count if layout.schedule == "sequential" else 1)
-    terms["pipeline bubble"] = (sum(totals) - slowest) / layout.chunks * bubble
+    terms["pipeline bubble"] = others / layout.chunks * bubble
     if layout.zero < 3:
-        hidden = slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
+        # All but the first piece of a stage have their gradients while others still compute.
+        turns = often + (min(count, stages) - 1) * (1 - 1 / layout.chunks)
+        hidden = turns * slowest * 2 / 3 if software.overlap or not layout.zero else 0.0
         terms["data collectives"] = _beside(_exchange(most, model.layer, layout, machine), hidden)
     terms["optimizer"] = state(most, layout, software) * UPDATE / moving
     return Terms({name: seconds * machine.factor for name, seconds in terms.items() if seconds})
@@ -252,37 +262,34 @@ def _beside(exchange: float, computation: float) -> float:
 def _gathers(weights: Held, layout: Layout, machine: Machine) -> float:
     """Seconds in a micro-batch in which ZeRO 3 gathers a layer and scatters its gradients."""
     sent, count = machine.software.reduce, layout.micro_batches
-    # A pipeline keeps the weights from the first pass on, and adds up gradients without messages.
-    is_pipeline = layout.stages > 1
-    gathers = 1 + 1 / count if is_pipeline else 2
-    scatters = 1 / count if is_pipeline or machine.software.whole else 1
+    # A pipeline keeps the weights from the first pass on.
+    gathers = 1 + 1 / count if layout.stages > 1 else 2
+    often = scatters(layout, machine.software) / count
     seconds = 0.0
     for values, group, apart in _groups(weights, layout.shards, layout, machine.software):
         if not values:
             continue
         seconds += gathers * ring(values * layout.width, group, apart, machine)
-        seconds += scatters * ring(values * sent, group, apart, machine)
+        seconds += often * ring(values * sent, group, apart, machine)
         replicas = layout.data * layout.context // layout.shards  # they add up their gradients
-        added = 2 * ring(values * sent / group, replicas, group * apart, machine)
-        seconds += added / count
+        seconds += 2 / count * ring(values * sent / group, replicas, group * apart, machine)
     return seconds
 
 
 def _exchange(weights: Held, layer: Part, layout: Layout, machine: Machine) -> float:
     """Seconds in which data ranks add up the gradients, and share the weights if ZeRO does."""
     seconds = 0.0
-    ranks = layout.data * layout.context
+    ranks, often = layout.data * layout.context, scatters(layout, machine.software)
     for values, group, apart in _groups(weights, ranks, layout, machine.software):
         size: float = values * machine.software.reduce
         back = values * layout.width if layout.zero else size
-        seconds += ring(size, group, apart, machine) + ring(back, group, apart, machine)
+        seconds += often * ring(size, group, apart, machine) + ring(back, group, apart, machine)
         if layout.zero == 2:  # a ring for each layer, and no bucket
             units = max(1, values / (sum(local(layer, layout)))) - 1
-            seconds += units * 2 * ring(0, group, apart, machine)
-            continue
-        nodes = min(group * apart / machine.node, group)
-        hop: float = machine.software.hop * 2 * math.log2(max(1, nodes))  # of a tree between nodes
-        seconds += size / BUCKET * hop
+            seconds += units * (often + 1) * ring(0, group, apart, machine)
+        else:  # a tree between nodes for each bucket
+            nodes = max(1, min(group * apart / machine.node, group))
+            seconds += size / BUCKET * machine.software.hop * 2 * math.log2(nodes)
     return seconds
 
 
@@ -290,7 +297,4 @@ def _message(model: Model, layout: Layout, machine: Machine) -> float:
     """Seconds in which a stage hands on a micro-batch, and its gradient back."""
     size = model.layer.boundary * layout.width / HALF * layout.micro / layout.context
     size /= layout.tensor if layout.sequence else 1
-    rate, hop = machine.chip.inside * LINKS_INSIDE, HOP_INSIDE
-    if layout.ranks // layout.stages >= machine.node:
-        rate, hop = machine.chip.between * LINKS_BETWEEN, machine.software.hop
-    return 2 * (size / rate + hop)
+    return 2 * ring(2 * size, 2, layout.ranks // layout.stages, machine)

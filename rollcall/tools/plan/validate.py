@@ -34,8 +34,8 @@ STALLED = 0.02
 MEANINGS = """\
 time, factored, memory, regret: medians of the absolute errors; inside: measured times in the range
 that a plan prints; factored: with one factor from other models or numbers of GPUs of the same chip,
-precision and software; consistent: no measured row contradicts them; held out: consistent, and no
-fitted number is of this model on that number of GPUs. Kinds of layouts have consistent rows."""
+precision and software; consistent, as all kinds of layouts: no measured row contradicts them; held
+out: consistent, and no fitted number is of this model on that number of GPUs."""
 
 
 class Row(NamedTuple):
@@ -85,22 +85,23 @@ class Row(NamedTuple):
 
 def read(folder: str, machines: Machines) -> tuple[list[Row], list[str]]:
     """Return the rows of all tables of a folder, and why some cannot be planned."""
-    files = sorted(Path(folder).glob("*.csv"))
-    if not files:
-        raise RefusedError(f"--validate {folder}: expected a folder with tables *.csv")
     rows, left_out = [], []
-    for path in files:
+    for path in sorted(Path(folder).glob("*.csv")):
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = path.read_text("utf-8-sig").splitlines()
+            lines = [*csv.DictReader(text, restval="")]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise RefusedError(f"--validate {path}: {error}") from None
-        for number, cells in enumerate(csv.DictReader(text.splitlines(), restval=""), 2):
+        for number, cells in enumerate(lines, 2):
             if missing := set(COLUMNS.split()) - cells.keys():
                 raise RefusedError(f"{path}: no column {', '.join(sorted(missing))}")
             try:
                 rows.append(_row(cells, machines))
             except (ValueError, ArithmeticError, RefusedError) as error:
                 left_out.append(f"{path.name}, line {number}: {error}")
+    if not rows:
+        first = f" and rows that can be planned; {left_out[0]}" if left_out else " and rows"
+        raise RefusedError(f"--validate {folder}: expected a folder with tables *.csv{first}")
     return rows, left_out
 
 
@@ -118,9 +119,8 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
     machine = machines.machine(cells["gpu"], cells["software"], precision, node)
     shape = {name: whole(name, 0) for name in (*NUMBERS[:5], "gated", "tied")}
     shape |= {"kv_heads": whole("kv_heads", shape["heads"]), "length": whole("seq")}
-    model = transformer(cells["model"], **shape)
-    if is_mixture:
-        model = shapes.named(cells["model"], shape["length"])
+    known = shapes.named(cells["model"], shape["length"]) if is_mixture else None
+    model = known or transformer(cells["model"], **shape)
     names = {"tensor": "tp", "stages": "pp", "context": "cp", "chunks": "vp", "expert": "ep"}
     degrees: dict[str, Any] = {name: whole(column) for name, column in names.items()}
     spread = degrees["tensor"] * degrees["stages"] * degrees["context"]
@@ -136,9 +136,10 @@ def _row(cells: dict[str, str], machines: Machines) -> Row:
         recompute=cells["recompute"].replace("unknown", "") or "none",
         precision=precision,
     )
+    for name in ("step_time_s", "mem_gb"):
+        if cells[name] and not 0 < float(cells[name]) < math.inf:
+            raise ValueError(f"{name}: expected a number above 0, got {cells[name]}")
     seconds = float(cells["step_time_s"]) if cells["step_time_s"] else None
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(f"step_time_s: expected seconds above 0, got {seconds}")
     fits = layout.stages * layout.chunks <= model.layers + 2  # ends may be layers
     if machine.software.fills:  # norm, head and loss can fill the last two stages, but no more
         is_full = 0 not in step_time.cuts(model, layout, machine)[:-2]
@@ -185,10 +186,7 @@ def _contradicts(other: Row, row: Row) -> bool:
 
 
 def report(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the errors of each table: of all rows, and of rows that no other contradicts.
-
-    Of the latter also for the rows that were not used for fitting, and for kinds of layouts.
-    """
+    """Return the errors of each table, and of the parts of it that MEANINGS explains."""
     lines = []
     for name in dict.fromkeys(row.cells["table"] for row in rows):
         members = [row for row in rows if row.cells["table"] == name]

@@ -127,6 +127,9 @@ def test_experts_are_held_once_and_computed_by_who_holds_them() -> None:
     # A row of 8,192 bytes to two experts, there and back, for a pass and its gradients.
     exchange = 4 * 2 * 2 * 4096 * 8192 * 7 / 8 / (450e9 * step_time.LINKS_INSIDE)
     assert layers[1]["expert collectives"] == pytest.approx(exchange, rel=0.1)
+    nemo = Machines().machine("h100", "nemo")  # whose host starts each expert's products alone
+    alone = dataclasses.replace(even, expert=1, micro=1)
+    assert step_time.of(mixtral, alone, nemo).total() >= 32 * (3.0 + 0.2 * 2 * 8) / 1e3
     shared = dataclasses.replace(parts, zero=3)  # expert ranks share the state of the rest
     assert memory.of(mixtral, shared, H100)["optimizer state"] == mixtral.weights * 8 / 64
 
@@ -145,6 +148,32 @@ def test_schedules_shorten_the_bubble_by_their_papers_formulas() -> None:
     assert bubbles["zbv", 2] < bubbles["zero-bubble", 2] < bubbles["dualpipev", 2] < whole / 2
 
 
+def test_pieces_of_a_stage_exchange_gradients_beside_each_other() -> None:
+    """With 1F1B all gradients are complete in the last micro-batch, interleaved ones before."""
+    layout = Layout(data=64, stages=4, zero=1, micro=1, batch=512)
+    pieces = dataclasses.replace(layout, schedule="interleaved", chunks=4)
+    short = named("llama-3-8b", 512)
+    seconds = [step_time.of(short, one, H100)["data collectives"] for one in (layout, pieces)]
+    assert seconds[1] < 0.8 * seconds[0]
+
+
+def test_a_fused_gate_keeps_three_values_of_four() -> None:
+    """Both products and their gated product, but not the activation, which a kernel computes again.
+
+    So do torch.compile's partitions of such a layer (aot_eager_decomp_partition), and Megatron-LM's
+    SwiGLU, whose function saves its input and hands its output to the next product.
+    """
+    compiled = Machines().machine("h100", "rollcall compiled")
+    layout = Layout(data=8, zero=3, micro=2, batch=64)
+    eager, fused = (memory.stage(LLAMA, layout, m, 0, 32)["activations"] for m in (H100, compiled))
+    assert eager - fused == 32 * 2 * 8192 * 14336 * 2
+    mixtral = named("mixtral-8x7b")
+    eager, fused = (
+        memory.stage(mixtral, layout, m, 0, 32)["activations"] for m in (H100, compiled)
+    )
+    assert eager - fused == 32 * 2 * 4096 * 14336 * 2 * 2  # two experts for each token
+
+
 def test_a_pipeline_keeps_gathered_weights() -> None:
     layout = Layout(data=8, stages=4, zero=3, micro=1, batch=64)
     needed = memory.stage(LLAMA, layout, H100, 1, 8)
@@ -159,6 +188,15 @@ def test_terms_add_up_and_follow_the_layout() -> None:
     assert needed["gradients"] == LLAMA.weights * 4  # whole until the last of eight micro-batches
     at_once = dataclasses.replace(layout, micro=8)
     assert memory.of(LLAMA, at_once, H100)["gradients"] == LLAMA.weights * 4 / 8
+    scattered = dataclasses.replace(layout, scattered=True)
+    assert memory.of(LLAMA, scattered, H100)["gradients"] == LLAMA.weights * 4 / 8
+    for zero in (2, 3):  # once for each of eight micro-batches
+        once, often = (
+            step_time.of(LLAMA, dataclasses.replace(one, zero=zero), H100)
+            for one in (layout, scattered)
+        )
+        assert often["data collectives"] > once["data collectives"]
+        assert often["adding gradients"] == pytest.approx(once["adding gradients"] / 8)
     seconds = step_time.of(LLAMA, layout, H100)
     least = LLAMA.flops() * 64 / 8 / H100.chip.flops["bf16"]
     assert least / 0.67 < seconds.total() < 3 * least
@@ -263,10 +301,12 @@ def test_the_best_layouts_fit_and_come_first() -> None:
     assert fewest and not search.search(LLAMA, fewest.layout.ranks // 2, H100, Layout(batch=64))
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("llama-3-8b", 64), ("mixtral-8x7b", 64)])
+@pytest.mark.parametrize(("name", "gpus"), [("llama-3-8b", 64), ("mixtral-8x7b", 96)])
 def test_rollcall_accepts_every_layout_of_a_plan(name: str, gpus: int) -> None:
     """The words of the submit line are read back as the layout that was planned."""
-    for choice in search.search(named(name), gpus, H100, Layout(batch=512)):
+    choices = search.search(named(name), gpus, H100, Layout(batch=384))
+    assert name == "llama-3-8b" or any(choice.layout.expert > 1 for choice in choices)
+    for choice in choices:
         layout = plan._layout(parse(["gpt", *choice.words()])[1], gpus, H100)
         names = ("tensor", "stages", "context", "expert", "data", "zero", "shards")
         for part in (*names, "schedule", "chunks", "micro", "recompute"):
@@ -328,6 +368,18 @@ def test_selective_recomputation_and_compile_are_planned(
     assert "model.activation_checkpointing=selective" in plans["selective"]["words"]
 
 
+def test_a_shape_takes_the_keys_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """All but those of the model; so do the keys that mean the same as options."""
+    keys = ["parallel.strategy=zero2", "parallel.reduce_scatter=micro-batch", "train.steps=9"]
+    same = ["data.global_batch=64", "data.seq_len=4096", "precision=fp16"]
+    options = ["--batch", "64", "--length", "4096", "--precision", "fp16"]
+    plans = []
+    for words in (same, options):
+        assert plan.main([*LINE, *keys, *words]) == 0
+        plans.append(capsys.readouterr().out.partition("Submit")[0])
+    assert plans[0] == plans[1] and "64 samples of 4,096 tokens a step, fp16" in plans[0]
+
+
 def test_a_chip_is_found_by_the_name_that_torch_reports() -> None:
     machines = Machines()
     names = {"a100": "A100", "A100-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB"}
@@ -384,7 +436,7 @@ def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
         (["llama-3-8b", "--gpus", "63", "--gpu", "h100"], "such as 56 or 64"),
         (["llama-3-405b", "--gpus", "8", "--gpu", "h100"], "does not fit on 8 H100"),
         ([*LINE, "--gpus", "512", "--batch", "3"], "no mesh divides a batch of 3 samples"),
-        ([*LINE, "--failures", "many"], "--failures many: expected a number from 0 on"),
+        ([*LINE, "--failures", "many"], "--failures many: expected a number from 0 to"),
         ([*LINE, "--precision", "fp4"], "precision: expected fp32, tf32, bf16, fp16 or fp8"),
         (["llama-3-8b"], "expected --gpu with the name of a chip"),
         ([*LINE, "--machines", "missing.yaml"], "--machines missing.yaml: No such file"),
@@ -395,11 +447,21 @@ def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
         ([*LINE, "--ranks", "8"], "--ranks takes no --gpu"),
         (["gpt", "--gpu", "h100", "--length", "9"], "--length and --batch are for a shape"),
         (["mistral-8b", "--gpu", "h100"], "unknown model 'mistral-8b', did you mean 'mistral-7b'?"),
-        ([*LINE, "model.hidden_size=8"], "model.hidden_size: a shape takes keys of parallel"),
+        ([*LINE, "model.hidden_size=8"], "model.hidden_size: llama-3-8b is the model"),
+        ([*LINE, "parallel.compression=bf16"], "parallel.compression is not planned"),
+        ([*LINE, "data.seq_len=0"], "data.seq_len 0: expected a whole number from 1"),
         ([*LINE, "parallel.mesh=tensor=16,shard=4"], "tensor=16 does not divide 8 key-value heads"),
         (
             [*LINE, "--batch", "8", "parallel.mesh=pipeline=8,shard=8"],
             "1f1b needs 8 micro-batches, but the batch makes 1",
+        ),
+        (
+            ["mixtral-8x7b", "--gpus", "48", "--gpu", "h200", "parallel.mesh=shard=3,expert=16"],
+            "expert=16 leaves a rank without any of 8 experts",
+        ),
+        (
+            ["mixtral-8x7b", "--gpus", "24", "--gpu", "h200", "parallel.mesh=shard=3,expert=8"],
+            "3 shards do not divide an expert's 4096 units",
         ),
         ([*LINE, "parallel.mesh=replicate=64"], "GB too much; use more GPUs"),
         ([*LINE, "--program", "megatorn"], "unknown program 'megatorn', did you mean 'megatron'?"),
@@ -413,7 +475,10 @@ def test_a_file_of_machines_replaces_only_what_it_names(tmp_path: Path) -> None:
         ([*LINE, "--top", "0"], "--top 0: expected a whole number from 1"),
         ([*LINE, "--budget", ""], "--budget : expected a number of tokens"),
         ([*LINE, "--budget", "1T", "--price", "-1"], "--price -1: expected a number from 0.01"),
-        (["digits", "--ranks", "100000000"], "--ranks 100000000: expected at most 65,536"),
+        (
+            ["digits", "--ranks", "100000000"],
+            "--ranks 100000000: expected a whole number from 1 to 65,",
+        ),
     ],
 )
 def test_wrong_words_get_one_sentence(
@@ -553,7 +618,7 @@ def _saved(folder: Path, **changed: str) -> Path:
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("step_time_s", "nan"), ("step_time_s", "0"), ("ffn", "1e400"), ("tp", "3")],
+    [("step_time_s", "nan"), ("mem_gb", "0"), ("mem_gb", "x"), ("ffn", "1e400"), ("tp", "3")],
 )
 def test_rows_that_cannot_be_planned_are_left_out(
     column: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -567,9 +632,10 @@ def test_rows_that_cannot_be_planned_are_left_out(
         writer.writerows(lines)
     rows, left_out = validate.read(str(tmp_path), Machines())
     assert len(rows) == 3 and left_out[0].startswith("own.csv, line 2: ")
-    (tmp_path / "own.csv").write_bytes(b"\xff")
-    assert plan.main(["--validate", str(tmp_path)]) == 2
-    assert "own.csv" in capsys.readouterr().err
+    for text in (b"\xff", b"table,row\n", b"x" * 200_000 + b"\n1"):
+        (tmp_path / "own.csv").write_bytes(text)
+        assert plan.main(["--validate", str(tmp_path)]) == 2
+        assert "--validate" in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
 def test_published_runs_are_what_the_docs_print(capsys: pytest.CaptureFixture[str]) -> None:
@@ -588,6 +654,10 @@ def test_published_runs_are_what_the_docs_print(capsys: pytest.CaptureFixture[st
         assert float(ratio) == pytest.approx(published / first["seconds"], rel=0.01)
         assert limits == f"{low:.2f}–{high:.2f} |"
         inside += low <= published / first["seconds"] <= high
+        model, _, gpus, *_, batch = command.partition(" parallel.")[0].split()[:7]
+        tokens = int(batch) * named(model).length / published / int(gpus)
+        figures = re.findall(r"\d[\d,]*", shapes.KNOWN[model]["published"].replace("arxiv", ""))
+        assert pytest.approx(tokens, rel=0.01) in [float(one.replace(",", "")) for one in figures]
     assert inside >= 10
 
 
