@@ -49,10 +49,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"({FLOAT.pa
 
 
 def load(text: str, as_text: bool = False) -> Any:
-    """Parse one YAML document; raise yaml.YAMLError if it is invalid, or nested too deeply.
-
-    With `as_text`, all values stay text, such as 2:00:00.
-    """
+    """Parse a YAML document, all values `as_text` or typed; YAMLError if invalid or too deep."""
     try:
         _check(text)
         return yaml.load(text, yaml.CBaseLoader) if as_text else yaml.load(text, _SafeLoader)

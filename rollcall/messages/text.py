@@ -119,10 +119,7 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their widest cell.
-
-    If `right`, all columns but the first one are aligned at the right, as numbers are.
-    """
+    """Return the lines of a table; `right` aligns all columns but the first as numbers."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = str.rjust if right else str.ljust
     return ["  ".join([row[0].ljust(first), *map(pad, row[1:], others)]).rstrip() for row in rows]

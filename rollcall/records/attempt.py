@@ -239,10 +239,7 @@ def _pass_cache(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class RankFailure(Whole):
-    """The failure of a rank, in its node's log directory; written by itself, or by its parent.
-
-    The supervisor writes that it has killed a rank, or the parent, that somebody had stopped.
-    """
+    """The failure of a rank, written by itself, its parent or supervisor beside its log."""
 
     FILE = "{who}.failed.json"
 

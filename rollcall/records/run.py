@@ -35,10 +35,7 @@ EVENTS = "events.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object with the fields of a dataclass.
-
-    A field named `more` holds all keys without a field. None is not written.
-    """
+    """A JSON object with a dataclass's fields; `more` has other keys, None is not written."""
 
     FILE: ClassVar[str]
 
@@ -174,10 +171,7 @@ class LoggedStep(Line):
 
     @classmethod
     def span(cls, directory: Path, since: float) -> tuple[Self, Self] | None:
-        """Return the first step since a time, of those in the last lines, and the newest step.
-
-        The first one is the newest if all are older; None without steps.
-        """
+        """Return the first of the last steps since a time, and the newest; None without steps."""
         steps = cls.last(directory)
         recent = [step for step in steps if step.time >= since] or steps[-1:]
         return (recent[0], steps[-1]) if steps else None
@@ -241,10 +235,7 @@ class Validation(Line):
 
 
 def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
-    """Read the events with these names, or all, in order.
-
-    Each has `time`, in seconds since 1970, `event`, and fields that depend on the event.
-    """
+    """Read the events with these names, or all, in order; `time` is in seconds since 1970."""
     lines = (line for line in read_lines(directory / EVENTS) if is_event(line))
     return [line for line in lines if not names or line["event"] in names]
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_048, 8_000
+CORE_LINES, TOOLS_LINES = 39_883, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,25 +30,25 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 65,
-    "rollcall/cli": 325,
-    "rollcall/config": 2588,
+    "rollcall/cli": 322,
+    "rollcall/config": 2579,
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1032,
-    "rollcall/launch/doctor": 1291,
+    "rollcall/launch/commands": 1029,
+    "rollcall/launch/doctor": 1288,
     "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1726,
-    "rollcall/launch/program": 518,
-    "rollcall/launch/rank": 863,
+    "rollcall/launch/node": 1711,
+    "rollcall/launch/program": 512,
+    "rollcall/launch/rank": 856,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2076,
-    "rollcall/launch/scheduler": 780,
-    "rollcall/launch/submission": 2359,
-    "rollcall/launch/sweep": 405,
-    "rollcall/messages": 252,
-    "rollcall/records": 1218,
-    "rollcall/system": 814,
+    "rollcall/launch/runs": 2064,
+    "rollcall/launch/scheduler": 707,
+    "rollcall/launch/submission": 2350,
+    "rollcall/launch/sweep": 401,
+    "rollcall/messages": 249,
+    "rollcall/records": 1203,
+    "rollcall/system": 811,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1637,

@@ -51,10 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def keep_live(table: Callable[[int], list[str]], sign: Callable[[], object] = int) -> None:
-    """Print a table for the width of the terminal repeatedly, until `q` or Ctrl-C.
-
-    It is printed at once when `sign` returns another value than before.
-    """
+    """Print a table for the terminal's width until `q` or Ctrl-C, at once if `sign` has changed."""
     with contextlib.suppress(KeyboardInterrupt), _keys() as is_ended:
         while True:
             seen, end = sign(), time.monotonic() + REDRAW

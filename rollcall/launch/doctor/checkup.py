@@ -87,10 +87,7 @@ def _safely(check: Check, node: LocalNode) -> Result:
 
 
 def compare(nodes: Mapping[str, Results]) -> dict[str, list[Outlier]]:
-    """Return, by check, the nodes whose values differ from the values of most nodes.
-
-    If only two nodes are compared and differ, both are listed, because neither is usual.
-    """
+    """Return, by check, the nodes whose values differ from most nodes' values; of two, both."""
     outliers: dict[str, Iterator[Outlier]] = {}
     for name in checks():
         results = {node: of_node[name] for node, of_node in nodes.items() if name in of_node}

@@ -100,10 +100,7 @@ def children(pid: int) -> list[int]:
 
 
 def end_orphans(keep: Sequence[int] = ()) -> None:
-    """End all processes that the ranks left behind, but not our children `keep` and theirs.
-
-    A process whose parent has ended is our own child.
-    """
+    """Kill what the ranks left behind, which are our children by now, but not `keep` and theirs."""
     while orphans := [child for child in children(os.getpid()) if child not in keep]:
         for child in orphans:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -113,10 +110,7 @@ def end_orphans(keep: Sequence[int] = ()) -> None:
 
 
 class ForkClient:
-    """The supervisor's side of the fork server, from which a node's ranks are forked.
-
-    For each order, the server forks an agent, which forks the ranks.
-    """
+    """The supervisor's side of the fork server: each order gets an agent, which forks ranks."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
         """Start the server, which imports what all ranks need; `ps` shows the words, too."""

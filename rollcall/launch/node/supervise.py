@@ -237,10 +237,7 @@ class Supervisor:
         return os.EX_UNAVAILABLE if rule.action == "leave" else code, rule
 
     def _cause(self) -> "RootCause":
-        """Find the cause of a failure and print it, as `rollcall why` does.
-
-        First wait for a moment until the other nodes have written how their part ended.
-        """
+        """Let the other nodes report; find the cause of a failure and print it."""
         from rollcall.launch.runs import root_cause  # here, because few runs need it
 
         end = self.monitor.clock.read() + REPORTS

@@ -117,11 +117,7 @@ def start(options: argparse.Namespace) -> None:
 
 
 def _meet(options: argparse.Namespace) -> "PrefixStore":
-    """Host the store on node 0, connect to it on the others, and wait until all nodes have met.
-
-    The supervisors have compared their numbers of ranks. RankError is raised if the nodes do not
-    meet, or if an import has started CUDA.
-    """
+    """Host or join the store where all nodes meet; RankError if they do not, or CUDA began."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RankError(
             f"importing {options.program} has started CUDA, which a forked rank cannot use: move "
@@ -184,10 +180,7 @@ def _files(options: argparse.Namespace) -> KeyValueStore:
 
 
 def _have_ended(nodes: list[int], folder: Path) -> bool:
-    """Return True if these nodes have written that their parts ended in order; forget those.
-
-    If one has failed or is lost, the supervisor of node 0 notices that and ends this process.
-    """
+    """Forget nodes that ended in order; return True if all did. Supervisors notice failures."""
     number = int(folder.name.rpartition("-")[2])
     while nodes:  # a record that is not visible yet says nothing
         part = NodeState.read(folder.parents[1], attempt=number, node=nodes[-1])

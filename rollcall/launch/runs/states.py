@@ -62,10 +62,7 @@ class Progress:
 
 
 def look(runs: Sequence[RunDir]) -> tuple[list[Condition], str]:
-    """Return the conditions of these runs, and what went wrong in asking Slurm, if anything.
-
-    squeue is asked once for all runs, and sacct once for the jobs that squeue has forgotten.
-    """
+    """Return the conditions of these runs, and what went wrong in asking Slurm about them."""
     processes = Processes()
     read = [_from_files(run, processes) for run in runs]
     known: dict[str, JobInfo] = {}

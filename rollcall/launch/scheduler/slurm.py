@@ -202,10 +202,7 @@ def tell(*command: str) -> str:
 
 
 def requeue_own_job(job_id: str, leave_out: Sequence[str] = ()) -> None:
-    """Requeue the job that this process is part of, without some hosts; Slurm ends it at once.
-
-    Slurm refuses if the job was submitted with --no-requeue.
-    """
+    """Requeue this process's job, without some hosts; Slurm ends it, or refuses (--no-requeue)."""
     try:
         tell("scontrol", "requeue", job_id)
     except SlurmError as error:

@@ -78,10 +78,7 @@ def tell_of_interrupt(submission: SubmissionPlan) -> bool:
 
 
 def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
-    """Return why there is nothing to submit: the run is live or finished. None if it can start.
-
-    A run that has failed is refused without `resume`.
-    """
+    """Return why there is nothing to submit, or None; refuse a failed run without `resume`."""
     if live := _live_jobs(run):
         return f"is live ({listed(live, 3)}): nothing is submitted"
     verdict = run.read_verdict()

@@ -58,11 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def divide(throttle: int | None, cpus: int, gpus: int, tasks: int) -> list[Share]:
-    """Divide this machine among the tasks that run at once; return the share of each.
-
-    If `throttle` lets more tasks run than fit, by the CPUs and GPUs that each needs, several share
-    one.
-    """
+    """Divide this machine among the tasks that run at once; those that do not fit share a part."""
     usable, cards = sorted(os.sched_getaffinity(0)), visible_gpus(os.environ)
     # A task that asks for no GPU still gets one, or cells of a sweep would differ in device.
     fit = len(cards) // (gpus or 1) if cards else hosts.usable_cpus() // cpus
