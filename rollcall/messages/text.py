@@ -126,10 +126,7 @@ def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]], wide: bool = False) -> list[str]:
-    """Return the lines of a Markdown table, whose first row is the head; `|` in cells is escaped.
-
-    A `wide` table also reads well in a terminal: all columns but the last are padded.
-    """
+    """Return the lines of a Markdown table with a head; a `wide` one is padded for a terminal."""
     safe = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) if wide else 0 for column in zip(*safe, strict=True)]
     widths[-1] = 0

@@ -27,8 +27,6 @@ class FencedError(OSError):
 
 
 class _Entry:
-    """A file or a folder of a run directory."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_883, 8_000
+CORE_LINES, TOOLS_LINES = 39_652, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,24 +31,24 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 322,
-    "rollcall/config": 2579,
+    "rollcall/config": 2556,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 393,
-    "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1029,
-    "rollcall/launch/doctor": 1288,
-    "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1711,
-    "rollcall/launch/program": 512,
-    "rollcall/launch/rank": 856,
-    "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2064,
-    "rollcall/launch/scheduler": 707,
-    "rollcall/launch/submission": 2350,
+    "rollcall/launch/api": 387,
+    "rollcall/launch/batch": 660,
+    "rollcall/launch/commands": 1004,
+    "rollcall/launch/doctor": 1279,
+    "rollcall/launch/frameworks": 282,
+    "rollcall/launch/node": 1679,
+    "rollcall/launch/program": 509,
+    "rollcall/launch/rank": 832,
+    "rollcall/launch/remote": 136,
+    "rollcall/launch/runs": 2009,
+    "rollcall/launch/scheduler": 702,
+    "rollcall/launch/submission": 2330,
     "rollcall/launch/sweep": 401,
-    "rollcall/messages": 249,
-    "rollcall/records": 1203,
-    "rollcall/system": 811,
+    "rollcall/messages": 246,
+    "rollcall/records": 1192,
+    "rollcall/system": 807,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1637,

@@ -137,11 +137,8 @@ def _unusual(values: Mapping[str, str]) -> Iterator[Outlier]:
 def bad_nodes(nodes: Mapping[str, Results], *, lasting: bool = False) -> dict[str, str]:
     """Return the nodes that a job should avoid, with reasons: they fail a check, or differ.
 
-    A problem of more than half of the nodes belongs to the environment, not to a node.
-
-    Args:
-        nodes: the results by node.
-        lasting: leave out what load alone can cause: a late check, or nodes that do not meet.
+    A problem of more than half of the nodes belongs to the environment. `lasting` leaves out what
+    load alone can cause: a late check, or nodes that do not meet.
     """
     reasons: dict[str, list[str]] = {}
     for name in checks():

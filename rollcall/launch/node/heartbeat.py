@@ -141,7 +141,6 @@ class Watch:
         self._seen[number] = (self._seen[number][0], now)
 
     def _limit(self, number: int, since: float, has_failed: bool) -> float:
-        """Return how long this node may be silent."""
         opinion, when = self._opinions.get(number, (None, since))
         if when <= since:  # of an earlier silence
             opinion = None

@@ -34,8 +34,7 @@ def main() -> NoReturn:
     """Start the ranks of each order until the supervisor has ended."""
     if RANK_OPTIONS in os.environ:  # torchrun has started this rank
         sys.exit(run_rank(argparse.Namespace(**json.loads(os.environ.pop(RANK_OPTIONS)))))
-    options = parser().parse_args()
-    options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
+    options = argparse.Namespace(**json.loads(sys.argv[1]))  # an order adds what differs by attempt
     options.nproc_per_node = options.ranks[options.node_rank]
     options.first_rank = sum(options.ranks[: options.node_rank])
     # Before torch is imported: its thread pool reads this once.
@@ -141,22 +140,6 @@ def _fork_agent(
         os._exit(code)
     theirs.close()
     return pid, orders
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line, with torchrun's option names; an order brings what differs by attempt."""
-    name = "python -m rollcall.launch.rank.agent"
-    result = argparse.ArgumentParser(prog=name, allow_abbrev=False)
-    result.add_argument("--serve", type=int, help="the socket of the orders")
-    result.add_argument("--nnodes", type=int, default=1)
-    result.add_argument("--node-rank", type=int, default=0)
-    result.add_argument("--nproc-per-node", default="1", help="ranks, or 1,2,2 node by node")
-    start = "fork: import torch once and fork the ranks; torchrun: an interpreter per rank"
-    result.add_argument("--start-method", choices=("fork", "torchrun"), default="fork", help=start)
-    result.add_argument("-m", "--module", action="store_true", help="the program is a module")
-    result.add_argument("program")
-    result.add_argument("arguments", nargs=argparse.REMAINDER)
-    return result
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from rollcall.launch.rank.process import (
     MAX_BYTES,
     RankError,
     exit_rank,
-    program_of,
     receive,
     record_end,
     record_failure,
@@ -59,9 +58,8 @@ LEAVE_LOOK = 10.0
 
 def preload(options: argparse.Namespace) -> None:
     """Import once what every rank will import: all of rollcall's training, or torch's compiler."""
-    program = program_of(options)
-    words = training_words(program)
-    if HAS_TORCH and (words is not None or may_optimize(program)):
+    words = training_words(options.program)
+    if HAS_TORCH and (words is not None or may_optimize(options.program)):
         from rollcall.train.torch_private import COMPILER
 
         importlib.import_module(COMPILER)
@@ -119,8 +117,9 @@ def start(options: argparse.Namespace) -> None:
 def _meet(options: argparse.Namespace) -> "PrefixStore":
     """Host or join the store where all nodes meet; RankError if they do not, or CUDA began."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        name = next(word for word in options.program if word != "-m")
         raise RankError(
-            f"importing {options.program} has started CUDA, which a forked rank cannot use: move "
+            f"importing {name} has started CUDA, which a forked rank cannot use: move "
             "that below `if __name__ == '__main__'`, or use --start-method torchrun",
             2,
         )
@@ -174,7 +173,6 @@ def _leave(store: KeyValueStore | None, options: argparse.Namespace) -> None:
 
 
 def _files(options: argparse.Namespace) -> KeyValueStore:
-    """Return a store in a folder, for nodes without torch."""
     folder = Path(options.log_dir).parent / "exchange"
     return surroundings.Files(folder, f"node-{options.node_rank}")
 

@@ -102,15 +102,10 @@ def exit_rank(code: int) -> NoReturn:
     os._exit(code)
 
 
-def program_of(options: argparse.Namespace) -> list[str]:
-    """Return the command line of the ranks' program, as after `python`."""
-    return [*(["-m"] if options.module else []), options.program, *options.arguments]
-
-
 def _run_program(options: argparse.Namespace) -> tuple[int, str]:
     """Run the program as __main__; return its exit code and the exception it raised, if any."""
     try:
-        user_program.run(program_of(options))
+        user_program.run(options.program)
     except SystemExit as exit_:
         if exit_.code is None or isinstance(exit_.code, int):
             return (exit_.code or 0) & 0xFF, ""

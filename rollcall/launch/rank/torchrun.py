@@ -10,7 +10,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from rollcall.launch.rank.process import RankError, program_of, receive, record_failure
+from rollcall.launch.rank.process import RankError, receive, record_failure
 from rollcall.launch.rank.surroundings import JOIN_TIMEOUT, RANK_OPTIONS
 from rollcall.launch.runs.decision import first_to_fail, has_failed
 
@@ -29,7 +29,7 @@ def start(options: argparse.Namespace) -> None:
         *(f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"),
         *("--rdzv-backend=static", f"--rdzv-conf=timeout={JOIN_TIMEOUT.seconds}"),
         *("--signals-to-handle=SIGQUIT", "-m", "rollcall.launch.rank.agent"),
-        *program_of(options),  # for `ps`
+        *options.program,  # for `ps`
     ]
     try:
         run(parse_args(words))  # type: ignore[no-untyped-call]

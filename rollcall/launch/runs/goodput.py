@@ -98,7 +98,6 @@ def _attempts(run: RunDir, events: Sequence[dict[str, Any]]) -> list[AttemptReco
 
 
 def _has_failed(attempt: AttemptRecord) -> bool:
-    """Return True if an attempt has failed, or has vanished."""
     return attempt.state in (None, "failed")
 
 

@@ -195,7 +195,6 @@ def _ended(run: RunDir, condition: Condition, newest: AttemptRecord) -> Conditio
 
 
 def _started_by_hand(run: RunDir) -> Condition:
-    """Return the condition of a run without a launcher, which only its files know."""
     starts = len(run.read_events("started"))
     verdict = run.read_verdict()
     if verdict is not None:

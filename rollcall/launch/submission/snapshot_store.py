@@ -55,7 +55,6 @@ class SourceStore:
         return digest
 
     def _keep(self, target: str, kept: str) -> None:
-        """Add a finished file to the store."""
         self._has_grown = True
         with contextlib.suppress(OSError):  # no hard links on this file system: keep the copy
             try:

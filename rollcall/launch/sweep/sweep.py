@@ -22,7 +22,7 @@ from rollcall.launch.commands import status
 from rollcall.launch.runs import find, states
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
-from rollcall.launch.submission import command, layers, profile
+from rollcall.launch.submission import command, layers
 from rollcall.launch.submission.plan import SubmissionPlan, plan
 from rollcall.launch.sweep import definition
 from rollcall.launch.sweep.definition import Sweep, SweepCell
@@ -76,7 +76,7 @@ def _plan(
     sweep: Sweep, root: str, left: Sequence[SweepCell], argv: Sequence[str], local: bool
 ) -> SubmissionPlan:
     """Plan one array for all cells, or consecutive arrays if Slurm limits their size."""
-    given = profile.as_words(sweep.options) + (["--local"] if local else [])
+    given = layers.as_words(sweep.options) + (["--local"] if local else [])
     words = [*given, f"--name={sweep.name}", f"--root={root}", "--array=0", *sweep.program]
     line, setup = layers.read(words, "the sweep's file")
     base = plan(line, argv, setup)
