@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_652, 8_000
+CORE_LINES, TOOLS_LINES = 39_649, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 322,
-    "rollcall/config": 2556,
+    "rollcall/config": 2578,
     "rollcall/launch": 1,
     "rollcall/launch/api": 387,
     "rollcall/launch/batch": 660,
@@ -40,14 +40,14 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/frameworks": 282,
     "rollcall/launch/node": 1679,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 832,
+    "rollcall/launch/rank": 825,
     "rollcall/launch/remote": 136,
-    "rollcall/launch/runs": 2009,
+    "rollcall/launch/runs": 2010,
     "rollcall/launch/scheduler": 702,
     "rollcall/launch/submission": 2330,
-    "rollcall/launch/sweep": 401,
+    "rollcall/launch/sweep": 399,
     "rollcall/messages": 246,
-    "rollcall/records": 1192,
+    "rollcall/records": 1175,
     "rollcall/system": 807,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,

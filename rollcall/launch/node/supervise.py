@@ -7,7 +7,6 @@ Exit code: 0 done, 75 stopped in order (start it again to continue), 69 another 
 anything else is a failure.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -15,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -318,7 +318,7 @@ def _environment(node: identity.Node, modules: Sequence[str]) -> dict[str, str]:
 
 
 def _supervise(
-    options: argparse.Namespace, node: identity.Node, ranks: Sequence[int], server: ForkClient
+    options: Namespace, node: identity.Node, ranks: Sequence[int], server: ForkClient
 ) -> int:
     try:
         work = resolve.work_of_supervisor(options, os.environ, node.job)

@@ -1,9 +1,9 @@
 """Start ranks with torchrun: one interpreter per rank."""
 
-import argparse
 import json
 import logging
 import os
+from argparse import Namespace
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -15,7 +15,7 @@ from rollcall.launch.rank.surroundings import JOIN_TIMEOUT, RANK_OPTIONS
 from rollcall.launch.runs.decision import first_to_fail, has_failed
 
 
-def start(options: argparse.Namespace) -> None:
+def start(options: Namespace) -> None:
     """Let torchrun start the ranks and wait for them; raise RankError if one fails."""
     receive(options)
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)

@@ -264,7 +264,10 @@ def _unless_ended(run: RunDir, condition: Condition) -> Condition:
 
 def lost_batch(run: RunDir, job: SubmittedJob) -> str:
     """Say that the batch process of a job that is over was killed; empty if it was not."""
-    if job.is_local or not BatchRecord.was_lost(run.path, job.id):
+    batch = None if job.is_local else BatchRecord.read(run.path)
+    if batch is None or batch.process is None or batch.has_ended:
+        return ""
+    if batch.start.rpartition(".")[0] != job.id:
         return ""
     number = slurm.script_signal(job.id)
     how = f" by {', '.join(filter(None, reasons.of_signal(number)))}" if number else ""

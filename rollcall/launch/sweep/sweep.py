@@ -6,11 +6,11 @@ same file again, the cells that are missing, failed or stopped run again, with t
 submission.
 """
 
-import argparse
 import csv
 import json
 import math
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     return _status(sweep, given) if given.command == "status" else _submit(sweep, given, argv)
 
 
-def _submit(sweep: Sweep, given: argparse.Namespace, argv: Sequence[str]) -> int:
+def _submit(sweep: Sweep, given: Namespace, argv: Sequence[str]) -> int:
     trust.require_owner(given.file, "the sweep")
     if "--" not in sweep.program or training_words(sweep.program[1:]) is not None:
         words = [word for cell in sweep.cells for word in cell.words(True)]
@@ -103,7 +103,7 @@ def _plan(
     return replace(base, job=jobs[0], later=tuple(jobs[1:]), files=files)
 
 
-def _status(sweep: Sweep, given: argparse.Namespace) -> int:
+def _status(sweep: Sweep, given: Namespace) -> int:
     rows = _rows(sweep, given)
     if given.csv is not None:
         with given.csv.open("w", newline="") as file:
@@ -117,7 +117,7 @@ def _status(sweep: Sweep, given: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
+def _rows(sweep: Sweep, given: Namespace) -> list[dict[str, str]]:
     keys = list(dict.fromkeys(key for cell in sweep.cells for key in cell.values))
     root = Path(given.root) / sweep.name
     runs = [RunDir(root, cell.name) for cell in sweep.cells]
