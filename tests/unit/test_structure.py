@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_649, 8_000
+CORE_LINES, TOOLS_LINES = 39_635, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -37,10 +37,10 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/batch": 660,
     "rollcall/launch/commands": 1004,
     "rollcall/launch/doctor": 1279,
-    "rollcall/launch/frameworks": 282,
+    "rollcall/launch/frameworks": 274,
     "rollcall/launch/node": 1679,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 825,
+    "rollcall/launch/rank": 819,
     "rollcall/launch/remote": 136,
     "rollcall/launch/runs": 2010,
     "rollcall/launch/scheduler": 702,

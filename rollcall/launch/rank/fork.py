@@ -33,13 +33,7 @@ from rollcall.launch.rank.process import (
     record_failure,
     run_rank,
 )
-from rollcall.launch.runs.decision import (
-    RESCUE,
-    RestartFacts,
-    decide,
-    first_to_fail,
-    has_failed,
-)
+from rollcall.launch.runs.decision import RESCUE, RestartFacts, decide, first_to_fail, has_failed
 from rollcall.records.attempt import OUT_OF_MEMORY, NodeState, RanksAlone
 from rollcall.system import guard, process
 from rollcall.system.timer import Every, RunningClock
