@@ -49,10 +49,7 @@ def environment() -> dict[str, str]:
 
 
 def training_words(program: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the words after `train` in a rank's command line; None for another program.
-
-    The command line is without the interpreter; the words are a recipe and `key=value`.
-    """
+    """Return the recipe and the keys of a rank's command line; None for another program."""
     names = [TRAIN, ("-m", "train")]
     if tuple(program[:2]) == USER_PROGRAM:
         program, names = program[3:], [TRAIN]  # there, `train` is the user's own module

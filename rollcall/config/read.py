@@ -88,10 +88,7 @@ def tokenizer_folder(config: Config) -> str | None:
 
 
 def origins(words: Sequence[str]) -> dict[str, str]:
-    """Return the origin of the value of each key, for words that `parse` accepts.
-
-    A key of arguments, such as model.args, also has one dotted name for each argument.
-    """
+    """Return the origin of each key's and each argument's value, for words that `parse` accepts."""
     source = _source(words)
     origin = dict.fromkeys((name for name, *_ in describe()), "default")
     origin |= dict.fromkeys(_leaves(_read(source)), str(_path(source)))

@@ -85,10 +85,7 @@ def synonyms() -> dict[str, Any]:
 
 
 def about_option(words: Sequence[str], cutoff: float = 0.8) -> str:
-    """Return advice about an option such as `--batch-size 32`; an empty text if it is unknown.
-
-    It may differ from the key that is meant; `cutoff` 1 asks for keys that are spelled alike.
-    """
+    """Return advice about an option that is like a key by `cutoff` (1: equal), else nothing."""
     import difflib  # here: only mistakes need it
 
     option, equals, value = words[0].lstrip("-").partition("=")

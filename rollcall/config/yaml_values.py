@@ -8,6 +8,7 @@ if a key is true or false, or a number.
 import re
 import reprlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,10 +50,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"({FLOAT.pa
 
 
 def load(text: str, as_text: bool = False) -> Any:
-    """Parse one YAML document; raise yaml.YAMLError if it is invalid, or nested too deeply.
-
-    With `as_text`, all values stay text, such as 2:00:00.
-    """
+    """Parse a YAML document, all values `as_text` or typed; YAMLError if invalid or too deep."""
     try:
         _check(text)
         return yaml.load(text, yaml.CBaseLoader) if as_text else yaml.load(text, _SafeLoader)
@@ -110,23 +108,14 @@ def dump(values: Any, **options: Any) -> str:
     return text
 
 
+@dataclass
 class _Open:
     """A list or mapping whose end has not been read."""
 
-    def __init__(self, event: yaml.CollectionStartEvent) -> None:
-        self.anchor: str | None = event.anchor
-        self._keys: set[str] = set()
-        self._is_mapping = isinstance(event, yaml.MappingStartEvent)
-        self._is_key = False
-
-    def add(self, event: yaml.NodeEvent) -> None:
-        """Refuse a repeated key of a mapping; PyYAML would drop the first value."""
-        self._is_key = self._is_mapping and not self._is_key
-        if self._is_key and isinstance(event, yaml.ScalarEvent):
-            if event.value in self._keys:
-                problem = f"the key '{event.value}' is given twice"
-                raise yaml.MarkedYAMLError(None, None, problem, cast(Any, event.start_mark))
-            self._keys.add(event.value)
+    anchor: str | None
+    is_mapping: bool
+    nodes: int = 0  # of a mapping, every other one is a key
+    keys: set[str] = field(default_factory=set)
 
 
 def _check(text: str) -> None:
@@ -134,9 +123,16 @@ def _check(text: str) -> None:
     within: list[_Open] = []
     for event in yaml.parse(text, yaml.CBaseLoader):
         if within and isinstance(event, yaml.NodeEvent):
-            within[-1].add(event)
+            above = within[-1]
+            above.nodes += 1
+            is_key = above.is_mapping and above.nodes % 2
+            if is_key and isinstance(event, yaml.ScalarEvent):
+                if event.value in above.keys:  # PyYAML would drop the first value
+                    problem = f"the key '{event.value}' is given twice"
+                    raise yaml.MarkedYAMLError(None, None, problem, cast(Any, event.start_mark))
+                above.keys.add(event.value)
         if isinstance(event, yaml.CollectionStartEvent):
-            within.append(_Open(event))
+            within.append(_Open(event.anchor, isinstance(event, yaml.MappingStartEvent)))
         elif isinstance(event, yaml.CollectionEndEvent):
             within.pop()
         elif isinstance(event, yaml.AliasEvent) and event.anchor in (o.anchor for o in within):

@@ -119,20 +119,14 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their widest cell.
-
-    If `right`, all columns but the first one are aligned at the right, as numbers are.
-    """
+    """Return the lines of a table; `right` aligns all columns but the first as numbers."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = str.rjust if right else str.ljust
     return ["  ".join([row[0].ljust(first), *map(pad, row[1:], others)]).rstrip() for row in rows]
 
 
 def markdown(rows: Sequence[Sequence[str]], wide: bool = False) -> list[str]:
-    """Return the lines of a Markdown table, whose first row is the head; `|` in cells is escaped.
-
-    A `wide` table also reads well in a terminal: all columns but the last are padded.
-    """
+    """Return the lines of a Markdown table with a head; a `wide` one is padded for a terminal."""
     safe = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) if wide else 0 for column in zip(*safe, strict=True)]
     widths[-1] = 0

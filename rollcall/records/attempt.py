@@ -102,12 +102,9 @@ def new_attempt(directory: Path, number: int) -> int:
 
 @dataclass(frozen=True)
 class Rendezvous(Whole):
-    """The facts that the nodes of one attempt must agree on, published by the head.
+    """The facts that the nodes of one attempt must agree on, published by the head."""
 
-    The key of the start and the round is in the file's name: earlier starts' files are never read.
-    """
-
-    FILE = "job/rendezvous/{key}.json"
+    FILE = "job/rendezvous/{key}.json"  # of the start and the round: earlier ones are not read
 
     attempt: int  # its number in the run
     host: str  # name of the head node
@@ -239,10 +236,7 @@ def _pass_cache(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class RankFailure(Whole):
-    """The failure of a rank, in its node's log directory; written by itself, or by its parent.
-
-    The supervisor writes that it has killed a rank, or the parent, that somebody had stopped.
-    """
+    """The failure of a rank, written by itself, its parent or supervisor beside its log."""
 
     FILE = "{who}.failed.json"
 

@@ -55,8 +55,5 @@ def digest_of(path: Path) -> str:
 
 
 def time_of(digest: str) -> int:
-    """Return the modification time of a file in the store, in nanoseconds since 1970.
-
-    It follows from the digest: a file with another time was changed and is not used again.
-    """
+    """Return the time in ns since 1970, by its digest, of a stored file that nobody has changed."""
     return (315532800 + int(digest[:6], 16)) * 10**9  # in 1980

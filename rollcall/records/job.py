@@ -85,14 +85,6 @@ class BatchRecord(Whole):
     process: str | None = None  # its pid namespace, process id and start
     has_ended: bool = False  # whether it ended in order, after requeuing the job if need be
 
-    @classmethod
-    def was_lost(cls, directory: Path, job_id: str) -> bool:
-        """Return True if the batch process of this job, which is over, did not end in order."""
-        known = cls.read(directory)
-        if known is None or known.process is None or known.has_ended:
-            return False
-        return known.start.rpartition(".")[0] == job_id
-
 
 @dataclass(frozen=True)
 class Cell(Record):

@@ -11,10 +11,7 @@ from rollcall.system.files import as_object
 
 @dataclass(frozen=True)
 class Phases(Line):
-    """The time of each rank in the steps since the line before; rank 0 writes it.
-
-    The phases of a rank add up to `seconds`. A list has one number for each rank.
-    """
+    """The time of the ranks in the steps since the line before; phases add up to `seconds`."""
 
     FILE = "phases.jsonl"
     PHASES: ClassVar = ("data", "forward", "backward", "communication", "optimizer", "other")
@@ -23,7 +20,7 @@ class Phases(Line):
     steps: int  # how many steps it covers
     time: float  # seconds since 1970
     seconds: float  # wall clock of a step, mean; without evaluations and saves
-    phases: dict[str, list[float]]  # mean seconds of a step in each of PHASES
+    phases: dict[str, list[float]]  # mean seconds of a step in each of PHASES, by rank
     memory: list[float] | None = None  # peak bytes: allocated on the GPU, resident on a CPU
     reserved: list[float] | None = None  # peak bytes that PyTorch holds of the GPU
     host: list[float] | None = None  # resident bytes of the process

@@ -15,7 +15,7 @@ import math
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, Self, TypeAlias, get_args
@@ -35,10 +35,7 @@ EVENTS = "events.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object with the fields of a dataclass.
-
-    A field named `more` holds all keys without a field. None is not written.
-    """
+    """A JSON object with a dataclass's fields; `more` has other keys, None is not written."""
 
     FILE: ClassVar[str]
 
@@ -174,10 +171,7 @@ class LoggedStep(Line):
 
     @classmethod
     def span(cls, directory: Path, since: float) -> tuple[Self, Self] | None:
-        """Return the first step since a time, of those in the last lines, and the newest step.
-
-        The first one is the newest if all are older; None without steps.
-        """
+        """Return the first of the last steps since a time, and the newest; None without steps."""
         steps = cls.last(directory)
         recent = [step for step in steps if step.time >= since] or steps[-1:]
         return (recent[0], steps[-1]) if steps else None
@@ -241,22 +235,17 @@ class Validation(Line):
 
 
 def read_events(directory: Path, *names: str) -> list[dict[str, Any]]:
-    """Read the events with these names, or all, in order.
-
-    Each has `time`, in seconds since 1970, `event`, and fields that depend on the event.
-    """
-    lines = (line for line in read_lines(directory / EVENTS) if is_event(line))
-    return [line for line in lines if not names or line["event"] in names]
+    """Read the events with these names, or all, in order; `time` is in seconds since 1970."""
+    return [line for line in _events(directory) if not names or line["event"] in names]
 
 
 def noticed(directory: Path) -> list[str]:
     """Return the newest attempt's remarks about its ranks, in order."""
     texts: list[str] = []
-    having = (b'"started"', b'"straggler"')
-    for line in read_lines(directory / EVENTS, having=having):
-        if is_event(line) and line["event"] == "started":
+    for line in _events(directory, (b'"started"', b'"straggler"')):
+        if line["event"] == "started":
             texts.clear()
-        elif is_event(line) and isinstance(line.get("text"), str):
+        elif isinstance(line.get("text"), str):
             texts.append(line["text"])
     return texts
 
@@ -269,23 +258,22 @@ def start_and_steps(directory: Path) -> tuple[float, int, int | None, dict[str, 
     """
     started, first, steps, evaluated = 0.0, 0, None, dict[str, Any]()
     # Other events, which are most of them, need not be parsed.
-    having = (b'"started"', b'"first_step"', b'"evaluated"')
-    for line in read_lines(directory / EVENTS, having=having):
-        if is_event(line):
-            if line["event"] == "started":
-                started, first = line["time"], 0
-            if line["event"] == "first_step" and _check(int)(line.get("steps")):
-                steps = line["steps"]
-                first = line["step"] if _check(int)(line.get("step")) else 0
-            evaluated = line if line["event"] == "evaluated" else evaluated
+    for line in _events(directory, (b'"started"', b'"first_step"', b'"evaluated"')):
+        if line["event"] == "started":
+            started, first = line["time"], 0
+        if line["event"] == "first_step" and _check(int)(line.get("steps")):
+            steps = line["steps"]
+            first = line["step"] if _check(int)(line.get("step")) else 0
+        evaluated = line if line["event"] == "evaluated" else evaluated
     figures = {name: value for name, value in evaluated.items() if isinstance(value, float)}
     figures = {name: figures[name] for name in figures if name not in ("time", "seconds")}
     return started, first, steps, figures
 
 
-def is_event(line: dict[str, Any]) -> bool:
-    """Return True for an object with the fields of every event."""
-    return isinstance(line.get("event"), str) and _is_time(line.get("time"))
+def _events(directory: Path, having: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
+    for line in read_lines(directory / EVENTS, having):
+        if isinstance(line.get("event"), str) and _is_time(line.get("time")):
+            yield line
 
 
 @functools.cache

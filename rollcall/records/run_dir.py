@@ -26,35 +26,24 @@ class FencedError(OSError):
     """Another attempt of the run has begun: this one may not write checkpoints or a verdict."""
 
 
-class _Entry:
-    """A file or a folder of a run directory."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, run: "RunDir", _: type) -> Path:
-        return run.path / self._name
-
-
 class RunDir:
     """The directory of one run, and the files and folders in it."""
 
-    config = _Entry("config.yaml")  # the complete configuration, with defaults filled in
-    code = _Entry("code")  # the snapshot of the code that every attempt runs
-    job = _Entry("job")  # the submissions and their attempts
-    launcher = _Entry("job/rollcall")  # the copy of rollcall, if `code/` is the user's code
-    metrics = _Entry(LoggedStep.FILE)  # one line per logged step, written by rank 0
-    events = _Entry(EVENTS)  # one line per event, written by rank 0
-    samples = _Entry("samples")  # images drawn in evaluations, written by rank 0
-    checkpoints = _Entry("checkpoints")  # one directory per saved step
-    faults = _Entry("faults")  # what is known about steps that failed
-    verdict = _Entry(Verdict.FILE)  # how the newest attempt ended
-    logs = _Entry("logs")  # one directory per attempt
-    logs_by_hand = _Entry("logs/by-hand")  # failures of ranks without a supervisor
-
     def __init__(self, root: str | Path, name: str) -> None:
         self.name = name
-        self.path = Path(root).absolute() / name
+        self.path = path = Path(root).absolute() / name
+        self.config = path / "config.yaml"  # the complete configuration, with defaults filled in
+        self.code = path / "code"  # the snapshot of the code that every attempt runs
+        self.job = path / "job"  # the submissions and their attempts
+        self.launcher = path / "job/rollcall"  # the copy of rollcall, if `code/` is the user's code
+        self.metrics = path / LoggedStep.FILE  # one line per logged step, written by rank 0
+        self.events = path / EVENTS  # one line per event, written by rank 0
+        self.samples = path / "samples"  # images drawn in evaluations, written by rank 0
+        self.checkpoints = path / "checkpoints"  # one directory per saved step
+        self.faults = path / "faults"  # what is known about steps that failed
+        self.verdict = path / Verdict.FILE  # how the newest attempt ended
+        self.logs = path / "logs"  # one directory per attempt
+        self.logs_by_hand = path / "logs/by-hand"  # failures of ranks without a supervisor
         self._claim, self._fenced = "", f"another attempt of run {name} has begun: this one ends"
         self._journal = Journal(self.events)
 

@@ -152,10 +152,7 @@ def read_whole(path: Path, most: int = 2**26, flags: int = 0) -> bytes:
 
 
 def read_lines(path: Path, having: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a line file's readable lines, or of those with a text of `having`.
-
-    A file that is missing or cannot be read has no lines.
-    """
+    """Yield the objects of a file's readable lines, or of those with a text of `having`."""
     with contextlib.suppress(OSError):
         for line in text_lines(path):
             is_wanted = not having or any(text in line for text in having)

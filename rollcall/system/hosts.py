@@ -63,11 +63,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def of_job(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of this Slurm job, group by group if it has several; Slurm numbers them so.
-
-    Raises:
-        KeyError, ValueError: a variable is missing or not a node list.
-    """
+    """Return this Slurm job's hosts, group by group; KeyError or ValueError for a bad variable."""
     groups = range(int(env.get("SLURM_HET_SIZE", 0)))
     names = [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in groups]
     return [host for name in names or ["SLURM_JOB_NODELIST"] for host in expand(env[name])]

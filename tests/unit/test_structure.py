@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_048, 8_000
+CORE_LINES, TOOLS_LINES = 39_635, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -30,25 +30,25 @@ SLACK = 10
 # name prints the table as it is now.
 BUDGET: dict[str, int] = {
     "rollcall": 65,
-    "rollcall/cli": 325,
-    "rollcall/config": 2588,
+    "rollcall/cli": 322,
+    "rollcall/config": 2578,
     "rollcall/launch": 1,
-    "rollcall/launch/api": 393,
-    "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1032,
-    "rollcall/launch/doctor": 1291,
-    "rollcall/launch/frameworks": 287,
-    "rollcall/launch/node": 1726,
-    "rollcall/launch/program": 518,
-    "rollcall/launch/rank": 863,
-    "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2076,
-    "rollcall/launch/scheduler": 780,
-    "rollcall/launch/submission": 2359,
-    "rollcall/launch/sweep": 405,
-    "rollcall/messages": 252,
-    "rollcall/records": 1218,
-    "rollcall/system": 814,
+    "rollcall/launch/api": 387,
+    "rollcall/launch/batch": 660,
+    "rollcall/launch/commands": 1004,
+    "rollcall/launch/doctor": 1279,
+    "rollcall/launch/frameworks": 274,
+    "rollcall/launch/node": 1679,
+    "rollcall/launch/program": 509,
+    "rollcall/launch/rank": 819,
+    "rollcall/launch/remote": 136,
+    "rollcall/launch/runs": 2010,
+    "rollcall/launch/scheduler": 702,
+    "rollcall/launch/submission": 2330,
+    "rollcall/launch/sweep": 399,
+    "rollcall/messages": 246,
+    "rollcall/records": 1175,
+    "rollcall/system": 807,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1637,

@@ -20,8 +20,7 @@ from rollcall.config import yaml_values
 from rollcall.launch.api import call
 from rollcall.launch.commands import cancel, logs, why
 from rollcall.launch.runs import find, states
-from rollcall.launch.runs.states import Condition
-from rollcall.launch.submission import command, layers, profile, start
+from rollcall.launch.submission import command, layers, start
 from rollcall.launch.submission.plan import TakenError, plan
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import dotted
@@ -94,10 +93,7 @@ class Job:
         return self.result()
 
     def result(self, timeout: float = math.inf) -> Any:
-        """Wait; return what the function returned on rank 0, and None for a script or a training.
-
-        Raise what `exception` returns, if it failed or was stopped.
-        """
+        """Wait; return rank 0's result (None for a script), or raise what `exception` returns."""
         if error := self.exception(timeout):
             raise error
         path = self.run.job / call.RESULT
@@ -121,7 +117,7 @@ class Job:
         """End it, as `rollcall cancel` does; raise RefusedError if it is over."""
         _printed(cancel.main, str(self.run.path))
 
-    def _look(self) -> tuple[Condition, bool]:
+    def _look(self) -> tuple[states.Condition, bool]:
         """Return its condition, and True if it is over and Slurm has answered."""
         has_begun = len(find.attempts(self.run)) > self._before
         (condition,), complaint = states.look([self.run])
@@ -281,12 +277,10 @@ def _as_command(shows: bool) -> Iterator[None]:
 
 
 def _pause(waited: float) -> float:
-    """Return the seconds until the next look at a run."""
     return min(max(waited / 10, 0.2), 10.0)
 
 
 def _printed(command: Callable[[Sequence[str]], int], *words: str) -> str:
-    """Return the output of a command."""
     output = io.TextIOWrapper(io.BytesIO(), "utf-8", "replace", write_through=True)
     with contextlib.redirect_stdout(output):
         command(words)
@@ -297,7 +291,7 @@ def _printed(command: Callable[[Sequence[str]], int], *words: str) -> str:
 def _words(options: Mapping[str, Any]) -> list[str]:
     """Return options as words of a command line: `nodes=2` becomes `--nodes=2`."""
     texts = yaml_values.load(json.dumps(options, default=str, ensure_ascii=False), as_text=True)
-    return profile.as_words({name.replace("_", "-"): text for name, text in texts.items()})
+    return layers.as_words({name.replace("_", "-"): text for name, text in texts.items()})
 
 
 def _table(lines: Sequence[Line]) -> dict[str, list[Any]]:

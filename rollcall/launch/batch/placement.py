@@ -11,7 +11,6 @@ from rollcall.launch.doctor import nodes
 from rollcall.launch.doctor.checkup import bad_nodes
 from rollcall.launch.runs import find, restarts
 from rollcall.launch.scheduler import cluster, slurm
-from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.job import submitted_script
 from rollcall.records.nodes import NodeReport
 from rollcall.records.run_dir import RunDir
@@ -59,11 +58,7 @@ class Hosts:
         return max(0, self.wanted - len(self.all) + len(self.dead))
 
     def choose(self, suspects: Sequence[str] = (), bad: Sequence[str] = ()) -> list[str]:
-        """Choose the hosts for the next step, keeping the previous ones that are alive.
-
-        Suspects are asked whether they are alive. Bad hosts are used only as a last resort. Without
-        enough hosts, NoSpareError is raised.
-        """
+        """Choose hosts for the next step, if alive the same, bad ones last; or NoSpareError."""
         if self._has_groups:
             raise NoSpareError(suspects, "groups of nodes start again together")
         self.dead |= _silent(self.job, [host for host in suspects if host not in self.dead])
@@ -181,7 +176,7 @@ class Expansion:
         if self._hosts.lacking and self._may_requeue and self._question is None:
             try:
                 self._question = cluster.ask_for_nodes(self._script, self._hosts.lacking)
-            except SlurmError:  # no sbatch on the nodes
+            except slurm.SlurmError:  # no sbatch on the nodes
                 self._may_requeue = False
 
     def _listen(self) -> None:

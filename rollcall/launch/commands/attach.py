@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rollcall.launch.runs import find, states
-from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.scheduler import slurm
 from rollcall.messages.refusal import RefusedError
 
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     job, attempt = states.live_attempt(run)
     if not 0 <= options.node < len(attempt.hosts):
         last = len(attempt.hosts) - 1
-        raise NoRunError(f"--node {options.node}: run {run.name} has nodes 0 to {last}")
+        raise find.NoRunError(f"--node {options.node}: run {run.name} has nodes 0 to {last}")
     if not job.is_local:
         terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
         command = [*slurm.on_groups(job.id, [attempt.hosts[options.node]]), *terminal, *command]

@@ -46,8 +46,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _View:
-    """The chosen logs, and how far they have been shown."""
-
     def __init__(self, run: RunDir, rank: int | None, node: int | None, merge: bool) -> None:
         self.run = run
         self.node = "*" if node is None else str(node)

@@ -8,9 +8,7 @@ import time
 from collections.abc import Sequence
 
 from rollcall.launch.runs import find, states
-from rollcall.launch.runs.find import NoRunError
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.slurm import SlurmError
 
 PATIENCE = 180.0
 """Seconds that the old attempt has to end: it may save, and Slurm kills it after KillWait."""
@@ -24,26 +22,21 @@ def main(argv: Sequence[str]) -> int:
     job = condition.job
     again = f"submit it again with --name {run.name}, or submit its sweep again"
     if job is None or job.is_local:
-        raise NoRunError(f"run {run.name} has no Slurm job; {again}")
+        raise find.NoRunError(f"run {run.name} has no Slurm job; {again}")
     if condition.state == "done" or job.id in find.cancelled(run):
         end = "is done" if condition.state == "done" else "was cancelled"
-        raise NoRunError(f"run {run.name} {end}; {again}")
-    info = slurm.queue([job.id]).get(job.id)
-    if info is None:
-        raise NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")
-    if info.state != "PENDING":
+        raise find.NoRunError(f"run {run.name} {end}; {again}")
+    state = slurm.state(job.id)
+    if state is None:
+        raise find.NoRunError(f"Slurm has forgotten job {job.id} of run {run.name}; {again}")
+    if state != "PENDING":
         slurm.tell("scontrol", "requeue", job.id)
-    _start_now(job.id)
+    deadline = time.monotonic() + PATIENCE
+    while (state := slurm.state(job.id)) not in ("PENDING", "RUNNING"):
+        if time.monotonic() > deadline:
+            raise slurm.SlurmError(f"job {job.id} has not ended within {PATIENCE:.0f} s")
+        time.sleep(0.5)
+    if state == "PENDING":
+        slurm.tell("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     print(f"job {job.id} of run {run.name} is requeued and may start at once")
     return 0
-
-
-def _start_now(job_id: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while (info := slurm.queue([job_id]).get(job_id)) is None or info.state != "PENDING":
-        if info is not None and info.state == "RUNNING":
-            return  # it is running already
-        if time.monotonic() > end:
-            raise SlurmError(f"job {job_id} has not ended within {PATIENCE:.0f} s")
-        time.sleep(0.5)
-    slurm.tell("scontrol", "update", f"JobId={job_id}", "StartTime=now")

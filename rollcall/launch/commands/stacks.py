@@ -19,10 +19,8 @@ from rollcall.cli.installation import ROOT
 from rollcall.launch.node.processes import SignalDelivery
 from rollcall.launch.rank.process import STACK_FILE, STACK_SIGNAL
 from rollcall.launch.runs import find, states
-from rollcall.launch.runs.find import SubmittedJob
 from rollcall.launch.runs.output import nodes_of_ranks
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_whole
@@ -66,7 +64,7 @@ def _without_launcher(stack: str) -> str:
     return "".join(lines)
 
 
-def _ask(run: RunDir, job: SubmittedJob, attempt: AttemptRecord) -> dict[int, str]:
+def _ask(run: RunDir, job: find.SubmittedJob, attempt: AttemptRecord) -> dict[int, str]:
     logs = run.attempt_logs(attempt.number)
     stacks: dict[int, str] = {}
     if job.is_local:
@@ -77,7 +75,7 @@ def _ask(run: RunDir, job: SubmittedJob, attempt: AttemptRecord) -> dict[int, st
     command += [sys.executable, "-m", "rollcall.launch.commands.stacks", str(logs)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0 and not answer.stdout:
-        raise SlurmError(f"srun failed: {answer.stderr.strip()}")
+        raise slurm.SlurmError(f"srun failed: {answer.stderr.strip()}")
     for line in answer.stdout.splitlines():
         rank, _, text = line.partition("\t")
         stacks[int(rank)] = stacks.get(int(rank), "") + text + "\n"
@@ -88,13 +86,6 @@ def _names(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     names = dict.fromkeys(hosts.get(rank, "no node yet") for rank in ranks)
     label = "rank" if len(ranks) == 1 else "ranks"
     return f"{label} {', '.join(map(str, ranks))} on {', '.join(names)}"
-
-
-def print_own(logs: Path) -> None:
-    """Print the stacks of this Slurm step's node, each line with its rank before it."""
-    for rank, stack in dump(logs, int(os.environ["SLURM_NODEID"])).items():
-        for line in stack.splitlines():  # srun mixes the nodes' output, but keeps short lines whole
-            print(f"{rank}\t{line}")
 
 
 def dump(logs: Path, node: int) -> dict[int, str]:
@@ -146,4 +137,6 @@ def _read(path: Path, start: int, end: float) -> str:
 
 
 if __name__ == "__main__":
-    print_own(Path(sys.argv[1]))
+    for rank, stack in dump(Path(sys.argv[1]), int(os.environ["SLURM_NODEID"])).items():
+        for line in stack.splitlines():  # srun mixes the nodes' output, but keeps short lines whole
+            print(f"{rank}\t{line}")

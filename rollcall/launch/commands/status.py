@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollcall.launch.runs import find, states
-from rollcall.launch.runs.states import Condition, Progress
 from rollcall.messages.text import coloured, fixed
 
 NARROW = 110
@@ -51,10 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def keep_live(table: Callable[[int], list[str]], sign: Callable[[], object] = int) -> None:
-    """Print a table for the width of the terminal repeatedly, until `q` or Ctrl-C.
-
-    It is printed at once when `sign` returns another value than before.
-    """
+    """Print a table for the terminal's width until `q` or Ctrl-C, at once if `sign` has changed."""
     with contextlib.suppress(KeyboardInterrupt), _keys() as is_ended:
         while True:
             seen, end = sign(), time.monotonic() + REDRAW
@@ -101,13 +97,13 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
         return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
     conditions, complaint = states.look(runs)
     base = f"{Path(root).absolute()}{os.sep}"
-    rows = [["run", *cells_of(Condition(""), Progress())]]
+    rows = [["run", *cells_of(states.Condition(""), states.Progress())]]
     sweeps = {run.path for run in runs} & {run.path.parent for run in runs}
     cells: dict[Path, list[list[str]]] = {path: [] for path in sweeps}
     heads: dict[Path, list[str]] = {}
     for run, condition in zip(runs, conditions, strict=True):
         if not (condition.is_live or condition.attempts) and find.is_sweep(run):
-            condition = Condition("")  # its cells show everything
+            condition = states.Condition("")  # its cells show everything
         name = str(run.path).removeprefix(base) if str(run.path).startswith(base) else run.name
         row = [name, *cells_of(condition, states.progress(run, condition)).values()]
         if run.path in sweeps:
@@ -146,7 +142,7 @@ def _lines(rows: list[list[str]], width: int | None) -> list[str]:
     return lines + below
 
 
-def cells_of(condition: Condition, progress: Progress) -> dict[str, str]:
+def cells_of(condition: states.Condition, progress: states.Progress) -> dict[str, str]:
     """Return the cells of a row by column, without the name of the run."""
     is_moving = condition.state == "running"
     return {
@@ -163,7 +159,7 @@ def cells_of(condition: Condition, progress: Progress) -> dict[str, str]:
     }
 
 
-def _steps(progress: Progress) -> str:
+def _steps(progress: states.Progress) -> str:
     if progress.step is None:
         return ""
     if not progress.total:

@@ -12,7 +12,6 @@ from math import inf, nan
 
 from rollcall.launch.commands import status
 from rollcall.launch.runs import find, restarts, root_cause, states
-from rollcall.launch.runs.states import Condition
 from rollcall.messages.text import clock, duration, figure
 from rollcall.records.attempt import AttemptEvent, AttemptRecord, Heartbeat, RankFailure
 from rollcall.records.job import Restart
@@ -92,7 +91,7 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(bars.get(value, " ") for value in values)
 
 
-def _stage(run: RunDir, condition: Condition) -> str:
+def _stage(run: RunDir, condition: states.Condition) -> str:
     """Say that a running run makes no steps at the moment; empty if it does."""
     names = [event.get("event") for event in map(as_object, tail(run.events)) if event]
     newest = [name for name in names if name in ("started", "first_step", "failed")][-1:]
@@ -112,12 +111,12 @@ def _phases(line: Phases) -> str:
     return f"{duration(line.seconds)}: {parts}{slowest}"
 
 
-def _events(run: RunDir, condition: Condition, newest: AttemptRecord | None) -> list[str]:
+def _events(run: RunDir, condition: states.Condition, newest: AttemptRecord | None) -> list[str]:
     """Return a line about each failure, restart and rollback, in order."""
     lines = [(line.time, str(line)) for line in Restart.read(run.path)]
     failures = RankFailure.of_attempt(run.attempt_logs(newest.number)) if newest else []
     if failures and newest and not any(time > newest.started for time, _ in lines):
-        cause = root_cause.find_cause(run, Condition(condition.state), newest)
+        cause = root_cause.find_cause(run, states.Condition(condition.state), newest)
         # Without the failure behind it, a node may not have written everything yet.
         what = cause.what if cause and cause.failure else "a rank has failed"
         lines.append((failures[0].time, what))

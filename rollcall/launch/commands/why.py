@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from rollcall.launch.runs import find, restarts, root_cause, states
 from rollcall.launch.runs.evidence import storage_problem
-from rollcall.launch.runs.root_cause import RootCause
 from rollcall.records.run import noticed
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import tail
@@ -40,7 +39,11 @@ def main(argv: Sequence[str]) -> int:
     if cause is None:
         print(f"run {run.name}, {condition.state}: cause unknown" + _in_brackets(complaint))
     else:
-        print(_block(run, f", attempt {newest.number}" if newest else "", cause))
+        print(f"run {run.name}{f', attempt {newest.number}' if newest else ''}: {cause.what}")
+        for text in filter(None, (cause.hint, cause.consequences)):
+            print(f"  {text}")
+        if cause.log and (lines := tail(cause.log)[-LINES:]):
+            print(f"  the last lines of {cause.log}:", *lines, sep="\n  | ")
     _show_restarts(run)
     for text in noticed(run.path):
         print(f"  note: {text}")
@@ -51,15 +54,6 @@ def _show_restarts(run: RunDir) -> None:
     if lines := restarts.history(run):
         times = "once" if len(lines) == 1 else f"{len(lines)} times"
         print(f"  it restarted {times}:", *lines, sep="\n    ")
-
-
-def _block(run: RunDir, attempt: str, cause: RootCause) -> str:
-    rows = [f"run {run.name}{attempt}: {cause.what}"]
-    rows += [f"  {text}" for text in (cause.hint, cause.consequences) if text]
-    lines = tail(cause.log)[-LINES:] if cause.log else []
-    if cause.log and lines:
-        rows += [f"  the last lines of {cause.log}:", *(f"  | {line}" for line in lines)]
-    return "\n".join(rows)
 
 
 def _in_brackets(text: str) -> str:

@@ -87,10 +87,7 @@ def _safely(check: Check, node: LocalNode) -> Result:
 
 
 def compare(nodes: Mapping[str, Results]) -> dict[str, list[Outlier]]:
-    """Return, by check, the nodes whose values differ from the values of most nodes.
-
-    If only two nodes are compared and differ, both are listed, because neither is usual.
-    """
+    """Return, by check, the nodes whose values differ from most nodes' values; of two, both."""
     outliers: dict[str, Iterator[Outlier]] = {}
     for name in checks():
         results = {node: of_node[name] for node, of_node in nodes.items() if name in of_node}
@@ -140,11 +137,8 @@ def _unusual(values: Mapping[str, str]) -> Iterator[Outlier]:
 def bad_nodes(nodes: Mapping[str, Results], *, lasting: bool = False) -> dict[str, str]:
     """Return the nodes that a job should avoid, with reasons: they fail a check, or differ.
 
-    A problem of more than half of the nodes belongs to the environment, not to a node.
-
-    Args:
-        nodes: the results by node.
-        lasting: leave out what load alone can cause: a late check, or nodes that do not meet.
+    A problem of more than half of the nodes belongs to the environment. `lasting` leaves out what
+    load alone can cause: a late check, or nodes that do not meet.
     """
     reasons: dict[str, list[str]] = {}
     for name in checks():

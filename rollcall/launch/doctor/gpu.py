@@ -98,7 +98,6 @@ def _gpus(node: LocalNode) -> dict[str, Element]:
 
 
 def _field(wrong: Callable[[Element], str], path: str, state: State, node: LocalNode) -> Result:
-    """Do a check of FIELDS."""
     gpus = _gpus(node)
     problems = [f"GPU {name}: {text}" for name, gpu in gpus.items() if (text := wrong(gpu))]
     values = ", ".join(sorted({gpu.findtext(path, "N/A") for gpu in gpus.values()})) if path else ""

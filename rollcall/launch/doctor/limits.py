@@ -94,7 +94,8 @@ def _use(node: LocalNode) -> dict[int, tuple[float, str]]:
     use = {}
     for process in psutil.process_iter(["name", "cpu_times", "environ"]):
         pid, times = process.pid, process.info["cpu_times"]
-        is_of_job = pid in family or (job is not None and _job_of(process) == job)
+        environ = process.info["environ"] or {}  # None for another user's
+        is_of_job = pid in family or (job is not None and job == environ.get("SLURM_JOB_ID"))
         if times is not None and not is_of_job and _is_here(pid):
             use[pid] = (times.user + times.system, process.info["name"])
     return use
@@ -106,10 +107,6 @@ def _is_here(pid: int) -> bool:
         return Path(f"/proc/{pid}/ns/uts").samefile("/proc/self/ns/uts")
     except OSError:
         return True  # another user's
-
-
-def _job_of(process: psutil.Process) -> str | None:
-    return (process.info["environ"] or {}).get("SLURM_JOB_ID")  # None for another user's
 
 
 def _limit(kind: int) -> int:

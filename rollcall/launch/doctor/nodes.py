@@ -55,10 +55,8 @@ def ask(
 ) -> dict[str, Results]:
     """Run command lines that start the doctor on nodes; return the results by node.
 
-    Args:
-        into: the directory into which the doctor writes its results.
-        nodes: the names of the nodes, or how many there are.
-        limit: seconds after which nodes that have not answered are given up.
+    The doctor writes `into` a directory. `nodes` are names, or how many there are; those that have
+    not answered within `limit` seconds are given up.
     """
     processes = [*map(_start, commands)]
     end = time.monotonic() + limit

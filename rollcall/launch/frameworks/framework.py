@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Protocol, Self
+from typing import Protocol
 
 
 class KeyValueStore(Protocol):
@@ -23,41 +23,33 @@ class KeyValueStore(Protocol):
         """Return True if all these keys have values."""
 
 
-@dataclass(frozen=True)
 class RankContext:
     """The position of a rank among all ranks, and the means to reach the others."""
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    node: int
-    nodes: int
-    # Consecutive nodes with the same number of ranks: first node, number of nodes, ranks per node.
-    blocks: Sequence[tuple[int, int, int]]
-    store: Callable[[], KeyValueStore]  # connects to a store that all ranks share
-    # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at that
-    # moment; all ranks must call it.
-    addresses: Callable[[], Sequence[str]]
-    roles: Sequence[str] = ()  # of each rank; empty if all do the same
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         env: Mapping[str, str],
         store: Callable[[], KeyValueStore],
         addresses: Callable[[], Sequence[str]],
         ranks: Sequence[int] = (),
         roles: Sequence[str] = (),
-    ) -> Self:
+    ) -> None:
         """Read torchrun's variables; `ranks` has the number per node, empty if all are equal."""
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        rank, local, size, local_size, node = (int(env[name]) for name in names)
-        nodes = int(env["GROUP_WORLD_SIZE"])
-        counts = enumerate(ranks or [local_size] * nodes)
+        self.rank, self.local_rank = int(env["RANK"]), int(env["LOCAL_RANK"])
+        self.world_size, self.local_world_size = (
+            int(env["WORLD_SIZE"]),
+            int(env["LOCAL_WORLD_SIZE"]),
+        )
+        self.node, self.nodes = int(env["GROUP_RANK"]), int(env["GROUP_WORLD_SIZE"])
+        self.store = store  # connects to a store that all ranks share
+        # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at
+        # that moment; all ranks must call it.
+        self.addresses = addresses
+        self.roles = roles  # of each rank; empty if all do the same
+        counts = enumerate(ranks or [self.local_world_size] * self.nodes)
         groups = ([*group] for _, group in groupby(counts, key=itemgetter(1)))
-        blocks = [(group[0][0], len(group), group[0][1]) for group in groups]
-        return cls(rank, local, size, local_size, node, nodes, blocks, store, addresses, roles)
+        # Consecutive nodes with the same number of ranks: first node, number of nodes, ranks each.
+        self.blocks = [(group[0][0], len(group), group[0][1]) for group in groups]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from rollcall.system.process import die_with_parent
 
 
 class _Server:
-    """The server of one rank's MPI library."""
-
     def __init__(self, context: RankContext, store: KeyValueStore) -> None:
         self._context, self._store = context, store
         self._barriers = 0

@@ -23,9 +23,6 @@ def of_ranks(text: str, ranks: int | None = None) -> list[str]:
 
 
 def awaited(roles: Sequence[str]) -> list[int]:
-    """Return the ranks that a run waits for: servers never end by themselves.
-
-    With a chief, workers are servers too, as for TensorFlow's ParameterServerStrategy.
-    """
+    """Return the ranks to wait for: servers never end, nor do TensorFlow's workers with a chief."""
     names = ("chief" if "chief" in roles else "worker", "evaluator")
     return [rank for rank, role in enumerate(roles) if role in names]

@@ -25,7 +25,6 @@ from rollcall.launch.node.pulse import Pulse
 from rollcall.launch.runs import find, restarts
 from rollcall.launch.runs.decision import RestartFacts, decide
 from rollcall.launch.scheduler import slurm
-from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.records.attempt import Heartbeat
 from rollcall.records.job import BatchRecord, RestartCause
 from rollcall.records.run_dir import RunDir
@@ -73,7 +72,7 @@ class BatchHeartbeat:
 
     def have_standby(self, host: str) -> None:
         """Have another batch process stand by on a host of the job."""
-        with contextlib.suppress(OSError, SlurmError):
+        with contextlib.suppress(OSError, slurm.SlurmError):
             _start(host, self._record.output, self._record.words)
 
     def end(self, has_ended: bool) -> None:
@@ -133,7 +132,7 @@ class BatchWatcher:
             self._requeue()
             time.sleep(BATCH_POLL if self._tries else 0)
         if rule.action == "cancel the job":  # it is stopped, and the job would keep its nodes
-            with contextlib.suppress(SlurmError):
+            with contextlib.suppress(slurm.SlurmError):
                 slurm.tell("scancel", self._job)
 
     def _count(self) -> bytes:
@@ -141,7 +140,7 @@ class BatchWatcher:
 
     def _wake(self) -> None:
         self._was_woken = True
-        with contextlib.suppress(SlurmError):
+        with contextlib.suppress(slurm.SlurmError):
             slurm.in_background(["scancel", "--batch", "--signal=CONT", self._job])
 
     def _answers(self, first: bytes) -> bool:
@@ -167,7 +166,7 @@ class BatchWatcher:
         try:
             slurm.requeue_own_job(self._job)
             self._tries, text = 0, "is requeued"
-        except SlurmError as error:  # the controller may be busy with the end of the job
+        except slurm.SlurmError as error:  # the controller may be busy with the end of the job
             self._tries, text = self._tries - 1, f"could not be requeued: {error}"
         said = f"supervise: the batch process of job {self._job} was lost; the job {text}"
         print(said, file=sys.stderr, flush=True)
@@ -263,7 +262,6 @@ def leave_step(output: str) -> str:
 
 
 def _is_of_the_job(name: str) -> bool:
-    """Return True for a variable that the job's script has too."""
     return not name.startswith(("SLURM_", "SRUN_")) or name.startswith(OF_THE_JOB)
 
 

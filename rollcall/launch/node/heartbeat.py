@@ -122,10 +122,7 @@ class Watch:
         self._opinions[number] = (opinion, now)
 
     def look(self, counts: Mapping[int, bytes], now: float, has_failed: bool = False) -> int | None:
-        """Compare what was read with what was read before; return a node that is lost.
-
-        Once the round has failed, no ranks are at stake.
-        """
+        """Return a node that is lost, by the marks just read; see LIMITS for a failed round."""
         for number, mark in counts.items():
             if mark not in (b"", self._seen[number][0]):
                 self._seen[number] = (mark, now)
@@ -144,7 +141,6 @@ class Watch:
         self._seen[number] = (self._seen[number][0], now)
 
     def _limit(self, number: int, since: float, has_failed: bool) -> float:
-        """Return how long this node may be silent."""
         opinion, when = self._opinions.get(number, (None, since))
         if when <= since:  # of an earlier silence
             opinion = None
@@ -170,10 +166,7 @@ class Heartbeats:
             self._pulse = Pulse(heartbeat, seconds, node.peer or "")
 
     def look(self, has_failed: bool = False) -> tuple[int | None, bool]:
-        """Look at the others and ask silent ones, if it is time; tell them of a failed round.
-
-        Return a node that is lost, and True if another one says that the round has failed.
-        """
+        """Return a lost node, if it is time to look, and True if another knows of a failure."""
         if self._pulse is None:
             return None, False
         if self._pulse.mark(FAILED if has_failed else b"0"):

@@ -4,20 +4,23 @@ import contextlib
 import errno
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from rollcall.launch.node import processes
-from rollcall.launch.node.controller import JobWatcher
+from rollcall.launch.node.batch_process import BatchWatcher, record_of
 from rollcall.launch.node.heartbeat import LEFT, Heartbeats, interval, patience
 from rollcall.launch.node.identity import Node
 from rollcall.launch.node.processes import ForkClient, SignalDelivery
 from rollcall.launch.node.rendezvous import Meeting
 from rollcall.launch.runs.decision import RESCUE, RestartEvent, RestartFacts, decide
 from rollcall.launch.runs.output import LogWatcher, Output, rank_of
+from rollcall.launch.scheduler import slurm
 from rollcall.records.attempt import SUPERVISOR, NodeFailure, RankFailure
-from rollcall.records.run import JobEnd
+from rollcall.records.job import JobRecord
+from rollcall.records.run import JobEnd, LoggedStep
 from rollcall.records.run_dir import RunDir
 from rollcall.system.process import StoppedProcesses, redirect_output, rescues, wait_for_signal
 from rollcall.system.timer import Every, RunningClock
@@ -33,6 +36,12 @@ DIRECTORY_CHECK = 10.0
 """Seconds between two looks at whether the run directory still exists."""
 REFUTATION = 5.0
 """Intervals of the heartbeats that a node has to refute the report that it is lost."""
+ASK_EVERY = 300.0
+"""Seconds between two questions for the job's end, because a time limit can be changed."""
+TELL_EVERY = 30.0
+"""Seconds between two changes of the job's comment."""
+SOON = 10.0
+"""Seconds until the next try, if Slurm did not answer or no step was logged."""
 
 
 class NodeMonitor:
@@ -206,8 +215,61 @@ class NodeMonitor:
             os.kill(pid, signal.SIGKILL)
 
 
+class JobWatcher:
+    """The head's watch over its job: it keeps the end up to date, and a comment (squeue -o %k)."""
+
+    def __init__(self, run: RunDir, node: Node) -> None:
+        self._run, self._job = run, node.job
+        record = record_of(run, node.job)
+        self.batch = BatchWatcher(run, node.job, record) if record else None
+        self._ask_timer, self._tell_timer = Every(ASK_EVERY), Every(TELL_EVERY)
+        self._question: subprocess.Popen[bytes] | None = None
+        self._comment: subprocess.Popen[bytes] | None = None
+        self._step = 0
+        # A comment that the user gave stays: sites read them, for accounting for example.
+        request = JobRecord.read(run.path)
+        options = request.more.get("options") if request else None
+        self._has_comment = isinstance(options, dict) and "comment" in options
+
+    def update(self, is_end_doubted: bool = False) -> None:
+        """Do what is due; `is_end_doubted`: Slurm may have moved the job's end."""
+        if is_end_doubted:
+            self._ask_timer.make_due()
+        self._ask_for_end()
+        # The last scontrol may still hang: a controller can be away for minutes.
+        is_busy = self._comment is not None and self._comment.poll() is None
+        if not self._has_comment and not is_busy and self._tell_timer.is_due():
+            self._show_progress()
+        if self.batch is not None:
+            self.batch.look()
+
+    def _ask_for_end(self) -> None:
+        """Ask if it is time to, and write down an answer that has come."""
+        if self._question is None and self._ask_timer.is_due():
+            with contextlib.suppress(slurm.SlurmError):  # no squeue on the nodes
+                self._question = slurm.ask_status(self._job)
+        elif self._question is not None and self._question.poll() is not None:
+            text = self._question.stdout.read() if self._question.stdout else b""
+            self._question = None
+            try:
+                JobEnd(slurm.read_status(text.decode()).end).write(self._run.path)
+            except (ValueError, OSError):  # no answer, or a full disk
+                self._ask_timer.make_due(SOON)
+
+    def _show_progress(self) -> None:
+        """Write the newest logged step into the comment."""
+        newest = LoggedStep.newest(self._run.path)
+        if newest is None or newest.step == self._step:
+            self._tell_timer.make_due(SOON)
+            return
+        self._step = newest.step
+        text = f"step {newest.step}, loss {newest.loss:.4g}, {newest.samples_per_second:.0f}/s"
+        words = ("scontrol", "update", f"JobId={self._job}", f"Comment={text}")
+        with contextlib.suppress(slurm.SlurmError):  # no scontrol on the nodes
+            self._comment = slurm.in_background(words)
+
+
 def _rank_of(pid: int) -> int | None:
-    """Return the rank that a process is, by the log that it writes."""
     with contextlib.suppress(OSError, ValueError):
         return rank_of(Path(f"/proc/{pid}/fd/1").readlink())
     return None

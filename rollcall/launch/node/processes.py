@@ -100,10 +100,7 @@ def children(pid: int) -> list[int]:
 
 
 def end_orphans(keep: Sequence[int] = ()) -> None:
-    """End all processes that the ranks left behind, but not our children `keep` and theirs.
-
-    A process whose parent has ended is our own child.
-    """
+    """Kill what the ranks left behind, which are our children by now, but not `keep` and theirs."""
     while orphans := [child for child in children(os.getpid()) if child not in keep]:
         for child in orphans:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -113,15 +110,12 @@ def end_orphans(keep: Sequence[int] = ()) -> None:
 
 
 class ForkClient:
-    """The supervisor's side of the fork server, from which a node's ranks are forked.
+    """The supervisor's side of the fork server: each order gets an agent, which forks ranks."""
 
-    For each order, the server forks an agent, which forks the ranks.
-    """
-
-    def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the server, which imports what all ranks need; `ps` shows the words, too."""
+    def __init__(self, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        """Start the server, which imports what all ranks need."""
         self.agent: int | None = None  # its process id, while it runs
-        self._words, self._env = words, env
+        self._options, self._env = options, env
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._begin()
@@ -134,9 +128,10 @@ class ForkClient:
 
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-u", "-m", "rollcall.launch.rank.agent"]
+        options = json.dumps({**self._options, "serve": theirs.fileno()})
+        command = [sys.executable, "-u", "-m", "rollcall.launch.rank.agent", options]
         self._process = subprocess.Popen(
-            [*command, f"--serve={theirs.fileno()}", *self._words],
+            [*command, *self._options["program"]],  # for `ps`
             env={**LARGE_PAGES, **self._env},
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # a Ctrl-C reaches the ranks once: through the supervisor

@@ -33,11 +33,7 @@ def route(node: Node, address: str | None) -> hosts.Route:
 
 
 class Meeting:
-    """The files by which the nodes of one start of a run find each other.
-
-    Their names have the start's key, so that files of an earlier start are never read, and the
-    number of the round; there is one round per attempt.
-    """
+    """The files, named by start and round, by which the nodes of a run find each other."""
 
     def __init__(self, run: RunDir, node: Node) -> None:
         self.run = run

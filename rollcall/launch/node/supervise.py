@@ -7,7 +7,6 @@ Exit code: 0 done, 75 stopped in order (start it again to continue), 69 another 
 anything else is a failure.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -15,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 from rollcall.launch import frameworks
 from rollcall.launch.frameworks import roles
 from rollcall.launch.node import batch_process, heartbeat, identity, processes
-from rollcall.launch.node.identity import Node, NodeError
 from rollcall.launch.node.monitor import NodeMonitor
 from rollcall.launch.node.processes import REQUESTS, ForkClient
 from rollcall.launch.node.rendezvous import DEADLINE, Meeting, RendezvousError, route
 from rollcall.launch.runs import find, resolve, restarts
 from rollcall.launch.runs.decision import MAX_IN_VAIN, RestartFacts, Rule, decide, outcome
-from rollcall.launch.runs.resolve import Work
 from rollcall.messages.refusal import FENCED, REFUSED
 from rollcall.records.attempt import AttemptEvent, NodeState, NoMoreRounds, PartState, Rendezvous
 from rollcall.records.run import State, Verdict
@@ -52,8 +50,8 @@ KNOWN = (HostError, RendezvousError, resolve.CommandError, OSError)
 class Supervisor:
     """This node's part of a run, from the first rendezvous to the exit code."""
 
-    work: Work
-    node: Node
+    work: resolve.Work
+    node: identity.Node
     ranks: Sequence[int]  # of each node
     framework: str
     max_restarts: int | None  # None for as long as they make progress
@@ -178,15 +176,11 @@ class Supervisor:
 
     def _order(self, rendezvous: Rendezvous, logs: str) -> Mapping[str, Any]:
         """Return the options of the agent; raise HostError if the head cannot be reached."""
-        module = self.work.program[0] == "-m"
-        program, *arguments = self.work.program[1:] if module else self.work.program
         return {
             "env": self._variables(rendezvous.address),
             "framework": self.framework,
             "roles": self.roles,
-            "module": module,
-            "program": program,
-            "arguments": arguments,
+            "program": self.work.program,
             "master_addr": rendezvous.address,
             "master_port": rendezvous.port,
             "run_id": self.meeting.key,
@@ -237,10 +231,7 @@ class Supervisor:
         return os.EX_UNAVAILABLE if rule.action == "leave" else code, rule
 
     def _cause(self) -> "RootCause":
-        """Find the cause of a failure and print it, as `rollcall why` does.
-
-        First wait for a moment until the other nodes have written how their part ended.
-        """
+        """Let the other nodes report; find the cause of a failure and print it."""
         from rollcall.launch.runs import root_cause  # here, because few runs need it
 
         end = self.monitor.clock.read() + REPORTS
@@ -303,20 +294,19 @@ def main(argv: Sequence[str]) -> int:
     try:
         node = identity.find(os.environ)
         ranks = ranks_of_nodes(options.nproc_per_node or str(node.default_ranks), node.count)
-        words = [f"--nnodes={node.count}", f"--node-rank={node.number}"]
-        words += [f"--nproc-per-node={','.join(map(str, ranks))}"]
         options.roles = roles.of_ranks(options.roles, sum(ranks)) if options.roles else ()
-        words += [f"--start-method={options.start_method}", *resolve.program_of(options)]
-    except (NodeError, ValueError) as error:
+        shared = {"nnodes": node.count, "node_rank": node.number, "ranks": ranks}
+        shared |= {"start_method": options.start_method, "program": resolve.program_of(options)}
+    except (identity.NodeError, ValueError) as error:
         return _fail(str(error))
-    server = ForkClient(words, _environment(node, options.modules))  # it imports meanwhile
+    server = ForkClient(shared, _environment(node, options.modules))  # it imports meanwhile
     try:
         return _supervise(options, node, ranks, server)
     finally:
         server.kill()
 
 
-def _environment(node: Node, modules: Sequence[str]) -> dict[str, str]:
+def _environment(node: identity.Node, modules: Sequence[str]) -> dict[str, str]:
     """Return the environment of the ranks' parent; `modules` are searched before all others."""
     env = dict(os.environ)
     if modules:
@@ -328,7 +318,7 @@ def _environment(node: Node, modules: Sequence[str]) -> dict[str, str]:
 
 
 def _supervise(
-    options: argparse.Namespace, node: Node, ranks: Sequence[int], server: ForkClient
+    options: Namespace, node: identity.Node, ranks: Sequence[int], server: ForkClient
 ) -> int:
     try:
         work = resolve.work_of_supervisor(options, os.environ, node.job)

@@ -67,10 +67,7 @@ def left_out(copied: Sequence[str], linked: Sequence[str], code: UserCode) -> It
 
 
 def ignored(names: Iterable[str], reported: Iterable[str], code: UserCode) -> list[str]:
-    """List the paths that git ignores and a script may read, relative to this directory.
-
-    These are paths that the script names, and large ones; not those already `reported`.
-    """
+    """List the paths that git ignores and a script may read: it names them, or they are large."""
     text = code.script.read_text(errors="replace") if code.script else ""
     paths: list[Path] = []
     known = [code.checkout / name for name in reported]

@@ -87,10 +87,7 @@ def find(words: Sequence[str]) -> UserCode:
 
 
 def modules_beside(config: Config) -> UserCode | None:
-    """Find the modules in the current directory that a configuration names; None without any.
-
-    The directory of downloaded data is not code.
-    """
+    """Find the modules here that a configuration names, without its data; None if none."""
     directory = Path.cwd()
     tops = [name.partition(":")[0].partition(".")[0] for _, name in named_code(config)]
     if not any(PathFinder.find_spec(top, [str(directory)]) for top in tops):

@@ -84,10 +84,7 @@ def _path_of_user() -> str:
 
 
 def ask(executable: str, directory: Path, words: Sequence[str]) -> Facts:
-    """Ask a Python about itself and about a program that is started in a directory.
-
-    The words are the absolute path of a script, or `-m` and modules.
-    """
+    """Ask a Python about itself and a program: a script's absolute path, or `-m` and modules."""
     is_other = executable != sys.executable
     if not words and not is_other:  # no program to look at, and the Python is this one
         return Facts(**probe.report())

@@ -6,7 +6,6 @@ before the fork it does nothing but import. `--start-method torchrun` is for scr
 at import. The exit code is the first failed rank's (128 + n if signal n killed it), otherwise 0.
 """
 
-import argparse
 import contextlib
 import gc
 import json
@@ -15,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -27,15 +27,14 @@ from rollcall.system import hosts, process
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 LOOK = 1.0
 """Seconds between two looks at whether the supervisor is stopped."""
-Start = Callable[[argparse.Namespace], None]
+Start = Callable[[Namespace], None]
 
 
 def main() -> NoReturn:
     """Start the ranks of each order until the supervisor has ended."""
     if RANK_OPTIONS in os.environ:  # torchrun has started this rank
-        sys.exit(run_rank(argparse.Namespace(**json.loads(os.environ.pop(RANK_OPTIONS)))))
-    options = parser().parse_args()
-    options.ranks = hosts.ranks_of_nodes(options.nproc_per_node, options.nnodes)
+        sys.exit(run_rank(Namespace(**json.loads(os.environ.pop(RANK_OPTIONS)))))
+    options = Namespace(**json.loads(sys.argv[1]))  # an order adds what differs by attempt
     options.nproc_per_node = options.ranks[options.node_rank]
     options.first_rank = sum(options.ranks[: options.node_rank])
     # Before torch is imported: its thread pool reads this once.
@@ -64,7 +63,7 @@ def main() -> NoReturn:
     run_fork_server(options, start)
 
 
-def _run(options: argparse.Namespace, start: Start) -> int:
+def _run(options: Namespace, start: Start) -> int:
     """Be the agent of one attempt; return the exit code."""
     try:
         start(options)
@@ -77,13 +76,13 @@ def _run(options: argparse.Namespace, start: Start) -> int:
     return 0
 
 
-def _is_victim(options: argparse.Namespace, error: RankError) -> bool:
+def _is_victim(options: Namespace, error: RankError) -> bool:
     """Return True if the rank says that it only lost others: the head names the culprit."""
     report = RankFailure.read(Path(options.log_dir), who=f"rank-{error.rank}")
     return report is not None and LOST_PEER.search(report.error) is not None
 
 
-def run_fork_server(options: argparse.Namespace, start: Start) -> NoReturn:
+def run_fork_server(options: Namespace, start: Start) -> NoReturn:
     """Fork an agent for each order that arrives, until the supervisor has ended.
 
     So torch is imported once for all attempts, and while the supervisor prepares the first one. A
@@ -124,7 +123,7 @@ def _await(link: socket.socket) -> None:
 
 
 def _fork_agent(
-    options: argparse.Namespace, start: Start, inherited: Sequence[int] = ()
+    options: Namespace, start: Start, inherited: Sequence[int] = ()
 ) -> tuple[int, socket.socket]:
     """Fork an agent; return its process id and the socket at which it waits for an order."""
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,22 +140,6 @@ def _fork_agent(
         os._exit(code)
     theirs.close()
     return pid, orders
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line, with torchrun's option names; an order brings what differs by attempt."""
-    name = "python -m rollcall.launch.rank.agent"
-    result = argparse.ArgumentParser(prog=name, allow_abbrev=False)
-    result.add_argument("--serve", type=int, help="the socket of the orders")
-    result.add_argument("--nnodes", type=int, default=1)
-    result.add_argument("--node-rank", type=int, default=0)
-    result.add_argument("--nproc-per-node", default="1", help="ranks, or 1,2,2 node by node")
-    start = "fork: import torch once and fork the ranks; torchrun: an interpreter per rank"
-    result.add_argument("--start-method", choices=("fork", "torchrun"), default="fork", help=start)
-    result.add_argument("-m", "--module", action="store_true", help="the program is a module")
-    result.add_argument("program")
-    result.add_argument("arguments", nargs=argparse.REMAINDER)
-    return result
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ The ranks wait at a socket until this process has the store that torch's `env://
 parents of all nodes meet. So before the fork there are only imports: no thread and no connection.
 """
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -17,6 +16,7 @@ import socket
 import sys
 import time
 import weakref
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,19 +28,12 @@ from rollcall.launch.rank.process import (
     MAX_BYTES,
     RankError,
     exit_rank,
-    program_of,
     receive,
     record_end,
     record_failure,
     run_rank,
 )
-from rollcall.launch.runs.decision import (
-    RESCUE,
-    RestartFacts,
-    decide,
-    first_to_fail,
-    has_failed,
-)
+from rollcall.launch.runs.decision import RESCUE, RestartFacts, decide, first_to_fail, has_failed
 from rollcall.records.attempt import OUT_OF_MEMORY, NodeState, RanksAlone
 from rollcall.system import guard, process
 from rollcall.system.timer import Every, RunningClock
@@ -57,11 +50,10 @@ LEAVE_LOOK = 10.0
 """Seconds between two looks at the records of nodes whose ranks have not said that they end."""
 
 
-def preload(options: argparse.Namespace) -> None:
+def preload(options: Namespace) -> None:
     """Import once what every rank will import: all of rollcall's training, or torch's compiler."""
-    program = program_of(options)
-    words = training_words(program)
-    if HAS_TORCH and (words is not None or may_optimize(program)):
+    words = training_words(options.program)
+    if HAS_TORCH and (words is not None or may_optimize(options.program)):
         from rollcall.train.torch_private import COMPILER
 
         importlib.import_module(COMPILER)
@@ -94,7 +86,7 @@ def may_optimize(program: Sequence[str]) -> bool:
     return "optim" in text or not {*sys.stdlib_module_names, "torch", "numpy"}.issuperset(imported)
 
 
-def start(options: argparse.Namespace) -> None:
+def start(options: Namespace) -> None:
     """Fork the ranks and wait for them; raise RankError if they do not start or one fails."""
     sys.stdout.flush()  # otherwise every rank would print what waits here
     gate, opener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,15 +108,12 @@ def start(options: argparse.Namespace) -> None:
     _leave(store, options)
 
 
-def _meet(options: argparse.Namespace) -> "PrefixStore":
-    """Host the store on node 0, connect to it on the others, and wait until all nodes have met.
-
-    The supervisors have compared their numbers of ranks. RankError is raised if the nodes do not
-    meet, or if an import has started CUDA.
-    """
+def _meet(options: Namespace) -> "PrefixStore":
+    """Host or join the store where all nodes meet; RankError if they do not, or CUDA began."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        name = next(word for word in options.program if word != "-m")
         raise RankError(
-            f"importing {options.program} has started CUDA, which a forked rank cannot use: move "
+            f"importing {name} has started CUDA, which a forked rank cannot use: move "
             "that below `if __name__ == '__main__'`, or use --start-method torchrun",
             2,
         )
@@ -154,7 +143,7 @@ def _meet(options: argparse.Namespace) -> "PrefixStore":
     return store
 
 
-def _record_if_alone(store: "PrefixStore", keys: int, options: argparse.Namespace) -> None:
+def _record_if_alone(store: "PrefixStore", keys: int, options: Namespace) -> None:
     """Record that no rank has used the store, which a process group does, since it had `keys`."""
     ranks = sum(options.ranks)
     may_know = options.node_rank == 0 and TABLE[options.framework].meets_at_master
@@ -163,7 +152,7 @@ def _record_if_alone(store: "PrefixStore", keys: int, options: argparse.Namespac
             RanksAlone(ranks).write(Path(options.log_dir))
 
 
-def _leave(store: KeyValueStore | None, options: argparse.Namespace) -> None:
+def _leave(store: KeyValueStore | None, options: Namespace) -> None:
     """Keep node 0 until the other nodes have ended: it hosts the store, and says how all ended."""
     folder, look = Path(options.log_dir).parent, Every(LEAVE_LOOK, at_once=False)
     others = list(range(1, options.nnodes))
@@ -177,17 +166,13 @@ def _leave(store: KeyValueStore | None, options: argparse.Namespace) -> None:
             left = store.add("left", 0)
 
 
-def _files(options: argparse.Namespace) -> KeyValueStore:
-    """Return a store in a folder, for nodes without torch."""
+def _files(options: Namespace) -> KeyValueStore:
     folder = Path(options.log_dir).parent / "exchange"
     return surroundings.Files(folder, f"node-{options.node_rank}")
 
 
 def _have_ended(nodes: list[int], folder: Path) -> bool:
-    """Return True if these nodes have written that their parts ended in order; forget those.
-
-    If one has failed or is lost, the supervisor of node 0 notices that and ends this process.
-    """
+    """Forget nodes that ended in order; return True if all did. Supervisors notice failures."""
     number = int(folder.name.rpartition("-")[2])
     while nodes:  # a record that is not visible yet says nothing
         part = NodeState.read(folder.parents[1], attempt=number, node=nodes[-1])
@@ -197,7 +182,7 @@ def _have_ended(nodes: list[int], folder: Path) -> bool:
     return True
 
 
-def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
+def environment(options: Namespace, local_rank: int) -> dict[str, str]:
     """The variables that torchrun sets for a rank."""
     rank, world_size = options.first_rank + local_rank, sum(options.ranks)
     named = options.roles or ["default"] * world_size
@@ -222,9 +207,7 @@ def environment(options: argparse.Namespace, local_rank: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _fork(
-    options: argparse.Namespace, local_rank: int, gate: socket.socket, opener: socket.socket
-) -> int:
+def _fork(options: Namespace, local_rank: int, gate: socket.socket, opener: socket.socket) -> int:
     pid = os.fork()
     if pid == 0:
         process.die_with_parent()
@@ -245,7 +228,7 @@ def _fork(
     return pid
 
 
-def _wait(pids: Sequence[int], options: argparse.Namespace, store: KeyValueStore | None) -> None:
+def _wait(pids: Sequence[int], options: Namespace, store: KeyValueStore | None) -> None:
     """Wait for the ranks; kill servers when all others have ended, all soon after a failure."""
     codes: dict[int, int] = {}  # by pid, in the order in which the ranks ended; -n for signal n
     servers = set[int]()  # those killed when all others had ended

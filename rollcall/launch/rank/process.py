@@ -1,6 +1,5 @@
 """One rank: its log, its signals, its program, and the record of how it failed."""
 
-import argparse
 import atexit
 import contextlib
 import faulthandler
@@ -11,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -38,7 +38,7 @@ class RankError(Exception):
         self.rank = rank  # None if none has started
 
     @classmethod
-    def of_rank(cls, rank: int, code: int, options: argparse.Namespace, why: str = "") -> Self:
+    def of_rank(cls, rank: int, code: int, options: Namespace, why: str = "") -> Self:
         """Return the error for a rank that ended with this code; -n if signal n killed it."""
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         how = f"was ended by {name}" if code < 0 else f"failed, exit code {code}"
@@ -47,7 +47,7 @@ class RankError(Exception):
         return cls(message, 128 - code if code < 0 else code, rank)
 
 
-def receive(options: argparse.Namespace) -> None:
+def receive(options: Namespace) -> None:
     """Wait for the order of an attempt; apply it."""
     with socket.socket(fileno=os.dup(options.serve)) as orders:
         message, descriptors, _, _ = socket.recv_fds(orders, MAX_BYTES, 1)
@@ -57,7 +57,7 @@ def receive(options: argparse.Namespace) -> None:
     os.environ.update(options.env)
 
 
-def run_rank(options: argparse.Namespace) -> int:
+def run_rank(options: Namespace) -> int:
     """Open the rank's log, restore its signals and run the program; return its exit code."""
     rank = os.environ["RANK"]
     path = Path(options.log_dir) / f"rank-{rank}.log"
@@ -102,15 +102,10 @@ def exit_rank(code: int) -> NoReturn:
     os._exit(code)
 
 
-def program_of(options: argparse.Namespace) -> list[str]:
-    """Return the command line of the ranks' program, as after `python`."""
-    return [*(["-m"] if options.module else []), options.program, *options.arguments]
-
-
-def _run_program(options: argparse.Namespace) -> tuple[int, str]:
+def _run_program(options: Namespace) -> tuple[int, str]:
     """Run the program as __main__; return its exit code and the exception it raised, if any."""
     try:
-        user_program.run(program_of(options))
+        user_program.run(options.program)
     except SystemExit as exit_:
         if exit_.code is None or isinstance(exit_.code, int):
             return (exit_.code or 0) & 0xFF, ""
@@ -124,19 +119,14 @@ def _run_program(options: argparse.Namespace) -> tuple[int, str]:
     return 0, ""
 
 
-def record_end(options: argparse.Namespace, rank: int, code: int) -> None:
+def record_end(options: Namespace, rank: int, code: int) -> None:
     """Write beside the logs how and when a rank ended; the code is -n if signal n ended it."""
     with contextlib.suppress(OSError):  # the disk is full
         RankEnd(time.time(), rank, code if code >= 0 else 128 - code).append(Path(options.log_dir))
 
 
 def record_failure(
-    options: argparse.Namespace,
-    who: str,
-    code: int,
-    error: str,
-    rank: int | None,
-    replace: bool = True,
+    options: Namespace, who: str, code: int, error: str, rank: int | None, replace: bool = True
 ) -> None:
     """Write beside the logs how and when a rank failed, so that the first failure can be found.
 

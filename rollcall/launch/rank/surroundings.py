@@ -40,7 +40,7 @@ def prepare(
         roles: the role of each rank; empty if all do the same.
     """
     exchange = (lambda: store(env, folder)), (lambda: _addresses(env, folder))
-    rank = RankContext.of(env, *exchange, ranks, roles)
+    rank = RankContext(env, *exchange, ranks, roles)
     for name, value in list(env.items()):
         if name.startswith(OF_SUPERVISOR) or OWN.get(name) == value:
             del env[name]

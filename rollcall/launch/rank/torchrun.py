@@ -1,21 +1,21 @@
 """Start ranks with torchrun: one interpreter per rank."""
 
-import argparse
 import json
 import logging
 import os
+from argparse import Namespace
 from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from rollcall.launch.rank.process import RankError, program_of, receive, record_failure
+from rollcall.launch.rank.process import RankError, receive, record_failure
 from rollcall.launch.rank.surroundings import JOIN_TIMEOUT, RANK_OPTIONS
 from rollcall.launch.runs.decision import first_to_fail, has_failed
 
 
-def start(options: argparse.Namespace) -> None:
+def start(options: Namespace) -> None:
     """Let torchrun start the ranks and wait for them; raise RankError if one fails."""
     receive(options)
     Path(options.log_dir).mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def start(options: argparse.Namespace) -> None:
         *(f"--master-addr={options.master_addr}", f"--master-port={options.master_port}"),
         *("--rdzv-backend=static", f"--rdzv-conf=timeout={JOIN_TIMEOUT.seconds}"),
         *("--signals-to-handle=SIGQUIT", "-m", "rollcall.launch.rank.agent"),
-        *program_of(options),  # for `ps`
+        *options.program,  # for `ps`
     ]
     try:
         run(parse_args(words))  # type: ignore[no-untyped-call]

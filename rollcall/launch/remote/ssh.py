@@ -75,7 +75,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bring(file: str, host: str, directory: str) -> None:
-    """Move a file from a directory on the other machine to the current one."""
     name = shlex.quote(file)
     try:
         with Path(file).open("wb") as here:

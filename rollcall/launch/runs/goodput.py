@@ -98,7 +98,6 @@ def _attempts(run: RunDir, events: Sequence[dict[str, Any]]) -> list[AttemptReco
 
 
 def _has_failed(attempt: AttemptRecord) -> bool:
-    """Return True if an attempt has failed, or has vanished."""
     return attempt.state in (None, "failed")
 
 
@@ -119,10 +118,7 @@ class _Book:
         self._now = min([first, *self._submitted])
 
     def spend(self, name: str, until: float, parts: Mapping[str, float] | None = None) -> float:
-        """Book the time until then: first the parts, by share, as far as they fit, then the rest.
-
-        Return the rest.
-        """
+        """Book the time until then, first the parts as far as they fit; return what `name` gets."""
         left = max(0.0, until - self._now)
         for part, seconds in (parts or {}).items():
             taken = min(left, max(0.0, seconds))

@@ -140,10 +140,7 @@ class LogWatcher:
 
 
 def _written(pid: int, folder: Path) -> tuple[int, int] | None:
-    """Return the rank of a process and the bytes of its log, from /proc; None for another one.
-
-    A look at the file itself, by all nodes every second, would load a shared file system.
-    """
+    """Return the rank and the bytes of a process's log, from /proc: a look at the log is slow."""
     with contextlib.suppress(OSError, ValueError):  # it has ended, or writes elsewhere
         log = Path(f"/proc/{pid}/fd/1").readlink()
         state = Path(f"/proc/{pid}/fdinfo/1").read_text()

@@ -20,10 +20,7 @@ class Processes:
     """The processes of this machine, read once, when they are needed."""
 
     def of(self, run: RunDir) -> list[int]:
-        """Return the processes that started a run's nodes; none once it has ended.
-
-        If they were killed, these are its supervisors, or the processes of an array's tasks.
-        """
+        """Return the processes that started a run's nodes or, if killed, its supervisors."""
         controllers, job = self._controllers, run.job.resolve()
         return controllers.get(job) or controllers.get(job.parent) or self.supervisors(run)
 

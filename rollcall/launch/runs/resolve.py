@@ -4,9 +4,9 @@
 there says the rest. In a job script of a person's own, the words of its step must do.
 """
 
-import argparse
 import re
 import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -47,15 +47,15 @@ class StepFacts:
     continues: bool = True  # whether it is known that a restarted program continues its work
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: ArgumentParser) -> None:
     """Add the options that name a run to a process of its job."""
     parser.add_argument("--run-dir", type=Path, help="default: runs/<recipe or script>-<job id>")
     parser.add_argument("--cells", type=Path, help="what the tasks of a sweep's array run")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """Return the parser of `rollcall supervise`."""
-    result = argparse.ArgumentParser(prog="rollcall supervise", allow_abbrev=False)
+    result = ArgumentParser(prog="rollcall supervise", allow_abbrev=False)
     add_run_options(result)
     ranks = f"ranks on every node (default: one per GPU, or {RANKS_WITHOUT_GPU} without a GPU)"
     restarts = "how often failed ranks restart (default: while they make progress; 0 for a script)"
@@ -68,11 +68,11 @@ def parser() -> argparse.ArgumentParser:
     add("--max-restarts", type=int, metavar="N", help=restarts)
     modules = "a directory that the ranks search first for modules; may be repeated"
     add("--modules", action="append", default=[], metavar="DIR", help=modules)
-    add("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help="-m train digits …")
+    add("program", nargs=REMAINDER, metavar="-- PROGRAM", help="-m train digits …")
     return result
 
 
-def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job: str) -> Work:
+def work_of_supervisor(options: Namespace, env: Mapping[str, str], job: str) -> Work:
     """Find the run and the program of a supervisor; raise CommandError or ConfigError for none."""
     program = program_of(options)
     if options.run_dir is None:
@@ -83,7 +83,7 @@ def work_of_supervisor(options: argparse.Namespace, env: Mapping[str, str], job:
     return Work(run, (*program, *words), trains, record is not None, options.run_dir)
 
 
-def program_of(options: argparse.Namespace) -> tuple[str, ...]:
+def program_of(options: Namespace) -> tuple[str, ...]:
     """Return the words of the program; raise CommandError if they name none."""
     program = tuple(options.program[options.program[:1] == ["--"] :])
     names = program[program[:1] == ("-m",) :]
@@ -106,7 +106,7 @@ def check_code(directory: Path) -> None:
             print(f"note: {copy / file} has changed since it was submitted", file=sys.stderr)
 
 
-def facts_of_batch(options: argparse.Namespace, env: Mapping[str, str], job: str) -> StepFacts:
+def facts_of_batch(options: Namespace, env: Mapping[str, str], job: str) -> StepFacts:
     """Find what a job's first process must know; raise like `work_of_supervisor`."""
     record = None if options.run_dir is None else JobRecord.read(options.run_dir)
     if record is None:
@@ -155,9 +155,7 @@ def finished(run: RunDir) -> str:
     return f"run {run.name} is finished: {verdict.reason}"
 
 
-def named_run(
-    options: argparse.Namespace, env: Mapping[str, str]
-) -> tuple[RunDir, tuple[str, ...]]:
+def named_run(options: Namespace, env: Mapping[str, str]) -> tuple[RunDir, tuple[str, ...]]:
     """Return the run that the options name, and its further words; CommandError without a cell."""
     given: Path = options.run_dir.absolute()
     if "SLURM_ARRAY_TASK_ID" not in env:

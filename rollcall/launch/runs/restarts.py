@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from rollcall.launch.runs import decision, find, reasons
-from rollcall.launch.runs.decision import BAD_HOST
 from rollcall.records.attempt import RankFailure
 from rollcall.records.job import Restart, RestartCause
 from rollcall.records.run import INTEGER_LIMIT, ForgottenStep
@@ -89,7 +88,7 @@ def bad_hosts(run: RunDir, job: str, lost: Sequence[str] = ()) -> list[str]:
             # Only the agent reports a rank that a signal ended; the peers report other errors.
             failures = RankFailure.of_attempt(run.attempt_logs(attempt.number))
             blamed += {failure.host for failure in failures if reasons.signal_of(failure.exit_code)}
-    return sorted({host for host in blamed if blamed.count(host) >= BAD_HOST})
+    return sorted({host for host in blamed if blamed.count(host) >= decision.BAD_HOST})
 
 
 def newest(run: RunDir, job: str) -> RestartCause | None:

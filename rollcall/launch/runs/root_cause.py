@@ -15,7 +15,6 @@ from pathlib import Path
 from rollcall.launch.runs import find, reasons, states
 from rollcall.launch.runs.decision import has_failed
 from rollcall.launch.runs.evidence import Evidence, gather, gather_by_hand, storage_problem
-from rollcall.launch.runs.states import Condition
 from rollcall.messages.refusal import REFUSED
 from rollcall.records import attempt as records
 from rollcall.records.attempt import AGENT, SUPERVISOR, AttemptRecord, NodeFailure, RankFailure
@@ -59,12 +58,12 @@ class RootCause:
 
 def of_newest(run: RunDir) -> RootCause:
     """Find what brought the newest attempt down, without asking Slurm."""
-    cause = find_cause(run, Condition("failed"), find.newest_attempt(run))
+    cause = find_cause(run, states.Condition("failed"), find.newest_attempt(run))
     return cause or RootCause(UNKNOWN)
 
 
 def find_cause(
-    run: RunDir, condition: Condition, attempt: AttemptRecord | None
+    run: RunDir, condition: states.Condition, attempt: AttemptRecord | None
 ) -> RootCause | None:
     """Find the root cause; None if it is unknown."""
     slurm_says = _slurm_says(run, condition)
@@ -221,7 +220,6 @@ def _stuck(evidence: Evidence, ranks: Sequence[RankFailure]) -> Iterator[RootCau
 
 
 def _silent(evidence: Evidence, rank: int, time: float = 0.0, code: int = 0) -> RankFailure:
-    """Return a report about a rank that wrote none itself."""
     hosts = evidence.attempt.hosts
     on_each = max(1, evidence.attempt.ranks // len(hosts))  # if all nodes have the same number
     node = min(evidence.places.get(rank, rank // on_each), len(hosts) - 1)
@@ -280,7 +278,7 @@ def _nodes(names: Sequence[str]) -> str:
     return f"{'node' if len(names) == 1 else 'nodes'} {', '.join(names)}"
 
 
-def _slurm_says(run: RunDir, condition: Condition) -> str:
+def _slurm_says(run: RunDir, condition: states.Condition) -> str:
     """Say how Slurm ended the job, or that its batch process was lost; empty if neither."""
     job = condition.job
     info = states.ask(job.id) if job and not job.is_local else None
@@ -292,7 +290,7 @@ def _slurm_says(run: RunDir, condition: Condition) -> str:
     return f"job {job.id}: {reasons.ended(info.state)}"
 
 
-def _supervisor_says(run: RunDir, condition: Condition) -> str | None:
+def _supervisor_says(run: RunDir, condition: states.Condition) -> str | None:
     """Say why the first supervisor of the newest start gave up."""
     job = condition.job.id if condition.job else ""
     starts = (f"{job}.", f"local-{job}.", f"local-{job}-")
@@ -304,7 +302,7 @@ def _supervisor_says(run: RunDir, condition: Condition) -> str | None:
     return f"node {failure.node} ({failure.host}) gave up: {failure.reason}"
 
 
-def _output(run: RunDir, condition: Condition) -> Path | None:
+def _output(run: RunDir, condition: states.Condition) -> Path | None:
     if condition.job is None:
         return None
     job = condition.job.id

@@ -62,10 +62,7 @@ class Progress:
 
 
 def look(runs: Sequence[RunDir]) -> tuple[list[Condition], str]:
-    """Return the conditions of these runs, and what went wrong in asking Slurm, if anything.
-
-    squeue is asked once for all runs, and sacct once for the jobs that squeue has forgotten.
-    """
+    """Return the conditions of these runs, and what went wrong in asking Slurm about them."""
     processes = Processes()
     read = [_from_files(run, processes) for run in runs]
     known: dict[str, JobInfo] = {}
@@ -198,7 +195,6 @@ def _ended(run: RunDir, condition: Condition, newest: AttemptRecord) -> Conditio
 
 
 def _started_by_hand(run: RunDir) -> Condition:
-    """Return the condition of a run without a launcher, which only its files know."""
     starts = len(run.read_events("started"))
     verdict = run.read_verdict()
     if verdict is not None:
@@ -268,7 +264,10 @@ def _unless_ended(run: RunDir, condition: Condition) -> Condition:
 
 def lost_batch(run: RunDir, job: SubmittedJob) -> str:
     """Say that the batch process of a job that is over was killed; empty if it was not."""
-    if job.is_local or not BatchRecord.was_lost(run.path, job.id):
+    batch = None if job.is_local else BatchRecord.read(run.path)
+    if batch is None or batch.process is None or batch.has_ended:
+        return ""
+    if batch.start.rpartition(".")[0] != job.id:
         return ""
     number = slurm.script_signal(job.id)
     how = f" by {', '.join(filter(None, reasons.of_signal(number)))}" if number else ""

@@ -71,10 +71,7 @@ def _partitions(*named: str) -> dict[str, Partition]:
 
 
 def share_of_cpus(asked: Mapping[str, int], partition: str | None) -> int | None:
-    """Return the CPUs of a node that go with these GPUs, fewest over the nodes that fit.
-
-    Return None if no node fits, or if Slurm does not say.
-    """
+    """Return the fewest CPUs that go with these GPUs on a node that fits; None if unknown."""
     try:
         known = partitions(partition)
     except SlurmError:
@@ -96,10 +93,7 @@ def test_only(script: str) -> tuple[bool, str]:
 
 
 def answering(partition: str) -> tuple[int, int]:
-    """Return how many nodes of some partitions the controller knows again, and how many exist.
-
-    After it has started, it waits until each has registered. Dead nodes have another state.
-    """
+    """Return how many nodes of some partitions have registered with the controller, and all."""
     shown = slurm.ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T").splitlines()
     states = dict(line.split("|") for line in shown)
     return sum(not state.startswith("unk") for state in states.values()), len(states)
@@ -167,10 +161,7 @@ def configuration(name: str) -> str | None:
 
 
 def without(job_id: str, bad: Sequence[str], nodes: int) -> list[str]:
-    """Return all hosts that a job excludes if it excludes these as well.
-
-    Return nothing if too few other hosts of their kind are left: the job would wait forever.
-    """
+    """Return all hosts to exclude with these; none if too few others of their kind are left."""
     asked_for = slurm.ask("squeue", "-h", "-j", job_id, "-o", "%P|%n|%x|%v")
     fields = asked_for.strip().partition("\n")[0].split("|")  # of the first group of a job
     if len(fields) != 4:

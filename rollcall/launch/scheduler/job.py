@@ -137,7 +137,6 @@ def options(job: Job) -> Iterator[str]:
 
 
 def _resources(job: Job) -> Iterator[str]:
-    """Yield the options that each group of hosts has."""
     yield f"nodes={f'{job.min_nodes}-' if job.min_nodes else ''}{job.nodes + job.spares}"
     if job.spares or job.min_nodes:
         yield "no-kill"  # otherwise the job would end when its first host fails

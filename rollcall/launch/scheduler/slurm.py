@@ -7,6 +7,7 @@ the function says otherwise.
 import functools
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -43,10 +44,8 @@ class NoAnswerError(SlurmError):
 
 def is_available() -> bool:
     """Whether jobs can be submitted from here."""
-    folders = os.environ.get("PATH", "").split(os.pathsep)  # no shutil: it is slow to import
-    with_slurm = (folder for folder in folders if os.access(f"{folder}/sbatch", os.X_OK))
-    folder = next(with_slurm, None)
-    return folder is not None and _has_cluster(folder)
+    sbatch = shutil.which("sbatch")
+    return sbatch is not None and _has_cluster(os.path.dirname(sbatch))  # noqa: PTH120
 
 
 @functools.cache
@@ -170,12 +169,9 @@ def ask_status(job_id: str) -> subprocess.Popen[bytes]:
 
 
 def read_status(answer: str) -> JobStatus:
-    """Parse what squeue says about one job; raise ValueError if it says nothing.
-
-    A job of several groups has a line for each: what happens to one happens to all.
-    """
+    """Parse what squeue says about one job; raise ValueError if it says nothing."""
     found = []
-    for line in answer.strip().splitlines():
+    for line in answer.strip().splitlines():  # one for each group: they share their fate
         state, reason, end, preempted = line.strip().split("|")
         try:
             when = time.mktime(time.strptime(end, TIMESTAMP))
@@ -202,10 +198,7 @@ def tell(*command: str) -> str:
 
 
 def requeue_own_job(job_id: str, leave_out: Sequence[str] = ()) -> None:
-    """Requeue the job that this process is part of, without some hosts; Slurm ends it at once.
-
-    Slurm refuses if the job was submitted with --no-requeue.
-    """
+    """Requeue this process's job, without some hosts; Slurm ends it, or refuses (--no-requeue)."""
     try:
         tell("scontrol", "requeue", job_id)
     except SlurmError as error:

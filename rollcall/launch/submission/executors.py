@@ -61,10 +61,7 @@ class Local(submitit.LocalExecutor):
     """submitit's local executor; its tasks are the simulated nodes of a run."""
 
     def start(self, words: Sequence[str], nodes: int, minutes: float | None) -> submitit.Job[None]:
-        """Start a command once per node, under a controller that outlives this process.
-
-        SIGUSR2 is sent before the time limit, as under Slurm.
-        """
+        """Start a command per node under a controller, which sends SIGUSR2 before the limit."""
         limit = min(minutes or YEAR_MINUTES, YEAR_MINUTES)  # infinity is a limit of sbatch's
         delay = int(min(120, limit * 30))
         limits = {"timeout_min": limit, "signal_delay_s": delay}

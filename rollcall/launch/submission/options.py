@@ -232,7 +232,6 @@ def _refuse_forgotten_dashes(argv: Sequence[str]) -> None:
 
 
 def _takes_value(option: str) -> bool:
-    """Whether the word after this one is its value."""
     return option in NAMES - SWITCHES if option in NAMES else option[2:] in WITH_VALUE
 
 

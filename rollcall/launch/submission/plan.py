@@ -247,7 +247,6 @@ def _job(
 
 
 def _group(line: CommandLine, job: Job) -> Job:
-    """Return what a group of nodes asks for."""
     own, of_first = line.own, ("cpus-per-gpu", "dependency")  # not repeated for each group
     cpus, _ = resources.cpus_per_node(line)
     return replace(

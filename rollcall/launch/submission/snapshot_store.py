@@ -28,10 +28,7 @@ class SourceStore:
             self._is_ours = False
 
     def place(self, source: str, target: str, is_shared: bool) -> str:
-        """Copy a file of a run, or link it to an equal one in the store; return its SHA-256.
-
-        If it is not `is_shared`, the copy is the run's own.
-        """
+        """Copy a file, or link it to an equal one if it `is_shared`; return its SHA-256."""
         if not is_shared:
             # A private file is private from the beginning.
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -58,7 +55,6 @@ class SourceStore:
         return digest
 
     def _keep(self, target: str, kept: str) -> None:
-        """Add a finished file to the store."""
         self._has_grown = True
         with contextlib.suppress(OSError):  # no hard links on this file system: keep the copy
             try:

@@ -78,10 +78,7 @@ def tell_of_interrupt(submission: SubmissionPlan) -> bool:
 
 
 def reason_not_to_submit(run: RunDir, resume: bool) -> str | None:
-    """Return why there is nothing to submit: the run is live or finished. None if it can start.
-
-    A run that has failed is refused without `resume`.
-    """
+    """Return why there is nothing to submit, or None; refuse a failed run without `resume`."""
     if live := _live_jobs(run):
         return f"is live ({listed(live, 3)}): nothing is submitted"
     verdict = run.read_verdict()
@@ -120,7 +117,6 @@ def difference(asked: SubmissionPlan) -> str:
 
 
 def _program(command: Sequence[str]) -> list[str]:
-    """Return the words of the ranks' program in a supervisor's command line."""
     words = list(command[command.index("--") + 1 :])
     return words[3:] if tuple(words[:2]) == USER_PROGRAM else words[2:]
 
@@ -232,7 +228,6 @@ def _wait(
 
 
 def _prepare_environment(job: Job) -> None:
-    """Set the environment that the job inherits."""
     executors.clear_inherited_environment()
     if job.python and Path(job.python[0]).is_absolute():  # not a container's
         python.activate(job.python[0], os.environ)
@@ -319,7 +314,6 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
 
 
 def _array(job: Job, run: RunDir, gpus: int, minutes: float | None) -> tuple[str, ...]:
-    """Return what runs the tasks of an array on this machine."""
     cells = [word for word in job.command if word.startswith("--cells=")]
     words = [f"--run-dir={run.path}", *cells, f"--tasks={job.options['array']}"]
     words += [f"--nodes={job.nodes}", f"--gpus={gpus}", f"--cpus={job.cpus_per_task * job.nodes}"]

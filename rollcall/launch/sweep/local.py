@@ -3,12 +3,12 @@
 Each task is a separate local run. It gets an equal share of this machine's CPUs and GPUs.
 """
 
-import argparse
 import contextlib
 import os
 import signal
 import sys
 import time
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -43,14 +43,14 @@ class Running(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run all tasks; return 0 if all of them succeed."""
-    parser = argparse.ArgumentParser(prog="rollcall array", allow_abbrev=False)
+    parser = ArgumentParser(prog="rollcall array", allow_abbrev=False)
     resolve.add_run_options(parser)
     parser.add_argument("--tasks", required=True, help="as for sbatch's --array")
     parser.add_argument("--nodes", type=int, default=1, help="simulated nodes of each task")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of each task")
     parser.add_argument("--minutes", type=float, help="time limit of each task")
     parser.add_argument("--cpus", type=int, default=1, help="CPUs of each task")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    parser.add_argument("command", nargs=REMAINDER, metavar="-- COMMAND")
     options = parser.parse_args(argv)
     tasks, throttle = array_tasks(options.tasks)
     shares = divide(throttle, options.cpus, options.gpus, len(tasks))
@@ -58,11 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def divide(throttle: int | None, cpus: int, gpus: int, tasks: int) -> list[Share]:
-    """Divide this machine among the tasks that run at once; return the share of each.
-
-    If `throttle` lets more tasks run than fit, by the CPUs and GPUs that each needs, several share
-    one.
-    """
+    """Divide this machine among the tasks that run at once; those that do not fit share a part."""
     usable, cards = sorted(os.sched_getaffinity(0)), visible_gpus(os.environ)
     # A task that asks for no GPU still gets one, or cells of a sweep would differ in device.
     fit = len(cards) // (gpus or 1) if cards else hosts.usable_cpus() // cpus
@@ -78,9 +74,7 @@ def divide(throttle: int | None, cpus: int, gpus: int, tasks: int) -> list[Share
 class Array:
     """The waiting and the running tasks of an array, and the free shares of the machine."""
 
-    def __init__(
-        self, options: argparse.Namespace, tasks: Sequence[int], shares: Sequence[Share]
-    ) -> None:
+    def __init__(self, options: Namespace, tasks: Sequence[int], shares: Sequence[Share]) -> None:
         self._options = options
         self._waiting = list(tasks)
         self._free = list(shares)

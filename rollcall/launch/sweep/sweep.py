@@ -6,11 +6,11 @@ same file again, the cells that are missing, failed or stopped run again, with t
 submission.
 """
 
-import argparse
 import csv
 import json
 import math
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from rollcall.launch.commands import status
 from rollcall.launch.runs import find, states
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
-from rollcall.launch.submission import command, layers, profile
+from rollcall.launch.submission import command, layers
 from rollcall.launch.submission.plan import SubmissionPlan, plan
 from rollcall.launch.sweep import definition
 from rollcall.launch.sweep.definition import Sweep, SweepCell
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     return _status(sweep, given) if given.command == "status" else _submit(sweep, given, argv)
 
 
-def _submit(sweep: Sweep, given: argparse.Namespace, argv: Sequence[str]) -> int:
+def _submit(sweep: Sweep, given: Namespace, argv: Sequence[str]) -> int:
     trust.require_owner(given.file, "the sweep")
     if "--" not in sweep.program or training_words(sweep.program[1:]) is not None:
         words = [word for cell in sweep.cells for word in cell.words(True)]
@@ -76,7 +76,7 @@ def _plan(
     sweep: Sweep, root: str, left: Sequence[SweepCell], argv: Sequence[str], local: bool
 ) -> SubmissionPlan:
     """Plan one array for all cells, or consecutive arrays if Slurm limits their size."""
-    given = profile.as_words(sweep.options) + (["--local"] if local else [])
+    given = layers.as_words(sweep.options) + (["--local"] if local else [])
     words = [*given, f"--name={sweep.name}", f"--root={root}", "--array=0", *sweep.program]
     line, setup = layers.read(words, "the sweep's file")
     base = plan(line, argv, setup)
@@ -103,7 +103,7 @@ def _plan(
     return replace(base, job=jobs[0], later=tuple(jobs[1:]), files=files)
 
 
-def _status(sweep: Sweep, given: argparse.Namespace) -> int:
+def _status(sweep: Sweep, given: Namespace) -> int:
     rows = _rows(sweep, given)
     if given.csv is not None:
         with given.csv.open("w", newline="") as file:
@@ -117,7 +117,7 @@ def _status(sweep: Sweep, given: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(sweep: Sweep, given: argparse.Namespace) -> list[dict[str, str]]:
+def _rows(sweep: Sweep, given: Namespace) -> list[dict[str, str]]:
     keys = list(dict.fromkeys(key for cell in sweep.cells for key in cell.values))
     root = Path(given.root) / sweep.name
     runs = [RunDir(root, cell.name) for cell in sweep.cells]

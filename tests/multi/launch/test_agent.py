@@ -57,8 +57,9 @@ DRIVER = """
 import json, os, sys, time
 from rollcall.launch.node.processes import ForkClient
 sys.executable = sys.argv[1]  # the Python of the ranks
-server = ForkClient(sys.argv[3:], os.environ)
-server.start(json.loads(sys.argv[2]), None)
+order = json.loads(sys.argv[2])
+server = ForkClient(order, os.environ)
+server.start(order, None)
 while (code := server.poll()) is None:
     time.sleep(0.02)
 server.kill()
@@ -68,8 +69,9 @@ sys.exit(code)
 
 
 def order_of(script: Path, name: str, logs: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the order of an attempt on one node."""
-    words = {"module": False, "program": str(script), "arguments": [*arguments]}
+    """Return the options of an agent with two ranks, and the order of its attempt."""
+    words = {"program": [str(script), *arguments], "nnodes": 1, "node_rank": 0}
+    words |= {"ranks": [2], "start_method": "fork"}
     place = {"master_addr": "127.0.0.1", "master_port": free_port(), "run_id": name}
     return {**words, **place, "log_dir": str(logs), "env": {}, "roles": [], "framework": "torch"}
 
@@ -82,19 +84,14 @@ def script(tmp_path: Path) -> Path:
 
 
 def agent(
-    script: Path,
-    how: str,
-    *options: str,
-    prefix: Sequence[str] = (),
-    python: str = sys.executable,
+    script: Path, how: str, prefix: Sequence[str] = (), python: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     """Two ranks of the script under an agent; their logs lie beside the script."""
     order = order_of(script, "test", script.parent / "logs", [how, "--flag"])
-    options = (python, json.dumps(order), "--nproc-per-node=2", *options)
-    command = [sys.executable, "-c", DRIVER, *options]
+    command = [sys.executable, "-c", DRIVER, python, json.dumps(order)]
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(
-        [*prefix, *command, str(script), how, "--flag"],
+        [*prefix, *command],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -193,11 +190,11 @@ def test_two_local_nodes_train_and_stop_in_order(tmp_path: Path) -> None:
 def test_the_next_ranks_are_forked_once_one_has_failed(tmp_path: Path) -> None:
     text = "import os; print(os.environ.get('IS_FIRST')); raise SystemExit(3)"
     (tmp_path / "script.py").write_text(text)
-    server = ForkClient([str(tmp_path / "script.py")], os.environ)
+    server = ForkClient(order_of(tmp_path / "script.py", "", tmp_path) | {"ranks": [1]}, os.environ)
 
     def attempt(name: str) -> tuple[int, set[int | None]]:
         """Return the exit code, and the process ids of its agent."""
-        order = order_of(tmp_path / "script.py", name, tmp_path / name)
+        order = order_of(tmp_path / "script.py", name, tmp_path / name) | {"ranks": [1]}
         server.start({**order, "env": {"IS_FIRST": str(name == "first")}}, None)
         agents = set[int | None]()
         while (code := server.poll()) is None:

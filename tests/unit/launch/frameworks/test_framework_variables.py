@@ -46,7 +46,7 @@ def test_variables_of_a_rank() -> None:
     def no_store() -> frameworks.framework.KeyValueStore:
         raise AssertionError
 
-    place = RankContext.of(TORCHRUN, no_store, lambda: ADDRESSES)
+    place = RankContext(TORCHRUN, no_store, lambda: ADDRESSES)
     jax = frameworks.TABLE["jax"].variables(place)
     assert (jax["JAX_COORDINATOR_ADDRESS"], jax["JAX_PROCESS_ID"]) == ("10.0.0.1:5", 3)
     config = json.loads(str(frameworks.TABLE["tensorflow"].variables(place)["TF_CONFIG"]))
@@ -60,7 +60,7 @@ def test_ranks_without_torch_exchange_through_files(
 
     def of_rank(rank: int) -> tuple[Sequence[str], str]:
         env = {**TORCHRUN, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        place = RankContext.of(env, lambda: surroundings.store(env, tmp_path), list)
+        place = RankContext(env, lambda: surroundings.store(env, tmp_path), list)
         pmi = mpi._Server(place, place.store())
         pmi.answer({"cmd": "put", "key": f"k/{rank}", "value": f"v{rank}"})
         pmi.answer({"cmd": "barrier_in"})
@@ -92,7 +92,7 @@ def test_nodes_may_have_different_numbers_of_ranks() -> None:
     env = {**TORCHRUN, "SLURM_STEP_ID": "0", "WORLD_SIZE": "5"}
     surroundings.prepare(env, "torch", Path(), (1, 2, 2))
     assert (env["SLURM_TASKS_PER_NODE"], env["SLURM_NTASKS_PER_NODE"]) == ("1,2(x2)", "2")
-    place = RankContext.of(env, lambda: surroundings.store(env, Path()), list, (1, 2, 2))
+    place = RankContext(env, lambda: surroundings.store(env, Path()), list, (1, 2, 2))
     assert mpi._Server(place, surroundings.Files(Path(), "1"))._get("PMI_process_mapping") == (
         "cmd=get_result rc=0 msg=success value=(vector,(0,1,1),(1,2,2))"
     )

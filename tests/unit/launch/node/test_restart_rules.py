@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollcall.launch.node import controller as asking
+from rollcall.launch.node import monitor as asking
 from rollcall.launch.node.identity import Node
 from rollcall.launch.runs import restarts
 from rollcall.records.attempt import AttemptEvent, RankFailure

@@ -11,7 +11,7 @@ import pytest
 
 from rollcall.launch.commands import network
 from rollcall.launch.scheduler.job import Job, render
-from rollcall.launch.submission import layers, options, profile
+from rollcall.launch.submission import layers, options
 from rollcall.messages.refusal import RefusedError
 
 PROJECT = """
@@ -39,7 +39,7 @@ def users(place: Path, text: str) -> None:
 
 
 def test_a_profile_becomes_options_and_setup_lines(place: Path) -> None:
-    words, setup = profile.load("here")
+    words, setup = layers.load("here")
     line = options.read([*words, "--time=5"])
     assert (line.own.partition, line.own.time, line.passed) == ("gpu", "5", {"exclusive": None})
     assert options.read(words).own.time == "2:00:00"
@@ -55,7 +55,7 @@ def test_a_profile_becomes_options_and_setup_lines(place: Path) -> None:
 
 def test_the_users_file_wins_key_by_key(place: Path) -> None:
     users(place, "options: {partition: mine, exclusive: false}\nmodules: []\n")
-    words, setup = profile.load("here")
+    words, setup = layers.load("here")
     line = options.read(words)
     assert (line.own.partition, line.own.time, line.passed) == ("mine", "2:00:00", {})
     assert not any("module" in text for text in setup)
@@ -81,13 +81,13 @@ def test_the_users_file_wins_key_by_key(place: Path) -> None:
 def test_a_wrong_profile_is_told_with_file_and_key(place: Path, text: str, message: str) -> None:
     users(place, text)
     with pytest.raises(RefusedError, match=message):
-        profile.load("here")
+        layers.load("here")
 
 
 @pytest.mark.usefixtures("place")
 def test_an_unknown_cluster_is_told_with_those_that_there_are() -> None:
     with pytest.raises(RefusedError, match="no such profile; known profiles: here"):
-        profile.load("there")
+        layers.load("there")
 
 
 def test_the_sites_default_serves_all_who_name_no_cluster(
@@ -96,7 +96,7 @@ def test_the_sites_default_serves_all_who_name_no_cluster(
     site = place / "site"
     (site / "clusters").mkdir(parents=True)
     (site / "clusters" / "default.yaml").write_text("options: {partition: all, account: team}\n")
-    monkeypatch.setattr(profile, "SITE", site)
+    monkeypatch.setattr(layers, "SITE", site)
     (place / "sbatch").touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
     (place / "user" / "rollcall" / "clusters" / "default.yaml").write_text("options: {account: me}")
