@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_048, 8_000
+CORE_LINES, TOOLS_LINES = 40_092, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 325,
-    "rollcall/config": 2588,
+    "rollcall/config": 2606,
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
@@ -44,8 +44,8 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/remote": 137,
     "rollcall/launch/runs": 2076,
     "rollcall/launch/scheduler": 780,
-    "rollcall/launch/submission": 2359,
-    "rollcall/launch/sweep": 405,
+    "rollcall/launch/submission": 2390,
+    "rollcall/launch/sweep": 406,
     "rollcall/messages": 252,
     "rollcall/records": 1218,
     "rollcall/system": 814,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2654,
+    "rollcall/train": 2649,
     "rollcall/train/checkpoint": 3321,
     "rollcall/train/data": 3013,
     "rollcall/train/exact": 572,
