@@ -25,6 +25,7 @@ from rollcall.cli.installation import PACKAGED
 from rollcall.config import ConfigError, parse
 from rollcall.launch.doctor import storage
 from rollcall.launch.runs import find
+from rollcall.launch.runs.processes import Processes
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.submission import (
     command,
@@ -394,6 +395,19 @@ def test_a_run_is_live_while_a_part_of_its_killed_job_is(tmp_path: Path, left: s
         if left == "supervisor":  # a later process with the id of one that is gone
             replace(part, started=2.0).write(run.path)
             assert start.reason_not_to_submit(run, True) is None
+        process.communicate(b"\n")
+
+
+def test_a_run_is_not_live_because_one_in_its_directory_is(tmp_path: Path) -> None:
+    outer, inner = RunDir(tmp_path, "a"), RunDir(tmp_path / "a", "inner")
+    inner.job.mkdir(parents=True)
+    outer.job.mkdir()
+    waits = f"{sys.executable} -c 'print(flush=True); input()'"
+    line = f"exec {waits} submitit.local._local {inner.job}"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", line], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout and process.stdout.readline()
+        assert (Processes().of(inner), Processes().of(outer)) == ([process.pid], [])
         process.communicate(b"\n")
 
 
