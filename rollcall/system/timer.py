@@ -1,6 +1,12 @@
-"""Do something every few seconds in a loop, and measure time in which we ran. No torch."""
+"""Do something every few seconds or in a few seconds, and measure when we ran. No torch."""
 
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LONGEST_TICK = 1.0
 """Seconds that count of a longer pause between two readings of a `RunningClock`, by default."""
@@ -46,3 +52,28 @@ class RunningClock:
         self.was_stopped = passed > 5.0
         self._seconds += min(passed, self._most)
         return self._seconds
+
+
+PATIENCE = 5.0
+"""Seconds after which a call hangs, as at a file server that is gone."""
+_HANGING: dict[Path, threading.Thread] = {}
+
+
+def hangs(path: Path) -> bool:
+    """Return True if a call about this path did not return in time, and still has not."""
+    return path in _HANGING and _HANGING[path].is_alive()
+
+
+def in_time(path: Path, function: Callable[[Path], T]) -> T | None:
+    """Return what a function that raises nothing says about a path; None if it hangs.
+
+    Such a call cannot be ended: its thread is left behind. Each that hangs halves the next wait.
+    """
+    results: list[T] = []
+    if not hangs(path):
+        thread = threading.Thread(target=lambda: results.append(function(path)), daemon=True)
+        thread.start()
+        thread.join(PATIENCE / 2 ** sum(map(hangs, _HANGING)))
+        if thread.is_alive():
+            _HANGING[path] = thread
+    return results[0] if results else None

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_092, 8_000
+CORE_LINES, TOOLS_LINES = 40_143, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -35,20 +35,20 @@ BUDGET: dict[str, int] = {
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1032,
+    "rollcall/launch/commands": 1033,
     "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1726,
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2076,
+    "rollcall/launch/runs": 2095,
     "rollcall/launch/scheduler": 780,
     "rollcall/launch/submission": 2390,
     "rollcall/launch/sweep": 406,
     "rollcall/messages": 252,
     "rollcall/records": 1218,
-    "rollcall/system": 814,
+    "rollcall/system": 845,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1637,

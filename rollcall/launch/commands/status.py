@@ -106,7 +106,8 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
     cells: dict[Path, list[list[str]]] = {path: [] for path in sweeps}
     heads: dict[Path, list[str]] = {}
     for run, condition in zip(runs, conditions, strict=True):
-        if not (condition.is_live or condition.attempts) and find.is_sweep(run):
+        has_begun = condition.is_live or condition.attempts or condition.state == "unknown"
+        if not has_begun and find.is_sweep(run):
             condition = Condition("")  # its cells show everything
         name = str(run.path).removeprefix(base) if str(run.path).startswith(base) else run.name
         row = [name, *cells_of(condition, states.progress(run, condition)).values()]

@@ -13,6 +13,7 @@ from rollcall.records.attempt import AttemptRecord, RanksAlone
 from rollcall.records.job import Cancellation, Cell, Submission, local_jobs
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import changed, is_there, listed
+from rollcall.system.timer import in_time
 
 
 class NoRunError(RefusedError):
@@ -64,11 +65,21 @@ def typed(run: RunDir) -> str:
 
 
 def find_all(root: str) -> list[RunDir]:
-    """Find all runs under root, sweeps and their cells too; the one changed last comes last."""
+    """Find all runs under root, sweeps and their cells too; the one changed last comes last.
+
+    A directory that does not answer may be a run, and comes first.
+    """
     if root != "runs" and not Path(root).is_dir():  # the first run makes the default
         raise NoRunError(f"{Path(root).absolute()} is not a folder; expected the one with the runs")
-    runs = [run for path in _runs_in(Path(root)) for run in with_cells(path)]
-    return sorted(runs, key=lambda run: changed(run.path))
+    found: list[tuple[float, RunDir]] = []
+    for path in listed(Path(root).absolute(), "*"):
+        answer = in_time(path, _runs_of)
+        found += [(0.0, RunDir(root, path.name))] if answer is None else answer
+    return [run for _, run in sorted(found, key=lambda entry: entry[0])]
+
+
+def _runs_of(path: Path) -> list[tuple[float, RunDir]]:
+    return [(changed(run.path), run) for run in (with_cells(path) if _is_run(path) else [])]
 
 
 def closed(root: str) -> list[Path]:
