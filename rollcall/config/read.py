@@ -119,7 +119,9 @@ def _source(words: Sequence[str]) -> str:
             hint = did_you_mean(word, OPTIONS, 0.8)
             advice = about_option(words[number:]) or "set keys as key=value, see --help"
             raise ConfigError(f"unknown option {word}{hint or f'; {advice}'}")
-        if word.startswith("="):
+        after = [text for text in words[number + 1 :][:1] if word.endswith("=")]
+        is_value = after and not is_file(after[0]) and after[0] not in recipes()
+        if word.startswith("=") or (is_value and "=" not in after[0]):
             raise ConfigError(f"'{word}': expected key=value without spaces around '='")
     sources = [word for word in words if "=" not in word]
     if "help" in sources:
@@ -129,7 +131,7 @@ def _source(words: Sequence[str]) -> str:
         keys = (re.split("[: ]+", word.lstrip("~+"), maxsplit=1) for word in sources[1:])
         keys = (key for key in keys if key[0].partition(".")[0] in sections())
         given = (f"{key[0]}={''.join(key[1:]) or '...'}" for key in keys)
-        hint = next((f", did you mean {text}?" for text in given), "")
+        hint = next((f", did you mean {text}?" for text in given), "; leave one of them out")
         raise ConfigError(f"expected one recipe or file and key=value pairs, {got}{hint}")
     return sources[0] if sources else "digits"
 
@@ -190,6 +192,8 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
             continue
         if re.search("[ ,]", name):
             advice = "write the words apart, without quotes around several of them"
+            if not re.search("[ ,]", name.strip()):
+                advice = f"write {name.strip()}={text.strip()}, without spaces"
             raise ConfigError(f"'{word}': expected key=value; {advice}")
         try:
             value = yaml_values.load(text)

@@ -65,7 +65,7 @@ def hangs(path: Path) -> bool:
 
 
 def in_time(path: Path, function: Callable[[Path], T]) -> T | None:
-    """Return what a function that raises nothing says about a path; None if it hangs.
+    """Return a function's answer about a path; None if it hangs. It must raise nothing.
 
     Such a call cannot be ended: its thread is left behind. Each that hangs halves the next wait.
     """

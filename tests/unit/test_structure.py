@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_143, 8_000
+CORE_LINES, TOOLS_LINES = 40_154, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 325,
-    "rollcall/config": 2606,
+    "rollcall/config": 2610,
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
@@ -42,9 +42,9 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2095,
+    "rollcall/launch/runs": 2100,
     "rollcall/launch/scheduler": 780,
-    "rollcall/launch/submission": 2390,
+    "rollcall/launch/submission": 2392,
     "rollcall/launch/sweep": 406,
     "rollcall/messages": 252,
     "rollcall/records": 1218,

@@ -42,8 +42,13 @@ def find(word: str, root: str) -> RunDir:
     for path in (Path(root) / word, Path(os.path.abspath(word))):  # noqa: PTH100 - without ".."
         if _is_run(path):
             return RunDir(path.parent, path.name)
-    known = (os.path.relpath(run.path, root) for run in find_all(root))  # also CELL of a sweep
-    hint = did_you_mean(word, known) or "; rollcall status lists all"
+    known = [os.path.relpath(run.path, root) for run in find_all(root)]  # also CELL of a sweep
+    lists = (
+        "; rollcall status lists all"
+        if known
+        else ", which has no runs; --root names another directory"
+    )
+    hint = did_you_mean(word, known) or lists
     if Path(root, word) in closed(root):
         hint = " that you may read: another user may own it"
     raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
@@ -71,11 +76,11 @@ def find_all(root: str) -> list[RunDir]:
     """
     if root != "runs" and not Path(root).is_dir():  # the first run makes the default
         raise NoRunError(f"{Path(root).absolute()} is not a folder; expected the one with the runs")
-    found: list[tuple[float, RunDir]] = []
+    dated: list[tuple[float, RunDir]] = []
     for path in listed(Path(root).absolute(), "*"):
         answer = in_time(path, _runs_of)
-        found += [(0.0, RunDir(root, path.name))] if answer is None else answer
-    return [run for _, run in sorted(found, key=lambda entry: entry[0])]
+        dated += [(0.0, RunDir(root, path.name))] if answer is None else answer
+    return [run for _, run in sorted(dated, key=lambda entry: entry[0])]
 
 
 def _runs_of(path: Path) -> list[tuple[float, RunDir]]:
