@@ -6,6 +6,7 @@ signature is read from the source without importing it, so that a login node can
 """
 
 import ast
+import glob
 import importlib.util
 import inspect
 import os
@@ -23,7 +24,7 @@ from rollcall.config.refusals import about_value, expected
 from rollcall.config.schema import ConfigError, is_number
 from rollcall.messages.text import did_you_mean
 from rollcall.records.run_dir import named
-from rollcall.system.files import is_there
+from rollcall.system.files import closest, is_there
 
 Find = Callable[[str], "Code | None"]
 DEEPEST = 8
@@ -228,7 +229,7 @@ def check_modules(config: Any) -> None:
 def check_surroundings(config: Any) -> None:
     """Raise ConfigError if the data or a logger is missing, or a file is where runs go."""
     root = Path(config.run.root).absolute()
-    existing = next(path for path in (root, *root.parents) if is_there(path))
+    existing = closest(root)
     if not existing.is_dir():
         raise ConfigError(f"run.root: {existing} is a file; choose a folder")
     if existing != root and not os.access(existing, os.W_OK):
@@ -250,16 +251,15 @@ def check_packages(config: Any) -> None:
 def absent(config: Any) -> Iterator[tuple[Path, str]]:
     """Yield each path of data and weights that is not there, and a sentence about it."""
     data, init, run = config.data, config.model.init, config.run
-    path, wanted = data.path or "", checks.DATA_PATHS.get(data.name, "the path of your data")
-    is_one = path and ":" not in data.name and not re.search(r"[*?\[,]", path)
-    part = checks.DATA_PARTS.get(data.name)
-    if is_one and not is_there(Path(path)):
-        meant = f"expected {wanted}"
-        if path.startswith("~"):
-            meant = "write the whole path: shells do not replace ~ here"
-        yield Path(path), f"data.path: {Path(path).absolute()} does not exist; {meant}"
-    elif is_one and part and not any(Path(path).glob(part)):
-        yield Path(path), f"data.path={path}: expected {wanted}"
+    wanted = checks.DATA_PATHS.get(data.name, "the path of your data")
+    part, text = checks.DATA_PARTS.get(data.name), data.path or ""
+    for path in [] if ":" in data.name or not text else [text] if part else text.split(","):
+        if not (is_there(Path(path)) or any(glob.iglob(path.strip(), recursive=True))):  # noqa: PTH207
+            how = "write the whole path: shells do not replace ~ here"
+            meant = how if path.startswith("~") else f"expected {wanted}"
+            yield Path(path), f"data.path: {Path(path).absolute()} does not exist; {meant}"
+        elif part and not any(Path(path).glob(part)):
+            yield Path(path), f"data.path={path}: expected {wanted}"
     weights = Path(os.path.expanduser(init or ""))  # noqa: PTH111  # Path raises for unknown users
     has_begun = run.name and is_there(Path(run.root, run.name, "config.yaml"))
     if init and not (has_begun or is_there(weights) or named(init, "checkpoints")):

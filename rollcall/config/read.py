@@ -198,8 +198,9 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
         try:
             value = yaml_values.load(text)
         except yaml.YAMLError as error:
-            why = getattr(error, "problem", None) or "put it in quotes"
-            raise ConfigError(f"{word}: the value is not valid YAML: {why}") from None
+            value, why = text, getattr(error, "problem", None) or "put it in quotes"
+            if not (text.startswith("*") and name in texts):  # of files; in YAML an alias
+                raise ConfigError(f"{word}: the value is not valid YAML: {why}") from None
         if isinstance(value, int | float) and name in texts:
             value = text  # a shell takes quotes away
         *sections, last = name.split(".")

@@ -29,6 +29,7 @@ from rollcall.messages.text import listed, note, word
 from rollcall.records.job import Submission, slurm_output
 from rollcall.records.nodes import NodeReport
 from rollcall.records.run_dir import RunDir, named, plain
+from rollcall.system.files import closest
 
 
 class TakenError(RefusedError):
@@ -201,10 +202,10 @@ def check_training(line: CommandLine, setup: tuple[str, ...], config: Config) ->
     _check_mesh(line, config)
     is_here = own.local or not slurm.is_available()
     is_there_later = bool(setup or own.container or "dependency" in line.passed)
+    # The file system of the run directory is the one that all nodes certainly have.
+    shared = closest(Path(config.run.root).absolute()).stat().st_dev
     for path, problem in arguments.absent(config):
-        closest = next(place for place in path.absolute().parents if place.exists())
-        # The file system of the run directory is the one that all nodes certainly have.
-        is_shared = not path.is_absolute() or closest.stat().st_dev == _device(config.run.root)
+        is_shared = not path.is_absolute() or closest(path).stat().st_dev == shared
         if not is_there_later and (is_here or is_shared):
             raise RefusedError(problem)
         remarks.append(f"on this machine, {problem}; every node of the job needs it")
@@ -212,11 +213,6 @@ def check_training(line: CommandLine, setup: tuple[str, ...], config: Config) ->
         arguments.check_modules(config)
         arguments.check_packages(config)
     return remarks
-
-
-def _device(root: str) -> int:
-    path = Path(root).absolute()
-    return next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
 
 
 def _check_mesh(line: CommandLine, config: Config) -> None:

@@ -124,7 +124,7 @@ def test_refusals_write_nothing(tmp_path: Path, words: list[str], message: str) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("gpt data.name=text data.path=corpus", "corpus does not exist; expected"),
+        ("gpt data.name=text data.path=.,*.md", "*.md does not exist; expected the path of your"),
         ("data.name=folder data.path=/absent/x", "data.path: /absent/x does not exist"),
         ("data.name=folder data.path=.", "data.path=.: expected a directory with a directory"),
         ("model.init=/absent/net.pt", "model.init=/absent/net.pt: no such file, folder or run"),
