@@ -59,9 +59,9 @@ PATIENCE = 5.0
 _HANGING: dict[Path, threading.Thread] = {}
 
 
-def hangs(path: Path) -> bool:
-    """Return True if a call about this path did not return in time, and still has not."""
-    return path in _HANGING and _HANGING[path].is_alive()
+def hanging() -> list[Path]:
+    """Return the paths about which a call of `in_time` has not returned yet."""
+    return [path for path, thread in _HANGING.items() if thread.is_alive()]
 
 
 def in_time(path: Path, function: Callable[[Path], T]) -> T | None:
@@ -70,10 +70,10 @@ def in_time(path: Path, function: Callable[[Path], T]) -> T | None:
     Such a call cannot be ended: its thread is left behind. Each that hangs halves the next wait.
     """
     results: list[T] = []
-    if not hangs(path):
+    if path not in (others := hanging()):
         thread = threading.Thread(target=lambda: results.append(function(path)), daemon=True)
         thread.start()
-        thread.join(PATIENCE / 2 ** sum(map(hangs, _HANGING)))
+        thread.join(PATIENCE / 2 ** len(others))
         if thread.is_alive():
             _HANGING[path] = thread
     return results[0] if results else None

@@ -20,6 +20,7 @@ from pathlib import Path
 from rollcall.launch.runs import find, states
 from rollcall.launch.runs.states import Condition, Progress
 from rollcall.messages.text import coloured, fixed
+from rollcall.system.timer import hanging
 
 NARROW = 110
 """In terminals with fewer characters, the table has fewer columns, and notes go below it."""
@@ -97,8 +98,11 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
     """Return the table of the named runs or of all, for a terminal of this width; None: a file."""
     named = (run for word in words for run in find.with_cells(find.find(word, root).path))
     runs = list(named) if words else find.find_all(root)
+    silent = [f"{path} does not answer: is its file system available?" for path in hanging()]
     if not runs:
-        return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
+        return silent or [
+            f"there are no runs in {Path(root).absolute()}; --root names another directory"
+        ]
     conditions, complaint = states.look(runs)
     base = f"{Path(root).absolute()}{os.sep}"
     rows = [["run", *cells_of(Condition(""), Progress())]]
@@ -106,8 +110,7 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
     cells: dict[Path, list[list[str]]] = {path: [] for path in sweeps}
     heads: dict[Path, list[str]] = {}
     for run, condition in zip(runs, conditions, strict=True):
-        has_begun = condition.is_live or condition.attempts or condition.state == "unknown"
-        if not has_begun and find.is_sweep(run):
+        if not (condition.is_live or condition.attempts) and find.is_sweep(run):
             condition = Condition("")  # its cells show everything
         name = str(run.path).removeprefix(base) if str(run.path).startswith(base) else run.name
         row = [name, *cells_of(condition, states.progress(run, condition)).values()]
@@ -121,7 +124,7 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
         total = "1 run" if len(cells[path]) == 1 else f"{len(cells[path])} runs"
         head[-1] = "; ".join(filter(None, (f"{total}: {counts}", head[-1])))
         rows += [head, *cells[path]]
-    return [*_lines(rows, width), *([complaint] if complaint else [])]
+    return [*_lines(rows, width), *silent, *([complaint] if complaint else [])]
 
 
 def _lines(rows: list[list[str]], width: int | None) -> list[str]:

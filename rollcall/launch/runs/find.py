@@ -72,14 +72,13 @@ def typed(run: RunDir) -> str:
 def find_all(root: str) -> list[RunDir]:
     """Find all runs under root, sweeps and their cells too; the one changed last comes last.
 
-    A directory that does not answer may be a run, and comes first.
+    A directory that does not answer is left out; `timer.hanging` has it.
     """
     if root != "runs" and not Path(root).is_dir():  # the first run makes the default
         raise NoRunError(f"{Path(root).absolute()} is not a folder; expected the one with the runs")
     dated: list[tuple[float, RunDir]] = []
     for path in listed(Path(root).absolute(), "*"):
-        answer = in_time(path, _runs_of)
-        dated += [(0.0, RunDir(root, path.name))] if answer is None else answer
+        dated += in_time(path, _runs_of) or []
     return [run for _, run in sorted(dated, key=lambda entry: entry[0])]
 
 

@@ -16,7 +16,6 @@ from rollcall.records.job import BatchRecord, JobRecord
 from rollcall.records.run import LoggedStep, State, Verdict, noticed, start_and_steps
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import changed
-from rollcall.system.timer import hangs
 
 LIVE = ("pending", "running")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
@@ -123,8 +122,6 @@ def ask(job_id: str) -> JobInfo | None:
 
 def _from_files(run: RunDir, processes: Processes) -> tuple[Condition, list[SubmittedJob]]:
     """Return the condition that the files of a run show, and the jobs that Slurm may know."""
-    if hangs(run.path):
-        return Condition("unknown", "its directory does not answer: is its file system there?"), []
     attempts = find.attempts(run)
     jobs = find.jobs(run, attempts)
     if not jobs:
@@ -280,8 +277,6 @@ def lost_batch(run: RunDir, job: SubmittedJob) -> str:
 
 def progress(run: RunDir, condition: Condition) -> Progress:
     """Return the progress of a run, from the end of its metrics, and from its verdict."""
-    if hangs(run.path):
-        return Progress()
     started, done, total, figures = start_and_steps(run.path)
     span = LoggedStep.span(run.path, since=started)
     if span is None:
