@@ -253,7 +253,8 @@ def absent(config: Any) -> Iterator[tuple[Path, str]]:
     data, init, run = config.data, config.model.init, config.run
     wanted = checks.DATA_PATHS.get(data.name, "the path of your data")
     part, text = checks.DATA_PARTS.get(data.name), data.path or ""
-    for path in [] if ":" in data.name or not text else [text] if part else text.split(","):
+    paths = [text] if part else text.split(",")
+    for path in filter(None, [] if ":" in data.name else paths):
         if not (is_there(Path(path)) or any(glob.iglob(path.strip(), recursive=True))):  # noqa: PTH207
             how = "write the whole path: shells do not replace ~ here"
             meant = how if path.startswith("~") else f"expected {wanted}"

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 40_159, 8_000
+CORE_LINES, TOOLS_LINES = 40_154, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,18 +31,18 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 325,
-    "rollcall/config": 2614,
+    "rollcall/config": 2615,
     "rollcall/launch": 1,
     "rollcall/launch/api": 393,
     "rollcall/launch/batch": 665,
-    "rollcall/launch/commands": 1036,
+    "rollcall/launch/commands": 1034,
     "rollcall/launch/doctor": 1291,
     "rollcall/launch/frameworks": 287,
     "rollcall/launch/node": 1728,
     "rollcall/launch/program": 518,
     "rollcall/launch/rank": 863,
     "rollcall/launch/remote": 137,
-    "rollcall/launch/runs": 2094,
+    "rollcall/launch/runs": 2090,
     "rollcall/launch/scheduler": 780,
     "rollcall/launch/submission": 2389,
     "rollcall/launch/sweep": 406,

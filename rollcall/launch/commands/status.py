@@ -99,10 +99,8 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
     named = (run for word in words for run in find.with_cells(find.find(word, root).path))
     runs = list(named) if words else find.find_all(root)
     silent = [f"{path} does not answer: is its file system available?" for path in hanging()]
-    if not runs:
-        return silent or [
-            f"there are no runs in {Path(root).absolute()}; --root names another directory"
-        ]
+    if not (runs or silent):
+        return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
     conditions, complaint = states.look(runs)
     base = f"{Path(root).absolute()}{os.sep}"
     rows = [["run", *cells_of(Condition(""), Progress())]]

@@ -43,11 +43,7 @@ def find(word: str, root: str) -> RunDir:
         if _is_run(path):
             return RunDir(path.parent, path.name)
     known = [os.path.relpath(run.path, root) for run in find_all(root)]  # also CELL of a sweep
-    lists = (
-        "; rollcall status lists all"
-        if known
-        else ", which has no runs; --root names another directory"
-    )
+    lists = "; rollcall status lists all" if known else ", which has no runs; set --root"
     hint = did_you_mean(word, known) or lists
     if Path(root, word) in closed(root):
         hint = " that you may read: another user may own it"

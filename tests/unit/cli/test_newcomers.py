@@ -47,7 +47,7 @@ ANSWERS = {
     "train digits optim.args.betas=[0.9]": "optim.args.betas: expected a further item, got [0.9]",
     "train digits mnist": "got 'digits' and 'mnist'; leave one of them out",
     "train digits faults.on_nan=skip": "faults.max_skipped_steps and faults.on_repeated say",
-    "why nosuch": "/runs, which has no runs; --root names another directory",
+    "why nosuch": "/runs, which has no runs; set --root",
     "train digits --config-name digits": "write a recipe or a YAML file without an option",
     "train digits --root here": "write run.root=here",
     "fit --model digits": "unknown command 'fit'; use train",
