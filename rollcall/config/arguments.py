@@ -6,6 +6,7 @@ signature is read from the source without importing it, so that a login node can
 """
 
 import ast
+import glob
 import importlib.util
 import inspect
 import os
@@ -22,7 +23,8 @@ from rollcall.config import catalog, checks, plugin, trust
 from rollcall.config.refusals import about_value, expected
 from rollcall.config.schema import ConfigError, is_number
 from rollcall.messages.text import did_you_mean
-from rollcall.system.files import is_there
+from rollcall.records.run_dir import named
+from rollcall.system.files import closest, is_there
 
 Find = Callable[[str], "Code | None"]
 DEEPEST = 8
@@ -227,26 +229,43 @@ def check_modules(config: Any) -> None:
 def check_surroundings(config: Any) -> None:
     """Raise ConfigError if the data or a logger is missing, or a file is where runs go."""
     root = Path(config.run.root).absolute()
-    existing = next(path for path in (root, *root.parents) if is_there(path))
+    existing = closest(root)
     if not existing.is_dir():
         raise ConfigError(f"run.root: {existing} is a file; choose a folder")
     if existing != root and not os.access(existing, os.W_OK):
         raise ConfigError(f"run.root: you may not write to {existing}; choose another folder")
-    path = config.data.path
-    is_one = path and ":" not in config.data.name and not re.search(r"[*?\[,]", path)
-    if is_one and not is_there(Path(path)):
-        meant = f"expected {checks.DATA_PATHS.get(config.data.name, 'the path of your data')}"
-        if path.startswith("~"):
-            meant = "write the whole path: shells do not replace ~ here"
-        raise ConfigError(f"data.path: {Path(path).absolute()} does not exist; {meant}")
-    part = checks.DATA_PARTS.get(config.data.name)
-    if is_one and part and not any(Path(path).glob(part)):
-        raise ConfigError(f"data.path={path}: expected {checks.DATA_PATHS[config.data.name]}")
+    for _, problem in absent(config):
+        raise ConfigError(problem)
+    check_packages(config)
+
+
+def check_packages(config: Any) -> None:
+    """Raise ConfigError without a tokenizer that the data need, or the package of a logger."""
     if config.data.name == "jsonl":
         check_tokenizer(config.data.args.get("tokenizer"))
     for entry in config.log.to.values():
         if entry.name in SLOTS["log.to"].known and not importlib.util.find_spec(entry.name):
             raise ConfigError(plugin.needs(f"log.to={entry.name}", entry.name))
+
+
+def absent(config: Any) -> Iterator[tuple[Path, str]]:
+    """Yield each path of data and weights that is not there, and a sentence about it."""
+    data, init, run = config.data, config.model.init, config.run
+    wanted = checks.DATA_PATHS.get(data.name, "the path of your data")
+    part, text = checks.DATA_PARTS.get(data.name), data.path or ""
+    paths = [text] if part else text.split(",")
+    for path in filter(None, [] if ":" in data.name else paths):
+        if not (is_there(Path(path)) or any(glob.iglob(path.strip(), recursive=True))):  # noqa: PTH207
+            how = "write the whole path: shells do not replace ~ here"
+            meant = how if path.startswith("~") else f"expected {wanted}"
+            yield Path(path), f"data.path: {Path(path).absolute()} does not exist; {meant}"
+        elif part and not any(Path(path).glob(part)):
+            yield Path(path), f"data.path={path}: expected {wanted}"
+    weights = Path(os.path.expanduser(init or ""))  # noqa: PTH111  # Path raises for unknown users
+    has_begun = run.name and is_there(Path(run.root, run.name, "config.yaml"))
+    if init and not (has_begun or is_there(weights) or named(init, "checkpoints")):
+        missing = "no such file, folder or run"
+        yield weights, f"model.init={init}: {missing}; expected {checks.WEIGHTS}"
 
 
 def check_tokenizer(folder: str | None) -> None:

@@ -116,7 +116,9 @@ def _source(words: Sequence[str]) -> str:
             hint = did_you_mean(word, OPTIONS, 0.8)
             advice = about_option(words[number:]) or "set keys as key=value, see --help"
             raise ConfigError(f"unknown option {word}{hint or f'; {advice}'}")
-        if word.startswith("="):
+        after = [text for text in words[number + 1 :][:1] if word.endswith("=")]
+        is_value = after and not is_file(after[0]) and after[0] not in recipes()
+        if word.startswith("=") or (is_value and "=" not in after[0]):
             raise ConfigError(f"'{word}': expected key=value without spaces around '='")
     sources = [word for word in words if "=" not in word]
     if "help" in sources:
@@ -126,7 +128,7 @@ def _source(words: Sequence[str]) -> str:
         keys = (re.split("[: ]+", word.lstrip("~+"), maxsplit=1) for word in sources[1:])
         keys = (key for key in keys if key[0].partition(".")[0] in sections())
         given = (f"{key[0]}={''.join(key[1:]) or '...'}" for key in keys)
-        hint = next((f", did you mean {text}?" for text in given), "")
+        hint = next((f", did you mean {text}?" for text in given), "; leave one of them out")
         raise ConfigError(f"expected one recipe or file and key=value pairs, {got}{hint}")
     return sources[0] if sources else "digits"
 
@@ -187,12 +189,15 @@ def _assign_all(values: dict[str, Any], words: Sequence[str]) -> None:
             continue
         if re.search("[ ,]", name):
             advice = "write the words apart, without quotes around several of them"
+            if not re.search("[ ,]", name.strip()):
+                advice = f"write {name.strip()}={text.strip()}, without spaces"
             raise ConfigError(f"'{word}': expected key=value; {advice}")
         try:
             value = yaml_values.load(text)
         except yaml.YAMLError as error:
-            why = getattr(error, "problem", None) or "put it in quotes"
-            raise ConfigError(f"{word}: the value is not valid YAML: {why}") from None
+            value, why = text, getattr(error, "problem", None) or "put it in quotes"
+            if not (text.startswith("*") and name in texts):  # of files; in YAML an alias
+                raise ConfigError(f"{word}: the value is not valid YAML: {why}") from None
         if isinstance(value, int | float) and name in texts:
             value = text  # a shell takes quotes away
         *sections, last = name.split(".")

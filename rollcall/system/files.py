@@ -219,6 +219,11 @@ def is_there(path: Path) -> bool:
     return os.access(path, os.F_OK)
 
 
+def closest(path: Path) -> Path:
+    """Return a path, or the closest directory above it, that exists."""
+    return next(known for known in (path, *path.parents) if is_there(known))
+
+
 def changed(path: Path) -> float:
     """Return when a file was last changed, in seconds since 1970; 0 if it cannot be looked at."""
     with contextlib.suppress(OSError):

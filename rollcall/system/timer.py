@@ -1,6 +1,12 @@
-"""Do something every few seconds in a loop, and measure time in which we ran. No torch."""
+"""Do something every few seconds or in a few seconds, and measure when we ran. No torch."""
 
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LONGEST_TICK = 1.0
 """Seconds that count of a longer pause between two readings of a `RunningClock`, by default."""
@@ -46,3 +52,28 @@ class RunningClock:
         self.was_stopped = passed > 5.0
         self._seconds += min(passed, self._most)
         return self._seconds
+
+
+PATIENCE = 5.0
+"""Seconds after which a call hangs, as at a file server that is gone."""
+_HANGING: dict[Path, threading.Thread] = {}
+
+
+def hanging() -> list[Path]:
+    """Return the paths about which a call of `in_time` has not returned yet."""
+    return [path for path, thread in _HANGING.items() if thread.is_alive()]
+
+
+def in_time(path: Path, function: Callable[[Path], T]) -> T | None:
+    """Return a function's answer about a path; None if it hangs. It must raise nothing.
+
+    Such a call cannot be ended: its thread is left behind. Each that hangs halves the next wait.
+    """
+    results: list[T] = []
+    if path not in (others := hanging()):
+        thread = threading.Thread(target=lambda: results.append(function(path)), daemon=True)
+        thread.start()
+        thread.join(PATIENCE / 2 ** len(others))
+        if thread.is_alive():
+            _HANGING[path] = thread
+    return results[0] if results else None

@@ -24,7 +24,7 @@ from rollcall.config import Config, ConfigError, arguments, checks, help
 from rollcall.messages.refusal import FENCED, PATIENCE, REFUSED, RankError, refuse
 from rollcall.messages.text import announce, is_first_rank, note
 from rollcall.records.job import JobRecord
-from rollcall.records.run_dir import FencedError, named
+from rollcall.records.run_dir import FencedError
 from rollcall.system import process
 from rollcall.system.files import is_there
 from rollcall.train.ranks import failure
@@ -112,11 +112,6 @@ def ask(words: Sequence[str], size: int | None) -> tuple[int, Sequence[str], str
     arguments.check_surroundings(config)
     run = config.run.name and Path(config.run.root, config.run.name)
     exists = bool(run and is_there(run / "config.yaml"))
-    init = config.model.init
-    path = os.path.expanduser(init or "")  # noqa: PTH111  # the other one raises for unknown users
-    if init and not (exists or is_there(Path(path)) or named(init, "checkpoints")):
-        wanted = f"no such file, folder or run; expected {checks.WEIGHTS}"
-        raise ConfigError(f"model.init={init}: {wanted}")
     if run and not exists and "ROLLCALL_RUN_DIR" not in os.environ:  # a script may train in its own
         record = JobRecord.read(run)
         if record and not record.is_training:

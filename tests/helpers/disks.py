@@ -17,6 +17,21 @@ needs_root = pytest.mark.skipif(
 
 
 @contextmanager
+def hanging(place: Path) -> Iterator[None]:
+    """Mount a file system in which every access hangs, as when a file server is gone."""
+    place.mkdir(parents=True)
+    server = os.open("/dev/fuse", os.O_RDWR)  # whose requests nobody answers
+    try:
+        options = f"fd={server},rootmode=40000,user_id=0,group_id=0"
+        command = ["mount", "-i", "-t", "fuse", "-o", options, "none", str(place)]
+        subprocess.run(command, pass_fds=[server], check=True)
+        yield
+    finally:
+        os.close(server)
+        run("umount", "--lazy", place)  # a thread may still be in it
+
+
+@contextmanager
 def mounted(place: Path, kind: str, size: str) -> Iterator[Path]:
     """Mount a file system of this type and size in a directory while the context is open."""
     place.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_635, 8_000
+CORE_LINES, TOOLS_LINES = 39_742, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,24 +31,24 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 322,
-    "rollcall/config": 2578,
+    "rollcall/config": 2605,
     "rollcall/launch": 1,
     "rollcall/launch/api": 387,
     "rollcall/launch/batch": 660,
-    "rollcall/launch/commands": 1004,
+    "rollcall/launch/commands": 1006,
     "rollcall/launch/doctor": 1279,
     "rollcall/launch/frameworks": 274,
-    "rollcall/launch/node": 1679,
+    "rollcall/launch/node": 1681,
     "rollcall/launch/program": 509,
     "rollcall/launch/rank": 819,
     "rollcall/launch/remote": 136,
-    "rollcall/launch/runs": 2010,
+    "rollcall/launch/runs": 2024,
     "rollcall/launch/scheduler": 702,
-    "rollcall/launch/submission": 2330,
-    "rollcall/launch/sweep": 399,
+    "rollcall/launch/submission": 2360,
+    "rollcall/launch/sweep": 400,
     "rollcall/messages": 246,
     "rollcall/records": 1175,
-    "rollcall/system": 807,
+    "rollcall/system": 843,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1637,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2654,
+    "rollcall/train": 2649,
     "rollcall/train/checkpoint": 3321,
     "rollcall/train/data": 3013,
     "rollcall/train/exact": 572,

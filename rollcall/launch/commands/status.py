@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rollcall.launch.runs import find, states
 from rollcall.messages.text import coloured, fixed
+from rollcall.system.timer import hanging
 
 NARROW = 110
 """In terminals with fewer characters, the table has fewer columns, and notes go below it."""
@@ -93,7 +94,8 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
     """Return the table of the named runs or of all, for a terminal of this width; None: a file."""
     named = (run for word in words for run in find.with_cells(find.find(word, root).path))
     runs = list(named) if words else find.find_all(root)
-    if not runs:
+    silent = [f"{path} does not answer: is its file system available?" for path in hanging()]
+    if not (runs or silent):
         return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
     conditions, complaint = states.look(runs)
     base = f"{Path(root).absolute()}{os.sep}"
@@ -116,7 +118,7 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
         total = "1 run" if len(cells[path]) == 1 else f"{len(cells[path])} runs"
         head[-1] = "; ".join(filter(None, (f"{total}: {counts}", head[-1])))
         rows += [head, *cells[path]]
-    return [*_lines(rows, width), *([complaint] if complaint else [])]
+    return [*_lines(rows, width), *silent, *([complaint] if complaint else [])]
 
 
 def _lines(rows: list[list[str]], width: int | None) -> list[str]:

@@ -13,6 +13,7 @@ from rollcall.records.attempt import AttemptRecord, RanksAlone
 from rollcall.records.job import Cancellation, Cell, Submission, local_jobs
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import changed, is_there, listed
+from rollcall.system.timer import in_time
 
 
 class NoRunError(RefusedError):
@@ -41,8 +42,9 @@ def find(word: str, root: str) -> RunDir:
     for path in (Path(root) / word, Path(os.path.abspath(word))):  # noqa: PTH100 - without ".."
         if _is_run(path):
             return RunDir(path.parent, path.name)
-    known = (os.path.relpath(run.path, root) for run in find_all(root))  # also CELL of a sweep
-    hint = did_you_mean(word, known) or "; rollcall status lists all"
+    known = [os.path.relpath(run.path, root) for run in find_all(root)]  # also CELL of a sweep
+    lists = "; rollcall status lists all" if known else ", which has no runs; set --root"
+    hint = did_you_mean(word, known) or lists
     if Path(root, word) in closed(root):
         hint = " that you may read: another user may own it"
     raise NoRunError(f"there is no run '{word}' in {Path(root).absolute()}{hint}")
@@ -64,11 +66,20 @@ def typed(run: RunDir) -> str:
 
 
 def find_all(root: str) -> list[RunDir]:
-    """Find all runs under root, sweeps and their cells too; the one changed last comes last."""
+    """Find all runs under root, sweeps and their cells too; the one changed last comes last.
+
+    A directory that does not answer is left out; `timer.hanging` has it.
+    """
     if root != "runs" and not Path(root).is_dir():  # the first run makes the default
         raise NoRunError(f"{Path(root).absolute()} is not a folder; expected the one with the runs")
-    runs = [run for path in _runs_in(Path(root)) for run in with_cells(path)]
-    return sorted(runs, key=lambda run: changed(run.path))
+    dated: list[tuple[float, RunDir]] = []
+    for path in listed(Path(root).absolute(), "*"):
+        dated += in_time(path, _runs_of) or []
+    return [run for _, run in sorted(dated, key=lambda entry: entry[0])]
+
+
+def _runs_of(path: Path) -> list[tuple[float, RunDir]]:
+    return [(changed(run.path), run) for run in (with_cells(path) if _is_run(path) else [])]
 
 
 def closed(root: str) -> list[Path]:

@@ -22,7 +22,10 @@ class Processes:
     def of(self, run: RunDir) -> list[int]:
         """Return the processes that started a run's nodes or, if killed, its supervisors."""
         controllers, job = self._controllers, run.job.resolve()
-        return controllers.get(job) or controllers.get(job.parent) or self.supervisors(run)
+        if job in controllers:
+            return controllers[job]
+        of_tasks = controllers.get(job.parent, [])  # or of another run, in this one's directory
+        return of_tasks if of_tasks and find.is_sweep(run) else self.supervisors(run)
 
     def begin(self) -> bool:
         """Read them; return False if they were read before."""
@@ -51,12 +54,12 @@ class Processes:
 
     @cached_property
     def _controllers(self) -> dict[Path, list[int]]:
-        """The controllers of submitit, by their job/, which is their last word, and all above."""
+        """The controllers of submitit, by their last word, job/, and by what has the run in it."""
         table: dict[Path, list[int]] = {}
         for pid, words in self._words.items():
             if "submitit.local._local" in words:
                 job = Path(words[-1]).resolve()
-                for path in (job, *job.parents):
+                for path in (job, job.parent.parent):
                     table.setdefault(path, []).append(int(pid))
         return table
 

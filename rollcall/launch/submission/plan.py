@@ -1,5 +1,6 @@
 """Turn a command line into a submission. Checks everything that it can; writes nothing."""
 
+import glob
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from rollcall.cli import installation
 from rollcall.cli.installation import PACKAGED, ROOT, is_training, training_words
-from rollcall.config import Config, ConfigError, arguments, parse
+from rollcall.config import Config, ConfigError, arguments, mesh, parse
 from rollcall.config.read import is_file
 from rollcall.launch.frameworks import roles
 from rollcall.launch.program import data, find
@@ -27,7 +28,8 @@ from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import listed, note, word
 from rollcall.records.job import Submission, slurm_output
 from rollcall.records.nodes import NodeReport
-from rollcall.records.run_dir import RunDir, plain
+from rollcall.records.run_dir import RunDir, named, plain
+from rollcall.system.files import closest
 
 
 class TakenError(RefusedError):
@@ -81,10 +83,8 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     code = code or _code_of_modules(config, run, takes_code)
     user = surroundings.of(line, code, config)
     if words is not None:
-        if own.nodes[0] < own.nodes[1]:
-            _check_every_size(config, line)
-        if not setup:  # its lines may set PYTHONPATH
-            arguments.check_modules(config)
+        for remark in check_training(line, setup, config):
+            note(remark)
     if code and not takes_code:
         _check_copy(code, run, user.links)
     copy = _snapshot(code, run, user) if takes_code else None
@@ -183,24 +183,51 @@ def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, .
     found = [str(Path(part).absolute()) if _is_here(part) else part for part in parts]
     if found != parts:
         copied.append(word("data.path", ",".join(found)))
+    init = config.model.init or ""
+    weights = named(init, "checkpoints") or Path(init)
+    if init and not weights.is_absolute() and weights.exists():
+        copied.append(word("model.init", str(weights.absolute())))
     return (*installation.TRAIN, *copied)
 
 
 def _is_here(pattern: str) -> bool:
     """Whether a text is the relative path of something; data of the user's may have other names."""
-    if not pattern or Path(pattern).is_absolute():
-        return False
-    return next(Path.cwd().glob(pattern), None) is not None
+    here = not Path(pattern).is_absolute()
+    return here and next(glob.iglob(pattern, recursive=True), None) is not None  # noqa: PTH207
 
 
-def _check_every_size(config: Config, line: CommandLine) -> None:
-    least, most = line.own.nodes
-    ranks = max(resources.ranks_of_nodes(line))
+def check_training(line: CommandLine, setup: tuple[str, ...], config: Config) -> list[str]:
+    """Refuse what would end a training at its start; return what only its nodes can know."""
+    own, remarks = line.own, []
+    _check_mesh(line, config)
+    is_here = own.local or not slurm.is_available()
+    is_there_later = bool(setup or own.container or "dependency" in line.passed)
+    # The file system of the run directory is the one that all nodes certainly have.
+    shared = closest(Path(config.run.root).absolute()).stat().st_dev
+    for path, problem in arguments.absent(config):
+        is_shared = not path.is_absolute() or closest(path).stat().st_dev == shared
+        if not is_there_later and (is_here or is_shared):
+            raise RefusedError(problem)
+        remarks.append(f"on this machine, {problem}; every node of the job needs it")
+    if not (setup or own.python or own.container):  # whose modules are others
+        arguments.check_modules(config)
+        arguments.check_packages(config)
+    return remarks
+
+
+def _check_mesh(line: CommandLine, config: Config) -> None:
+    (least, most), parallel = line.own.nodes, config.parallel
+    ranks = resources.ranks_of_nodes(line)
+    if mesh.NODE in parallel.mesh_text and len(set(ranks)) > 1:
+        needs = f"the mesh {parallel.mesh_text} needs the same number of ranks on every node"
+        raise RefusedError(f"--nproc-per-node {','.join(map(str, ranks))}: {needs}")
     for nodes in range(least, most + 1):
+        world = nodes * ranks[0] if least < most else sum(ranks)
         try:
-            config.parallel.degrees(nodes * ranks, ranks)
+            parallel.degrees(world, ranks[0])
         except ConfigError as error:
-            raise RefusedError(f"--nodes {least}-{most}: with {nodes} of them, {error}") from None
+            here = f"--nodes {least}-{most}: with {nodes} of them, " if least < most else ""
+            raise RefusedError(f"{here}{error}") from None
 
 
 def _job(

@@ -13,6 +13,7 @@ from rollcall.launch.scheduler.job import Job, array_tasks, options
 from rollcall.launch.scheduler.slurm import NoAnswerError, SlurmError
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.text import note
+from rollcall.system.files import closest
 
 MEGABYTES = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 RESTART = 30.0
@@ -41,7 +42,7 @@ def problem(root: Path) -> str | None:
     """Return why runs cannot be created in this directory; None if they can."""
     if match := re.search("%[jtaA]", str(root)):
         return f"{root}: Slurm replaces {match[0]} in a path by a number; choose another directory"
-    existing = next(place for place in (root, *root.parents) if place.exists())
+    existing = closest(root)
     if not existing.is_dir():
         return f"{existing} is a file; choose another directory"
     if existing not in (root, root.parent):

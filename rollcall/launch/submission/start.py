@@ -431,13 +431,15 @@ def _exit_code(
     """Return the exit code of a run whose jobs are over; say so if they did not end in order."""
     code = exit_code.of_run(run, jobs, before, is_cancelled)
     newest = find.newest_attempt(run)
-    if code and (newest is None or newest.job not in jobs or newest.state is None):
-        text = f"rollcall: error: job {jobs[-1]} ended before the run ended"
-        cause = root_cause.of_newest(run).what
-        if code == exit_code.CANCELLED:
-            text = "rollcall: the run was stopped before it could begin or save"
-        if is_there(run.path) and not is_there(run.job):  # made again by a training, to save
-            step = restarts.saved_step(run)
-            cause = f"the run directory {run.path} was removed; it now has only step {step}"
-        print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)
+    text, cause = f"rollcall: error: job {jobs[-1]} ended before the run ended", ""
+    if is_there(run.path) and not is_there(run.job):  # made again by a training, to save
+        cause = f"the run directory {run.path} was removed; it now has only step "
+        cause += str(restarts.saved_step(run))
+        text = text if code else "rollcall: the run is done, without its records"
+    elif not code or (newest and newest.job in jobs and newest.state is not None):
+        return code
+    elif code == exit_code.CANCELLED:
+        text = "rollcall: the run was stopped before it could begin or save"
+    cause = cause or root_cause.of_newest(run).what
+    print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)
     return code

@@ -23,7 +23,7 @@ from rollcall.launch.runs import find, states
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
 from rollcall.launch.submission import command, layers
-from rollcall.launch.submission.plan import SubmissionPlan, plan
+from rollcall.launch.submission.plan import SubmissionPlan, check_training, plan
 from rollcall.launch.sweep import definition
 from rollcall.launch.sweep.definition import Sweep, SweepCell
 from rollcall.messages.refusal import RefusedError
@@ -83,7 +83,8 @@ def _plan(
     at = base.job.command.index("--")
     trained = training_words(base.job.command[at + 1 :])
     for cell in left if trained is not None else ():
-        parse([*(training_words(line.program) or line.own.words), *cell.words(True)])  # may refuse
+        words = [*(training_words(line.program) or line.own.words), *cell.words(True)]
+        check_training(line, setup, parse(words)[1])
     size = len(left) if local else int(cluster.configuration("MaxArraySize") or 1001)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     jobs: list[Job] = []

@@ -100,7 +100,7 @@ def test_help_shows_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         (["model.name=mine:old", "model.args.x=1"], "'x'; it takes none"),
         (["model.name=mine:net", "model.args.source=1"], "rollcall passes 'source'"),
         (["model.name=mine:Net", "model.args.width=wide"], "expected an integer, got 'wide'"),
-        ([*NET, "model.args.rates=[0.1]"], "model.args.rates: expected another value"),
+        ([*NET, "model.args.rates=[0.1]"], "model.args.rates: expected a further item, got"),
         ([*NET, "model.args.mode=c"], "expected 'a' or 'b', got 'c'"),
         (["data.name=mine:load"], "data.args.path: mine:load needs this argument"),
         (["data.name=mine:load", "data.args.path=3"], "data.args.path: expected text"),

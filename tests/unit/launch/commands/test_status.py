@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from checkout import ROOT
+from disks import hanging, needs_root, until
 
 from rollcall.cli import program as cli
 from rollcall.launch.commands import status, watch, why
@@ -25,6 +27,7 @@ from rollcall.records.attempt import AttemptEvent, NodeState, RankFailure
 from rollcall.records.job import BatchRecord, Cancellation, Cell, Restart, Submission
 from rollcall.records.run import LoggedStep
 from rollcall.records.run_dir import RunDir, Verdict
+from rollcall.system import timer
 
 Fake = Callable[[str, str], None]
 NO_SACCT = "echo 'sacct: error: Problem talking to the database' >&2; exit 1"
@@ -312,6 +315,24 @@ def test_watching_goes_on_until_it_is_interrupted(
             watching.kill()
     os.close(ours)
     assert (b"samples/s" not in shown) == is_narrow
+
+
+@needs_root
+def test_a_directory_that_hangs_does_not_hold_the_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timer, "PATIENCE", 0.5)
+    for name in ("done-1", "done-2"):
+        RunDir(tmp_path, name).job.mkdir(parents=True)
+        Verdict("done", 2, "trained").write(tmp_path / name)
+    with hanging(tmp_path / "done-0"):
+        threads = threading.active_count()
+        for _ in range(2):  # and is not asked again and again
+            _, *others, hung = status.lines([], ".", None)
+            assert [line.split()[:2] for line in others] == [["done-1", "done"], ["done-2", "done"]]
+            assert hung.startswith(f"{tmp_path}/done-0 does not answer")
+            until(lambda: threading.active_count() == threads + 1)
 
 
 def test_each_run_costs_status_a_few_files_and_no_look_at_its_processes(tmp_path: Path) -> None:

@@ -187,6 +187,17 @@ def test_a_run_that_its_head_left_without_a_word_names_the_cause_and_can_go_on(
     assert "rank 1 on n1 (node 1) ended with exit code 3" in capsys.readouterr().err
 
 
+def test_a_run_that_is_done_in_a_directory_that_was_removed_says_so(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.checkpoints / "step-00000060").mkdir(parents=True)  # by the training, which went on
+    run.conclude(Verdict("done", 60, "60 steps trained"))
+    assert start._exit_code(run, ["7"]) == 0
+    text = "rollcall: the run is done, without its records: the run directory "
+    said = capsys.readouterr().err
+    assert said == f"{text}{run.path} was removed; it now has only step 60\n"
+
+
 @needs_root
 @pytest.mark.parametrize(
     ("what", "reason"),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,9 +22,10 @@ from checkout import ROOT
 from disks import mounted, needs_root
 
 from rollcall.cli.installation import PACKAGED
-from rollcall.config import parse
+from rollcall.config import ConfigError, parse
 from rollcall.launch.doctor import storage
 from rollcall.launch.runs import find
+from rollcall.launch.runs.processes import Processes
 from rollcall.launch.scheduler import slurm
 from rollcall.launch.submission import (
     command,
@@ -117,6 +119,44 @@ def test_refusals_write_nothing(tmp_path: Path, words: list[str], message: str) 
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("gpt data.name=text data.path=.,*.md", "*.md does not exist; expected the path of your"),
+        ("data.name=folder data.path=/absent/x", "data.path: /absent/x does not exist"),
+        ("data.name=folder data.path=.", "data.path=.: expected a directory with a directory"),
+        ("model.init=/absent/net.pt", "model.init=/absent/net.pt: no such file, folder or run"),
+        ("parallel.mesh=tensor=3", "parallel.mesh=tensor=3 needs 3 ranks, but got 4"),
+        ("--nproc-per-node 1,3 parallel.strategy=hsdp", "needs the same number of ranks on every"),
+        ("log.to=mlflow", "log.to=mlflow needs the package mlflow"),
+    ],
+)
+def test_what_would_end_a_training_at_its_start_is_not_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    line, setup = layers.read(["--local", "--nodes=2", "--nproc-per-node=2", *words.split()])
+    with pytest.raises((RefusedError, ConfigError), match=re.escape(message)):
+        plan(line, words.split(), setup)
+
+
+def test_paths_that_only_the_nodes_have_are_noted_and_own_ones_work_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "is_available", lambda: True)
+    for words in (["model.init=/proc/absent.pt"], ["--dependency=afterok:1", "model.init=absent"]):
+        line, setup = layers.read(["--nodes=2", *words])
+        plan(line, words, setup)
+        assert "every node of the job needs it" in capsys.readouterr().err
+    (tmp_path / "net.pt").touch()
+    line, setup = layers.read(["model.init=net.pt"])
+    command = plan(line, [], setup).job.command
+    assert command[-1] == f"model.init={tmp_path}/net.pt"  # the ranks work in a copy without it
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["launch/submit.py"], ["-m", "train"], ["-m", "launch"]])
@@ -355,6 +395,19 @@ def test_a_run_is_live_while_a_part_of_its_killed_job_is(tmp_path: Path, left: s
         if left == "supervisor":  # a later process with the id of one that is gone
             replace(part, started=2.0).write(run.path)
             assert start.reason_not_to_submit(run, True) is None
+        process.communicate(b"\n")
+
+
+def test_a_run_is_not_live_because_one_in_its_directory_is(tmp_path: Path) -> None:
+    outer, inner = RunDir(tmp_path, "a"), RunDir(tmp_path / "a", "inner")
+    inner.job.mkdir(parents=True)
+    outer.job.mkdir()
+    waits = f"{sys.executable} -c 'print(flush=True); input()'"
+    line = f"exec {waits} submitit.local._local {inner.job}"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", line], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout and process.stdout.readline()
+        assert (Processes().of(inner), Processes().of(outer)) == ([process.pid], [])
         process.communicate(b"\n")
 
 
