@@ -2,15 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from rollcall.train.ranks.world import World
-from rollcall.train.torch_private import MESSAGES, TorchDispatchMode
+from rollcall.train.torch_private import MESSAGES, TorchDispatchMode, without_modes
 
 SENDING = {"c10d", *MESSAGES}
 """Namespaces of the operations that send to other ranks."""
+
+
+@cache
+def _sends(func: Any) -> bool:
+    """Return True for an operation that all ranks of a group call together."""
+    is_message = getattr(func, "namespace", "") in SENDING
+    return is_message and not func.__name__.startswith(("wait", "send", "recv"))
 
 
 class Failed(MemoryError):
@@ -43,13 +51,12 @@ class Meeting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def before(self, func: Any) -> None:
         """Meet before an operation that sends; raise Failed if a rank will not take part."""
-        if getattr(func, "namespace", "") in SENDING and not func.__name__.startswith(
-            ("wait", "send", "recv")
-        ):
+        if _sends(func):
             self._meet()
 
     def _meet(self, has_failed: bool = False, is_done: bool = False) -> bool:
-        failed, done = self._world.sum(has_failed, is_done)
+        with without_modes():
+            failed, done = self._world.sum(has_failed, is_done)
         if failed:
             raise Failed
         return done == self._world.world_size
