@@ -28,7 +28,7 @@ from rollcall.train.health import crosscheck, rows
 from rollcall.train.health.passes import Pass, Sketch, gradients, outputs, sketch, tolerance
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.randomness import next_numbers, set_seed
-from rollcall.train.parallel.part import evaluating, explain, explanation
+from rollcall.train.parallel.part import evaluating, explanation
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks import failure
 from rollcall.train.ranks.device import whole_of
@@ -119,15 +119,18 @@ class Spread:
         if not self._compares:
             self._refuse_dependence(model)
         elif (plain := self._plain) is not None:
-            attempt = self._through_stages if self._is_pipeline else self._try
-            if self._is_pipeline:
+
+            def spread(**how: bool) -> Pass:
+                work = partial(self._pass, model, compute, samples, **how)
+                return work() if self._is_pipeline else self._try(work)
+
+            if self._is_pipeline:  # whose stages send in other orders, and could not meet
                 in_turn = partial(strategy.pass_in_turn, meeting=self._meeting)
                 self._try(partial(self._pass, model, in_turn, samples), nullcontext)
-            pass_through = partial(self._pass, model, compute, samples)
-            self._refuse_difference(plain, attempt(pass_through))
+            self._refuse_difference(plain, spread)
             if strategy.copies > 1 and self._world.has_any(plain.is_random):
                 model.zero_grad()
-                self._refuse(self._disagreement(plain, attempt(partial(pass_through, draws=True))))
+                self._refuse(self._disagreement(plain, spread(draws=True)))
         model.zero_grad()
         self._plain = None
 
@@ -163,7 +166,7 @@ class Spread:
             pass
         except Exception as error:
             kind, problem = self._failure(error)
-            own = None if explanation(error) else error
+            own = None if kind is Failed or explanation(error) else error
         for other in (Unsplit, ConfigError):
             if first := self._world.first_problem(problem if kind is other else ""):
                 raise own or other(first)
@@ -179,19 +182,6 @@ class Spread:
             return type(error), str(error)
         text = f"{rank} failed in the check before the first step: {failure.describe(error)}"
         return ConfigError, explanation(error) or text
-
-    def _through_stages(self, work: Callable[[], Result]) -> Result:
-        """Return the result of a pass in which stages send in orders of their own."""
-        try:
-            return work()
-        except (MemoryError, RuntimeError) as error:
-            explain(error)
-            if memory.is_exhausted(error):
-                text = "the other stages of the pipeline wait for it; set parallel.check=off"
-                raise MemoryError(
-                    f"parallel.check: {self._failure(error)[1]}, and {text}"
-                ) from error
-            raise
 
     def _refuse(self, problem: str) -> None:
         """Raise ConfigError on every rank if one has a problem, or print it as a warning."""
@@ -410,10 +400,17 @@ class Spread:
             "NumPy and Python, without seeding them"
         )
 
-    def _refuse_difference(self, plain: Pass, spread: Pass) -> None:
-        """Refuse the run on every rank if the spread model computes something else."""
-        difference = self._difference(plain, spread)
-        module = self._first_different(plain, spread)
+    def _refuse_difference(self, plain: Pass, compute: Callable[..., Pass]) -> None:
+        """Refuse the run on every rank if the spread model computes something else.
+
+        Only then, a second pass notes the outputs of its modules too, to name the first.
+        """
+        spread = compute(names=False)
+        difference, module = self._difference(plain, spread), self._first_different(plain, spread)
+        if not self._world.has_any(bool(difference) or module is not None):
+            return
+        self._strategy.model.zero_grad()
+        module = self._first_different(plain, compute(names=True))
         if module == "":  # the output of the model itself, although no inner module differs
             difference = difference or "its output differs"
         first = "" if module is None else f", first in the output of {module or 'the model'}"
