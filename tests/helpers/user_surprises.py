@@ -901,6 +901,17 @@ class Failing(Net):
         return hidden
 
 
+class Exiting(Failing):
+    """The same, with the end of the process."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        try:
+            return super().between(hidden)
+        except ValueError as error:
+            raise SystemExit(3) from error
+
+
 class FailingStage(nn.Sequential):
     """A pipeline of which the last stage fails."""
 

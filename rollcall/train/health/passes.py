@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,13 +84,8 @@ def sketch(tensor: torch.Tensor) -> Sketch:
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     rows = tensor.detach().float()
     rows = rows.view(1) if rows.ndim == 0 else rows
-    sums = rows @ _factors(rows.shape[-1], rows.device)
-    return Sketch(rows.shape, sums, float(torch.linalg.vector_norm(rows)))
-
-
-@cache
-def _factors(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, device=device).cos()
+    numbers = torch.arange(rows.shape[-1], device=rows.device).cos()
+    return Sketch(rows.shape, rows @ numbers, float(torch.linalg.vector_norm(rows)))
 
 
 @torch.no_grad()

@@ -64,7 +64,8 @@ class Spread:
         self._cuts_samples = bool(axes & {"context", "tensor", "pipeline"})
         self._compares = strategy.changes_passes and run.world.world_size > 1
         self._plain: Pass | None = None
-        self._is_due, self._is_cut = False, run.config.data.micro_batch is not None
+        self.is_due = False  # whether `compare` will compare what the spread model computes
+        self._is_cut = run.config.data.micro_batch is not None
         self._key, self._tolerance, self._of_stored, self._seconds = "", 0.0, 0.0, 0.0
 
     def compute_plain(self, model: nn.Module, whole: Whole) -> None:
@@ -87,8 +88,8 @@ class Spread:
         events = self._run.run_dir.read_events(EVENT) if world.is_main else []
         if world.broadcast(bool(events) and events[-1].get("key") == self._key):
             return
-        self._is_due = not self._left_out(self._obstacle(model))
-        if not (self._is_due and self._compares):
+        self.is_due = not self._left_out(self._obstacle(model))
+        if not (self.is_due and self._compares):
             return
 
         compute = partial(self._strategy.plain_pass, model, backward=True, beside=True)
@@ -100,19 +101,14 @@ class Spread:
         problem = "" if math.isfinite(plain.loss) else "its loss is not finite"
         if plain.has_drawn and self._cuts_samples:
             problem = "the model draws random numbers whose expected value is not known"
-        self._is_due = not self._left_out(problem)
-        if self._is_due:
+        self.is_due = not self._left_out(problem)
+        if self.is_due:
             self._plain = plain
             world.raise_together(self._different_weights(plain.loss))
 
-    @property
-    def is_due(self) -> bool:
-        """True if `compare` will compare what the spread model computes."""
-        return self._is_due
-
     def compare(self) -> None:
         """Pass the samples through the spread model; raise ConfigError on all if it differs."""
-        if not self._is_due:
+        if not self.is_due:
             return
         strategy, samples = self._strategy, self._samples
         model, compute = strategy.model, strategy.example_pass
@@ -136,7 +132,7 @@ class Spread:
 
     def record(self) -> None:
         """Record the check in the run directory, so that a restart need not repeat it."""
-        if self._is_due:
+        if self.is_due:
             self._run.record(EVENT, key=self._key, seconds=round(self._seconds, 4))
 
     def _left_out(self, reason: str) -> bool:
@@ -156,7 +152,8 @@ class Spread:
         own, or else Unsplit or ConfigError with that of the first rank.
         """
         kind: type[Exception] = Failed
-        own, problem, begun = None, "", time.perf_counter()
+        raised, problem, begun = None, "", time.perf_counter()
+        rank = f"rank {self._world.rank}"
         try:
             with (attempt or self._meeting.attempt)():
                 result = work()
@@ -164,24 +161,22 @@ class Spread:
             return result
         except Failed:
             pass
-        except Exception as error:
-            kind, problem = self._failure(error)
-            own = None if kind is Failed or explanation(error) else error
+        except (Exception, SystemExit) as error:
+            if memory.is_exhausted(error):
+                problem = f"{rank} has too little memory for it"
+            elif problem := explanation(error):
+                kind = ConfigError
+            else:
+                raised, kind = error, Unsplit if isinstance(error, Unsplit) else ConfigError
+                problem = str(error)
+                if not isinstance(error, Unsplit | ConfigError):
+                    what = failure.describe(error)
+                    problem = f"{rank} failed in the check before the first step: {what}"
         for other in (Unsplit, ConfigError):
             if first := self._world.first_problem(problem if kind is other else ""):
-                raise own or other(first)
+                raise raised or other(first)
         self._left_out(problem)
         raise Failed
-
-    def _failure(self, error: Exception) -> tuple[type[Exception], str]:
-        """Return what the other ranks raise after an error of this one, and its message."""
-        rank = f"rank {self._world.rank}"
-        if memory.is_exhausted(error):
-            return Failed, f"{rank} has too little memory for it"
-        if isinstance(error, Unsplit | ConfigError):
-            return type(error), str(error)
-        text = f"{rank} failed in the check before the first step: {failure.describe(error)}"
-        return ConfigError, explanation(error) or text
 
     def _refuse(self, problem: str) -> None:
         """Raise ConfigError on every rank if one has a problem, or print it as a warning."""

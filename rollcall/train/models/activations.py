@@ -110,7 +110,7 @@ Marks = list[tuple[Any, int]]
 
 
 def _marks(block: nn.Module) -> Marks:
-    """Return what a block and its lists and objects hold, but BatchNorm, with marks of contents."""
+    """Return the entries of a block, its lists and objects, but BatchNorm's, with marks."""
     norms = {f".{name}" for name, part in block.named_modules() if isinstance(part, BatchNorm)}
     values = [value for name, value in held({"": block}) if name not in norms]
     return [(value, _mark(value)) for value in values]

@@ -36,14 +36,14 @@ CAUSES = {
     "pass still needs, such as an input of a block that is computed again: make a new tensor "
     "instead ({cause})",
 }
-"""What causes an error of a backward pass, by a part of torch's message."""
+"""The causes of errors of a backward pass, by a part of torch's message."""
 
 
 def explanation(error: BaseException) -> str:
     """Return the cause of an error of a backward pass in words; empty if it is not known."""
     cause = str(error.__cause__ or error).strip()  # a pipeline raises another one from it
-    found = next((text for part, text in CAUSES.items() if part in cause), "")
-    return found.replace("{first}", cause.partition("\n")[0]).replace("{cause}", cause)
+    text = next((text for part, text in CAUSES.items() if part in cause), "")
+    return text.replace("{first}", cause.partition("\n")[0]).replace("{cause}", cause)
 
 
 def explain(error: BaseException) -> None:

@@ -40,7 +40,7 @@ SCHEDULES: dict[str, type[Any]] = {
 }
 
 FORMATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
-"""Of what stages hand on."""
+"""The formats of tensors that stages hand on."""
 
 
 def _problem(name: str, count: int, ranks: int, stages: int) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -12,13 +11,6 @@ from rollcall.train.torch_private import MESSAGES, TorchDispatchMode, without_mo
 
 SENDING = {"c10d", *MESSAGES}
 """Namespaces of the operations that send to other ranks."""
-
-
-@cache
-def _sends(func: Any) -> bool:
-    """Return True for an operation that all ranks of a group call together."""
-    is_message = getattr(func, "namespace", "") in SENDING
-    return is_message and not func.__name__.startswith(("wait", "send", "recv"))
 
 
 class Failed(MemoryError):
@@ -44,14 +36,16 @@ class Meeting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 pass
         except Failed:
             raise
-        except Exception:
+        except (Exception, SystemExit):
             with suppress(Failed):
                 self._meet(has_failed=True)
             raise
 
     def before(self, func: Any) -> None:
         """Meet before an operation that sends; raise Failed if a rank will not take part."""
-        if _sends(func):
+        if getattr(func, "namespace", "") in SENDING and not func.__name__.startswith(
+            ("wait", "send", "recv")
+        ):
             self._meet()
 
     def _meet(self, has_failed: bool = False, is_done: bool = False) -> bool:
