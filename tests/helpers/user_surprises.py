@@ -887,6 +887,48 @@ class GreedyInBackward(GreedyAmongOthers):
         hidden.register_hook(super().spend)  # type: ignore[no-untyped-call]
 
 
+class Failing(Net):
+    """Has an error on rank 1 alone, while the others send: its weights are split or sharded."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input, with a message that an operation of a split weight sends."""
+        is_spread = isinstance(self, FSDPModule) or isinstance(self.last.weight, DTensor)
+        if is_spread and hidden.requires_grad and dist.get_rank() == 1:
+            raise ValueError("no such token")
+        if isinstance(self.last.weight, DTensor):
+            norm: Any = self.last.weight.square().sum().sqrt()
+            hidden = hidden + 0 * norm.full_tensor()
+        return hidden
+
+
+class Exiting(Failing):
+    """The same, with the end of the process."""
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        try:
+            return super().between(hidden)
+        except ValueError as error:
+            raise SystemExit(3) from error
+
+
+class FailingStage(nn.Sequential):
+    """A pipeline of which the last stage fails."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), FailingAsStage(8, CLASSES))
+
+
+class FailingAsStage(nn.Linear):
+    """Fails once it gets samples by themselves, without the layer that computed them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        if x.requires_grad and (x.is_leaf or "Alias" in str(x.grad_fn) or "View" in str(x.grad_fn)):
+            raise ValueError("no such token")
+        return super().forward(x)
+
+
 def zero_loss(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     """A loss of no slope."""
     return outputs.sum(1) * 0

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_742, 8_000
+CORE_LINES, TOOLS_LINES = 39_826, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -60,14 +60,14 @@ BUDGET: dict[str, int] = {
     "rollcall/train/checkpoint": 3321,
     "rollcall/train/data": 3013,
     "rollcall/train/exact": 572,
-    "rollcall/train/health": 1235,
+    "rollcall/train/health": 1261,
     "rollcall/train/inference": 801,
     "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1153,
-    "rollcall/train/numerics": 1992,
-    "rollcall/train/parallel": 3239,
+    "rollcall/train/models": 1156,
+    "rollcall/train/numerics": 2008,
+    "rollcall/train/parallel": 3277,
     "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1533,
+    "rollcall/train/ranks": 1534,
     "rollcall/train/recovery": 590,
     "rollcall/train/torch_private": 346,
     "rollcall/train/weights": 877,

@@ -28,8 +28,9 @@ from rollcall.train.health import crosscheck, rows
 from rollcall.train.health.passes import Pass, Sketch, gradients, outputs, sketch, tolerance
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.randomness import next_numbers, set_seed
-from rollcall.train.parallel.part import evaluating, explain
+from rollcall.train.parallel.part import evaluating, explanation
 from rollcall.train.parallel.strategy import Strategy
+from rollcall.train.ranks import failure
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.meeting import Failed, Meeting
 from rollcall.train.ranks.run import Run
@@ -42,6 +43,10 @@ MORE = 8
 Work = Callable[[Batch], Any]
 Whole = Callable[[nn.Module, torch.device], AbstractContextManager[None]]
 Result = TypeVar("Result")
+
+
+class Unsplit(Exception):
+    """Raised if samples could not pass one by one."""
 
 
 class Spread:
@@ -59,7 +64,8 @@ class Spread:
         self._cuts_samples = bool(axes & {"context", "tensor", "pipeline"})
         self._compares = strategy.changes_passes and run.world.world_size > 1
         self._plain: Pass | None = None
-        self._is_due, self._is_cut = False, run.config.data.micro_batch is not None
+        self.is_due = False  # whether `compare` will compare what the spread model computes
+        self._is_cut = run.config.data.micro_batch is not None
         self._key, self._tolerance, self._of_stored, self._seconds = "", 0.0, 0.0, 0.0
 
     def compute_plain(self, model: nn.Module, whole: Whole) -> None:
@@ -82,8 +88,8 @@ class Spread:
         events = self._run.run_dir.read_events(EVENT) if world.is_main else []
         if world.broadcast(bool(events) and events[-1].get("key") == self._key):
             return
-        self._is_due = not self._left_out(self._obstacle(model))
-        if not (self._is_due and self._compares):
+        self.is_due = not self._left_out(self._obstacle(model))
+        if not (self.is_due and self._compares):
             return
 
         compute = partial(self._strategy.plain_pass, model, backward=True, beside=True)
@@ -95,37 +101,38 @@ class Spread:
         problem = "" if math.isfinite(plain.loss) else "its loss is not finite"
         if plain.has_drawn and self._cuts_samples:
             problem = "the model draws random numbers whose expected value is not known"
-        self._is_due = not self._left_out(problem)
-        if self._is_due:
+        self.is_due = not self._left_out(problem)
+        if self.is_due:
             self._plain = plain
             world.raise_together(self._different_weights(plain.loss))
 
-    @property
-    def is_due(self) -> bool:
-        """True if `compare` will compare what the spread model computes."""
-        return self._is_due
-
     def compare(self) -> None:
         """Pass the samples through the spread model; raise ConfigError on all if it differs."""
-        if not self._is_due:
+        if not self.is_due:
             return
         strategy, samples = self._strategy, self._samples
         model, compute = strategy.model, strategy.example_pass
         if not self._compares:
             self._refuse_dependence(model)
         elif (plain := self._plain) is not None:
-            pass_through = partial(self._pass, model, compute, samples)
-            self._refuse_difference(plain, self._try(pass_through, self._is_pipeline))
+
+            def spread(**how: bool) -> Pass:
+                work = partial(self._pass, model, compute, samples, **how)
+                return work() if self._is_pipeline else self._try(work)
+
+            if self._is_pipeline:  # whose stages send in other orders, and could not meet
+                in_turn = partial(strategy.pass_in_turn, meeting=self._meeting)
+                self._try(partial(self._pass, model, in_turn, samples), nullcontext)
+            self._refuse_difference(plain, spread)
             if strategy.copies > 1 and self._world.has_any(plain.is_random):
                 model.zero_grad()
-                spread = self._try(partial(pass_through, draws=True), self._is_pipeline)
-                self._refuse(self._disagreement(plain, spread))
+                self._refuse(self._disagreement(plain, spread(draws=True)))
         model.zero_grad()
         self._plain = None
 
     def record(self) -> None:
         """Record the check in the run directory, so that a restart need not repeat it."""
-        if self._is_due:
+        if self.is_due:
             self._run.record(EVENT, key=self._key, seconds=round(self._seconds, 4))
 
     def _left_out(self, reason: str) -> bool:
@@ -134,26 +141,40 @@ class Spread:
             self._run.say(f"rollcall: parallel.check was left out: {reason}")
         return bool(reason)
 
-    def _try(self, work: Callable[[], Result], in_stages: bool = False) -> Result:
-        """Return the result of some work; raise Failed on all ranks if one has too little."""
-        problem, begun = "", time.perf_counter()
+    def _try(
+        self,
+        work: Callable[[], Result],
+        attempt: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> Result:
+        """Return the result of some work, an attempt unless it makes its own; or fail on all ranks.
+
+        Raise Failed on all if a rank has too little memory. After another error, a rank raises its
+        own, or else Unsplit or ConfigError with that of the first rank.
+        """
+        kind: type[Exception] = Failed
+        raised, problem, begun = None, "", time.perf_counter()
+        rank = f"rank {self._world.rank}"
         try:
-            with nullcontext() if in_stages else self._meeting.attempt():
+            with (attempt or self._meeting.attempt)():
                 result = work()
                 self._seconds += time.perf_counter() - begun
             return result
         except Failed:
             pass
-        except (MemoryError, RuntimeError) as error:
-            if not memory.is_exhausted(error):
-                explain(error)
-                raise
-            problem = f"rank {self._world.rank} has too little memory for it"
-            if in_stages:
-                raise MemoryError(
-                    f"parallel.check: {problem}, and the other stages of the pipeline wait for it; "
-                    "set parallel.check=off"
-                ) from error
+        except (Exception, SystemExit) as error:
+            if memory.is_exhausted(error):
+                problem = f"{rank} has too little memory for it"
+            elif problem := explanation(error):
+                kind = ConfigError
+            else:
+                raised, kind = error, Unsplit if isinstance(error, Unsplit) else ConfigError
+                problem = str(error)
+                if not isinstance(error, Unsplit | ConfigError):
+                    what = failure.describe(error)
+                    problem = f"{rank} failed in the check before the first step: {what}"
+        for other in (Unsplit, ConfigError):
+            if first := self._world.first_problem(problem if kind is other else ""):
+                raise raised or other(first)
         self._left_out(problem)
         raise Failed
 
@@ -205,12 +226,12 @@ class Spread:
                 stored = {weight.dtype for weight in model.parameters()}
                 self._tolerance = tolerance(model, formats)
                 self._of_stored = tolerance(model, formats | stored)  # a gradient has that format
-            with without_modes():
+            with without_modes(), meeting or nullcontext():
                 numbers = Pass(of_modules, seen.changed(), gradients(model, device), *sums)
             return numbers._replace(has_drawn=has_drawn, is_random=has_drawn or is_random)
 
-    def _passes(self, model: nn.Module, parts: list[Batch], names: bool) -> list[Pass] | str:
-        """Pass samples part by part; return the reason if that fails."""
+    def _passes(self, model: nn.Module, parts: list[Batch], names: bool) -> list[Pass]:
+        """Pass samples part by part; raise Unsplit with the reason if that fails."""
         compute = partial(self._strategy.plain_pass, model)
         try:  # with gradients, as in training: a loss may ask for that
             return [
@@ -220,9 +241,10 @@ class Spread:
         except Exception as error:  # the user's code may raise anything
             if memory.is_exhausted(error) or isinstance(error, ConfigError):
                 raise
-            return f"parallel.check did not compute samples one by one: {error}"
+            text = f"parallel.check did not compute samples one by one: {error}"
+            raise Unsplit(text) from error
 
-    def _single(self, model: nn.Module, plain: Pass | None, names: bool) -> list[Pass] | str:
+    def _single(self, model: nn.Module, plain: Pass | None, names: bool) -> list[Pass]:
         """Pass the samples together, unless that is known, and one by one."""
         # Of a recomputation, a backward pass would change buffers once more.
         same = [plain] if plain and not plain.changed else []
@@ -230,10 +252,7 @@ class Spread:
         calls_model = self._strategy.loss.takes_model
         twice = [Batch.joined([self._samples] * 2)] if calls_model else []
         parts = [*([] if same else [self._samples]), *self._samples.split(1), *twice]
-        result = self._passes(model, parts, names)
-        if isinstance(result, str):
-            return result
-        passes = [*same, *result]
+        passes = [*same, *self._passes(model, parts, names)]
         if calls_model:
             total, double = passes.pop().total, 2 * passes[0].total
             passes[0] = passes[0]._replace(change=abs(total - double) / (abs(double) or 1.0))
@@ -246,30 +265,30 @@ class Spread:
 
     def _refuse_dependence(self, model: nn.Module, plain: Pass | None = None) -> None:
         """Refuse the run if a sample's results depend on others."""
-        result = self._try(lambda: self._single(model, plain, names=False))
-        depends = isinstance(result, list) and bool(self._depends(result))
-        if self._world.has_any(depends):
-            with suppress(Failed):
+        try:
+            single = self._try(lambda: self._single(model, plain, names=False))
+        except Unsplit as error:
+            self._run.warn(str(error))
+            return
+        if self._world.has_any(bool(self._depends(single))):
+            with suppress(Failed, Unsplit):
                 named = self._try(lambda: self._single(model, plain, names=True))  # names a module
-                result = named if isinstance(named, list) and self._depends(named) else result
-        failure = self._world.first_problem(result if isinstance(result, str) else "")
-        self._run.warn(failure)
-        if not failure and isinstance(result, list):
-            needs_others = self._strategy.gathers or self._world.has_any(bool(result[0].changed))
-            # Few samples use some layers and embeddings.
-            more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
-            parts = [*more.split(self._rows_at_once)] if more else []
-            others: list[Pass] | str = ""
-            reason: Failed | None = None
-            try:
-                others = self._try(lambda: self._passes(model, parts, names=False))
-            except Failed as error:  # what was seen is refused all the same
-                reason = error
-            passes = others if isinstance(others, list) else []
-            self._refuse(self._dependence(model, result, passes))
-            self._refuse(self._own_tensors(model, result, passes))
-            if reason:
-                raise reason
+                single = named if self._depends(named) else single
+        needs_others = self._strategy.gathers or self._world.has_any(bool(single[0].changed))
+        # Few samples use some layers and embeddings.
+        more = self._more(MORE).map(lambda rows: rows[2:]) if needs_others else None
+        parts = [*more.split(self._rows_at_once)] if more else []
+        others, reason = list[Pass](), None
+        try:
+            others = self._try(lambda: self._passes(model, parts, names=False))
+        except Unsplit:
+            pass
+        except Failed as error:  # what was seen is refused all the same
+            reason = error
+        self._refuse(self._dependence(model, single, others))
+        self._refuse(self._own_tensors(model, single, others))
+        if reason:
+            raise reason
 
     def _depends(self, single: list[Pass]) -> tuple[str, float] | None:
         """Return the module of the first output that depends on other samples, and by how much."""
@@ -376,10 +395,17 @@ class Spread:
             "NumPy and Python, without seeding them"
         )
 
-    def _refuse_difference(self, plain: Pass, spread: Pass) -> None:
-        """Refuse the run on every rank if the spread model computes something else."""
-        difference = self._difference(plain, spread)
-        module = self._first_different(plain, spread)
+    def _refuse_difference(self, plain: Pass, compute: Callable[..., Pass]) -> None:
+        """Refuse the run on every rank if the spread model computes something else.
+
+        Only then, a second pass notes the outputs of its modules too, to name the first.
+        """
+        spread = compute(names=False)
+        difference, module = self._difference(plain, spread), self._first_different(plain, spread)
+        if not self._world.has_any(bool(difference) or module is not None):
+            return
+        self._strategy.model.zero_grad()
+        module = self._first_different(plain, compute(names=True))
         if module == "":  # the output of the model itself, although no inner module differs
             difference = difference or "its output differs"
         first = "" if module is None else f", first in the output of {module or 'the model'}"

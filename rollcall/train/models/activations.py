@@ -18,7 +18,7 @@ from rollcall.config.schema import ConfigError
 from rollcall.messages.text import listed
 from rollcall.train import torch_private
 from rollcall.train.numerics.examination import Examination
-from rollcall.train.numerics.hidden import Hidden, left_alone
+from rollcall.train.numerics.hidden import Hidden, held, left_alone
 from rollcall.train.parallel.shard import units
 from rollcall.train.torch_private import COSTLY, MESSAGES, PROFILER, BatchNorm, version
 
@@ -52,7 +52,11 @@ def recompute(model: nn.Module, mode: str) -> None:
     # Subclasses, not wrappers: they keep names and attributes, and copies of a block keep them. One
     # of each kind, because what is compiled holds for blocks of the same class alone.
     kinds = {
-        kind: type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {"mode": mode})
+        kind: type(
+            f"Checkpointed{kind.__name__}",
+            (_Checkpointed, kind),
+            {"mode": mode, "__module__": kind.__module__},  # whose objects are the user's
+        )
         for kind in dict.fromkeys(map(type, blocks))
     }
     for block in blocks:
@@ -106,10 +110,9 @@ Marks = list[tuple[Any, int]]
 
 
 def _marks(block: nn.Module) -> Marks:
-    """Return attributes and buffers of a block, but BatchNorm's, with marks of the contents."""
-    values = [value for module in block.modules() for value in vars(module).values()]
-    others = [module for module in block.modules() if not isinstance(module, BatchNorm)]
-    values += [buffer for module in others for buffer in module.buffers(recurse=False)]
+    """Return the entries of a block, its lists and objects, but BatchNorm's, with marks."""
+    norms = {f".{name}" for name, part in block.named_modules() if isinstance(part, BatchNorm)}
+    values = [value for name, value in held({"": block}) if name not in norms]
     return [(value, _mark(value)) for value in values]
 
 

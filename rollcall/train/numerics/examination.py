@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rollcall.train import torch_private
 from rollcall.train.numerics.ema import drop_gathered
@@ -74,7 +75,9 @@ class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let torch compile in a pass that draws: some code must be compiled whole."""
         return self._draws
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it computes with its parts, and sends, comes here again
         _, written, is_random, is_new = _facts(func)
         if self._meeting:
             self._meeting.before(func)

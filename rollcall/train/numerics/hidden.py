@@ -101,15 +101,21 @@ def left_alone(roots: Mapping[str, object]) -> Iterator[None]:
         state.restore()
 
 
+def held(roots: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Yield all that these objects hold, with the name of the holder."""
+    for name, holder, _ in _holders(roots):
+        yield from ((name, value) for value in _entries(holder).values())
+
+
 def _holders(roots: Mapping[str, object]) -> Iterator[tuple[str, Holder, set[str]]]:
     """Yield dictionaries and lists below the roots, with names, and the keys that are saved."""
     seen: set[int] = set()
     for root_name, root in roots.items():
-        package, todo = _package(root), [(root_name, root)]
+        packages, todo = _packages(root), [(root_name, root)]
         while todo:
             name, value = todo.pop()
             is_known = isinstance(value, nn.Module | torch.optim.Optimizer)
-            is_users = package and package == _package(value) and hasattr(value, "__dict__")
+            is_users = _package(value) in packages and hasattr(value, "__dict__")
             holder: Any = value
             if is_known or (is_users and not isinstance(value, type | torch.Tensor)):
                 holder = vars(value)
@@ -125,6 +131,13 @@ def _holders(roots: Mapping[str, object]) -> Iterator[tuple[str, Holder, set[str
                 seen.add(id(buffers))
                 yield name, buffers, {*buffers} - torch_private.temporary_buffers(value)
                 todo += [(f"{name}.{key}", child) for key, child in value.named_children()]
+
+
+def _packages(root: object) -> set[str]:
+    """Return the user's packages of an object, or of what a container of torch holds."""
+    package = _package(root)
+    parts = root.modules() if isinstance(root, nn.Module) and not package else ()
+    return {package, *map(_package, parts)} - {""}
 
 
 def _package(value: object) -> str:

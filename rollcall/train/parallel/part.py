@@ -22,35 +22,34 @@ class UnusedWeights(RuntimeError):
     """The loss of a step did not use all weights, and a part waits for all gradients."""
 
 
+REENTRANT = "the model calls torch.utils.checkpoint with use_reentrant=True, which "
+CAUSES = {
+    "ready only once": REENTRANT
+    + "DDP cannot do beside weights that the loss does not use or uses twice: call it with "
+    "use_reentrant=False, or choose parallel.strategy=zero2",
+    "Expected variable to have sparse gradient": "the loss also uses the weight of an embedding "
+    "with sparse=True by other ways, which DDP cannot do: leave out sparse=True",
+    "When use_reentrant=True": REENTRANT + "a pipeline cannot do: call it with use_reentrant=False",
+    "torch.utils.checkpoint: ": "a block does not compute the same tensors when it is computed "
+    "again: set model.activation_checkpointing=none ({first})",
+    "modified by an inplace operation": "the model changes a tensor in place that the backward "
+    "pass still needs, such as an input of a block that is computed again: make a new tensor "
+    "instead ({cause})",
+}
+"""The causes of errors of a backward pass, by a part of torch's message."""
+
+
+def explanation(error: BaseException) -> str:
+    """Return the cause of an error of a backward pass in words; empty if it is not known."""
+    cause = str(error.__cause__ or error).strip()  # a pipeline raises another one from it
+    text = next((text for part, text in CAUSES.items() if part in cause), "")
+    return text.replace("{first}", cause.partition("\n")[0]).replace("{cause}", cause)
+
+
 def explain(error: BaseException) -> None:
     """Raise RankError for an error of a backward pass whose cause is known."""
-    cause = str(error.__cause__ or error)  # a pipeline raises another one from it
-    if "ready only once" in cause:
-        raise RankError(
-            "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do "
-            "beside weights that the loss does not use or uses twice: call it with "
-            "use_reentrant=False, or choose parallel.strategy=zero2"
-        ) from error
-    if "Expected variable to have sparse gradient" in cause:
-        raise RankError(
-            "the loss also uses the weight of an embedding with sparse=True by other ways, which "
-            "DDP cannot do: leave out sparse=True"
-        ) from error
-    if "When use_reentrant=True" in cause:
-        raise RankError(
-            "the model calls torch.utils.checkpoint with use_reentrant=True, which a pipeline "
-            "cannot do: call it with use_reentrant=False"
-        ) from error
-    if "torch.utils.checkpoint: " in cause:
-        raise RankError(
-            "a block does not compute the same tensors when it is computed again: set "
-            f"model.activation_checkpointing=none ({cause.strip().splitlines()[0]})"
-        ) from error
-    if "modified by an inplace operation" in cause:
-        raise RankError(
-            "the model changes a tensor in place that the backward pass still needs, such as an "
-            f"input of a block that is computed again: make a new tensor instead ({cause})"
-        ) from error
+    if text := explanation(error):
+        raise RankError(text) from error
 
 
 class Part:

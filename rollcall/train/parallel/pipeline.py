@@ -23,6 +23,7 @@ from rollcall.config.schema import ConfigError, Parallel
 from rollcall.train.data.source import Batch
 from rollcall.train.parallel.layers import balance, groups_of, span
 from rollcall.train.ranks.device import whole_of
+from rollcall.train.ranks.meeting import Meeting
 from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import is_view, overrides
 from rollcall.train.weights.deferred import tensors_of
@@ -37,6 +38,9 @@ SCHEDULES: dict[str, type[Any]] = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
     "dualpipev": pipelining.ScheduleDualPipeV,
 }
+
+FORMATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
+"""The formats of tensors that stages hand on."""
 
 
 def _problem(name: str, count: int, ranks: int, stages: int) -> str:
@@ -229,26 +233,53 @@ class Pipeline:
     def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, on every rank. Stages of any batch size run one after the other."""
         x, mine = inputs, dict(zip(self.mine, modules, strict=True))
-        for stage, owner in enumerate(self._owners):
+        for stage in range(self.stages):
             if stage in mine:
                 x = whole_of(mine[stage](x)).float().contiguous()
-            if stage + 1 == self.stages:
-                return self._passed(x, stage in mine, partial(dist.broadcast, group_src=owner))
-            if stage in mine and stage + 1 not in mine:
-                x = self._passed(x, True, partial(dist.send, group_dst=self._owners[stage + 1]))
-            elif stage + 1 in mine and stage not in mine:
-                x = self._passed(x, False, partial(dist.recv, group_src=owner))
+            x = self._handed_on(x, stage)
+        return x
+
+    def pass_in_turn(
+        self, modules: Sequence[nn.Module], inputs: torch.Tensor, meeting: Meeting
+    ) -> None:
+        """Let each stage in turn compute its output and the gradient of its input, as an attempt.
+
+        So a stage that fails does so while the others wait for it in the meeting.
+        """
+        x, mine = inputs, dict(zip(self.mine, modules, strict=True))
+        for stage in range(self.stages):
+            with meeting.attempt(), meeting:
+                if stage in mine:
+                    x = x.detach().requires_grad_(stage > 0)
+                    y = whole_of(mine[stage](x))
+                    if x.requires_grad:  # torch's first step computes it likewise
+                        torch.autograd.grad(y, x, torch.ones_like(y), allow_unused=True)
+                    x = y.detach().contiguous()
+            x = self._handed_on(x, stage)
+
+    def _handed_on(self, x: torch.Tensor, stage: int) -> torch.Tensor:
+        """Return the output of a stage on the rank of the next one, of the last one on all."""
+        owner, is_mine = self._owners[stage], stage in self.mine
+        if stage + 1 == self.stages:
+            return self._passed(x, is_mine, partial(dist.broadcast, group_src=owner))
+        if is_mine and stage + 1 not in self.mine:
+            return self._passed(x, True, partial(dist.send, group_dst=self._owners[stage + 1]))
+        if stage + 1 in self.mine and not is_mine:
+            return self._passed(x, False, partial(dist.recv, group_src=owner))
         return x
 
     def _passed(
         self, x: torch.Tensor, is_mine: bool, communicate: Callable[..., object]
     ) -> torch.Tensor:
         """Return a tensor that this rank has, or gets, by calls of a function for its parts."""
-        shape = torch.zeros(8, dtype=torch.int64, device=x.device)
-        shape[: x.ndim] = torch.tensor(x.shape)
-        communicate(shape, group=self.group)
+        facts = torch.zeros(8, dtype=torch.int64, device=x.device)
+        if is_mine:
+            facts[: x.ndim + 1] = torch.tensor([FORMATS.index(x.dtype), *x.shape])
+        communicate(facts, group=self.group)
         if not is_mine:
-            x = torch.empty([size for size in shape.tolist() if size], device=x.device)
+            number, *shape = facts.tolist()
+            sizes = [size for size in shape if size]
+            x = torch.empty(sizes, dtype=FORMATS[number], device=x.device)
         communicate(x, group=self.group)
         return x
 

@@ -43,6 +43,7 @@ from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import Shard, has_weights, local_optimizer
 from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 from rollcall.train.ranks.device import local_of
+from rollcall.train.ranks.meeting import Meeting
 from rollcall.train.ranks.world import World
 
 # Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
@@ -334,6 +335,13 @@ class Strategy:
         self._loss.weights.clear()
         dist.all_reduce(sums)
         return (float(self._per_weight(self.model, total / count, sums)),)
+
+    def pass_in_turn(self, example: Batch, meeting: Meeting) -> tuple[()]:
+        """Pass samples through the stages of a pipeline one after the other, each as an attempt."""
+        assert self._pipeline is not None
+        with self._in_fp32(), self._around(last=False):
+            self._pipeline.pass_in_turn(self._callables, self._share(example).inputs, meeting)
+        return ()
 
     def plain_pass(
         self, model: nn.Module, batch: Batch, backward: bool = False, beside: bool = False

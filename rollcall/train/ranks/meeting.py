@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from rollcall.train.ranks.world import World
-from rollcall.train.torch_private import MESSAGES, TorchDispatchMode
+from rollcall.train.torch_private import MESSAGES, TorchDispatchMode, without_modes
 
 SENDING = {"c10d", *MESSAGES}
 """Namespaces of the operations that send to other ranks."""
@@ -36,7 +36,7 @@ class Meeting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 pass
         except Failed:
             raise
-        except Exception:
+        except (Exception, SystemExit):
             with suppress(Failed):
                 self._meet(has_failed=True)
             raise
@@ -49,7 +49,8 @@ class Meeting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._meet()
 
     def _meet(self, has_failed: bool = False, is_done: bool = False) -> bool:
-        failed, done = self._world.sum(has_failed, is_done)
+        with without_modes():
+            failed, done = self._world.sum(has_failed, is_done)
         if failed:
             raise Failed
         return done == self._world.world_size

@@ -22,7 +22,7 @@ FILE = "micro-batch.json"
 GROUPS = "/sys/fs/cgroup"
 
 
-def is_exhausted(error: Exception) -> bool:
+def is_exhausted(error: BaseException) -> bool:
     """Return True if this exception means that a GPU or the host ran out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True

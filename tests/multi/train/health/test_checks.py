@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import user_surprises
-from ranks import Ranks, logged_steps, together
+from ranks import logged_steps, together
 from torch.nn import functional
 
 from rollcall.config import ConfigError, parse
@@ -420,10 +420,24 @@ BROKEN = {
         "a block does not compute the same tensors when it is computed again: set "
         "model.activation_checkpointing=none",
     ),
+    "last-stage-that-is-computed-again-the-old-way": (
+        words("ReentrantStage", "pipeline", "data.micro_batch=2"),
+        "the model calls torch.utils.checkpoint with use_reentrant=True, which a pipeline",
+    ),
+    "last-stage-that-changes-a-tensor-in-place": (
+        words("OverwritingStage", "pipeline", "data.micro_batch=2"),
+        "the model changes a tensor in place that the backward pass still needs, such as an input",
+    ),
     "reentrant-with-unused-weights": (
         words("Reentrant", "ddp"),
         "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do",
     ),
+}
+FAILING = {
+    "error-beside-a-message-of-a-split-weight": words("Failing", "tensor"),
+    "error-beside-a-gather": words("Failing", "zero3"),
+    "exit-beside-a-message": words("Exiting", "tensor"),
+    "error-in-a-stage": words("FailingStage", "pipeline", "data.micro_batch=2"),
 }
 COUNTED = {
     "counted-ddp": words("Counted", "ddp"),
@@ -431,7 +445,7 @@ COUNTED = {
     "counted-tensor": words("Counted", "tensor"),
 }
 CASES = {name: given for name, (given, _) in REFUSED.items()}
-CASES |= MIXED | COUNTED | {name: given for name, (given, _) in BROKEN.items()}
+CASES |= MIXED | COUNTED | FAILING | {name: given for name, (given, _) in BROKEN.items()}
 CASES |= {name: given for name, (_, given) in EQUAL.items()} | ACCEPTED
 
 
@@ -476,6 +490,8 @@ def do_all(rank: int, folder: Path) -> None:
             try:
                 ends[name] = training.train("digits", config, world, signals)
             except ConfigError as error:
+                ends[name] = f"ConfigError: {error}" if name in FAILING else str(error)
+            except (ValueError, RuntimeError) as error:  # of a model in FAILING, on its rank
                 ends[name] = str(error)
         warned[name] = printed.getvalue()
         passed[name], user_surprises.Counted.passes[:] = [*user_surprises.Counted.passes], []
@@ -495,7 +511,7 @@ def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "names").write_text("\n".join(chosen))
     together(2, do_all, folder)
     first, second = (json.loads((folder / f"ends-{rank}.json").read_text()) for rank in range(2))
-    assert first == second
+    assert {name for name in first if first[name] != second[name]} <= {*FAILING}
     return first, folder
 
 
@@ -519,25 +535,15 @@ def test_what_no_check_could_allow_ends_the_run(case: str, ends: Ends) -> None:
     assert ends[0][case].startswith(BROKEN[case][1])
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("OverwritingStage", "changes a tensor in place"),
-        pytest.param(
-            "ReentrantStage",
-            "calls torch.utils.checkpoint with use_reentrant=True, which a pipeline",
-            marks=pytest.mark.skipif(torch.__version__ < "2.14", reason="it trains in torch 2.11"),
-        ),
-    ],
-)
-def test_an_error_in_one_stage_of_a_pipeline_ends_all_ranks(
-    tmp_path: Path, model: str, message: str
-) -> None:
-    given = words(model, "pipeline", "data.micro_batch=2", f"run.root={tmp_path}")
-    ranks = Ranks(2, given, tmp_path / "logs")
-    codes = ranks.wait()
-    assert codes[1] == 2 and codes[0] != 0, codes
-    assert f"rollcall: error: the model {message}" in ranks.log(1).read_text()
+@pytest.mark.parametrize("case", FAILING)
+def test_an_error_of_one_rank_ends_the_check_on_all(case: str, ends: Ends) -> None:
+    reasons, folder = ends
+    own = json.loads((folder / "ends-1.json").read_text())[case]
+    assert own.startswith(("no such token", "data, a model or a callback called sys.exit(3)"))
+    what = own if "exit" in case else f"ValueError: {own}"
+    sentence = f"rank 1 failed in the check before the first step: {what}"
+    assert reasons[case] == f"ConfigError: {sentence}"
+    assert not (folder / case).exists()
 
 
 @pytest.mark.parametrize("case", some([*EQUAL, *ACCEPTED]))
