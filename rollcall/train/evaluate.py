@@ -27,19 +27,13 @@ Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """For each figure its sums and weights: (rows,), or (rows, n) for a metric of several counts."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures over the whole validation data; figures of further sets are named set/figure."""
+Figures = dict[str, float]
+"""Figures over the whole validation data; those of further sets are named set/figure."""
 
-    values: dict[str, float]
 
-    @property
-    def loss(self) -> float:
-        """The mean loss of the first validation set."""
-        return self.values["loss"]
-
-    def __str__(self) -> str:
-        return "  ".join(f"{name} {shown(name, value)}" for name, value in self.values.items())
+def in_words(figures: Figures) -> str:
+    """Return figures for people, on one line."""
+    return "  ".join(f"{name} {shown(name, value)}" for name, value in figures.items())
 
 
 def shown(name: str, value: float) -> str:
@@ -60,24 +54,23 @@ def evaluate(
     is_asked_to_stop: Callable[[], bool] = bool,  # asked after every batch
     metrics: Mapping[str, Metric] | None = None,
     micro_batch: int | None = None,
-) -> Evaluation | None:
+) -> Figures | None:
     """Evaluate on all ranks together, with one result; None if a rank was asked to stop.
 
-    A forward pass takes at most `micro_batch` samples, or this rank's rows of a batch: a training
-    step, which needs more memory, does the same.
-
+    A forward pass takes at most `micro_batch` samples, or this rank's rows of a batch, as a step.
     Raise ConfigError if no target counts, or more than `data.skip_unreadable` could not be read.
     """
     rows = len(strategy.rows(config.data.global_batch)) // len(strategy.shares[0])
     size = min(micro_batch or rows, rows)
-    found: dict[str, float] = {}
+    figures: Figures = {}
     for name in source.validations:
-        one = _Set(strategy, source, world, config, loss, metrics or {}, name, size)
-        totals = one.totals(is_asked_to_stop)
+        part = _Set(strategy, source, world, config, loss, metrics or {}, name, size)
+        totals = part.totals(is_asked_to_stop)
         if totals is None:
             return None
-        found |= {f"{name}/{key}" if name else key: value for key, value in one.of(totals).items()}
-    return Evaluation(found)
+        values = part.of(totals).items()
+        figures |= {f"{name}/{key}" if name else key: value for key, value in values}
+    return figures
 
 
 @dataclass

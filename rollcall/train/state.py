@@ -61,10 +61,7 @@ class Buffers:
 
 
 class Written:
-    """The inputs, attributes and weights that forward() writes to, which a repeated step needs.
-
-    The passes before the first step and that step show whether there are any.
-    """
+    """The inputs, attributes and weights that forward() writes to, which a repeated step needs."""
 
     def __init__(self, model: nn.Module, loss: object, known: Collection[str]) -> None:
         """Keep the weights whose names are `known`, and others that the first step writes to."""

@@ -127,10 +127,7 @@ class Steps:
         return Action.CONTINUE
 
     def rewind(self) -> bool:
-        """Undo the passes of a step that cannot end, if any; return True if the state is whole.
-
-        It is the one after the newest step then. No other rank takes part.
-        """
+        """Undo alone the passes of a step that cannot end; return True if the state is whole."""
         step = self._progress.step
         if self._updater.begun != step or self._updater.skipped:
             return False
@@ -139,11 +136,7 @@ class Steps:
         return True
 
     def settle(self, now: bool = False) -> Action:
-        """Act on the steps that were sent; repeat the newest if a rank could not compute it.
-
-        Unless all ranks must act `now`, they may wait for further steps. Raise ConfigError or
-        FaultError, on all ranks, if the training cannot continue.
-        """
+        """Act on the steps sent, `now` if all must; ConfigError or FaultError ends all ranks."""
         try:
             while exchange := self._agreement.receive(now):
                 numbers, *sums = exchange.sums
@@ -210,11 +203,7 @@ class Gradient:
 
     @doing("computing gradients")
     def compute(self, batch: Batch, number: int) -> None:
-        """Compute the gradient of a step, which counts from 1.
-
-        If a rank runs out of memory, the gradient becomes NaN on all ranks, and none applies it; or
-        MemoryError is raised, if the strategy cannot let the others know.
-        """
+        """Compute a step's gradient: NaN on all ranks if one lacks memory, or MemoryError."""
         set_seed(self._run.config.seed, "step", self._strategy.stream, number - 1)
         if self._state.buffers:
             self._state.buffers.keep()

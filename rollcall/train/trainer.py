@@ -134,8 +134,7 @@ class Trainer:
         """Let replicas meet, evaluate and save after a step, if that is due."""
         self.state.meet(step)
         self._tell_changed(step)
-        if self.saver.needs_preparation:
-            self.saver.prepare_rescue(self.state.read_alone)
+        self.saver.prepare_rescue(self.state.read_alone)
         if self.task.is_evaluation_due(step):
             self.steps.settle(now=True)
             with clock.away():
@@ -171,7 +170,7 @@ class Trainer:
                 raise
         if isinstance(result, Action):
             return result
-        self.saver.evaluated(step, result.values)
+        self.saver.evaluated(step, result)
         return Action.CONTINUE
 
     def _load(self) -> Restored | None:

@@ -150,8 +150,7 @@ class Checkpointer:
         for name, part in self._parts.items():
             if isinstance(part, torch.optim.Optimizer):
                 groups = [group["params"] for group in part.param_groups]
-                foreign = sum(id(parameter) not in known for parameter in chain(*groups))
-                if foreign:
+                if foreign := sum(id(weight) not in known for weight in chain(*groups)):
                     raise ValueError(
                         f"{name} changes {foreign} parameters that no given model has: give the "
                         "model, too, and create the optimizer after wrapping it"
@@ -193,9 +192,8 @@ class Checkpointer:
     def _check_equal(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if a part without global names differs between the ranks."""
         for name, part in self._parts.items():
-            if isinstance(part, nn.Module | torch.optim.Optimizer):
-                continue
-            if differs({name: state[name]}, self._world):
+            is_named = isinstance(part, nn.Module | torch.optim.Optimizer)
+            if not is_named and differs({name: state[name]}, self._world):
                 raise ValueError(
                     f"{name} differs between the ranks: keep what is equal on all ranks, and "
                     "derive the rest from the step and the rank"

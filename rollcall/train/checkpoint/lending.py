@@ -102,10 +102,7 @@ def _swap(sent: bytearray, to: int | None, size: int, of: int | None, group: Any
 
 
 class Mirror:
-    """Copies this node's checkpoints to the next node, and keeps those of the node before it.
-
-    A thread does so beside the training, in the same order on every node.
-    """
+    """Copies checkpoints to the next node in a thread, in the same order on every node."""
 
     def __init__(self, source: Path, target: Path, publishers: Sequence[int], rank: int) -> None:
         """Join the first ranks of all nodes; every rank calls it, with its node's directories."""

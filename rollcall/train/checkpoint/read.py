@@ -67,10 +67,6 @@ class DataFiles(ExitStack):
             raise Damaged(f"{piece.file} is not what was written: {tensor.name} differs")
         return target
 
-    def view(self, tensor: StoredTensor, piece: Piece) -> memoryview:
-        """Return the bytes of a piece; raise Damaged if they were changed."""
-        return view(self.piece(tensor, piece))
-
     def _fill(self, data: torch.Tensor, piece: Piece) -> int:
         """Read the bytes of a piece; return their checksum."""
         with self._lock:
@@ -148,13 +144,10 @@ def _is_filled_by(
     target: torch.Tensor | None, tensor: StoredTensor, piece: Piece, item: ReadItem
 ) -> bool:
     """Return True if the bytes of the whole piece can be read into the target."""
-    return (
-        target is not None
-        and target.is_cpu
-        and target.is_contiguous()
-        and target.dtype == getattr(torch, tensor.dtype)
-        and tuple(target.shape) == tuple(item.lengths) == tuple(piece.shape)
-    )
+    if target is None or target.dtype != getattr(torch, tensor.dtype):
+        return False
+    is_plain = target.is_cpu and target.is_contiguous()
+    return is_plain and tuple(target.shape) == tuple(item.lengths) == tuple(piece.shape)
 
 
 def whole(
@@ -196,10 +189,7 @@ def _metadata(stored: Manifest, name: str) -> metadata.STORAGE_TYPES:
 
 
 def _had_no_gradient(name: str, stored: Manifest) -> bool:
-    """Return True if an optimizer kept this quantity for other parameters, but not for this one.
-
-    Such a parameter had no gradient in any step, so its state is zero.
-    """
+    """Return True if only other weights have this state: it is zero, as no step had a gradient."""
     optimizer, is_state, quantity = name.partition(".state.")
     if not is_state or name in stored.tensors or name in stored.values:
         return False
@@ -209,9 +199,8 @@ def _had_no_gradient(name: str, stored: Manifest) -> bool:
     parameter, _, kind = quantity.rpartition(".")
     prefix = f"{optimizer}{is_state}"
     kept = [other.removeprefix(prefix) for other in names if other.startswith(prefix)]
-    return any(other.endswith(f".{kind}") for other in kept) and not any(
-        other.startswith(f"{parameter}.") for other in kept
-    )
+    is_known = any(other.startswith(f"{parameter}.") for other in kept)
+    return not is_known and any(other.endswith(f".{kind}") for other in kept)
 
 
 def _check_cover(items: Iterable[ReadItem], flat: dict[str, Any]) -> None:

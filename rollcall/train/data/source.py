@@ -89,10 +89,7 @@ class Source:
                 object.__setattr__(self, size, len(samples))
 
     def learned_by(self, loss: Loss) -> "Source":
-        """Return the source with batches in the form that this loss needs.
-
-        Raise ConfigError if both would shift the targets.
-        """
+        """Return the source in the form that a loss needs; ConfigError if both shift targets."""
         if self.is_shifted and (loss.shifts or loss.is_of_transformers):
             raise ConfigError(
                 f"train.loss={loss.name} predicts each target from those before it, but the "
@@ -156,11 +153,9 @@ class InMemory(BatchDataset):
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         if len(inputs) != len(targets):
-            raise ConfigError(
-                f"InMemory expects as many targets as inputs, got {len(targets)} and {len(inputs)}"
-            )
-        self.inputs = inputs
-        self.targets = targets
+            counts = f"{len(targets)} and {len(inputs)}"
+            raise ConfigError(f"InMemory expects as many targets as inputs, got {counts}")
+        self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
         return len(self.targets)

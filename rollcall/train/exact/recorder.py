@@ -37,10 +37,7 @@ class Recorder:
     def step(
         self, model: nn.Module, shards: Sequence[Batch], losses: Sequence[torch.Tensor]
     ) -> None:
-        """Record a step after its gradients are complete and before the weights are updated.
-
-        A repeated step has several lines; the last one counts.
-        """
+        """Record a step before its update; of a repeated step, the last line counts."""
         if not self._has_begun:
             return
         mine = [[_digest(shard), float(loss)] for shard, loss in zip(shards, losses, strict=True)]
@@ -64,8 +61,7 @@ class Recorder:
         if self._has_begun and world.is_main:
             append_line(self._path, {"step": self._progress.step + 1, "weights": _short(weights)})
         is_equal = mine == world.broadcast_text(mine)
-        problem = world.first_problem("" if is_equal else f"rank {world.rank}")
-        if problem:
+        if problem := world.first_problem("" if is_equal else f"rank {world.rank}"):
             raise RuntimeError(
                 f"{problem} ended with different weights than rank 0, although exact mode computes "
                 "the same on all ranks: check its memory and its device for faults"

@@ -70,12 +70,7 @@ class Callbacks:
         self._failed: set[str] = set()  # keys of loggers
 
     def open(self, model: nn.Module) -> dict[str, Any]:
-        """Make loggers on rank 0 and callbacks on all ranks, once the run directory exists.
-
-        They receive the rank's part of the model. Return the callbacks, by key.
-
-        Raise ConfigError on every rank if one cannot be made, or has none of the methods.
-        """
+        """Make loggers on rank 0 and callbacks on all; return these by key. Or ConfigError."""
         self._model, config, world = model, self._run.config, self._run.world
         loggers = config.log.to if world.is_main else {}
         with world.together():

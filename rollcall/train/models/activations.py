@@ -120,10 +120,7 @@ def _mark(value: Any) -> int:
 
 
 def _contexts(block: _Checkpointed, marks: Marks | None) -> Contexts:
-    """Return the contexts of the first and the repeated forward pass of a block.
-
-    The marks from before show whether it moves, unless that is known.
-    """
+    """Return contexts for a block's first and repeated pass; `marks` show if it moves."""
     first, inner = SELECTIVE() if block.mode == "selective" else (nullcontext(), nullcontext())
     before = Hidden({"": block}) if MOVES.get(block, True) else None
 
@@ -152,10 +149,7 @@ class _EachTime(AbstractContextManager[Any]):
 def _from_the_same(
     block: nn.Module, before: Hidden, marks: Marks | None, inner: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Let a pass begin with the buffers and attributes that the first one has seen.
-
-    Afterwards they are again as the first one has left them.
-    """
+    """Give a repeated pass what the first one has seen, and then what that one has left."""
     if marks is not None and block.training:
         now = _marks(block)
         pairs = zip(marks, now, strict=False)

@@ -70,10 +70,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def warning(model: nn.Module, ranks: int, batch: int, is_cut: bool) -> str:
-    """Return a warning if the result depends on the number of ranks or the micro-batch, or "".
-
-    So many `ranks` compute different samples of a `batch`; each may cut its own in micro-batches.
-    """
+    """Return a warning if the result depends on the ranks or the micro-batch; empty if not."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     plain = [norm for norm in norms if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)]
     if ranks > 1 and plain:

@@ -55,10 +55,7 @@ class Ema:
             self._swap()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a checkpoint saves, and fills in place on a resume.
-
-        Those of a tied weight come under all its names, as in the state of the model.
-        """
+        """Return the tensors that a checkpoint saves and fills, tied ones under all names."""
         first = {parameter: name for name, parameter in self._model.named_parameters()}
         every = self._model.named_parameters(remove_duplicate=False)
         return {name: self._averages[first[parameter]] for name, parameter in every}

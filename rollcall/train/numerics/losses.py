@@ -56,10 +56,7 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def outputs_of(model: nn.Module, batch: Any) -> Any:
-    """Return the model's outputs for a batch: the `logits` of a model of Hugging Face.
-
-    A tuple of inputs is passed as positional arguments, a dictionary as named arguments.
-    """
+    """Return the model's outputs for a batch: the `logits` of a model of Hugging Face."""
     positional, named = arguments_of(batch.inputs)
     outputs = model(*positional, **named)
     return getattr(outputs, "logits", outputs)
@@ -87,10 +84,7 @@ def are_valid(targets: torch.Tensor) -> torch.Tensor:
 
 
 def are_scores(outputs: Any, targets: Any) -> bool:
-    """Return True if outputs are scores (rows, …, classes) for class numbers (rows, …).
-
-    A single output is no choice of a class, but a number, such as the logit of one of two.
-    """
+    """Return True for scores (rows, …, classes), more than one, of class numbers (rows, …)."""
     if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
         return False
     is_class = outputs.is_floating_point() and not targets.is_floating_point()
@@ -119,18 +113,12 @@ class Sums(NamedTuple):
 
 
 class Loss:
-    """The loss that `train.loss` names.
-
-    The loss of a row must not depend on other rows, since a batch is cut and padded.
-    """
+    """The loss that `train.loss` names; that of a row must not depend on other rows."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], by_target: bool = False, source: str = ""
     ) -> None:
-        """Use the function of this name; `source` is the value of data.name, for messages.
-
-        With `by_target`, rows have unequal numbers of targets, because they are padded.
-        """
+        """Use a function; `by_target` if rows are padded; `source` is data.name, for messages."""
         self.name = name
         self.function = function
         # The loss, if it is a module with tensors, such as the centers of classes.
@@ -170,10 +158,7 @@ class Loss:
         return self.name == "next_token" or getattr(self.function, "counts", "") == "next"
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss and the weight of each row, such that sum / sum is their mean.
-
-        Raise ConfigError if a result does not have shape (rows,).
-        """
+        """Return the loss and weight of each row: (rows,); ConfigError for another shape."""
         losses, weights = self.of_rows(outputs, targets)
         if weights is None:
             weights = valid_share(targets) if self._counts_targets else torch.ones_like(losses)
@@ -222,10 +207,7 @@ class Loss:
         return self.turns[(step - 1) % len(self.turns)] if self.turns else ""
 
     def of_model(self, model: nn.Module, batch: Any) -> Sums:
-        """Call the user's function of a model and a batch, without rows that do not count.
-
-        Before the first step, and in an evaluation, the losses of all turns are added up.
-        """
+        """Call the user's function for the rows that count; only a training step has one turn."""
         if not self.turns:
             return self._of_model(model, batch)
         is_step = self.turn and torch.is_grad_enabled()
@@ -349,10 +331,7 @@ class Loss:
         )
 
     def count(self, targets: Any, weights: torch.Tensor) -> torch.Tensor:
-        """Return how many samples of a batch count, each in so far as its targets do: fp64.
-
-        Ignored targets do not, nor do rows of weight zero: padding, or samples that are unreadable.
-        """
+        """Return how many samples count, each in so far as its targets do, padding not: fp64."""
         if not self._counts_targets:
             return weights.sum(dtype=torch.float64)
         size: int = max(1, math.prod(targets.shape[1:]))
@@ -408,10 +387,7 @@ class Objective:
         self.weights: list[torch.Tensor] = []
 
     def __call__(self, outputs: Any, targets: Any, counts: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses. Its gradient is scaled, its value is not.
-
-        `counts` is zero for rows that do not count.
-        """
+        """Return the sum of losses; its gradient is scaled. `counts` is zero for padding."""
         losses, weights = self.loss.of_rows(outputs, targets)
         samples = counts if weights is None else counts.sum()
         return self._sum(Sums(losses, losses if weights is None else weights, counts, samples))

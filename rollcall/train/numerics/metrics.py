@@ -33,10 +33,7 @@ class Metric:
         self._result: Callable[..., Any] | None = getattr(function, "result", None)
 
     def terms(self, outputs: Any, targets: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums and weights of some samples: (rows,), or (rows, n) and (rows,).
-
-        Raise ConfigError if the function returns something else.
-        """
+        """Return sums and weights: (rows,), or (rows, n) and (rows,); or raise ConfigError."""
         found = self.function(outputs, targets)
         device = tree_leaves(outputs)[0].device
         pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)

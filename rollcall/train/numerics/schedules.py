@@ -51,10 +51,7 @@ def peak(config: Config) -> float:
 
 
 class Schedule:
-    """The learning rate of each step (from 0): linear warm-up, then the schedule.
-
-    It depends on the step alone, so a checkpoint does not save it.
-    """
+    """The learning rate of each step (from 0): linear warm-up, then the schedule."""
 
     def __init__(self, config: Config) -> None:
         options = config.optim

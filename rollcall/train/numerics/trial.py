@@ -42,10 +42,7 @@ OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 def check(
     config: Optim, world: World, mesh: DeviceMesh | None, model: nn.Module
 ) -> tuple[str, str]:
-    """Return the reason to refuse a run, and a warning; empty strings if all is well.
-
-    All ranks call it together, and learn what one of them sees. Weights are sharded over `mesh`.
-    """
+    """Return on all ranks why to refuse a run, and a warning; empty strings if all is well."""
     refusal = warning = ""
     has_row = any(map(_is_row, model.parameters()))
     names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]

@@ -23,10 +23,7 @@ SHARING = {"expert", "context"}
 
 
 def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
-    """Return the mesh of the weights, without SHARING, whose ranks hold replicas or shards.
-
-    Weights of experts are on `experts_mesh`.
-    """
+    """Return the mesh of the weights without experts, whose ranks hold replicas or shards."""
     if not degrees:
         return None
     over = "shard" if "shard" in degrees else "replicate"

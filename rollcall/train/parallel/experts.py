@@ -200,10 +200,7 @@ def _mixed(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     drops: bool = False,
 ) -> torch.Tensor:
-    """Return the weighted sum of what the experts `taken` (tokens, k) make of each token.
-
-    If it `drops`, `number` stands for no expert.
-    """
+    """Return the weighted sum of what experts `taken` (tokens, k) return; `number` is none."""
     flat = taken.flatten()
     order, counts = flat.argsort(stable=True), _count(flat, number + 1)[:-1]
     passing = order[: int(counts.sum())] if drops else order  # waits for a GPU
@@ -349,6 +346,7 @@ class Balance(Part):
     """Moves the biases of all layers of experts after each step, and measures their imbalance."""
 
     changes_passes = False
+    finishes_alone = True
 
     def __init__(
         self,
@@ -376,7 +374,7 @@ class Balance(Part):
                 layer.scale = scale
 
     @torch.no_grad()
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Add up the tokens of each expert over all ranks."""
         none = partial(torch.zeros, dtype=torch.int64, device=self._idle.device)
         passes = self._passes()
@@ -413,11 +411,6 @@ class Balance(Part):
                 text = f"no token has chosen {listed(dead, 4)} in the last {DEAD} steps"
                 remedy = "raise model.balance_rate, or choose fewer experts"
                 print(f"rollcall: warning: {text}: {remedy}", file=sys.stderr, flush=True)
-        return False
-
-    def finish_with_nan(self, model: nn.Module) -> bool:
-        """Take part in the sum; the step is skipped."""
-        return not self.finish(model)
 
 
 class Spread(Part):
@@ -481,10 +474,9 @@ class Spread(Part):
             else:
                 vars(stack)["forward"] = _Own(stack, group)
 
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Divide the gradients, which are sums over the ranks of the dimension, as means are."""
         for stack in self._stacks:
             for weight in stack.parameters():
                 if weight.grad is not None:
                     local_of(weight.grad).div_(self._mesh.size())
-        return False

@@ -64,6 +64,7 @@ class SharedBuffers(Part):
     """Adds up the changes of a step over the ranks, as a mean or a sum."""
 
     changes_passes = False
+    finishes_alone = True
 
     def __init__(self, ways: Mapping[str, str], shares: int) -> None:
         """Add up by `ways`, mean or sum by pattern; `shares` ranks see different samples."""
@@ -91,7 +92,7 @@ class SharedBuffers(Part):
         return nullcontext()
 
     @torch.no_grad()
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Add up the changes, in one message for each device."""
         before, self._before = self._before or [], None
         pairs = list(zip(self._buffers, before, strict=True))
@@ -103,9 +104,3 @@ class SharedBuffers(Part):
         for ((buffers, name, way), old), total in zip(pairs, totals, strict=True):
             share = (1 if way == "mean" else self._shares) / dist.get_world_size()
             buffers[name].copy_(old + total * share)
-        return False
-
-    def finish_with_nan(self, model: nn.Module) -> bool:
-        """Send what this rank has changed; the step is skipped."""
-        self.finish(model)
-        return True

@@ -65,10 +65,7 @@ def clip(
 def sum_gradients(
     weights: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup | None], share: float
 ) -> None:
-    """Sum the gradients of weights that all ranks of these groups hold whole, times this share.
-
-    A weight that no rank has used keeps no gradient.
-    """
+    """Sum a share of the gradients of weights that all ranks hold whole; unused ones have none."""
     weights = [weight for weight in weights if weight.requires_grad]
     gradients = [
         torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
@@ -88,19 +85,15 @@ class LossWeights(Part):
     """The weights of a loss, which all ranks hold whole."""
 
     changes_passes = False
+    finishes_alone = True
 
     def __init__(self, weights: Sequence[nn.Parameter], share: float) -> None:
         """Multiply this rank's gradients by its share of the sum."""
         self._weights, self._share = weights, share
 
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Sum the gradients over all ranks."""
         sum_gradients(self._weights, [None], self._share)
-        return False
-
-    def finish_with_nan(self, model: nn.Module) -> bool:
-        """Take part in the sum."""
-        return not self.finish(model)
 
 
 class Turns(Part):
@@ -161,7 +154,7 @@ class Turns(Part):
             for weight in others:
                 weight.requires_grad_(True)
 
-    def finish(self, model: nn.Module) -> bool:
+    def finish(self, model: nn.Module) -> None:
         """Drop the gradients of the other networks; add up the rest over the ranks."""
         drop_gathered(model)  # a network without a backward pass keeps them
         trained, others = self._split()
@@ -169,13 +162,13 @@ class Turns(Part):
             weight.grad = None
         if self._share is not None:
             sum_gradients(trained, [None], self._share)
-        return False
 
     def finish_with_nan(self, model: nn.Module) -> bool:
         """Add NaN to the sum."""
         for weight in self._split()[0]:
             weight.grad = torch.full_like(weight, torch.nan)
-        return not self.finish(model)
+        self.finish(model)
+        return True
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:

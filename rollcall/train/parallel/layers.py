@@ -69,10 +69,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) -> list[LayerGroup]:
-    """Return groups of layers and their costs for one sample, the same on every rank.
-
-    The costs are operations (`flops`), or measured on rank 0's device (`time`).
-    """
+    """Return groups of layers and their costs for a sample: `flops`, or the `time` on rank 0."""
     groups: list[dict[str, nn.Module]] = [{}]
     has_weights = False
     for name, layer in layers_of(model).items():

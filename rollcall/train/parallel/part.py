@@ -18,6 +18,23 @@ Fill = Callable[[nn.Module, torch.device, torch.device], None]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
+CAUSES = {
+    "ready only once": "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP "
+    "cannot do beside weights that the loss does not use or uses twice: call it with "
+    "use_reentrant=False, or choose parallel.strategy=zero2",
+    "Expected variable to have sparse gradient": "the loss also uses the weight of an embedding "
+    "with sparse=True by other ways, which DDP cannot do: leave out sparse=True",
+    "When use_reentrant=True": "the model calls torch.utils.checkpoint with use_reentrant=True, "
+    "which a pipeline cannot do: call it with use_reentrant=False",
+    "torch.utils.checkpoint: ": "a block does not compute the same tensors when it is computed "
+    "again: set model.activation_checkpointing=none ({line})",
+    "modified by an inplace operation": "the model changes a tensor in place that the backward "
+    "pass still needs, such as an input of a block that is computed again: make a new tensor "
+    "instead ({cause})",
+}
+"""What errors of a backward pass say, and their causes."""
+
+
 class UnusedWeights(RuntimeError):
     """The loss of a step did not use all weights, and a part waits for all gradients."""
 
@@ -25,32 +42,10 @@ class UnusedWeights(RuntimeError):
 def explain(error: BaseException) -> None:
     """Raise RankError for an error of a backward pass whose cause is known."""
     cause = str(error.__cause__ or error)  # a pipeline raises another one from it
-    if "ready only once" in cause:
-        raise RankError(
-            "the model calls torch.utils.checkpoint with use_reentrant=True, which DDP cannot do "
-            "beside weights that the loss does not use or uses twice: call it with "
-            "use_reentrant=False, or choose parallel.strategy=zero2"
-        ) from error
-    if "Expected variable to have sparse gradient" in cause:
-        raise RankError(
-            "the loss also uses the weight of an embedding with sparse=True by other ways, which "
-            "DDP cannot do: leave out sparse=True"
-        ) from error
-    if "When use_reentrant=True" in cause:
-        raise RankError(
-            "the model calls torch.utils.checkpoint with use_reentrant=True, which a pipeline "
-            "cannot do: call it with use_reentrant=False"
-        ) from error
-    if "torch.utils.checkpoint: " in cause:
-        raise RankError(
-            "a block does not compute the same tensors when it is computed again: set "
-            f"model.activation_checkpointing=none ({cause.strip().splitlines()[0]})"
-        ) from error
-    if "modified by an inplace operation" in cause:
-        raise RankError(
-            "the model changes a tensor in place that the backward pass still needs, such as an "
-            f"input of a block that is computed again: make a new tensor instead ({cause})"
-        ) from error
+    for sign, text in CAUSES.items():
+        if sign in cause:
+            line = cause.strip().splitlines()[0]
+            raise RankError(text.format(cause=cause, line=line)) from error
 
 
 class Part:
@@ -60,6 +55,7 @@ class Part:
     rounds = False  # whether forward and backward passes get weights of 16 bits
     places = False  # whether `apply` moves the model to its devices; otherwise the strategy does
     warm_ups = 0  # backward passes that are needed before the first step
+    finishes_alone = False  # whether `finish` is all that other ranks wait for after a failed pass
     changes_passes = True  # whether forward or backward passes differ from the plain model's
     suspicion = "a part that computes something else"  # if their results differ too
 
@@ -91,20 +87,16 @@ class Part:
         """Return a context for a forward and backward pass; the `last` one sends the gradients."""
         return nullcontext()
 
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> bool | None:
         """Complete a step's gradients; True if they are NaN since some weights were unused."""
-        return False
 
     def allow_unused(self, module: nn.Module) -> nn.Module:
         """Return what is called in place of what `wrap` returned: a step may leave weights out."""
         return module
 
-    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """After a failed pass on this rank, complete the step's communication with NaN.
-
-        Return whether that worked; then the gradient is NaN on every rank.
-        """
-        return False
+    def finish_with_nan(self, model: nn.Module) -> bool:
+        """Complete a failed pass with NaN on every rank; return whether that worked."""
+        return self.finishes_alone and not self.finish(model)
 
     def forget(self) -> None:
         """Drop what a gradient that is not finite would carry over to the next step."""

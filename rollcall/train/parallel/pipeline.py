@@ -71,10 +71,7 @@ def check_shared(name: str, stage: nn.Module) -> None:
 
 
 def micro_batch(options: Parallel, asked: int | None, share: int, ranks: int, stages: int) -> int:
-    """Return the samples of a micro-batch: as `asked`, or the largest that the schedule can run.
-
-    Raise ConfigError if the schedule cannot run the resulting number of micro-batches.
-    """
+    """Return the samples of a micro-batch, as `asked` or the most that can run; or ConfigError."""
     name = options.schedule_name
 
     def problem(size: int) -> str:
@@ -102,10 +99,7 @@ class Pipeline:
     suspicion = "a forward method that does more than pipeline_layers() one after the other"
 
     def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
-        """Divide `share`, this pipeline's samples of a step, into micro-batches of equal size.
-
-        Raise ConfigError if the schedule cannot run that many micro-batches.
-        """
+        """Divide `share` samples of a step into equal micro-batches; or raise ConfigError."""
         self.group = mesh.get_group()  # the ranks of one pipeline
         self._options, self._world = config.parallel, world
         self._name = config.parallel.schedule_name
@@ -257,10 +251,7 @@ class Stage(nn.Sequential):
     """Layers one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last layer, contiguous and never a view.
-
-        Schedules detach it in place and send it, and the gradient of the input.
-        """
+        """Return the last output, contiguous and no view: it is detached in place and sent."""
         if x.requires_grad:
             x = x.view_as(x)
             x.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]

@@ -150,7 +150,7 @@ class Shard(Part):
             if not isinstance(weight, DTensor):
                 weight.data = weight.data.to(device)
 
-    def finish(self, model: nn.Module) -> bool:
+    def finish(self, model: nn.Module) -> None:
         """Average the gradients of weights that are not sharded."""
         if not self._named:  # after a backward pass all others are sharded again
             self._named = list(model.named_parameters())
@@ -166,7 +166,6 @@ class Shard(Part):
         )
         noted.clear()
         self.trace = hash((self.trace, *used)) % TRACES
-        return False
 
     def drop_unused(self) -> None:
         """After the norm, which needs the same weights on all ranks, leave unused ones none."""
@@ -235,6 +234,7 @@ class ShardOptimizer(Part):
     """Stage 1: the optimizer state of each tensor is on one rank, which updates it for all."""
 
     changes_passes = False
+    finishes_alone = True  # no other rank waits in a forward or backward pass
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -260,10 +260,6 @@ class ShardOptimizer(Part):
             process_group=self._mesh.get_group(),
         )
 
-    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Do nothing: no other rank waits in a forward or backward pass."""
-        return True
-
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of this rank's parameters, which holds the state."""
@@ -276,10 +272,7 @@ def has_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that are gathered as one: the members of the outermost containers.
-
-    Members without weights are left out. A model without containers has no units.
-    """
+    """Yield what is gathered as one: members with weights of the outermost containers."""
     for child in module.children():
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # has no forward()
         if isinstance(module, nn.Sequential | nn.ModuleList) and not is_list:

@@ -224,10 +224,7 @@ class Tensor(Part):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _share_input(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """Give columns with one input, such as query and key, one DTensor.
-
-        Its gradient is added up before the all-reduce, which is then one for all of them.
-        """
+        """Give columns with one input one DTensor, so that one all-reduce adds up its gradient."""
         x, *others = inputs
         # Sequence parallelism has gathered a DTensor; without a gradient there is nothing to add.
         if isinstance(x, DTensor) or not (x.requires_grad and torch.is_grad_enabled()):
@@ -255,13 +252,12 @@ class Tensor(Part):
     def _leave(self, *_: Any) -> None:
         self._fork.leave()
 
-    def finish(self, model: nn.Module) -> bool:
+    def finish(self, model: nn.Module) -> None:
         """Sum the gradients of norms, which each rank has for its pieces of the sequences."""
         for parameter in model.parameters():
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        return False
 
 
 def _share_again(model: nn.Module, first: str, *others: str) -> None:

@@ -114,10 +114,7 @@ def _without_values(code: Any) -> Any:
 
 
 class _PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Divides the operations of torch's counter among the passes.
-
-    A backward pass runs without gradients, except for a forward pass that it recomputes.
-    """
+    """Divides torch's count among the passes; with gradients, a backward pass recomputes."""
 
     def __init__(self, counter: FlopCounterMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,10 +137,7 @@ class _PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
-    """Return the dense operations per second of a chip in a number format; None if unknown.
-
-    The file `more` adds to chips.yaml; ConfigError if it cannot be used.
-    """
+    """Return a chip's dense operations per second, None if unknown; `more` adds to chips.yaml."""
     table = chips.known(more)
     name = chips.find(chip, table)
     return table[name].get(precision) if name else None

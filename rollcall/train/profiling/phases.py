@@ -49,10 +49,7 @@ class PhaseTimes:
     """
 
     def __init__(self, run: Run, plan: Callable[[int, int], None]) -> None:
-        """Learn the names of all ranks, which make this call together.
-
-        `plan` is called on the ranks that a person wants profiled, with the first step and the end.
-        """
+        """Learn all ranks' names; a rank to be profiled calls `plan` with first step and end."""
         world = run.world
         self._run, self._plan = run, plan
         self._is_on_gpu = world.device.type == "cuda"

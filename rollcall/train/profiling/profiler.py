@@ -35,20 +35,19 @@ class Profiler:
         self._plans: list[tuple[int, int]] = []  # first steps and ends
         self._profile: _Profile | None = None
         self._end = 0  # of the profile that has begun
-        self._configured = (0, 0)  # first step and end, on all ranks
+        self._configured: tuple[int, ...] = 0, 0  # first step and end, on all ranks
         clock.on_step = None
         config, ranks = run.config.profile, run.world.world_size
         if config.steps is None:
             return
-        first, end = self._configured = _steps_of(config.steps)
+        first, end = self._configured = tuple(map(int, config.steps.split(":")))
         if first > steps or end - first > MAX_STEPS:
             raise ConfigError(
                 f"profile.steps={config.steps}: expected at most {MAX_STEPS} of the steps 1 to "
                 f"{steps}"
             )
         chosen = [] if config.ranks == "all" else [int(rank) for rank in config.ranks.split(",")]
-        wrong = [rank for rank in chosen if rank >= ranks]
-        if wrong:
+        if wrong := [rank for rank in chosen if rank >= ranks]:
             raise ConfigError(
                 f"profile.ranks={config.ranks}: rank {wrong[0]} does not exist; expected ranks "
                 f"from 0 to {ranks - 1}, or all"
@@ -187,11 +186,6 @@ class _Nsight(_Profile):
         self._close()
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-
-
-def _steps_of(text: str) -> tuple[int, int]:
-    first, end = text.split(":")
-    return int(first), int(end)
 
 
 def _kernels(trace: Path) -> list[dict[str, Any]]:

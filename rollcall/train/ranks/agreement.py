@@ -130,10 +130,7 @@ class Agreement:
         self._every_step = every_step
 
     def send(self, step: int, skipped: torch.Tensor, is_due: bool) -> None:
-        """Note that `step` updates are done, the newest of which may have been skipped.
-
-        Every rank calls it together. If the step `is_due`, or it is time, an exchange begins.
-        """
+        """Note a step on every rank; begin an exchange if it `is_due`, or it is time."""
         self._steps += 1
         if is_due or self._every_step or step >= self._next:
             self._exchange(step)
@@ -141,10 +138,7 @@ class Agreement:
             self._quiet = step, Copied(skipped)
 
     def receive(self, now: bool = False) -> Exchange | None:
-        """Return the sums of the newest exchange, once.
-
-        If the newest step was skipped, or with `now`, its numbers are exchanged first.
-        """
+        """Return the newest sums, once; a skipped step, or any with `now`, is exchanged first."""
         if self._quiet and (now or self._quiet[1].read()):
             self._exchange(self._quiet[0])
         if self._pending is None:
@@ -172,10 +166,7 @@ class Agreement:
 def _packed(
     seconds: float, reports: Sequence[Any], device: torch.device
 ) -> tuple[torch.Tensor, list[_Layout]]:
-    """Return all numbers as a vector, in one order on all ranks, and the layout of each report.
-
-    A number may be on the GPU of some ranks alone, so its position must not depend on that.
-    """
+    """Return all numbers in the same order on all ranks, and the layout of each report."""
     numbers, layouts = [seconds], list[_Layout]()
     on_gpu: list[tuple[int, torch.Tensor]] = []
     for report in reports:

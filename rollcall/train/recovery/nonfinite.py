@@ -24,8 +24,7 @@ class Witness:
     """Watches the modules of a model and the losses of an objective while its context is open."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
-        self._model = model
-        self._objective = objective
+        self._model, self._objective = model, objective
         self.losses = torch.zeros(0)  # (rows,), after the context; none if not computed here
         self._handles: list[Any] = []
         self._forward = self._backward = ""

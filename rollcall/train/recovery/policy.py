@@ -54,18 +54,10 @@ class Fault:
 
 
 class Recovery:
-    """Repeats steps, and ends the run after too many that were skipped.
-
-    All ranks make each call together.
-    """
+    """Repeats steps, and ends a run after too many skipped ones; on all ranks together."""
 
     def __init__(
-        self,
-        run: Run,
-        order: Order,
-        gradient: Repeatable,
-        strategy: Strategy,
-        objective: Objective,
+        self, run: Run, order: Order, gradient: Repeatable, strategy: Strategy, objective: Objective
     ) -> None:
         self._run, self._world, self._order = run, run.world, order
         self._gradient, self._strategy, self._objective = gradient, strategy, objective
@@ -86,10 +78,7 @@ class Recovery:
         self.left_out = {step for step in steps if isinstance(step, int)}
 
     def prepare_repeat(self, is_unused: bool, batch: Batch, number: int) -> None:
-        """Drop the next gradient, and let this step be computed as it will work.
-
-        If not some weight `is_unused`, memory ran out: raise MemoryError if it did with one sample.
-        """
+        """Let a step be computed as it will work; MemoryError if one sample needs too much."""
         changed = listed(self._gradient.drop())
         if self._objective.scaler:
             self._objective.scaler.undo()
@@ -163,10 +152,7 @@ class Recovery:
             )
 
     def roll_back(self, saved_at: int | None) -> None:
-        """Leave out the skipped steps, after loading the checkpoint of step `saved_at`, if any.
-
-        Raise FaultError if there is none, or the last rollback to it did not help.
-        """
+        """Leave out the skipped steps after step `saved_at` is loaded; FaultError if in vain."""
         if saved_at is None or saved_at == self._rolled_back_to:
             reason = f"the last rollback to step {saved_at} did not help"
             if saved_at is None:

@@ -232,10 +232,7 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
 
 
 def build(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recorder | None, str]:
-    """Build a model without memory for its tensors, if its code allows that.
-
-    With it comes the recorder that knows its values; or None, and why the model has them already.
-    """
+    """Build a model without memory, with a recorder of its values; or with them, and why."""
     set_seed(seed, "model")  # for code that draws from Python or NumPy
     recorder = Recorder(seed)
     try:

@@ -51,10 +51,9 @@ def _list(arguments: argparse.Namespace) -> int:
 def _row(path: Path) -> tuple[str, ...]:
     try:
         stored = manifest.read(path)
-    except Damaged as error:
-        return (path.name, "", "", "", "", f"damaged: {error}")
-    except ConfigError as error:
-        return (path.name, "", "", "", "", str(error))
+    except (Damaged, ConfigError) as error:
+        damaged = "damaged: " if isinstance(error, Damaged) else ""
+        return (path.name, "", "", "", "", f"{damaged}{error}")
     facts = stored.facts
     try:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
@@ -175,9 +174,8 @@ def _directory(path: Path) -> Path:
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if not directory.is_dir():
         hint = did_you_mean(str(path), (run.name for run in Path("runs").glob("*")))
-        raise ConfigError(
-            f"{path}: no such run or checkpoint{hint or '; `rollcall status` lists runs'}"
-        )
+        hint = hint or "; `rollcall status` lists runs"
+        raise ConfigError(f"{path}: no such run or checkpoint{hint}")
     if not layout.published(directory) and not layout.refused(directory):
         raise ConfigError(f"{directory} holds no checkpoint; `rollcall status` lists runs")
     return directory

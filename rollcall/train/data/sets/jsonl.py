@@ -120,10 +120,7 @@ class Rows(Dataset[dict[str, list[int]]]):
         ]
 
     def rendered(self, where: str, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
-        """Return a conversation as text in parts, each with whether it is an answer.
-
-        Raise ConfigError if the tokenizer's chat template cannot write it.
-        """
+        """Return a conversation's text in parts, and whether each is an answer; or ConfigError."""
         render, pairs = self.tokenizer.apply_chat_template, list[tuple[str, str]]()
         try:
             for number in (n for n, turn in enumerate(messages) if turn["role"] == "assistant"):
