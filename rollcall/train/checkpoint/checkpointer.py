@@ -19,10 +19,9 @@ from rollcall.train.checkpoint.engine import SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import differs
 from rollcall.train.numerics import optim
+from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.ranks.world import World
 
-# Flat optimizer names (state.<parameter>.<quantity>) do not depend on the world size.
-OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 BEGUN = "begun"
 """The key of the flag that an optimizer has made a step."""
 Part = nn.Module | torch.optim.Optimizer | Stateful | dict[str, Any]

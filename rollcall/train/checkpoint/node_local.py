@@ -191,9 +191,7 @@ def _copy(source: Path, host_note: str, rank: int, share: frozenset[int], writte
                 for piece in tensor.pieces:
                     if identify(tensor.key, piece.offset) in share:
                         chunk = Chunk(*form, piece.offset, piece.shape)
-                        chunks.append(
-                            (chunk, lambda t=tensor, p=piece: read.view(files.piece(t, p)))
-                        )
+                        chunks.append((chunk, partial(files.view, tensor, piece)))
             values = [(key, v) for key, v in stored.values.values() if identify(key) in share]
             write.write_part(written, rank, chunks, values)
     except Damaged as error:

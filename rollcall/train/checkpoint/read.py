@@ -67,6 +67,10 @@ class DataFiles(ExitStack):
             raise Damaged(f"{piece.file} is not what was written: {tensor.name} differs")
         return target
 
+    def view(self, tensor: StoredTensor, piece: Piece) -> memoryview:
+        """Return the bytes of a piece; raise Damaged if they were changed."""
+        return view(self.piece(tensor, piece))
+
     def _fill(self, data: torch.Tensor, piece: Piece) -> int:
         """Read the bytes of a piece; return their checksum."""
         with self._lock:

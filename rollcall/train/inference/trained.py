@@ -87,7 +87,8 @@ def load(
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
     from rollcall.train.numerics.ema import Ema
-    from rollcall.train.parallel.strategy import OPTIONS, Strategy
+    from rollcall.train.numerics.optim import OPTIONS
+    from rollcall.train.parallel.strategy import Strategy
     from rollcall.train.state import drop_frozen
     from rollcall.train.weights import start
 

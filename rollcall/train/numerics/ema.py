@@ -23,8 +23,7 @@ class Ema:
 
         If networks train `in_turns`, a step moves the averages of those weights that it trains.
         """
-        self._model, self._in_turns = model, in_turns
-        self._decay = decay
+        self._model, self._decay, self._in_turns = model, decay, in_turns
         weights = model.named_parameters()
         self._averages = {name: weight.detach().clone() for name, weight in weights}
         self._trained: set[str] | None = None

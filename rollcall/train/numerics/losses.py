@@ -119,8 +119,7 @@ class Loss:
         self, name: str, function: Callable[..., Any], by_target: bool = False, source: str = ""
     ) -> None:
         """Use a function; `by_target` if rows are padded; `source` is data.name, for messages."""
-        self.name = name
-        self.function = function
+        self.name, self.function = name, function
         # The loss, if it is a module with tensors, such as the centers of classes.
         module = function if isinstance(function, nn.Module) else None
         self.module = module if module and module.state_dict() else None

@@ -28,8 +28,7 @@ class Metric:
     """
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
-        self._name = name
-        self.function = function
+        self._name, self.function = name, function
         self._result: Callable[..., Any] | None = getattr(function, "result", None)
 
     def terms(self, outputs: Any, targets: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import arguments
@@ -17,6 +18,8 @@ from rollcall.messages.text import did_you_mean, listed
 from rollcall.train import torch_private
 
 Groups = list[dict[str, Any]]
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Flat names (state.<parameter>.<quantity>) do not depend on the strategy, mesh or world size."""
 MUON = "muon"
 DECAYS = {"weight_decay", "lambd"}
 """Options of a group with which a step changes weights whose gradient is zero."""
@@ -118,9 +121,8 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
             f"{reason}; change them, or choose another optimizer"
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
-        )
+        got = f"got a {type(optimizer).__name__}"
+        raise ConfigError(f"optim.name={name}: expected a torch.optim.Optimizer, {got}")
     for made, group in zip(optimizer.param_groups, groups, strict=True) if is_muon else ():
         made["params"] = group["params"]
     options = {option for group in groups for option in group} - {"params", "optimizer"}
@@ -159,9 +161,8 @@ def _implementation(config: Optim, name: str, groups: Groups) -> dict[str, Any]:
     # Fused kernels refuse complex weights and, of other optimizers, sparse gradients.
     is_adam = name.lower() in ("adam", "adamw") and all(one.is_floating_point() for one in weights)
     is_fused = devices == {"cuda"} or (devices == {"cpu"} and is_adam)
-    return IMPLEMENTATIONS[
-        "fused" if config.implementation == "auto" and is_fused else config.implementation
-    ]
+    is_fused = is_fused and config.implementation == "auto"
+    return IMPLEMENTATIONS["fused" if is_fused else config.implementation]
 
 
 @contextmanager

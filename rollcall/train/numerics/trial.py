@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rollcall.config.schema import ConfigError, Optim
 from rollcall.train.numerics import optim
+from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.numerics.randomness import kept, set_seed
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.meeting import Failed, Meeting
@@ -36,7 +37,6 @@ FILLED = (
 UNTRIED = "was not tried before the run"
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Weights before and after the steps."""
-OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def check(

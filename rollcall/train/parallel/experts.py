@@ -175,8 +175,8 @@ class Experts(nn.Module):
     def take_totals(self, passes: int = 0) -> torch.Tensor:
         """Return, and forget, totals of the newest passes, or of all for 0.
 
-        They are the tokens that chose each expert, then the sum of the entropies of the router's
-        scores, then how many choices were above the capacity.
+        They are the tokens of each expert, the sum of the router's entropies, and the choices above
+        the capacity.
         """
         totals = [*self._totals][-passes:]
         self._totals.clear()
@@ -360,8 +360,7 @@ class Balance(Part):
         """Balance these layers, by name: the number of experts, and the layer, if it is here.
 
         So many `copies` count the same tokens. `passes` returns how many of the newest counts are
-        of the step, 0 for all, and `scale` the factor of a sample's loss in its gradient. `drops`:
-        a layer has a capacity.
+        of the step, 0 for all; `scale` a sample's factor in the gradient. `drops`: with capacity.
         """
         self._layers, self._copies, self._passes = layers, copies, passes
         self._drops = drops

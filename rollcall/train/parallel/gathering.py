@@ -11,7 +11,7 @@ from torch import nn
 
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.source import Batch
-from rollcall.train.parallel.part import Part, flatten, unflatten
+from rollcall.train.parallel.part import Part, flatten, named_buffers, unflatten
 from rollcall.train.torch_private import buffers_of, tree_map_only
 
 
@@ -77,9 +77,8 @@ class SharedBuffers(Part):
         for pattern, way in self._ways.items():
             matches = [
                 (buffers_of(module), leaf, way)
-                for name, module in model.named_modules()
-                for leaf, _ in module.named_buffers(recurse=False)
-                if fnmatch.fnmatch(f"{name}.{leaf}".lstrip("."), pattern)
+                for name, module, leaf in named_buffers(model)
+                if fnmatch.fnmatch(name, pattern)
             ]
             if not matches:
                 raise ConfigError(f"model.sync_buffers: no buffer of the model fits {pattern}")

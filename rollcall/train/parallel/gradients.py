@@ -17,7 +17,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.losses import Loss
 from rollcall.train.parallel.part import Part, flatten, unflatten
-from rollcall.train.ranks.device import whole_of
+from rollcall.train.ranks.device import local_of, whole_of
 from rollcall.train.torch_private import norms
 
 # A norm over two dimensions of a mesh takes two sums, for which torch asks to flatten the mesh.
@@ -58,7 +58,7 @@ def clip(
     for group in filter(None, gradients):
         scale = scale.to(group[0].device)
         for gradient in group:
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+            local_of(gradient).mul_(scale)
     return norm
 
 

@@ -37,8 +37,8 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))  # an activation may be used twice
     if own is not None:
         layers: dict[str, nn.Module] = dict(own())
-        for name, layer in layers.items():
-            if modules.get(name) is not layer:
+        for name in layers:
+            if modules.get(name) is not layers[name]:
                 raise ConfigError(
                     f"pipeline_layers() of {type(model).__name__} returns '{name}', but the model "
                     "has no such submodule, or another one"

@@ -154,6 +154,13 @@ def evaluating(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[
             module.training = is_training
 
 
+def named_buffers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return each buffer's name in the model, the module that has it, and its name there."""
+    owners = [(name, module) for name, module in model.named_modules()]
+    leaves = [(n, m, leaf) for n, m in owners for leaf, _ in m.named_buffers(recurse=False)]
+    return [(f"{name}.{leaf}".lstrip("."), module, leaf) for name, module, leaf in leaves]
+
+
 def flatten(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the values of tensors as one vector for each device and type."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -101,10 +101,9 @@ class Pipeline:
     def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
         """Divide `share` samples of a step into equal micro-batches; or raise ConfigError."""
         self.group = mesh.get_group()  # the ranks of one pipeline
-        self._options, self._world = config.parallel, world
+        self._options, self._world, self._ranks = config.parallel, world, mesh.size()
         self._name = config.parallel.schedule_name
         self._is_looped = self._name in LOOPED
-        self._ranks = mesh.size()
         self._per_rank = config.parallel.stages_per_rank if self._is_looped else 1
         self._owners = owners(self._name, self._ranks, self._per_rank)
         self.stages = len(self._owners)  # of the whole model
@@ -180,9 +179,8 @@ class Pipeline:
         `scale` multiplies the losses for the gradient. Return the sum of the unscaled losses on the
         rank of the last stage, zero on the others.
         """
-        runs = [Batch.joined(micro_batches)]
-        if self._name == "sequential":
-            runs = list(micro_batches)
+        is_sequential = self._name == "sequential"
+        runs = [*micro_batches] if is_sequential else [Batch.joined(micro_batches)]
         device = runs[0].weights.device
         if self._run is None:
             self._run = self._scheduled(modules, device)
@@ -212,13 +210,9 @@ class Pipeline:
             _Accumulating(module, stage, self.stages, device, group=self.group)
             for stage, module in zip(self.mine, modules, strict=True)
         ]
-        run: PipelineScheduleSingle | PipelineScheduleMulti = SCHEDULES[self._name](
-            self._stages if self._is_looped else self._stages[0],
-            self.at_once,
-            loss_fn=lambda outputs, rows: self._loss(outputs, rows),
-            scale_grads=False,
-        )
-        return run
+        stages = self._stages if self._is_looped else self._stages[0]
+        options = {"loss_fn": lambda *given: self._loss(*given), "scale_grads": False}
+        return SCHEDULES[self._name](stages, self.at_once, **options)  # type: ignore[no-any-return]
 
     def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, on every rank. Stages of any batch size run one after the other."""

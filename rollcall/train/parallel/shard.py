@@ -105,9 +105,8 @@ class Shard(Part):
         last: Any = None
         # From the last one on, since a module comes before those in it, which must be first.
         for unit in [unit for unit in every[::-1] if not _shares_weights(unit, model)]:
-            if isinstance(unit, FSDPModule):  # a stack of experts
-                continue
-            if not self._conditional.issuperset(unit.parameters()):
+            is_stack = isinstance(unit, FSDPModule)  # of experts
+            if not is_stack and not self._conditional.issuperset(unit.parameters()):
                 self._shard(unit, self._mesh)
                 last = last or unit
         if last and self._stage == 3:  # its backward pass follows at once
@@ -161,9 +160,7 @@ class Shard(Part):
         noted = self._has_gradient
         used = [noted.get(weight, weight.grad is not None) for _, weight in self._named]
         self._used = [*map(operator.add, self._used or used, used)]
-        self.zeros = (
-            [] if all(noted.values()) else [w for w, is_used in noted.items() if not is_used]
-        )
+        self.zeros = [weight for weight, is_used in noted.items() if not is_used]
         noted.clear()
         self.trace = hash((self.trace, *used)) % TRACES
 
@@ -215,14 +212,7 @@ def _odd(weights: Sequence[nn.Parameter]) -> set[nn.Parameter]:
     These are scalars, empty, complex and transposed weights, and weights of another type than most.
     """
     plain = [weight for weight in weights if not isinstance(weight, DTensor)]
-    odd = {
-        weight
-        for weight in plain
-        if weight.ndim == 0
-        or not weight.numel()
-        or weight.is_complex()
-        or not weight.is_contiguous()
-    }
+    odd = {w for w in plain if not (w.ndim and w.numel() and w.is_contiguous()) or w.is_complex()}
     sizes: Counter[torch.dtype] = Counter()
     for weight in {*weights} - odd:
         sizes[weight.dtype] += weight.numel() if weight.requires_grad else 0
@@ -254,11 +244,8 @@ class ShardOptimizer(Part):
         def make_own(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             return make([group for group in groups if group["params"]] or groups)
 
-        return partial(
-            Zero1,
-            optimizer_class=make_own,  # type: ignore[arg-type]  # it is called like a class
-            process_group=self._mesh.get_group(),
-        )
+        kind: Any = make_own  # it is called like a class
+        return partial(Zero1, optimizer_class=kind, process_group=self._mesh.get_group())
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

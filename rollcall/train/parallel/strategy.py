@@ -21,6 +21,7 @@ from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.hidden import left_alone
 from rollcall.train.numerics.losses import Objective, Sums, in_fp32, outputs_of
+from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.parallel.assembly import parts, weights_mesh
@@ -44,8 +45,6 @@ from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, 
 from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.world import World
 
-# Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
-OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 LOSS = "train_loss"
 """The first part of the names of a loss's weights."""
 ONE = {
@@ -538,8 +537,7 @@ class Strategy:
 
     def sums(self, batch: Batch) -> Sums:
         """Return what a loss that calls the model itself adds up to, in evaluation mode."""
-        found: Sums = self._evaluated(batch, self.loss.of_model)
-        return found
+        return self._evaluated(batch, self.loss.of_model)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def samples(self, draw: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
@@ -668,10 +666,9 @@ def _node_size(config: Config, world: World) -> int:
     if NODE not in config.parallel.mesh_text:
         return mine
     first = world.broadcast(mine)
-    world.raise_together(
-        ""
-        if mine == first
-        else f"the mesh {config.parallel.mesh_text} needs the same number of ranks on every node, "
+    problem = (
+        f"the mesh {config.parallel.mesh_text} needs the same number of ranks on every node, "
         f"but rank {world.rank} is on a node of {mine} ranks and rank 0 on one of {first}"
     )
+    world.raise_together(problem if mine != first else "")
     return mine

@@ -160,11 +160,10 @@ class Tensor(Part):
         # A split layer returns a view, and FSDP2 around it warns of in-place writes (torch 2.15);
         # models with a plan do not write in place there.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        # Without pieces, modules still give one input to several columns, but gather nothing.
-        changes = {name: SHARE for name, cut in self._sequence_plan.items() if cut == SHARE}
-        if self._sequence:
-            changes = self._sequence_plan
-        styles = SEQUENCE_STYLES if self._sequence else STYLES
+        changes, styles = self._sequence_plan, SEQUENCE_STYLES
+        if not self._sequence:  # modules still give one input to several columns, but gather none
+            changes = {name: cut for name, cut in changes.items() if cut == SHARE}
+            styles = STYLES
         divided = {name for name, cut, _ in _matches(model, self._plan) if cut == VOCABULARY}
         found, cuts = {}, _matches(model, {**self._plan, **changes})
         shares = {name for name, cut, _ in cuts if cut == SHARE}

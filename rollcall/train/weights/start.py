@@ -300,13 +300,12 @@ def split(text: str | None) -> list[str]:
 
 def _with_other_prefix(renamed: dict[str, str], names: set[str]) -> dict[str, str]:
     """Add or remove the prefix of all names with which most of them are names of the model."""
+    theirs, ours = ({name.partition(".")[0] for name in some} for some in (renamed, names))
     options = [renamed]
-    for prefix in {name.partition(".")[0] for name in renamed}:
-        options.append(
-            {n.removeprefix(f"{prefix}."): old for n, old in renamed.items() if n != prefix}
-        )
-    for prefix in {name.partition(".")[0] for name in names}:
-        options.append({f"{prefix}.{name}": old for name, old in renamed.items()})
+    for prefix in theirs:
+        rest = (item for item in renamed.items() if item[0] != prefix)
+        options.append({name.removeprefix(f"{prefix}."): old for name, old in rest})
+    options += [{f"{prefix}.{name}": old for name, old in renamed.items()} for prefix in ours]
     return max(options, key=lambda option: len(option.keys() & names))
 
 

@@ -379,9 +379,9 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         counted = rows.targets >= 0
         right = (outputs.argmax(-1) == rows.targets)[counted].float().mean()
         assert result is not None
-        assert result.values["accuracy"] == pytest.approx(right.item())
+        assert result["accuracy"] == pytest.approx(right.item())
         mean = nn.functional.cross_entropy(outputs, rows.targets)
-        assert result.loss == pytest.approx(mean.item())
+        assert result["loss"] == pytest.approx(mean.item())
         before = copy.deepcopy(model.state_dict())
         targets[:] = -100
         found = step_of(batch, 2)
