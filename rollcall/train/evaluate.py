@@ -65,8 +65,7 @@ def evaluate(
     figures: Figures = {}
     for name in source.validations:
         part = _Set(strategy, source, world, config, loss, metrics or {}, name, size)
-        totals = part.totals(is_asked_to_stop)
-        if totals is None:
+        if (totals := part.totals(is_asked_to_stop)) is None:
             return None
         values = part.of(totals).items()
         figures |= {f"{name}/{key}" if name else key: value for key, value in values}

@@ -276,11 +276,7 @@ class Gradient:
 
 
 class Updater:
-    """Applies gradients.
-
-    One that is not finite changes nothing. Its norm is the same on every rank and is tested on the
-    device, so no rank waits for another or for its GPU.
-    """
+    """Applies gradients; one whose norm, the same on all ranks, is not finite changes nothing."""
 
     def __init__(self, run: Run, order: Order, state: TrainingState) -> None:
         self._config, self._world, self._order = run.config, run.world, order

@@ -46,8 +46,7 @@ class Trainer:
         """Continue from the newest checkpoint, if there is one; return whether there is."""
         self.task.identify(resumes=self.saver.open())
         self._recovery.resume()
-        checkpoint = self._load()
-        if checkpoint:
+        if checkpoint := self._load():
             changes.tell(self._run, checkpoint.step, checkpoint.engine.facts)
             self._run.record("resumed", step=checkpoint.step)
             self._recovery.is_idle = False
@@ -175,8 +174,7 @@ class Trainer:
 
     def _load(self) -> Restored | None:
         """Load the newest checkpoint, if there is one."""
-        checkpoint = self.saver.resume()
-        if checkpoint:
+        if checkpoint := self.saver.resume():
             self._run.progress.step = checkpoint.step
             self.task.continue_from(checkpoint.step, checkpoint.engine.facts)
             self.state.load(checkpoint.state, checkpoint.step)

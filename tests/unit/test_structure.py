@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_552, 8_000
+CORE_LINES, TOOLS_LINES = 39_429, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,21 +56,21 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2591,
-    "rollcall/train/checkpoint": 3255,
-    "rollcall/train/data": 2932,
-    "rollcall/train/exact": 555,
+    "rollcall/train": 2583,
+    "rollcall/train/checkpoint": 3236,
+    "rollcall/train/data": 2930,
+    "rollcall/train/exact": 541,
     "rollcall/train/health": 1235,
     "rollcall/train/inference": 793,
-    "rollcall/train/loggers": 286,
-    "rollcall/train/models": 1139,
-    "rollcall/train/numerics": 1944,
-    "rollcall/train/parallel": 3106,
-    "rollcall/train/profiling": 616,
-    "rollcall/train/ranks": 1515,
-    "rollcall/train/recovery": 569,
+    "rollcall/train/loggers": 285,
+    "rollcall/train/models": 1134,
+    "rollcall/train/numerics": 1935,
+    "rollcall/train/parallel": 3073,
+    "rollcall/train/profiling": 608,
+    "rollcall/train/ranks": 1508,
+    "rollcall/train/recovery": 561,
     "rollcall/train/torch_private": 346,
-    "rollcall/train/weights": 873,
+    "rollcall/train/weights": 864,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

@@ -79,8 +79,7 @@ class Checkpointer:
             ConfigError: the checkpoint belongs to other parts, or none is intact.
         """
         self._engine.clean()
-        restored = engine.restore([self._engine], self._state, complete=True)
-        if restored:
+        if restored := engine.restore([self._engine], self._state, complete=True):
             for name, part in self._parts.items():
                 self._load(part, restored.state[name])
             if self._world.is_main:

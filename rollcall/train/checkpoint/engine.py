@@ -168,8 +168,7 @@ class Engine:
 
     def settle(self, sums: Sequence[float]) -> SaveResult | None:
         """Continue the save with the sums of all ranks' `signals`; return the result at its end."""
-        result = self._pending.settle(sums) if self._pending else None
-        if result:
+        if result := (self._pending.settle(sums) if self._pending else None):
             self._pending = None
         return result
 

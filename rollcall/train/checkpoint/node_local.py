@@ -211,11 +211,7 @@ def directory_of(text: str, run_dir: RunDir) -> Path:
 
 
 def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
-    """Make the directories of `checkpoint.local` on all nodes; all ranks call it together.
-
-    Raise ConfigError if one is not usable as configured or not safe, OSError if a local disk is not
-    writable.
-    """
+    """Open all nodes' directories together; ConfigError if one is unfit, OSError if unwritable."""
     unfit = failure = run_id = ""
     word = world.broadcast_text(os.urandom(4).hex())  # a killed attempt may have left other probes
     with contextlib.ExitStack() as stack:

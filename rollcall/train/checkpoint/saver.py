@@ -95,8 +95,7 @@ class Saver:
             # What objects hold has any form, and need not be there before it is restored.
             return {name: part for name, part in self._make_state().items() if name != OBJECTS}
 
-        restored = restore(tiers, make_state)
-        if restored:
+        if restored := restore(tiers, make_state):
             restored.state[OBJECTS] = restored.engine.objects(restored.step)
         step = restored.step if restored else 0
         if restored and restored.engine is self.checkpoints:

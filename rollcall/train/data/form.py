@@ -63,8 +63,7 @@ class Form:
         """Divide samples into inputs and targets; without a target they are ()."""
         if isinstance(whole, Mapping):
             key = self._key(whole)
-            named = {name: value for name, value in whole.items() if name != key}
-            if not named:
+            if not (named := {name: value for name, value in whole.items() if name != key}):
                 raise SampleError(f"a sample has only the key {key}; expected inputs too")
             return named, whole[key] if key is not None else ()
         if isinstance(whole, tuple | list) and len(whole) > 1:

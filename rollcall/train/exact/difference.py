@@ -1,7 +1,4 @@
-"""Find the first step and tensor in which two exact runs differ, from their fingerprints.
-
-Imports no torch. `recorder.py` writes the fingerprints.
-"""
+"""Find the first step and tensor in which two exact runs differ, by fingerprints. No torch."""
 
 from dataclasses import dataclass
 from typing import Any

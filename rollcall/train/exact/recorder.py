@@ -1,7 +1,4 @@
-"""Record fingerprints of every tensor in every step, so that two runs can be compared.
-
-Rank 0 writes a line for each step, and the weights at the end.
-"""
+"""Record fingerprints of every tensor in every step, so that two runs can be compared."""
 
 import json
 import zlib

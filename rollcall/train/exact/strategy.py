@@ -26,6 +26,7 @@ from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import BatchNorm
 
 OnStep = Callable[[nn.Module, Sequence[Batch], Sequence[torch.Tensor]], object]
+"""Called before an update with the model, the batches of this rank's shards, and their losses."""
 
 
 class Exact(Strategy):
@@ -34,12 +35,7 @@ class Exact(Strategy):
     def __init__(
         self, config: Config, world: World, loss: Objective, on_step: OnStep = lambda *_: None
     ) -> None:
-        """Choose this rank's shards, and make torch deterministic for the rest of the process.
-
-        Call `on_step` before every update with the model and its complete gradients, the batches of
-        this rank's shards, and their losses. Raise ConfigError if the ranks cannot share the shards
-        equally.
-        """
+        """Choose this rank's shards, and make torch deterministic; or raise ConfigError."""
         ranks, shards = world.world_size, config.exact_shards
         fitting = [2**k for k in range(shards.bit_length())]
         if ranks not in fitting:

@@ -1,7 +1,4 @@
-"""`rollcall verify`: check that runs of the same configuration end with the same weights.
-
-Imports no torch: the runs are separate processes.
-"""
+"""`rollcall verify`: check that runs of one configuration end with the same weights. No torch."""
 
 import argparse
 import os
@@ -125,8 +122,7 @@ def report(runs: Sequence[Finished]) -> int:
     print("\n".join(table(rows)))
     for other in unequal:
         print(f"\n{other.name} ({other.ranks}) differs from {reference.name} ({reference.ranks})")
-        first = difference.first(reference.run_dir, other.run_dir)
-        if first:
+        if first := difference.first(reference.run_dir, other.run_dir):
             print(f"  {first}\n  {first.likely_cause}")
         else:
             print("  no step with fingerprints in both runs differs (see log.fingerprints)")

@@ -28,8 +28,7 @@ class MLflow:
         self._client = tracking.MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment)
-        runs = self._client.search_runs([number], f"tags.`{TAG}` = '{path}'")
-        if runs:
+        if runs := self._client.search_runs([number], f"tags.`{TAG}` = '{path}'"):
             self._id = runs[0].info.run_id
             self._client.set_terminated(self._id, "RUNNING")
             return

@@ -43,8 +43,7 @@ def recompute(model: nn.Module, mode: str) -> None:
     """
     if mode == "none":
         return
-    blocks = list(dict.fromkeys(units(model)))
-    if not blocks:
+    if not (blocks := list(dict.fromkeys(units(model)))):
         raise ConfigError(
             f"model.activation_checkpointing={mode} needs a model with blocks in an nn.Sequential "
             f"or nn.ModuleList, but this {type(model).__name__} has none"

@@ -16,7 +16,7 @@ class SyncBatchNorm(BatchNormOfAll):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize x of shape (rows, channels, …) by the statistics of the rows of all ranks."""
         if not self.training:
-            return super().forward(x)  # type: ignore[no-any-return]
+            return super().forward(x)
         dtype, x = x.dtype, x.float()
         dimensions = [dimension for dimension in range(x.ndim) if dimension != 1]
         count = x.new_full((1,), x.numel() / x.shape[1])

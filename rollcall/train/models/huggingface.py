@@ -62,8 +62,7 @@ def transformers(
     library = package("transformers", "model.name=transformers")
     is_image = len(source.shape) == 3
     auto = auto or ("AutoModelForImageClassification" if is_image else "AutoModelForCausalLM")
-    make = getattr(library, auto, None)
-    if make is None:
+    if (make := getattr(library, auto, None)) is None:
         raise ConfigError(
             f"model.args.auto={auto}: transformers {library.__version__} has no such class"
             f"{did_you_mean(auto, [name for name in dir(library) if name.startswith('AutoModel')])}"

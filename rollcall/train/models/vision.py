@@ -1,7 +1,4 @@
-"""The classification models of torchvision, such as ResNets and ViTs, for images of any size.
-
-https://pytorch.org/vision/stable/models.html; torchvision is imported only when it is needed.
-"""
+"""The models of https://pytorch.org/vision/stable/models.html, which are imported late."""
 
 from typing import Any
 

@@ -372,11 +372,7 @@ def of(config: Config) -> Loss:
 
 
 class Objective:
-    """The loss of a training step; all ranks notice if one rank's loss is not finite.
-
-    Such a loss makes the gradient NaN. Ranks exchange gradients anyway, so the norm is NaN on all
-    of them, whatever the strategy.
-    """
+    """The loss of a step; one that is not finite makes the gradient NaN, on all ranks."""
 
     def __init__(self, loss: Loss, scaler: "Scaler | None" = None) -> None:
         self.loss = loss

@@ -81,8 +81,7 @@ def build(config: Train, has_outputs: bool = True) -> dict[str, Metric]:
         check_name(f"train.metrics.{name}", name)
         made = arguments.call("train.metrics", f"train.metrics.{name}.args", entry.name, entry.args)
         code = arguments.code_of(made) if callable(made) and not inspect.isclass(made) else None
-        problem = arguments.cannot_take(code, 2) if code else f"got a {type(made).__name__}"
-        if problem:
+        if problem := (arguments.cannot_take(code, 2) if code else f"got a {type(made).__name__}"):
             raise ConfigError(
                 f"train.metrics.{name}={entry.name}: expected a function of (outputs, targets), "
                 f"{problem}"

@@ -195,11 +195,7 @@ def check_state(config: Optim, optimizer: torch.optim.Optimizer) -> None:
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give each weight that was never updated the state with which its first update begins.
-
-    A checkpoint then holds the same tensors whether or not a loss has used all weights. The weights
-    do not change.
-    """
+    """Give weights that were never updated their first state: all checkpoints hold the same."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     lacking = [one for one in weights if one.requires_grad and not optimizer.state.get(one)]
     is_plain = isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0

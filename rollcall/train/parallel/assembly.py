@@ -62,12 +62,10 @@ def parts(
         found.append(Context(whole["context"], config, degrees.get("tensor", 1)))
     averaged = ("replicate", "shard") if options.sync == "step" else ("shard",)
     data = tuple(name for name in names if name in averaged)
-    of_experts = experts_mesh(degrees, world) if "expert" in degrees else None
-    if of_experts:
+    if of_experts := (experts_mesh(degrees, world) if "expert" in degrees else None):
         shards = of_experts["shard"].size()
         found.append(Spread(of_experts["expert"], shards, config.model.name))
-    code = preset.part or (preset.single_process_part if world.world_size == 1 else "")
-    if code:
+    if code := (preset.part or (preset.single_process_part if world.world_size == 1 else "")):
         found.append(load_attribute(code, "parallel.strategy")(config, world, mesh))
     elif mesh and "shard" in data and options.stage > 1:
         # A mesh of one shard has nothing to free after a forward pass.

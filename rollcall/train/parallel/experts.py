@@ -159,11 +159,7 @@ class Experts(nn.Module):
         scores: torch.Tensor,
         gradient: torch.Tensor,
     ) -> None:
-        """Count tokens in the backward pass, where padding has no gradient, and none counts twice.
-
-        A forward pass may be repeated, to save memory. The entropy of a token counts for each of
-        its experts.
-        """
+        """Count tokens in the backward pass, where padding has no gradient and no repeat counts."""
         has_gradient = (gradient.flatten(0, -2) != 0).any(-1, keepdim=True)
         numbers = chosen.where(has_gradient, self.number)
         entropies = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1, keepdim=True)

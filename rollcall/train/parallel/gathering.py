@@ -32,11 +32,7 @@ class _Rows(torch.autograd.Function):
 
 
 def of_all_ranks(outputs: Any, batch: Batch) -> tuple[Any, Batch]:
-    """Return the outputs and the batch of all ranks, without padding; only own rows have weights.
-
-    Every rank has the same number of rows. The sums of the ranks add up to the loss of all rows,
-    and so do their gradients.
-    """
+    """Return outputs and batch of all ranks, as many rows each; only own rows have weights."""
     whole: Batch = batch._replace(inputs=outputs).map(_Rows.apply)
     weights = torch.zeros_like(whole.weights)
     first = dist.get_rank() * len(batch.weights)

@@ -139,11 +139,7 @@ def nearest_multiples(number: int, degree: int) -> str:
 
 @contextmanager
 def evaluating(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[None]:
-    """Put modules of a kind into evaluation mode; then give each back the mode that it had.
-
-    `model.train()` instead would also train what its author froze with `eval()`, such as the batch
-    normalization of a pretrained part.
-    """
+    """Put modules into evaluation mode, then back; `train()` would also train frozen ones."""
     modes = [(part, part.training) for part in model.modules() if isinstance(part, kind)]
     for module, _ in [(model, True)] if kind is nn.Module else modes:
         module.eval()

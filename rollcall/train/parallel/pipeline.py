@@ -57,11 +57,7 @@ def owners(schedule: str, ranks: int, per_rank: int) -> list[int]:
 
 
 def check_shared(name: str, stage: nn.Module) -> None:
-    """Raise ConfigError if a schedule cannot run a stage because its layers share a weight.
-
-    torch computes such a weight's gradient twice from the same activations, which are gone the
-    second time (2.15).
-    """
+    """Raise ConfigError for layers with one weight: torch computes its gradient twice (2.15)."""
     for places, weight in tensors_of(stage):
         if name in SPLIT_BACKWARD and weight.requires_grad and len(places) > 1:
             raise ConfigError(
@@ -174,11 +170,7 @@ class Pipeline:
         loss: Callable[[torch.Tensor, Batch], torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
-        """Run the forward and backward passes of a step over this rank's stages.
-
-        `scale` multiplies the losses for the gradient. Return the sum of the unscaled losses on the
-        rank of the last stage, zero on the others.
-        """
+        """Run a step's passes, losses times `scale`; return their sum on the last rank, or 0."""
         is_sequential = self._name == "sequential"
         runs = [*micro_batches] if is_sequential else [Batch.joined(micro_batches)]
         device = runs[0].weights.device

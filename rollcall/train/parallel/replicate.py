@@ -1,7 +1,4 @@
-"""Data parallelism: every rank has a replica and a share of the batch; gradients are averaged.
-
-DistributedDataParallel, https://arxiv.org/abs/2006.15704.
-"""
+"""Data parallelism by replicas: DistributedDataParallel, https://arxiv.org/abs/2006.15704."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps

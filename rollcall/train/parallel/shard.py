@@ -1,7 +1,4 @@
-"""ZeRO: each rank holds a shard of the optimizer state, the gradients and the weights.
-
-ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277.
-"""
+"""Sharding: ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277."""
 
 import fnmatch
 import operator
@@ -90,8 +87,7 @@ class Shard(Part):
         """Shard every unit that shares no weights with others; `wrap` shards the rest as one."""
         named = dict(model.named_parameters())
         for pattern in self._patterns:
-            names = fnmatch.filter(named, pattern)
-            if not names:
+            if not (names := fnmatch.filter(named, pattern)):
                 raise ConfigError(f"parallel.conditional: no weight of the model fits {pattern}")
             self._conditional |= {named[name] for name in names}
         modules = dict(model.named_modules())

@@ -361,11 +361,7 @@ class Strategy:
         return loss.item(), total.item(), float(sums[0]), change
 
     def _change_beside_others(self, outputs: torch.Tensor, batch: Batch, total: float) -> float:
-        """Return the relative change of the losses of outputs beside others for the same samples.
-
-        The others are half of each output, so that their losses are of another size, or the same
-        if the loss function does not take these.
-        """
+        """Return the relative change of losses beside halved outputs, or the same if these fail."""
         for others in (outputs / 2 if outputs.is_floating_point() else outputs, outputs):
             sums = []
             with suppress(ValueError, ArithmeticError, AssertionError, IndexError, TypeError):

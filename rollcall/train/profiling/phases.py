@@ -42,11 +42,7 @@ class Table:
 
 
 class PhaseTimes:
-    """The member of the step that measures the time and memory of each rank.
-
-    The numbers of all ranks travel with few exchanges, after which each rank knows how long the
-    others take, so it counts the steps in which it is late by itself.
-    """
+    """The member that measures each rank's time and memory; each counts its late steps itself."""
 
     def __init__(self, run: Run, plan: Callable[[int, int], None]) -> None:
         """Learn all ranks' names; a rank to be profiled calls `plan` with first step and end."""

@@ -63,11 +63,7 @@ class Profiler:
             self.after_step()
 
     def plan(self, first: int, end: int) -> None:
-        """Profile the steps from `first` up to `end`.
-
-        If the configuration has some of them profiled, on whatever ranks, all ranks take as many
-        steps after those: the profiles of one request are of the same steps.
-        """
+        """Profile the steps from `first` to `end`, moved behind those that are configured."""
         start, stop = self._configured
         delay = stop - first if first < stop and start < end else 0
         self._plans.append((first + delay, end + delay))

@@ -109,11 +109,7 @@ _Layout = tuple[type, dict[Any, int | slice]]
 
 
 class Agreement:
-    """Sums the reports of the ranks, with at most one collective per step.
-
-    Nobody else knows how the numbers are packed. Neither the network nor the GPU is waited for
-    until the sums are read, when the next gradient is already being computed.
-    """
+    """Sums the reports of the ranks by one late collective; nobody else knows the packing."""
 
     def __init__(self, reports: Sequence[Callable[[], Any]], device: torch.device) -> None:
         self._reports = reports  # in the same order on every rank

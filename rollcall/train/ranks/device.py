@@ -1,7 +1,4 @@
-"""Tensors on GPUs and on several ranks.
-
-Copies run beside a GPU's computation: https://docs.pytorch.org/docs/stable/notes/cuda.html.
-"""
+"""Tensors on several ranks, and on GPUs: https://docs.pytorch.org/docs/stable/notes/cuda.html."""
 
 from typing import Any
 

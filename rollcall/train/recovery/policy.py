@@ -1,8 +1,4 @@
-"""Recover from a step that cannot be applied.
-
-Compute it again if memory ran out or weights were unused. Otherwise find the cause, then continue,
-roll back or stop.
-"""
+"""Recover from a step that cannot be applied: repeat it, or find its cause and go on or stop."""
 
 import json
 import math
@@ -114,11 +110,7 @@ class Recovery:
             self._rolled_back_to = None
 
     def recover(self, step: Step, batch: Batch) -> None:
-        """Drop the next gradient, which a skipped step may have spoiled, and find the cause.
-
-        The step is repeated with the weights unchanged. Raise FaultError if
-        `faults.max_skipped_steps` in a row were skipped.
-        """
+        """Repeat a skipped step to find the cause; FaultError after too many in a row."""
         self._gradient.drop()
         scaler, is_spike = self._objective.scaler, math.isfinite(step.grad_norm)
         if scaler and math.isfinite(step.loss) and scaler.scale >= 1 and not is_spike:

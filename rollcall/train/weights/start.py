@@ -1,7 +1,4 @@
-"""The tensors of a new run: on the meta device until the model is spread over the ranks.
-
-A tensor starts from `model.init` if it is stored there, and from random numbers otherwise.
-"""
+"""The tensors of a new run, on the meta device until the model is spread over the ranks."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -159,11 +156,7 @@ def built(config: Config, make: Callable[[], nn.Module]) -> Start:
 
 
 def start(run: Run, make: Callable[[], nn.Module]) -> Start:
-    """Build the model of a run, freeze parts, and find the initial values of its tensors.
-
-    All ranks call this together. A run that continues from a checkpoint no longer needs
-    `model.init`. Raise ConfigError on all ranks if that cannot be read or does not fit.
-    """
+    """Build a run's model and find its initial values on all ranks; or raise ConfigError."""
     config, world = run.config, run.world
     begin = built(config, make)
     if begin.reason:
@@ -191,8 +184,7 @@ def freeze(model: nn.Module, config: Config) -> None:
     """Exclude parameters from training; ConfigError if a pattern fits none, or all are excluded."""
     parameters = dict(model.named_parameters())
     for pattern in split(config.model.freeze):
-        names = fnmatch.filter(parameters, pattern)
-        if not names:
+        if not (names := fnmatch.filter(parameters, pattern)):
             raise ConfigError(_fits_nothing("model.freeze", pattern, parameters))
         for name in names:
             parameters[name].requires_grad_(False)

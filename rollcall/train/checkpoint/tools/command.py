@@ -1,7 +1,4 @@
-"""`rollcall checkpoint list|show|verify|export`: look into checkpoints.
-
-Only `export` imports torch. No code from a checkpoint is ever run.
-"""
+"""`rollcall checkpoint list|show|verify|export`: only `export` imports torch; no code is run."""
 
 import argparse
 import json
@@ -186,8 +183,7 @@ def _checkpoint(path: Path, best: bool = False) -> Path:
         return path
     if best:
         return layout.path_of(_directory(path), scores.best(_directory(path)))
-    checkpoints = layout.published(_directory(path))
-    if not checkpoints:
+    if not (checkpoints := layout.published(_directory(path))):
         raise ConfigError(f"{path}: all checkpoints are damaged and were set aside")
     return checkpoints[max(checkpoints)]
 

@@ -119,8 +119,7 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
 
 def _to_peft(chosen: _Chosen, target: Path) -> int:
     """Write a folder of adapters that `PeftModel.from_pretrained` loads."""
-    config = chosen.stored.about("adapter")
-    if not config:
+    if not (config := chosen.stored.about("adapter")):
         raise ConfigError(f"{chosen.path} holds no adapters; set model.args.lora to train some")
     adapters = {
         f"base_model.model.{name.replace('.default', '')}": tensor
