@@ -144,13 +144,9 @@ class _Set:
             sums = self._strategy.sums(batch)
             rows = torch.zeros_like(batch.weights)
             rows[batch.weights.argmax()] = 1  # a row that counts, if there is one
-            return {
-                name: (one * rows, weight * rows)
-                for name, (one, weight) in {
-                    "loss": (sums.losses * sums.counts, sums.weights * sums.counts),
-                    **sums.figures,
-                }.items()
-            }
+            loss = sums.losses * sums.counts, sums.weights * sums.counts
+            pairs = {"loss": loss, **sums.figures}.items()
+            return {name: (one * rows, weight * rows) for name, (one, weight) in pairs}
         outputs = self._strategy.forward(batch)
         terms = {"loss": self._loss(outputs, batch.targets)}
         outputs, targets = self._loss.aligned(outputs, batch.targets)

@@ -173,7 +173,6 @@ class Trainer:
         return Action.CONTINUE
 
     def _load(self) -> Restored | None:
-        """Load the newest checkpoint, if there is one."""
         if checkpoint := self.saver.resume():
             self._run.progress.step = checkpoint.step
             self.task.continue_from(checkpoint.step, checkpoint.engine.facts)

@@ -102,9 +102,8 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
         with watch, shown, run.measures.of_process(), closing(parts.callbacks), closing(profiler):
             profiler.begin()
             state = trainer.train()
-        weights = ""
-        if run.config.exact:
-            weights = parts.recorder.end(trainer.state.read()["model"])
+        state_of = trainer.state.read
+        weights = parts.recorder.end(state_of()["model"]) if run.config.exact else ""
     except FencedError:  # the files of the run belong to another attempt now
         raise
     except (Exception, SystemExit) as error:
@@ -207,11 +206,8 @@ def _build(run: Run, signals: StopSignals, checks: bool = True) -> _Parts:
     scaler = precision.Scaler(world.device) if config.precision == "fp16" else None
     objective = losses.Objective(losses.of(config), scaler)
     recorder = Recorder(run)
-    strategy = (
-        Exact(config, world, objective, recorder.step)
-        if config.exact
-        else Strategy(config, world, objective)
-    )
+    given = config, world, objective
+    strategy = Exact(*given, recorder.step) if config.exact else Strategy(*given)
     loss = objective.loss
     source = sets.load(config.data, world, config.seed).learned_by(loss)
     deadline = Deadline(run.run_dir.path)

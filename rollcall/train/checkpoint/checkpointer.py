@@ -160,7 +160,6 @@ class Checkpointer:
                 )
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of all parts, to save or to fill."""
         return {name: self._state_of(part) for name, part in self._parts.items()}
 
     def _state_of(self, part: Part) -> dict[str, Any]:

@@ -79,11 +79,7 @@ class WritePlan:
         self.groups = len({*holders.values(), (*range(len(held)),)}) if is_spread else 0
 
     def taken(self, state: dict[str, Any], take: Callable[[int], bool]) -> tuple[Tensors, Values]:
-        """Return the chunks and values of those groups that this rank can take.
-
-        No other rank is asked. Chunks that the plan does not know, which objects of the user's may
-        hold, belong to the group of all ranks.
-        """
+        """Return what this rank can take alone; all ranks hold what the plan does not know."""
         tensors, values = chunks(state)
         everyone = identify(tuple(range(self._world.world_size)))
         groups = {group for group in {everyone, *self.group_of.values()} if take(group)}
@@ -106,7 +102,6 @@ class WritePlan:
 def _chosen(
     tensors: Tensors, values: Values, is_chosen: Callable[[int], bool]
 ) -> tuple[Tensors, Values]:
-    """Return those whose ids are chosen."""
     parts = [part for part in tensors if is_chosen(identify(part[0].key, part[0].offset))]
     return parts, [value for value in values if is_chosen(identify(value[0]))]
 

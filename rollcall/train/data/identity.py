@@ -56,11 +56,8 @@ def identify(name: str, source: Source) -> dict[str, Any]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the differences of two identities; empty if they are equal."""
-    words = [
-        f"{key} was {before[key]}, is {now[key]}"
-        for key in ("name", "train", "validation", "shape", "classes")
-        if before[key] != now[key]
-    ]
+    keys = "name", "train", "validation", "shape", "classes"
+    words = [f"{key} was {before[key]}, is {now[key]}" for key in keys if before[key] != now[key]]
     if not words and before["names"] != now["names"]:
         words = ["the names of the classes have changed"]
     pairs = zip(before["content"], now["content"], strict=False)

@@ -27,11 +27,7 @@ ROUNDS = 8  # with 6, permutations of 4 and 5 samples are measurably uneven; wit
 
 
 class Order:
-    """The training samples of a run, in the order of training.
-
-    Every epoch is a new permutation of all samples. A batch may span two epochs, so only the last
-    batch of the run can be incomplete.
-    """
+    """The samples of a run: each epoch is a new permutation, and a batch may span two epochs."""
 
     def __init__(self, size: int, total: int, global_batch: int, seed: int) -> None:
         """Order `total` samples of a data set of `size` samples; they may span several epochs."""

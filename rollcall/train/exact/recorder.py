@@ -18,7 +18,6 @@ class Recorder:
     """Writes fingerprints.jsonl; all ranks must make each call together."""
 
     def __init__(self, run: Run) -> None:
-        """Write nothing before `begin`."""
         self._world, self._progress = run.world, run.progress
         self._path = run.run_dir.path / FINGERPRINTS
         self._has_begun = False

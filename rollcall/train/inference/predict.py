@@ -207,7 +207,6 @@ def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[s
 
 
 def _size(samples: int, ranks: int, batch: int) -> int:
-    """Return the samples of a part: whole batches, and several parts for each rank."""
     even = math.ceil(samples / (PARTS_OF_A_RANK * ranks))
     return math.ceil(min(even, MAX_PART) / batch) * batch
 

@@ -18,7 +18,6 @@ class MLflow:
     """Logs with the package mlflow, to MLFLOW_TRACKING_URI or a database in the run's directory."""
 
     def __init__(self, run: Run, experiment: str = "rollcall", tracking_uri: str = "") -> None:
-        """Start or continue the run of this directory."""
         tracking: Any = importlib.import_module("mlflow.tracking")
         self._metric: Any = importlib.import_module("mlflow.entities").Metric
         self._once = Once(run)

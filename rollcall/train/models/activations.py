@@ -36,11 +36,7 @@ checkpoint.SAC_IGNORED_OPS.update(PROFILER)
 
 
 def recompute(model: nn.Module, mode: str) -> None:
-    """Let the blocks of a model keep less for the backward pass, and recompute the rest.
-
-    Blocks are the members of the outermost containers, as for `zero3`; a model without them raises
-    ConfigError. The key `model.activation_checkpointing` explains the modes.
-    """
+    """Let blocks keep less, as `model.activation_checkpointing` says; ConfigError without any."""
     if mode == "none":
         return
     if not (blocks := list(dict.fromkeys(units(model)))):

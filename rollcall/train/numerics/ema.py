@@ -19,10 +19,7 @@ class Ema:
     """The average of the weights that this rank holds."""
 
     def __init__(self, model: nn.Module, decay: float, in_turns: bool = False) -> None:
-        """Start with the current weights; a step keeps the fraction `decay` of the average.
-
-        If networks train `in_turns`, a step moves the averages of those weights that it trains.
-        """
+        """Keep `decay` of the average in a step, which `in_turns` moves only what it trains."""
         self._model, self._decay, self._in_turns = model, decay, in_turns
         weights = model.named_parameters()
         self._averages = {name: weight.detach().clone() for name, weight in weights}

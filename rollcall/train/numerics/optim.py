@@ -84,11 +84,7 @@ def groups(
 
 
 def build(config: Optim, groups: Groups) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration names, for groups of parameters.
-
-    Groups may name other optimizers; then they are combined. Raise ConfigError if a group has an
-    option that its optimizer does not know.
-    """
+    """Return an optimizer of groups, combined if they name several; ConfigError if unknown."""
     numbers_of: dict[str, list[int]] = {}  # the groups of each optimizer
     for number, group in enumerate(groups):
         numbers_of.setdefault(group.get("optimizer", config.name), []).append(number)
@@ -155,7 +151,6 @@ def _try_step(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
 
 
 def _implementation(config: Optim, name: str, groups: Groups) -> dict[str, Any]:
-    """Return the options of torch's optimizers for `optim.implementation`."""
     weights = [one for group in groups for one in group["params"]]
     devices = {one.device.type for one in weights}
     # Fused kernels refuse complex weights and, of other optimizers, sparse gradients.
@@ -231,7 +226,6 @@ class Combined(torch.optim.Optimizer):
     """Steps several optimizers. Groups and state are theirs, in the order of the given groups."""
 
     def __init__(self, parts: Sequence[tuple[list[int], torch.optim.Optimizer]]) -> None:
-        """Combine optimizers, each with the places of its groups."""
         self._parts = [(places, part) for places, part in parts if places]
         groups: dict[int, dict[str, Any]] = {}
         for places, part in self._parts:

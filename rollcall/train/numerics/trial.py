@@ -86,7 +86,6 @@ def _problem(
 
 
 def _is_row(weight: torch.Tensor) -> bool:
-    """Return True for a matrix of one row whose rows are sharded."""
     if not (weight.requires_grad and weight.ndim > 1 and len(weight) == 1):
         return False
     return isinstance(weight, DTensor) and any(part.is_shard() for part in weight.placements)

@@ -31,6 +31,7 @@ from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.measures import measure
 from rollcall.train.torch_private import all_to_all
 
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 UNIT = 2**-20
 """Nats in which entropies are added up: sums of integers do not depend on their order."""
 DEAD = 100
@@ -143,7 +144,6 @@ class Experts(nn.Module):
     def _penalties(
         self, rows: int, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of both losses for each sequence of a batch."""
         chosen = chosen.view(rows, -1)
         loads = torch.zeros(rows, self.number, device=logits.device)
         loads.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=loads.dtype))
@@ -193,7 +193,7 @@ def _mixed(
     weights: torch.Tensor,
     number: int,
     group: dist.ProcessGroup | None,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Compute,
     drops: bool = False,
 ) -> torch.Tensor:
     """Return the weighted sum of what experts `taken` (tokens, k) return; `number` is none."""
@@ -209,10 +209,7 @@ def _mixed(
 
 
 def _exchanged(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None, compute: Compute
 ) -> torch.Tensor:
     """Pass rows, sorted by expert, through the experts wherever these are."""
     if group is None or rows.is_meta:

@@ -88,7 +88,6 @@ class LossWeights(Part):
     finishes_alone = True
 
     def __init__(self, weights: Sequence[nn.Parameter], share: float) -> None:
-        """Multiply this rank's gradients by its share of the sum."""
         self._weights, self._share = weights, share
 
     def finish(self, model: nn.Module) -> None:  # noqa: ARG002
@@ -172,7 +171,6 @@ class Turns(Part):
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of the gradients of one mesh."""
     if isinstance(gradients[0], DTensor):
         return whole_of(nn.utils.get_total_norm(gradients))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients)))

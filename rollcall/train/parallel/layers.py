@@ -108,7 +108,6 @@ def span(layers: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _counted(groups: Groups, x: torch.Tensor) -> list[int]:
-    """Return the floating-point operations of each group for the sample."""
     operations = []
     for group in groups:
         with FlopCounterMode(display=False) as counter:

@@ -129,11 +129,7 @@ class Pipeline:
         return math.ceil(share / self._micro_batch) * self._micro_batch
 
     def cut(self, model: nn.Module, example: torch.Tensor) -> list[nn.Module]:
-        """Remove the layers of other ranks from the model; return this rank's stages.
-
-        The division minimizes the cost of the most expensive stage, for one sample. ConfigError is
-        raised if the model cannot be divided into layers, or has fewer layers than stages.
-        """
+        """Return this rank's stages, of even cost, and remove other layers; or ConfigError."""
         check_shared(self._name, model)
         groups = groups_of(model, example, self._world, self._options.balance)
         if len(groups) < self.stages:

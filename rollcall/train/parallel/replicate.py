@@ -121,7 +121,6 @@ class Replicate(Part):
 
 
 def _constants(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that are not part of the model's state."""
     buffers = named_buffers(module)
     return {n for n, owner, leaf in buffers if leaf in torch_private.temporary_buffers(owner)}
 

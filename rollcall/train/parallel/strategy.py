@@ -311,10 +311,7 @@ class Strategy:
             self.written = seen.written()
 
     def example_pass(self, example: Batch) -> tuple[float]:
-        """Leave the gradient of the mean loss of these samples; return the mean loss, in fp32.
-
-        Every rank passes the same samples. No later pass computes anything else because of it.
-        """
+        """Leave the gradient of the mean loss of the same samples on all ranks; return it, fp32."""
         micro_batches = [example] * (self._pipeline.at_once if self._pipeline else 1)
         count = len(example.weights) * len(micro_batches) * self.data_ranks
         self._objective.weights.clear()
@@ -511,7 +508,6 @@ class Strategy:
         return stack
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the sum of the losses of a batch."""
         with self._autocast():
             if self.loss.takes_model:
                 return self._objective.of_model(model, batch)
@@ -647,13 +643,8 @@ class Strategy:
             state_dict.set_model_state_dict(self.trained, named, options=OPTIONS)
             return
         with optim.own_options(self._optim, own):
-            state_dict.set_state_dict(
-                self.trained,
-                own,
-                model_state_dict=named,
-                optim_state_dict=state["optim"],
-                options=OPTIONS,
-            )
+            given: Any = {"model_state_dict": named, "optim_state_dict": state["optim"]}
+            state_dict.set_state_dict(self.trained, own, **given, options=OPTIONS)
 
 
 def _node_size(config: Config, world: World) -> int:

@@ -187,12 +187,8 @@ def _packed(
 
 
 def _unpacked(sums: list[float], layouts: Sequence[_Layout]) -> list[Any]:
-    """Return the sums in the form of the reports."""
-    return [
-        values if issubclass(kind, dict) else kind(**values)
-        for kind, positions in layouts
-        for values in [{name: sums[position] for name, position in positions.items()}]
-    ]
+    named = ((kind, {n: sums[at] for n, at in positions.items()}) for kind, positions in layouts)
+    return [values if issubclass(kind, dict) else kind(**values) for kind, values in named]
 
 
 @clock.waiting

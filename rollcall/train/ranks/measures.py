@@ -135,10 +135,8 @@ class Measures:
         """Return, and forget, the value of each name for a line of metrics.jsonl."""
         totals, self._line = self._line, {}
         means = {name for name, reduce in self._agreed.items() if reduce == "mean"}
-        return {
-            name: float(value) / (float(count) if name in means else 1)
-            for name, (value, count) in totals.items()
-        }
+        counts = {name: float(count) if name in means else 1 for name, (_, count) in totals.items()}
+        return {name: float(value) / counts[name] for name, (value, _) in totals.items()}
 
 
 _of_process: list[Measures] = []

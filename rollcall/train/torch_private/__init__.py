@@ -9,7 +9,7 @@ import importlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -97,12 +97,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
 @contextmanager
 def waits_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Wrap the functions in which a thread waits for other ranks, while the context is open."""
-    wait = wrap(dist.Work.wait)
-    wait_tensor = wrap(functional_collectives.wait_tensor)
-    with (
-        replaced(dist.Work, "wait", wait),
-        replaced(functional_collectives, "wait_tensor", wait_tensor),
-    ):
+    with ExitStack() as stack:
+        for owner, name in ((dist.Work, "wait"), (functional_collectives, "wait_tensor")):
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
         yield
 
 
@@ -124,10 +121,7 @@ def values_promised(trunc_normal: Callable[..., torch.Tensor]) -> Iterator[Calla
 def muon_replaced(
     wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
 ) -> Any:
-    """Return a context in which Muon orthogonalizes by a function made of the original.
-
-    Raise AttributeError if torch's Muon has no such function.
-    """
+    """Return a context in which Muon orthogonalizes by another function; or AttributeError."""
     from torch.optim import _muon
 
     name = "_zeropower_via_newtonschulz"

@@ -106,7 +106,6 @@ class Start:
                 self.release(model)
 
     def _load(self, wanted: Mapping[str, torch.Tensor]) -> set[str]:
-        """Fill the tensors that are stored; return their names in the model."""
         loaded = {name for name in wanted if name in self._names}
         if self._stored is not None and loaded:
             targets = [(self._names[name], wanted[name].detach()) for name in loaded]
@@ -211,18 +210,12 @@ def match(
     missing: list[str] = []
     used_patterns: set[str] = set()
     rules = getattr(model, "stored_names", {})  # for the names of Hugging Face
-    tensors = [
-        (
-            [
-                *names,
-                *(name.replace(ADAPTED, "") for name in names if ADAPTED in name),
-                *(export.renamed(name, rules) for name in names if rules),
-            ],
-            tensor,
-        )
-        for names, tensor in tensors_of(model)
-        if persistent & {*names}
-    ]
+    tensors = []
+    for names, tensor in tensors_of(model):
+        if persistent & {*names}:
+            adapted = [name.replace(ADAPTED, "") for name in names if ADAPTED in name]
+            theirs = [export.renamed(name, rules) for name in names if rules]
+            tensors.append(([*names, *adapted, *theirs], tensor))
     model_names = {name for names, _ in tensors for name in names}
     if model_names.isdisjoint(renamed):
         renamed = _with_other_prefix(renamed, model_names)

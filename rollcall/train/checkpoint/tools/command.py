@@ -146,11 +146,8 @@ def _parser() -> argparse.ArgumentParser:
         subparser.add_argument("path", type=_path, help=path_help)
     target = "a name that ends in .safetensors or .pt, or a new folder"
     export.add_argument("target", type=Path, help=target)
-    export.add_argument(
-        "--format",
-        choices=("safetensors", "pt", "hf", "peft"),
-        help="hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained",
-    )
+    forms = "hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained"
+    export.add_argument("--format", choices=("safetensors", "pt", "hf", "peft"), help=forms)
     best = "the checkpoint with the best validation, not the newest"
     export.add_argument("--best", action="store_true", help=best)
     merge = "with --format hf: add the adapters of the run to the weights that they adapt"

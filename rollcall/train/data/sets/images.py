@@ -85,7 +85,6 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
     def __init__(
         self, images: Iterable[tuple[str | Path, int]], form: ImageFormat, augment: bool = False
     ) -> None:
-        """Take the path and the class of each image."""
         paths, targets = zip(*images, strict=True)
         # Arrays, since counting references to objects would copy the memory that workers share.
         self._paths = np.array([os.fsencode(path) for path in paths])

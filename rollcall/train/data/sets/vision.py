@@ -32,7 +32,6 @@ def _loader(title: str, augments: bool = False) -> Callable[[Data, World], Sourc
 
 
 def _source(title: str, config: Data, world: World) -> Source:
-    """Load both splits into memory."""
     from torchvision import datasets
 
     kind: Any = getattr(datasets, title)
