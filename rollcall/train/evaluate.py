@@ -13,11 +13,10 @@ from rollcall.messages.text import fixed
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import validation_batches
 from rollcall.train.data.source import Batch, Source
-from rollcall.train.numerics.losses import NOTHING, Loss, are_scores, valid_share
+from rollcall.train.numerics.losses import NOTHING, are_scores, valid_share
 from rollcall.train.numerics.metrics import Metric
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.activity import doing
-from rollcall.train.ranks.world import World
 
 ROWS = 256
 """Samples on a rank after which all ranks agree to continue."""
@@ -48,9 +47,7 @@ def shown(name: str, value: float) -> str:
 def evaluate(
     strategy: Strategy,
     source: Source,
-    world: World,
     config: Config,
-    loss: Loss,
     is_asked_to_stop: Callable[[], bool] = bool,  # asked after every batch
     metrics: Mapping[str, Metric] | None = None,
     micro_batch: int | None = None,
@@ -64,7 +61,7 @@ def evaluate(
     size = min(micro_batch or rows, rows)
     figures: Figures = {}
     for name in source.validations:
-        part = _Set(strategy, source, world, config, loss, metrics or {}, name, size)
+        part = _Set(strategy, source, config, metrics or {}, name, size)
         if (totals := part.totals(is_asked_to_stop)) is None:
             return None
         values = part.of(totals).items()
@@ -78,9 +75,7 @@ class _Set:
 
     _strategy: Strategy
     _source: Source
-    _world: World
     _config: Config
-    _loss: Loss
     _metrics: Mapping[str, Metric]
     _name: str
     _size: int  # samples of a pass
@@ -89,7 +84,7 @@ class _Set:
 
     def totals(self, is_asked_to_stop: Callable[[], bool]) -> list[float] | None:
         """Return the sums of all figures over all ranks; None if a rank was asked to stop."""
-        strategy, world, config = self._strategy, self._world, self._config
+        strategy, world, config = self._strategy, self._strategy.world, self._config
         own, shares = strategy.shares
         loading = Loading(config.data, config.seed, world.rank, world.device)
         terms = []
@@ -140,16 +135,17 @@ class _Set:
 
     @torch.no_grad()  # a loss may have weights
     def _terms(self, batch: Batch) -> Terms:
-        if self._loss.takes_model:
+        loss = self._strategy.loss
+        if loss.takes_model:
             sums = self._strategy.sums(batch)
             rows = torch.zeros_like(batch.weights)
             rows[batch.weights.argmax()] = 1  # a row that counts, if there is one
-            loss = sums.losses * sums.counts, sums.weights * sums.counts
-            pairs = {"loss": loss, **sums.figures}.items()
+            pair = sums.losses * sums.counts, sums.weights * sums.counts
+            pairs = {"loss": pair, **sums.figures}.items()
             return {name: (one * rows, weight * rows) for name, (one, weight) in pairs}
         outputs = self._strategy.forward(batch)
-        terms = {"loss": self._loss(outputs, batch.targets)}
-        outputs, targets = self._loss.aligned(outputs, batch.targets)
+        terms = {"loss": loss(outputs, batch.targets)}
+        outputs, targets = loss.aligned(outputs, batch.targets)
         terms |= self._shares(outputs, targets)
         for name, metric in self._metrics.items():
             terms[name] = metric.terms(outputs, targets, len(batch.weights))

@@ -12,7 +12,7 @@ computed. So all ranks act on them after the same step.
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from rollcall.train.numerics import optim, schedules
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import UnusedWeights, explain
 from rollcall.train.ranks.activity import doing
-from rollcall.train.ranks.agreement import Action, Agreement, FaultError, Member, Number, Step
+from rollcall.train.ranks.agreement import Action, Agreement, FaultError, Members, Number, Step
 from rollcall.train.ranks.clock import OPTIMIZER, OTHER, clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.recovery import memory
@@ -73,16 +73,14 @@ class Steps:
         run: Run,
         task: Task,
         state: TrainingState,
-        members: Sequence[Member[Any]],
+        members: Members,
         before_refusal: Callable[[], object] = lambda: None,  # is called before settling raises
     ) -> None:
-        self._before_refusal = before_refusal
         self._run, self._progress, self._task = run, run.progress, task
-        self._members = members
+        self._members, self._before_refusal = members, before_refusal
         self.gradient = Gradient(run, task.order, state, task.all_count)
         self._updater = Updater(run, task.order, state)
-        what = state.strategy, state.objective
-        self.recovery = Recovery(run, task.order, self.gradient, *what)
+        self.recovery = Recovery(run, task.order, self.gradient, state.strategy, state.objective)
         self._newest: tuple[Batch, int]  # the batch and number of the newest update
         self._asked = Action.CONTINUE
         reports = [self._updater.report, *(member.report for member in members)]
@@ -186,18 +184,16 @@ class Gradient:
         self._run, self._order, self._state = run, order, state
         self._strategy, self._objective = state.strategy, state.objective
         self._all_count = all_count and state.strategy.apart == 1
-        # Ranks that take a step together.
-        self._device, self._ranks = run.world.device, run.world.world_size // state.strategy.apart
-        self._sum = partial(dist.all_reduce, group=state.strategy.group, async_op=True)
         strategy, function = state.strategy, state.objective.loss.function
+        # Ranks that take a step together.
+        self._device, self._ranks = run.world.device, run.world.world_size // strategy.apart
+        self._sum = partial(dist.all_reduce, group=strategy.group, async_op=True)
         self._written: Written | None = Written(strategy.model, function, strategy.written)
         size = run.config.data.micro_batch
         self.micro_batch = None if size == "auto" else size  # samples at once; None for all
         self.loss: torch.Tensor  # the sum of the weighted losses of this rank's samples
-        self.samples = 0  # of all ranks
-        self.number = 0  # of the step
-        self.is_dropped = True
-        self.is_exhausted = self.is_unused = False
+        self.samples = self.number = 0  # samples of all ranks; the number of the step
+        self.is_dropped, self.is_exhausted, self.is_unused = True, False, False
         self._counted: float | torch.Tensor
         self._counting: dist.Work | None
 

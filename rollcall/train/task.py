@@ -19,7 +19,7 @@ from rollcall.train.data.source import Batch, Source
 from rollcall.train.data.stream import Stream, StreamPosition
 from rollcall.train.evaluate import Figures, evaluate, in_words, shown
 from rollcall.train.numerics import metrics
-from rollcall.train.numerics.losses import NOTHING, Loss
+from rollcall.train.numerics.losses import NOTHING
 from rollcall.train.numerics.randomness import next_numbers, set_seed
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.agreement import Action, Step
@@ -95,14 +95,13 @@ class Task:
         run: Run,
         source: Source,
         strategy: Strategy,
-        loss: Loss,
         stop: Stop,
         on_logged: OnLogged = lambda *_: None,  # called with each line that rank 0 logs
     ) -> None:
         self._run, self._on_logged = run, on_logged
         self._source, self._strategy = source, strategy
-        self._loss, self.turn_of = loss, loss.turn_of
-        self._metrics = metrics.build(run.config.train, not loss.takes_model)
+        self._loss, self.turn_of = strategy.loss, strategy.loss.turn_of
+        self._metrics = metrics.build(run.config.train, not strategy.loss.takes_model)
         self.patience = Patience(run)
         self.is_over = False  # whether training stops early
         self._journal = Journal(run.run_dir.metrics)
@@ -213,7 +212,7 @@ class Task:
     def evaluate(self, step: int, micro_batch: int | None = None) -> Figures | Action:
         """Evaluate and report; STOP or REQUEUE if asked to, MemoryError if memory runs out."""
         run = self._run
-        what = self._strategy, self._source, run.world, run.config, self._loss
+        what = self._strategy, self._source, run.config
         began = time.perf_counter()
         try:
             result = evaluate(*what, self._stop.is_asked, self._metrics, micro_batch)

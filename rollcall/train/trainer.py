@@ -2,10 +2,9 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rollcall.config import ConfigError
 from rollcall.messages.text import listed
@@ -18,7 +17,7 @@ from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.health import rows
 from rollcall.train.numerics.hidden import Audit
 from rollcall.train.ranks import failure
-from rollcall.train.ranks.agreement import Action, FaultError, Member
+from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.state import TrainingState
@@ -30,12 +29,7 @@ class Trainer:
     """Trains one run on this rank; every rank makes each call together."""
 
     def __init__(
-        self,
-        run: Run,
-        task: Task,
-        state: TrainingState,
-        saver: Saver,
-        members: Sequence[Member[Any]],
+        self, run: Run, task: Task, state: TrainingState, saver: Saver, members: Members
     ) -> None:
         self._run, self.task, self.state, self.saver = run, task, state, saver
         self.steps = Steps(run, task, state, [saver, task, *members], saver.close)

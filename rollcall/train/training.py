@@ -213,7 +213,7 @@ def _build(run: Run, signals: StopSignals, checks: bool = True) -> _Parts:
     deadline = Deadline(run.run_dir.path)
     stop = Stop(world, signals, deadline)
     callbacks = Callbacks(run)
-    task = Task(run, source, strategy, loss, stop, callbacks.logged)
+    task = Task(run, source, strategy, stop, callbacks.logged)
     spread = Spread(run, strategy, task.example)
     spread.is_on &= checks
     loss.check_targets(spread.example.targets)

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_309, 8_000
+CORE_LINES, TOOLS_LINES = 39_273, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2571,
+    "rollcall/train": 2556,
     "rollcall/train/checkpoint": 3227,
     "rollcall/train/data": 2920,
     "rollcall/train/exact": 533,
@@ -64,11 +64,11 @@ BUDGET: dict[str, int] = {
     "rollcall/train/inference": 792,
     "rollcall/train/loggers": 283,
     "rollcall/train/models": 1130,
-    "rollcall/train/numerics": 1924,
-    "rollcall/train/parallel": 3053,
-    "rollcall/train/profiling": 608,
-    "rollcall/train/ranks": 1491,
-    "rollcall/train/recovery": 556,
+    "rollcall/train/numerics": 1921,
+    "rollcall/train/parallel": 3038,
+    "rollcall/train/profiling": 606,
+    "rollcall/train/ranks": 1494,
+    "rollcall/train/recovery": 552,
     "rollcall/train/torch_private": 340,
     "rollcall/train/weights": 849,
 }

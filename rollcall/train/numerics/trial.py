@@ -76,7 +76,8 @@ def _problem(
     except ConfigError as error:
         problem = str(error)
     except Exception as error:  # the code may raise anything, also since the weights are small
-        problem = f"optim.name={name} {fails}: {_reason(error)}{advice * (fails != UNTRIED)}"
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
+        problem = f"optim.name={name} {fails}: {reason}{advice * (fails != UNTRIED)}"
     if problem := world.first_problem(problem):  # none waits for one that has failed
         return problem if is_late or UNTRIED not in problem else ""
     difference = _difference(whole, pairs)
@@ -151,7 +152,3 @@ def _difference(whole: Pairs, other: Pairs) -> float:
         if math.isfinite(change) and not error <= TOLERANCE * change + ROUNDING * after.norm():
             largest = max(largest, error / (change or 1)) if math.isfinite(error) else math.inf
     return largest
-
-
-def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")

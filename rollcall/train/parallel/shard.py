@@ -249,9 +249,9 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def has_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer has a weight; in stage 1 some ranks have none."""
-    return any(group["params"] for group in optimizer.param_groups)
+def with_weights(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizer in a list if it has a weight; in stage 1 some ranks have none."""
+    return [optimizer] if any(group["params"] for group in optimizer.param_groups) else []
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:

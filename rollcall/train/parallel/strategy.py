@@ -40,7 +40,7 @@ from rollcall.train.parallel.part import (
     unflatten,
 )
 from rollcall.train.parallel.pipeline import Pipeline
-from rollcall.train.parallel.shard import Shard, has_weights, local_optimizer
+from rollcall.train.parallel.shard import Shard, local_optimizer, with_weights
 from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.world import World
@@ -63,7 +63,7 @@ class Strategy:
 
     def __init__(self, config: Config, world: World, loss: Objective) -> None:
         """Create the mesh; raise ConfigError if it does not fit the world size or the batch."""
-        self.world = world
+        self.world, self._objective, self.loss = world, loss, loss.loss
         self.degrees = config.parallel.degrees(world.world_size, _node_size(config, world))
         # Ranks of one replica compute the same samples: its stages, the parts of its layers, the
         # pieces of its sequences. Neighboring ranks differ in the tensor part, then in the piece.
@@ -85,25 +85,23 @@ class Strategy:
             )
         self._mesh = mesh = weights_mesh(self.degrees, world)
         self.replicas_apart = mesh["replicate"] if mesh and is_apart else None
-        is_cut = mesh is not None and is_apart and "shard" in (mesh.mesh_dim_names or ())
-        self.group = mesh["shard"].get_group() if mesh and is_cut else None
+        is_sharded = mesh is not None and is_apart and "shard" in (mesh.mesh_dim_names or ())
+        self.group = mesh["shard"].get_group() if mesh and is_sharded else None
         self._pipeline: Pipeline | None = None
         if mesh and stages > 1:
             share = math.ceil(config.data.global_batch / self.data_ranks)
             self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
         self._parts = parts(config, world, self.degrees, mesh, loss.loss)
-        # Whether passes differ from the plain model's, or compute with 16 bits even in fp32.
-        self._shard = next((part for part in self._parts if isinstance(part, Shard)), None)
-        self.changes_passes = stages > 1 or any(part.changes_passes for part in self._parts)
         # Likely causes if the spread model computes something else than the plain one.
-        changing = [part for part in self._parts if part.changes_passes]
-        self.suspicions = [part.suspicion for part in changing]
+        self.suspicions = [part.suspicion for part in self._parts if part.changes_passes]
         self.suspicions += [Pipeline.suspicion] if self._pipeline else []
+        self.changes_passes = bool(self.suspicions)
         self.gathers = any(part.shards for part in self._parts)  # weights, on all ranks together
-        self.rounds = any(part.rounds for part in self._parts)
+        self.rounds = any(part.rounds for part in self._parts)  # to 16 bits, even in fp32
         self._sharing = [part for part in self._parts if type(part).share is not Part.share]
         self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
         # The part that gathers weights on all ranks together, if all of them hold all layers.
+        self._shard = next((part for part in self._parts if isinstance(part, Shard)), None)
         self.sharding = None if self._is_pipeline else self._shard
         self._pads_to_longest = config.data.pad is True
         self._packs = bool(config.data.pack)
@@ -123,15 +121,14 @@ class Strategy:
             raise ConfigError("model.sync_buffers works neither in a pipeline nor with exact=true")
         if config.model.sync_buffers and world.world_size > 1:  # finishes before DDP may refuse
             self._parts.insert(0, SharedBuffers(config.model.sync_buffers, self._averaged))
-        if self._gather and (config.exact or loss.loss.takes_model or copies * pieces * stages > 1):
+        is_cut = copies * pieces * stages > 1
+        if self._gather and (config.exact or loss.loss.takes_model or is_cut):
             raise ConfigError(
                 "train.gather=true expects a loss of (outputs, targets) and ranks that hold whole "
                 "samples and layers: choose ddp or a zero strategy, without exact=true"
             )
-        if loss.loss.turns and (
-            *(config.exact, config.faults.spike_factor, copies * pieces * stages > 1),
-            *(config.parallel.compression != "none", config.parallel.strategy == "dp"),
-        ) != (False, None, False, False, False):
+        is_other = config.parallel.compression != "none" or config.parallel.strategy == "dp"
+        if loss.loss.turns and (is_cut or is_other or config.exact or config.faults.spike_factor):
             raise ConfigError(
                 f"train.loss={loss.loss.name} trains networks in turn: choose single, ddp or a "
                 "zero strategy, without exact=true, parallel.compression and faults.spike_factor"
@@ -142,7 +139,6 @@ class Strategy:
                 f"which parallel.sync={config.parallel.sync} cannot: remove parallel.sync"
             )
         self._offloads = config.parallel.cpu_offload
-        self._objective, self.loss = loss, loss.loss
         self._loss_module = loss.loss.module  # a loss with weights, which all ranks hold whole
         if self._loss_module:
             factor = float(self.counts_loss) / self._averaged
@@ -314,18 +310,10 @@ class Strategy:
         """Leave the gradient of the mean loss of the same samples on all ranks; return it, fp32."""
         micro_batches = [example] * (self._pipeline.at_once if self._pipeline else 1)
         count = len(example.weights) * len(micro_batches) * self.data_ranks
-        self._objective.weights.clear()
-        try:
-            with self._in_fp32():
-                total = self.forward_backward(micro_batches, count)
-        finally:
-            if self._loss_module:
-                self._loss_module.zero_grad()
-            if self._pipeline:
-                self._pipeline.forget_shapes()
+        with self._checking():
+            total = self.forward_backward(micro_batches, count)
+            sums = self._objective.sums_of_weights(total.device)
         dist.all_reduce(total)
-        sums = self._objective.sums_of_weights(total.device)
-        self._objective.weights.clear()
         dist.all_reduce(sums)
         return (float(self._per_weight(self.model, total / count, sums)),)
 
@@ -337,9 +325,8 @@ class Strategy:
         Last comes how much the losses change `beside` others. A `backward` pass leaves the gradient
         of the loss.
         """
-        self._objective.weights.clear()
         takes_model, rows = self.loss.takes_model, len(batch.weights)
-        with self._in_fp32():
+        with self._checking():
             with left_alone({"": self.loss.function}):  # it may count its calls
                 if takes_model:
                     outputs, total = None, self._objective.of_model(model, batch)
@@ -351,9 +338,6 @@ class Strategy:
             sums, change = self._objective.sums_of_weights(total.device), 0.0
             if beside and isinstance(outputs, torch.Tensor):
                 change = self._change_beside_others(outputs, batch, total.item())
-        self._objective.weights.clear()
-        if backward and self._loss_module:
-            self._loss_module.zero_grad()
         loss = self._per_weight(model, total.detach() / rows, sums)
         return loss.item(), total.item(), float(sums[0]), change
 
@@ -371,13 +355,20 @@ class Strategy:
         return 0.0
 
     @contextmanager
-    def _in_fp32(self) -> Iterator[None]:
+    def _checking(self) -> Iterator[None]:
+        """Compute in fp32, and leave nothing to later passes but gradients of the model."""
         before = self._autocast, self._gather
         self._autocast, self._gather = nullcontext, twice if self._gather else None
+        self._objective.weights.clear()
         try:
             yield
         finally:
             self._autocast, self._gather = before
+            self._objective.weights.clear()
+            if self._loss_module:
+                self._loss_module.zero_grad()
+            if self._pipeline:
+                self._pipeline.forget_shapes()
 
     def _per_weight(self, model: nn.Module, loss: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Divide a loss and the gradients by the mean weight, if the loss returns weights."""
@@ -617,13 +608,10 @@ class Strategy:
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
-        own = local_optimizer(optimizer)
         if self._loss_module:
             drop_gathered(self.model)  # as its own hooks do otherwise
-        if has_weights(own):
-            named, optim = state_dict.get_state_dict(self.trained, own, options=OPTIONS)
-        else:
-            named, optim = state_dict.get_model_state_dict(self.trained, options=OPTIONS), {}
+        held = with_weights(local_optimizer(optimizer))
+        named, optim = state_dict.get_state_dict(self.trained, held, options=OPTIONS)
         if not self._loss_module:
             return {"model": named, "optim": optim}
         parts: dict[str, Any] = {"model": {}, "optim": optim, "loss": {}}
@@ -639,12 +627,9 @@ class Strategy:
         named |= state["model"]
         if self._loss_module:
             drop_gathered(self.model)
-        if not has_weights(own):
-            state_dict.set_model_state_dict(self.trained, named, options=OPTIONS)
-            return
+        given: Any = {"model_state_dict": named, "optim_state_dict": state["optim"]}
         with optim.own_options(self._optim, own):
-            given: Any = {"model_state_dict": named, "optim_state_dict": state["optim"]}
-            state_dict.set_state_dict(self.trained, own, **given, options=OPTIONS)
+            state_dict.set_state_dict(self.trained, with_weights(own), **given, options=OPTIONS)
 
 
 def _node_size(config: Config, world: World) -> int:

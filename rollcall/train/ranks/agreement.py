@@ -88,6 +88,9 @@ class Member(Protocol[Numbers]):
         ...
 
 
+Members = Sequence[Member[Any]]
+
+
 def one_slot(value: Number, rank: int, world_size: int) -> list[Number]:
     """Return a vector with a number for each rank, of which this one gives its own value."""
     slots: list[Number] = [0.0] * world_size

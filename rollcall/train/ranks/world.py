@@ -351,8 +351,8 @@ def _meet(place: Place) -> dist.Store:
         os.environ["MASTER_ADDR"] = own.address if on_head else place.nodes[0]
         if place.rank == 0:
             listener = _listen(own.address, port)
-    place_of_all = os.environ["MASTER_ADDR"], port, place.world_size, place.rank == 0
-    return dist.TCPStore(*place_of_all, timeout=JOIN_TIMEOUT, master_listen_fd=listener)
+    server = os.environ["MASTER_ADDR"], port, place.world_size, place.rank == 0
+    return dist.TCPStore(*server, timeout=JOIN_TIMEOUT, master_listen_fd=listener)
 
 
 def _listen(address: str, port: int) -> int:
