@@ -1,9 +1,8 @@
 """`python -m rollcall.train.network`: how fast the ranks exchange data, and what is slow.
 
-Bus bandwidth follows the convention of nccl-tests (doc/PERFORMANCE.md there): the bytes that each
-rank must at least send or receive, per second, so that it can be compared with the wire. Every
-host then sends to each other one in turns; a slow host is slow with all others, a slow link with
-one. `rollcall network` starts this on the nodes of a job. NCCL has not been tried yet.
+Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md there): the bytes that each rank must at
+least send or receive, per second. Every host then sends to each other one in turns; a slow host is
+slow with all others, a slow link with one. `rollcall network` starts this on the nodes of a job.
 """
 
 import argparse

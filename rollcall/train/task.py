@@ -170,7 +170,8 @@ class Task:
     @property
     def all_count(self) -> bool:
         """True if all targets of all samples count, so that ranks need not count them."""
-        return self._source.all_count and not self._run.config.data.skip_unreadable
+        promised = getattr(self._source.train, "all_count", False)
+        return promised and not self._run.config.data.skip_unreadable
 
     def waited(self) -> float:
         """Return the seconds for which this rank has waited for batches since the last call."""

@@ -207,10 +207,9 @@ class Engine:
     ) -> str:
         """Fill `state` in place and return the damage that any rank met; empty if all is intact.
 
-        Without `fill`, only check what it needs. Parts of replicas that the checkpoint does not
-        hold are removed from the state. Everything that the checkpoint holds must be in the state
-        of some rank; with `complete`, also whole parts such as `ema`. Otherwise, and if the
-        checkpoint belongs to another model or version, raise ConfigError.
+        Without `fill`, only check what it needs. Parts of replicas that are not stored are removed
+        from the state. All that is stored must be in the state of some rank; if `complete`, also
+        whole parts such as `ema`. Otherwise, and for another model or version, raise ConfigError.
         """
         self.store.complete(step, partial(self.plan.of_node, state))
         if problem := self.store.mismatch(step):
@@ -246,8 +245,7 @@ class Engine:
                 state = read.nested(path, manifest.read(path, self.store.whole), OBJECTS)
             except Damaged as error:
                 raise ConfigError(f"{path} is damaged: {self.store.host_note}{error}") from None
-        objects: dict[str, Any] = state.get(OBJECTS, {})
-        return objects
+        return state.get(OBJECTS, {})  # type: ignore[no-any-return]
 
     def _check_all_loaded(
         self, path: Path, stored: Manifest, names: set[str], parts: set[str] | None

@@ -98,11 +98,6 @@ class Source:
         return replace(self, form=replace(self.form, is_whole=loss.takes_model, shifts=loss.shifts))
 
     @property
-    def all_count(self) -> bool:
-        """True if the training samples promise that they have no target of -100."""
-        return bool(getattr(self.train, "all_count", False))
-
-    @property
     def validations(self) -> dict[str, tuple[Dataset[Any], int]]:
         """The validation sets by name, with their sizes; the first has an empty name."""
         if not self.validation_size:

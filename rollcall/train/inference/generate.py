@@ -198,11 +198,9 @@ def tokens(
 ) -> Iterator[int]:
     """Yield the tokens that the model generates after `prompt`, the same on every rank.
 
-    They end only where a model of transformers has no more positions. The options are the
-    command's. `caches` keeps the keys and values of causal models of transformers, and of other
-    models that have a method new_cache(), as long as the text has positions. Without a cache the
-    last `model.source.shape[0]` tokens are computed again for each new one. Raise ConfigError if
-    the model does not return logits.
+    They end only where a model of transformers has no more positions. `caches` keeps keys and
+    values, in causal models of transformers and those with a method new_cache(); otherwise the last
+    `model.source.shape[0]` tokens are computed again. Raise ConfigError for other than logits.
     """
     import torch
     import torch.distributed as dist

@@ -2,9 +2,8 @@
 
 Megatron-LM, https://arxiv.org/abs/1909.08053. A model declares its layers in `tensor_plan`. All
 other modules compute the same on every rank of the dimension, so their dropout draws the same masks
-there. Between a columns and a rows layer each rank draws random numbers for its own units.
-
-An embedding and the head may divide the vocabulary. A loss of rollcall's then computes with each
+there. Between a columns and a rows layer each rank draws random numbers for its own units. An
+embedding and the head may divide the vocabulary. A loss of rollcall's then computes with each
 rank's part of the logits; for other losses, and in an evaluation, they are gathered.
 
 With sequence parallelism, https://arxiv.org/abs/2205.05198, each rank computes the modules between
