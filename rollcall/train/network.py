@@ -226,13 +226,10 @@ def _interface(world: World) -> str:
 
 
 def _sizes(text: str) -> list[int]:
-    found = []
-    for word in text.split(","):
-        match = re.fullmatch(r"(\d+)([KMG]?)", word)
-        if match is None or not int(match[1]):
-            raise argparse.ArgumentTypeError(f"expected sizes such as 64K,16M, not '{text}'")
-        found.append(int(match[1]) * 1024 ** ["", "K", "M", "G"].index(match[2]))
-    return sorted(found)
+    words = [re.fullmatch(r"(0*[1-9]\d*)([KMG]?)", word) for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 64K,16M, not '{text}'")
+    return sorted(int(it[1]) * 1024 ** ["", "K", "M", "G"].index(it[2]) for it in words if it)
 
 
 if __name__ == "__main__":

@@ -100,10 +100,9 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
             watch = Watchdog(run, parts.strategy.model, patience)
         profiler, shown = parts.profiler, parts.metrics.shown(run.progress.step)
         with watch, shown, run.measures.of_process(), closing(parts.callbacks), closing(profiler):
-            profiler.begin()
+            profiler.after_step()  # as the first one may be profiled
             state = trainer.train()
-        state_of = trainer.state.read
-        weights = parts.recorder.end(state_of()["model"]) if run.config.exact else ""
+        weights = parts.recorder.end(trainer.state.read()["model"]) if run.config.exact else ""
     except FencedError:  # the files of the run belong to another attempt now
         raise
     except (Exception, SystemExit) as error:
@@ -192,7 +191,6 @@ def _build_twice(run: Run, signals: StopSignals) -> _Parts:
 
 
 def _free(world: World) -> None:
-    """Return the memory of parts that are not used any more."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

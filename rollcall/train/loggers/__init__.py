@@ -50,15 +50,6 @@ def _is_member(callback: Any) -> bool:
     return hasattr(callback, "report") or hasattr(callback, "settle")
 
 
-def numbers_of(line: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return the numbers of a line of metrics.jsonl that loggers receive."""
-    return {
-        name: value
-        for name, value in line.items()
-        if isinstance(value, int | float) and name not in ("step", "time")
-    }
-
-
 class Callbacks:
     """The member of the step that passes everything on to the user's, in their order."""
 
@@ -88,8 +79,9 @@ class Callbacks:
         return any(map(_is_member, self._members.values()))
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
-        """Pass on the values of a line of metrics.jsonl; rank 0 calls it."""
-        self._call_all("logged", step, numbers_of(values))
+        """Pass on the numbers of a line of metrics.jsonl; rank 0 calls it."""
+        names = [name for name, value in values.items() if isinstance(value, int | float)]
+        self._call_all("logged", step, {n: values[n] for n in names if n not in ("step", "time")})
 
     def report(self) -> Mapping[tuple[str, str], Any]:
         """Return all their numbers, by key and name."""

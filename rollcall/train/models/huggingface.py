@@ -121,7 +121,6 @@ def _config(library: Any, base: str, options: Mapping[str, Any]) -> Any:
 
 
 def _of_data(base: str, source: Source) -> dict[str, Any]:
-    """Return the values of a configuration that follow from the data."""
     has_sizes = Path(base).expanduser().exists()
     if len(source.shape) == 3:
         options: dict[str, Any] = {"num_labels": source.classes} if source.classes else {}

@@ -355,18 +355,11 @@ class Loss:
         return self._kind == "classes" and not self.is_weighted
 
 
-def build(
-    name: str, args: Mapping[str, Any] | None = None, by_target: bool = False, source: str = ""
-) -> Loss:
-    """Return the loss that `train.loss` names; raise ConfigError if it is unknown."""
-    function = arguments.call("train.loss", "train.loss_args", name, args or {})
-    return Loss(name, function, by_target, source)
-
-
 def of(config: Config) -> Loss:
-    """Return the loss of a run."""
+    """Return the loss of a run; raise ConfigError if it is unknown."""
     train, data = config.train, config.data
-    loss = build(train.loss, train.loss_args, bool(data.pad or data.pack), data.name)
+    function = arguments.call("train.loss", "train.loss_args", train.loss, train.loss_args)
+    loss = Loss(train.loss, function, bool(data.pad or data.pack), data.name)
     loss.is_of_transformers = loss.name == "model" and config.model.name == "transformers"
     return loss
 

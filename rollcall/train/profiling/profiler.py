@@ -57,11 +57,6 @@ class Profiler:
         if not chosen or run.world.rank in chosen:
             self._plans.append((first, end))
 
-    def begin(self) -> None:
-        """Begin to look for the steps to profile, of which the first may be the next one."""
-        if self._plans:
-            self.after_step()
-
     def plan(self, first: int, end: int) -> None:
         """Profile the steps from `first` to `end`, moved behind those that are configured."""
         start, stop = self._configured

@@ -164,12 +164,11 @@ class Recovery:
 
     def summary(self) -> dict[str, str]:
         """Return rows for the summary of the run."""
-        rows = {}
-        if self._gradient.micro_batch != self._run.config.data.micro_batch:
-            rows["memory"] = f"data.micro_batch={self._gradient.micro_batch} fits from the start"
+        rows, size = {}, self._gradient.micro_batch
+        if size != self._run.config.data.micro_batch:
+            rows["memory"] = f"data.micro_batch={size} fits from the start"
         if self._skipped:
-            count, last = len(self._skipped), self._skipped[-1]
-            rows["skipped steps"] = f"{count}; the last was step {last}"
+            rows["skipped steps"] = f"{len(self._skipped)}; the last was step {self._skipped[-1]}"
         return rows
 
     def _fault(self, step: Step, kind: str, finding: Finding) -> Fault:

@@ -271,7 +271,5 @@ def fake_store() -> dist.Store:
 
     torch's own tests use it; without it only `rollcall plan` cannot build a model of many ranks.
     """
-    store: dist.Store = importlib.import_module(
-        "torch.testing._internal.distributed.fake_pg"
-    ).FakeStore()
-    return store
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    return fake.FakeStore()  # type: ignore[no-any-return]
