@@ -90,10 +90,8 @@ class _Set:
         terms = []
         for share in own:
             total: torch.Tensor | None = None
-            batches = validation_batches(
-                self._source, self._size, share, shares, loading, self._name
-            )
-            for number, batch in enumerate(batches):
+            what = self._source, self._size, share, shares, loading, self._name
+            for number, batch in enumerate(validation_batches(*what)):
                 is_due = number % math.ceil(ROWS / self._size) == 0
                 if is_due and world.has_any(is_asked_to_stop()):
                     return None

@@ -155,7 +155,7 @@ class Outer:
             copy_all(weights, before)
 
     def spread(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with means, this replica's part and the outer part, to save or to fill."""
+        """Return a state with the means, this replica's own and the outer state."""
         replica, means = {}, {}
         trained = {id(weight) for _, weight in self._weights()}
         named = self._model.named_parameters(remove_duplicate=False)
@@ -199,7 +199,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 def _buckets_of_fragments(
     weights: Sequence[tuple[str, torch.Tensor]], options: Parallel
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield for each bucket of a fragment the steps into a round after which it is sent."""
+    """Yield the names of each bucket, with the steps into a round after which it is sent."""
     number, every = options.sync_fragments, options.sync_every
     total, before = sum(weight.numel() for _, weight in weights), 0
     fragments: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(number)]

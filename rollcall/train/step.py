@@ -125,7 +125,7 @@ class Steps:
         return Action.CONTINUE
 
     def rewind(self) -> bool:
-        """Undo alone the passes of a step that cannot end; return True if the state is whole."""
+        """Undo the passes of an unfinished step, alone; return True if the state is whole."""
         step = self._progress.step
         if self._updater.begun != step or self._updater.skipped:
             return False
@@ -134,7 +134,7 @@ class Steps:
         return True
 
     def settle(self, now: bool = False) -> Action:
-        """Act on the steps sent, `now` if all must; ConfigError or FaultError ends all ranks."""
+        """Act on what all ranks agreed, `now` if they must; ConfigError or FaultError ends all."""
         try:
             while exchange := self._agreement.receive(now):
                 numbers, *sums = exchange.sums
@@ -199,7 +199,7 @@ class Gradient:
 
     @doing("computing gradients")
     def compute(self, batch: Batch, number: int) -> None:
-        """Compute a step's gradient: NaN on all ranks if one lacks memory, or MemoryError."""
+        """Compute a gradient: NaN on all ranks, or MemoryError, if one runs out of memory."""
         set_seed(self._run.config.seed, "step", self._strategy.stream, number - 1)
         if self._state.buffers:
             self._state.buffers.keep()

@@ -211,7 +211,7 @@ class Task:
         return bool(self._run.world.broadcast(newest is None or newest.step < step))
 
     def evaluate(self, step: int, micro_batch: int | None = None) -> Figures | Action:
-        """Evaluate and report; STOP or REQUEUE if asked to, MemoryError if memory runs out."""
+        """Evaluate and report, or return STOP or REQUEUE; raise MemoryError if memory runs out."""
         run = self._run
         what = self._strategy, self._source, run.config
         began = time.perf_counter()

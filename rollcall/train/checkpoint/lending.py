@@ -102,7 +102,7 @@ def _swap(sent: bytearray, to: int | None, size: int, of: int | None, group: Any
 
 
 class Mirror:
-    """Copies checkpoints to the next node in a thread, in the same order on every node."""
+    """Copies checkpoints to the next node in a thread, in the same order on all nodes."""
 
     def __init__(self, source: Path, target: Path, publishers: Sequence[int], rank: int) -> None:
         """Join the first ranks of all nodes; every rank calls it, with its node's directories."""

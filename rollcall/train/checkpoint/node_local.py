@@ -92,7 +92,7 @@ class NodeLocalStore(CheckpointStore):
             self.world.barrier()  # the other ranks of a borrower's node read it, too
 
     def mismatch(self, step: int) -> str:
-        """Return the problem if the nodes' parts are not of one save; empty if they are."""
+        """Return the problem if the nodes' parts belong to different saves; otherwise empty."""
         save, problem = "", ""
         try:
             save = str(manifest.load(self.path_of(step), whole=False).facts.get("save"))

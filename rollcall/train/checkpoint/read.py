@@ -193,7 +193,7 @@ def _metadata(stored: Manifest, name: str) -> metadata.STORAGE_TYPES:
 
 
 def _had_no_gradient(name: str, stored: Manifest) -> bool:
-    """Return True if only other weights have this state: it is zero, as no step had a gradient."""
+    """Return True if this was kept only for other weights: without any gradient, it is zero."""
     optimizer, is_state, quantity = name.partition(".state.")
     if not is_state or name in stored.tensors or name in stored.values:
         return False

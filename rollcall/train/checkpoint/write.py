@@ -59,7 +59,7 @@ def publish(
     check: Callable[[], object],
     whole: bool = True,
 ) -> None:
-    """Join the parts, and give them a name unless `check` raises; Damaged if a part is missing."""
+    """Join the parts and publish them, unless `check` raises; raise Damaged if one is missing."""
     indexes = {rank: json.loads(_index(written, rank).read_bytes()) for rank in ranks}
     with _create(written / manifest.NAME) as file:
         file.write(manifest.dump(join(indexes, facts)))

@@ -119,18 +119,16 @@ def chunks(state: dict[str, Any]) -> tuple[Tensors, Values]:
             continue
         data = item.tensor_data
         assert data is not None and data.chunk is not None, "every tensor has them"
-        dtype = str(data.properties.dtype).removeprefix("torch.")
-        if dtype not in ITEM_SIZES:
-            raise ConfigError(
-                f"{dotted(key)} is a tensor of {dtype}, which checkpoints cannot hold"
-            )
+        kind = str(data.properties.dtype).removeprefix("torch.")
+        if kind not in ITEM_SIZES:
+            raise ConfigError(f"{dotted(key)} is a tensor of {kind}, which checkpoints cannot hold")
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
         whole, offset = tuple(data.size), tuple(data.chunk.offsets)
         if tensor.numel() or not math.prod(whole):
             for row, part in _cut(tensor.detach()):
                 first = (offset[0] + row, *offset[1:]) if offset else ()
-                tensors.append((Chunk(key, dtype, whole, first, tuple(part.shape)), part))
+                tensors.append((Chunk(key, kind, whole, first, tuple(part.shape)), part))
     return tensors, values
 
 

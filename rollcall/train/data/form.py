@@ -85,7 +85,7 @@ class Form:
         return len(leaves[self._lead([[leaf] for leaf in leaves], spec, sample)])
 
     def measured(self, inputs: Any) -> tuple[Any, torch.Tensor | None]:
-        """Return inputs without a HIDDEN mask; the mask (rows, length) of padded rows, or None."""
+        """Return inputs without a HIDDEN mask, and a mask (rows, length) of content, or None."""
         if not self.pad or self.collate is not None or isinstance(inputs, torch.Tensor):
             return inputs, None
         is_named = isinstance(inputs, Mapping)

@@ -17,7 +17,7 @@ class Mixture(Dataset[Any]):
     """
 
     def __init__(self, sets: Sequence[Any], weights: Sequence[float]) -> None:
-        """Mix sets by weights in any unit, drawing each sample; ConfigError if they do not fit."""
+        """Mix data sets by weight, in any unit; raise ConfigError if the weights do not fit."""
         if len(sets) != len(weights) or min(weights, default=0) < 0 or not sum(weights):
             raise ConfigError(
                 f"a mixture of {len(sets)} data sets expects one weight for each, not "

@@ -147,7 +147,7 @@ def validation_batches(
     loading: Loading | None = None,
     name: str = "",  # of the validation set
 ) -> Iterator[Batch]:
-    """Yield this rank's share, each sample once over all ranks, in as many batches on each."""
+    """Yield this rank's share of the samples, each once; all ranks get as many batches."""
     samples, count = source.validations[name]
     share = math.ceil(count / world_size)
 

@@ -46,9 +46,8 @@ class Packed(Dataset[list[Any]]):
                 form.check_length(lengths[-1])
             except Exception as error:  # a data set may raise anything
                 kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-                raise ConfigError(
-                    f"data.name={name}: row {row} cannot be packed: {kind}{error}"
-                ) from error
+                problem = f"row {row} cannot be packed: {kind}{error}"
+                raise ConfigError(f"data.name={name}: {problem}") from error
         self.rows, self._groups = rows, fitted(lengths, int(form.pad))
 
     def __len__(self) -> int:

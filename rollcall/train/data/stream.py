@@ -23,7 +23,7 @@ from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.torch_private import tree_leaves, tree_map
 
 PARTS = 128
-"""The most parts of sharded data. A single rank keeps a shard of each open; 2^n divide them."""
+"""The most parts of sharded data, a power of two; a single rank keeps one shard of each open."""
 
 
 class StreamPosition(NamedTuple):

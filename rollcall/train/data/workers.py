@@ -49,7 +49,7 @@ class WorkerDiedError(WorkerError):
 def in_order(
     fetch: Fetch, numbers: range, workers: int, ahead: int, rank: int = 0
 ) -> Iterator[ReadResult]:
-    """Yield `fetch` of each number in order, `ahead` by each worker; WorkerError if one fails."""
+    """Yield `fetch(number)` in order; workers compute `ahead` each. WorkerError if one fails."""
     if not numbers:
         return
     first, rest = fetch(numbers[0]), numbers[1:]  # all batches have its size

@@ -61,7 +61,7 @@ class Callbacks:
         self._failed: set[str] = set()  # keys of loggers
 
     def open(self, model: nn.Module) -> dict[str, Any]:
-        """Make loggers on rank 0 and callbacks on all; return these by key. Or ConfigError."""
+        """Make loggers on rank 0 and callbacks on all ranks; return the callbacks by key."""
         self._model, config, world = model, self._run.config, self._run.world
         loggers = config.log.to if world.is_main else {}
         with world.together():
@@ -69,9 +69,8 @@ class Callbacks:
                 self._make("log.to", name, entry)
             for name, entry in config.train.callbacks.items():
                 self._make("train.callbacks", name, entry)
-        return {
-            key: member for key, member in self._members.items() if not key.startswith("log.to.")
-        }
+        members = self._members.items()
+        return {key: member for key, member in members if not key.startswith("log.to.")}
 
     @property
     def wants_every_step(self) -> bool:

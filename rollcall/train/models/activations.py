@@ -144,7 +144,7 @@ class _EachTime(AbstractContextManager[Any]):
 def _from_the_same(
     block: nn.Module, before: Hidden, marks: Marks | None, inner: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Give a repeated pass what the first one has seen, and then what that one has left."""
+    """Let a repeated pass begin as the first one did, and restore what that one left."""
     if marks is not None and block.training:
         now = _marks(block)
         pairs = zip(marks, now, strict=False)

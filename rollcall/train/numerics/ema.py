@@ -19,7 +19,7 @@ class Ema:
     """The average of the weights that this rank holds."""
 
     def __init__(self, model: nn.Module, decay: float, in_turns: bool = False) -> None:
-        """Keep `decay` of the average in a step, which `in_turns` moves only what it trains."""
+        """Keep the share `decay` in each step; `in_turns`, a step moves only what it trains."""
         self._model, self._decay, self._in_turns = model, decay, in_turns
         weights = model.named_parameters()
         self._averages = {name: weight.detach().clone() for name, weight in weights}
@@ -51,7 +51,7 @@ class Ema:
             self._swap()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a checkpoint saves and fills, tied ones under all names."""
+        """Return the tensors that a checkpoint saves and fills; tied ones have all their names."""
         first = {parameter: name for name, parameter in self._model.named_parameters()}
         every = self._model.named_parameters(remove_duplicate=False)
         return {name: self._averages[first[parameter]] for name, parameter in every}

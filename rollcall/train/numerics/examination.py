@@ -41,7 +41,7 @@ def _facts(func: Any) -> tuple[list[str], list[str], bool, bool]:
 
 
 class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what a pass writes to; unless it `draws`, random numbers are those of EXPECTED."""
+    """Notes what a pass writes to; unless it `draws`, EXPECTED replaces random numbers."""
 
     supports_higher_order_operators = True
 

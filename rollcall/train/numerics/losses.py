@@ -84,7 +84,7 @@ def are_valid(targets: torch.Tensor) -> torch.Tensor:
 
 
 def are_scores(outputs: Any, targets: Any) -> bool:
-    """Return True for scores (rows, …, classes), more than one, of class numbers (rows, …)."""
+    """Return True if outputs are scores (rows, …, several classes) for classes (rows, …)."""
     if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
         return False
     is_class = outputs.is_floating_point() and not targets.is_floating_point()
@@ -118,7 +118,7 @@ class Loss:
     def __init__(
         self, name: str, function: Callable[..., Any], by_target: bool = False, source: str = ""
     ) -> None:
-        """Use a function; `by_target` if rows are padded; `source` is data.name, for messages."""
+        """Wrap a function; `by_target`: rows are padded. `source` is data.name, for messages."""
         self.name, self.function = name, function
         # The loss, if it is a module with tensors, such as the centers of classes.
         module = function if isinstance(function, nn.Module) else None
@@ -206,7 +206,7 @@ class Loss:
         return self.turns[(step - 1) % len(self.turns)] if self.turns else ""
 
     def of_model(self, model: nn.Module, batch: Any) -> Sums:
-        """Call the user's function for the rows that count; only a training step has one turn."""
+        """Call the user's function without padding; outside of steps, add up all turns."""
         if not self.turns:
             return self._of_model(model, batch)
         is_step = self.turn and torch.is_grad_enabled()
@@ -330,7 +330,7 @@ class Loss:
         )
 
     def count(self, targets: Any, weights: torch.Tensor) -> torch.Tensor:
-        """Return how many samples count, each in so far as its targets do, padding not: fp64."""
+        """Return the number of samples that count, each by its share of valid targets: fp64."""
         if not self._counts_targets:
             return weights.sum(dtype=torch.float64)
         size: int = max(1, math.prod(targets.shape[1:]))
@@ -355,11 +355,18 @@ class Loss:
         return self._kind == "classes" and not self.is_weighted
 
 
+def build(
+    name: str, args: Mapping[str, Any] | None = None, by_target: bool = False, source: str = ""
+) -> Loss:
+    """Return the loss that `train.loss` names; raise ConfigError if it is unknown."""
+    function = arguments.call("train.loss", "train.loss_args", name, args or {})
+    return Loss(name, function, by_target, source)
+
+
 def of(config: Config) -> Loss:
-    """Return the loss of a run; raise ConfigError if it is unknown."""
+    """Return the loss of a run."""
     train, data = config.train, config.data
-    function = arguments.call("train.loss", "train.loss_args", train.loss, train.loss_args)
-    loss = Loss(train.loss, function, bool(data.pad or data.pack), data.name)
+    loss = build(train.loss, train.loss_args, bool(data.pad or data.pack), data.name)
     loss.is_of_transformers = loss.name == "model" and config.model.name == "transformers"
     return loss
 

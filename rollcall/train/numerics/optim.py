@@ -190,7 +190,7 @@ def check_state(config: Optim, optimizer: torch.optim.Optimizer) -> None:
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give weights that were never updated their first state: all checkpoints hold the same."""
+    """Initialize the state of weights never updated, so that all checkpoints hold the same."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     lacking = [one for one in weights if one.requires_grad and not optimizer.state.get(one)]
     is_plain = isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0

@@ -42,7 +42,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 def check(
     config: Optim, world: World, mesh: DeviceMesh | None, model: nn.Module
 ) -> tuple[str, str]:
-    """Return on all ranks why to refuse a run, and a warning; empty strings if all is well."""
+    """Return the reason to refuse a run and a warning, on all ranks; empty if all is well."""
     refusal = warning = ""
     has_row = any(map(_is_row, model.parameters()))
     names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]
@@ -108,9 +108,8 @@ def _steps(
         # Of several sizes: a factor may depend on a norm between limits.
         row = [((1, 3), 1.0)] if has_row else []  # DTensor cannot do everything with a single one
         shapes = [*row, ((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)]
-        tensors = [
-            scale * torch.randn(shape, generator=drawn).to(device) for shape, scale in shapes
-        ]
+        draw = partial(torch.randn, generator=drawn)
+        tensors = [scale * draw(shape).to(device) for shape, scale in shapes]
         if mesh and "shards" in variant:
             return [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in tensors]
         return tensors

@@ -56,9 +56,8 @@ def parts(
     if mesh and "tensor" in degrees:
         found.append(Tensor(mesh["tensor"], config, degrees.get("context", 1), loss.converts))
     if "context" in degrees:
-        whole = init_device_mesh(
-            world.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
-        )
+        sizes, dimensions = tuple(degrees.values()), tuple(degrees)
+        whole = init_device_mesh(world.device.type, sizes, mesh_dim_names=dimensions)
         found.append(Context(whole["context"], config, degrees.get("tensor", 1)))
     averaged = ("replicate", "shard") if options.sync == "step" else ("shard",)
     data = tuple(name for name in names if name in averaged)

@@ -196,7 +196,7 @@ def _mixed(
     compute: Compute,
     drops: bool = False,
 ) -> torch.Tensor:
-    """Return the weighted sum of what experts `taken` (tokens, k) return; `number` is none."""
+    """Return the weighted sum of the outputs of experts `taken` (tokens, k); `number` is none."""
     flat = taken.flatten()
     order, counts = flat.argsort(stable=True), _count(flat, number + 1)[:-1]
     passing = order[: int(counts.sum())] if drops else order  # waits for a GPU

@@ -32,7 +32,7 @@ class _Rows(torch.autograd.Function):
 
 
 def of_all_ranks(outputs: Any, batch: Batch) -> tuple[Any, Batch]:
-    """Return outputs and batch of all ranks, as many rows each; only own rows have weights."""
+    """Return the outputs and the batch of all ranks; only this rank's rows have weights."""
     whole: Batch = batch._replace(inputs=outputs).map(_Rows.apply)
     weights = torch.zeros_like(whole.weights)
     first = dist.get_rank() * len(batch.weights)

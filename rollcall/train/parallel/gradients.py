@@ -65,11 +65,9 @@ def clip(
 def sum_gradients(
     weights: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup | None], share: float
 ) -> None:
-    """Sum a share of the gradients of weights that all ranks hold whole; unused ones have none."""
+    """Sum a share of gradients of weights that all ranks hold whole; None where no rank has one."""
     weights = [weight for weight in weights if weight.requires_grad]
-    gradients = [
-        torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
-    ]
+    gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
     uses = [weight.new_full((), weight.grad is not None) for weight in weights]
     vectors = [vector * share for vector in flatten([*gradients, *uses])]
     for vector in vectors:

@@ -32,7 +32,7 @@ CAUSES = {
     "pass still needs, such as an input of a block that is computed again: make a new tensor "
     "instead ({cause})",
 }
-"""What errors of a backward pass say, and their causes."""
+"""Parts of the messages of errors in a backward pass, and their causes."""
 
 
 class UnusedWeights(RuntimeError):

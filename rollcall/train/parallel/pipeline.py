@@ -129,7 +129,7 @@ class Pipeline:
         return math.ceil(share / self._micro_batch) * self._micro_batch
 
     def cut(self, model: nn.Module, example: torch.Tensor) -> list[nn.Module]:
-        """Return this rank's stages, of even cost, and remove other layers; or ConfigError."""
+        """Keep this rank's stages, balanced by cost, and return them; or raise ConfigError."""
         check_shared(self._name, model)
         groups = groups_of(model, example, self._world, self._options.balance)
         if len(groups) < self.stages:
@@ -166,7 +166,7 @@ class Pipeline:
         loss: Callable[[torch.Tensor, Batch], torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
-        """Run a step's passes, losses times `scale`; return their sum on the last rank, or 0."""
+        """Run the passes of a step; return the sum of the losses on the last rank, 0 elsewhere."""
         is_sequential = self._name == "sequential"
         runs = [*micro_batches] if is_sequential else [Batch.joined(micro_batches)]
         device = runs[0].weights.device
@@ -233,7 +233,7 @@ class Stage(nn.Sequential):
     """Layers one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the last output, contiguous and no view: it is detached in place and sent."""
+        """Return the last output, contiguous and not a view: it is detached in place and sent."""
         if x.requires_grad:
             x = x.view_as(x)
             x.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]

@@ -255,7 +255,7 @@ def with_weights(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what is gathered as one: members with weights of the outermost containers."""
+    """Yield the modules gathered as one: members, with weights, of the outermost containers."""
     for child in module.children():
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # has no forward()
         if isinstance(module, nn.Sequential | nn.ModuleList) and not is_list:

@@ -307,7 +307,7 @@ class Strategy:
             self.written = seen.written()
 
     def example_pass(self, example: Batch) -> tuple[float]:
-        """Leave the gradient of the mean loss of the same samples on all ranks; return it, fp32."""
+        """Leave the gradient of the mean loss of the samples of all ranks; return it in fp32."""
         micro_batches = [example] * (self._pipeline.at_once if self._pipeline else 1)
         count = len(example.weights) * len(micro_batches) * self.data_ranks
         with self._checking():
@@ -402,7 +402,7 @@ class Strategy:
         )
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that `make` makes of groups; a fused update cannot mix meshes."""
+        """Return the optimizer from `make`; fused updates need groups of one mesh each."""
         for part in self._parts:
             make = part.optimizer(make)
         names = {weight: name for name, weight in self.trained.named_parameters()}
@@ -537,7 +537,7 @@ class Strategy:
             return call(self._callables[0], batch)
 
     def clip(self, max_norm: float | None, divisor: torch.Tensor | None = None) -> torch.Tensor:
-        """Divide the gradient, and scale it to a norm, if any; return the norm before scaling."""
+        """Divide the gradient, then clip it to a norm, if any; return the norm before clipping."""
         group = self._pipeline.group if self._pipeline else None
         norm = clip(self._groups, max_norm, group, divisor)
         if self._shard and self._shard.zeros:

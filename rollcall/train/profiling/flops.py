@@ -112,7 +112,7 @@ def _without_values(code: Any) -> Any:
 
 
 class _PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Divides torch's count among the passes; with gradients, a backward pass recomputes."""
+    """Divides torch's count among the passes; only recomputation has gradients enabled."""
 
     def __init__(self, counter: FlopCounterMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -45,7 +45,7 @@ class PhaseTimes:
     """The member that measures each rank's time and memory; each counts its late steps itself."""
 
     def __init__(self, run: Run, plan: Callable[[int, int], None]) -> None:
-        """Learn all ranks' names; a rank to be profiled calls `plan` with first step and end."""
+        """Learn the names of all ranks; `plan` gets the first step and the end of a profile."""
         world = run.world
         self._run, self._plan = run, plan
         self._is_on_gpu = world.device.type == "cuda"

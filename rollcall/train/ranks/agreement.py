@@ -129,7 +129,7 @@ class Agreement:
         self._every_step = every_step
 
     def send(self, step: int, skipped: torch.Tensor, is_due: bool) -> None:
-        """Note a step on every rank; begin an exchange if it `is_due`, or it is time."""
+        """Note a step, on every rank; begin an exchange if the step `is_due` or it is time."""
         self._steps += 1
         if is_due or self._every_step or step >= self._next:
             self._exchange(step)

@@ -111,7 +111,7 @@ class Measures:
         return self._known.keys() > self._agreed.keys()
 
     def agree(self, world: World) -> None:
-        """Let all ranks know all names; of two ways to reduce one, the next `add` refuses one."""
+        """Share all names with all ranks; the next `add` refuses another `reduce` for a name."""
         agreed: dict[str, Reduce] = {}
         has_new = world.gather(torch.tensor(self.has_new or world.is_main)).tolist()
         for rank in (rank for rank, is_new in enumerate(has_new) if is_new):

@@ -73,7 +73,7 @@ def end_at_once(text: str) -> Iterator[None]:
 
 
 def await_lost_node() -> None:
-    """End this process's connections when a node is lost: without power, it closes none."""
+    """Close this process's connections when a node is lost, which cannot close its own."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [NODE_LOST])  # in all threads, if called before them
     threading.Thread(target=_await_lost_node, daemon=True, name="node lost").start()
 

@@ -61,7 +61,7 @@ def snapshot(run: Run, step: int) -> None:
 
 
 def rejoin(run: Run, finish_with_nan: Callable[[], bool], problem: str, micro_batch: int) -> None:
-    """Complete a step with NaN for lack of memory; MemoryError if the strategy cannot."""
+    """Complete a step that ran out of memory with NaN; raise MemoryError if that fails."""
     if run.world.device.type == "cuda":
         torch.cuda.empty_cache()
     if not finish_with_nan():

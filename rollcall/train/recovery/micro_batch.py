@@ -48,7 +48,7 @@ def fastest(trials: Sequence[Trial], limit: float) -> Trial | None:
 
 
 def search(world: World, fits_memory: Callable[[Batch], bool], batch: Batch) -> Trial | None:
-    """Try passes over more and more rows; `fits_memory` makes one, and returns if it could."""
+    """Try passes over more and more rows; `fits_memory` makes one and says whether it fit."""
 
     def trial(size: int) -> Trial:
         part = batch.map(lambda tensor: tensor[:size])

@@ -74,7 +74,7 @@ class Recovery:
         self.left_out = {step for step in steps if isinstance(step, int)}
 
     def prepare_repeat(self, is_unused: bool, batch: Batch, number: int) -> None:
-        """Let a step be computed as it will work; MemoryError if one sample needs too much."""
+        """Prepare to repeat a step in a way that works; raise MemoryError if there is none."""
         changed = listed(self._gradient.drop())
         if self._objective.scaler:
             self._objective.scaler.undo()
@@ -144,7 +144,7 @@ class Recovery:
             )
 
     def roll_back(self, saved_at: int | None) -> None:
-        """Leave out the skipped steps after step `saved_at` is loaded; FaultError if in vain."""
+        """Leave out the skipped steps after a rollback; raise FaultError if it cannot help."""
         if saved_at is None or saved_at == self._rolled_back_to:
             reason = f"the last rollback to step {saved_at} did not help"
             if saved_at is None:

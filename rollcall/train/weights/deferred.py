@@ -225,7 +225,7 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
 
 
 def build(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recorder | None, str]:
-    """Build a model without memory, with a recorder of its values; or with them, and why."""
+    """Build a model without memory, and a recorder of its values; or None and the reason."""
     set_seed(seed, "model")  # for code that draws from Python or NumPy
     recorder = Recorder(seed)
     try:
