@@ -27,7 +27,7 @@ Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 Figures = dict[str, float]
-"""Figures over the whole validation data; those of further sets are named set/figure."""
+"""Figures over the whole validation data; for further sets, the names are set/figure."""
 
 
 def in_words(figures: Figures) -> str:

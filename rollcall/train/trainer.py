@@ -124,7 +124,6 @@ class Trainer:
             self._run.warn(rows.warning(self.state.strategy, moved))
 
     def _between(self, step: int) -> None:
-        """Let replicas meet, evaluate and save after a step, if that is due."""
         self.state.meet(step)
         self._tell_changed(step)
         self.saver.prepare_rescue(self.state.read_alone)

@@ -168,8 +168,8 @@ def _tensor(entry: dict[str, Any], files: dict[str, int], whole: bool) -> Stored
 
 
 def _piece(entry: dict[str, Any]) -> Piece:
-    place = _file(entry["file"]), _count(entry["start"]), int(entry["crc32"], 16)
-    return Piece(_counts(entry["offset"]), _counts(entry["shape"]), *place)
+    of_bytes = _file(entry["file"]), _count(entry["start"]), int(entry["crc32"], 16)
+    return Piece(_counts(entry["offset"]), _counts(entry["shape"]), *of_bytes)
 
 
 def _file(text: Any) -> str:

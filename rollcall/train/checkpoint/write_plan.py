@@ -43,7 +43,7 @@ class WritePlan:
         self._written: frozenset[int] = frozenset()
 
     def share(self, state: dict[str, Any]) -> tuple[Tensors, Values]:
-        """Return what this rank writes; all ranks call it. Raise ConfigError as `chunks` does."""
+        """Return the share of this rank; all ranks call it. Raise ConfigError as `chunks` does."""
         tensors, values = chunks(state)
         sizes = {identify(chunk.key, chunk.offset): tensor.nbytes for chunk, tensor in tensors}
         sizes |= {identify(key): 1 for key, _ in values}
@@ -79,7 +79,7 @@ class WritePlan:
         self.groups = len({*holders.values(), (*range(len(held)),)}) if is_spread else 0
 
     def taken(self, state: dict[str, Any], take: Callable[[int], bool]) -> tuple[Tensors, Values]:
-        """Return what this rank can take alone; all ranks hold what the plan does not know."""
+        """Return the share that this rank can take alone; what is not planned, all ranks hold."""
         tensors, values = chunks(state)
         everyone = identify(tuple(range(self._world.world_size)))
         groups = {group for group in {everyone, *self.group_of.values()} if take(group)}

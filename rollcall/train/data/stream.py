@@ -74,7 +74,7 @@ class Stream(Dataset[Any]):
             self._saved = position
 
     def count(self) -> int:
-        """Return the number of samples of an epoch; read all of them if there is no len()."""
+        """Return the number of samples of an epoch; read all of them without a len()."""
         if self._size is None:
             self._size = sum(1 for _ in self._samples)
         return self._size

@@ -113,7 +113,7 @@ class Sums(NamedTuple):
 
 
 class Loss:
-    """The loss that `train.loss` names; that of a row must not depend on other rows."""
+    """The loss that `train.loss` names; its value for a row must not depend on other rows."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], by_target: bool = False, source: str = ""
@@ -165,7 +165,7 @@ class Loss:
 
     def of_rows(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same; no weights unless the loss returns them."""
-        if not (self.is_own or self._suits(outputs, targets)):
+        if not self.is_own:
             self._check(outputs, targets)
         if self.name == "next_token":
             outputs, targets = self.aligned(outputs, targets)
@@ -277,14 +277,7 @@ class Loss:
         if not self.is_own and isinstance(targets, tuple) and not targets:
             self._check(None, targets)
 
-    def _suits(self, outputs: Any, targets: Any) -> bool:
-        are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-        if not are_tensors or self._kind != "classes" or targets.is_floating_point():
-            return False
-        return bool(outputs.shape[:-1] == targets.shape)
-
     def _check(self, outputs: Any, targets: Any) -> None:
-        """Raise ConfigError if outputs or targets do not suit a loss of rollcall's."""
         if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             kinds = type(outputs).__name__, type(targets).__name__
             what = "the model returned a {} and the target is a {}".format(*kinds)
@@ -311,7 +304,6 @@ class Loss:
             )
 
     def _check_gradient(self, found: Any) -> None:
-        """Raise ConfigError if a loss of the user's has no gradient."""
         losses = found[0] if isinstance(found, tuple) else found
         is_tensor = isinstance(losses, torch.Tensor) and torch.is_grad_enabled()
         if self.is_own and is_tensor and not losses.requires_grad:

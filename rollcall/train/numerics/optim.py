@@ -162,7 +162,7 @@ def _implementation(config: Optim, name: str, groups: Groups) -> dict[str, Any]:
 
 @contextmanager
 def own_options(config: Optim, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep the options of this run while a state is loaded, which has those of an earlier one."""
+    """Keep the options of this run while a state is loaded, which has options of an earlier one."""
     named = {"weight_decay", "momentum", *IMPLEMENTATIONS["single"]}
     named = named.union(config.args, *config.groups.values())
     # Torch's optimizers do not change options. Others may, so of theirs only these are kept.
@@ -254,7 +254,7 @@ class Combined(torch.optim.Optimizer):
 
 @contextmanager
 def _matrix_by_matrix(optimizer: torch.optim.Muon) -> Iterator[None]:
-    """Let Muon update whole matrices, those of a stack as views of the weight and of its state."""
+    """Let Muon update whole matrices, parts of a stack as views of the weight and of its state."""
     groups, state, views = optimizer.param_groups, optimizer.state, list[torch.Tensor]()
     whole = [group["params"] for group in groups]
     for group in groups:

@@ -131,7 +131,7 @@ class Experts(nn.Module):
         return y
 
     def _within_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the experts of sequences (rows, n); `number` stands for those that are full."""
+        """Return the experts of sequences (rows, n); `number` replaces full ones."""
         order = chosen.argsort(dim=1, stable=True)
         experts = chosen.gather(1, order)
         numbers = torch.arange(self.number, device=chosen.device).repeat(len(chosen), 1)

@@ -158,7 +158,7 @@ class Strategy:
         return range(self.data_rank, self.data_rank + 1), self.data_ranks
 
     def rows(self, batch: int) -> range:
-        """Return this rank's rows of a batch, as many as the others'; the last may be padding."""
+        """Return this rank's rows of a batch: one number for all ranks, perhaps with padding."""
         share = math.ceil(batch / self.data_ranks)
         if self._pipeline:
             share = self._pipeline.padded(share)

@@ -58,7 +58,7 @@ class Profiler:
             self._plans.append((first, end))
 
     def plan(self, first: int, end: int) -> None:
-        """Profile the steps from `first` to `end`, moved behind those that are configured."""
+        """Profile the steps from `first` to `end`, moved behind the configured ones."""
         start, stop = self._configured
         delay = stop - first if first < stop and start < end else 0
         self._plans.append((first + delay, end + delay))

@@ -65,7 +65,7 @@ class Member(Protocol[Numbers]):
 
     `Numbers` is a dataclass of the member's own, or a dictionary. Each of its values is a number,
     or a vector: a tensor or a list of numbers. With `log.every=1`, or if a member has a true
-    `wants_every_step`, every step is reported; otherwise the newest of those that share an
+    `wants_every_step`, every step is reported; otherwise the newest of several that share an
     exchange. The order of the members does not matter.
     """
 

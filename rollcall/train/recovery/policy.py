@@ -1,4 +1,4 @@
-"""Recover from a step that cannot be applied: repeat it, or find its cause and go on or stop."""
+"""Recover from a step that cannot be applied: repeat it, or find its cause and continue or stop."""
 
 import json
 import math

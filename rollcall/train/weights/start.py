@@ -263,7 +263,7 @@ def rename(names: Iterable[str], rules: str | None) -> dict[str, str]:
 
 
 def describe(model: nn.Module, source: Stored, names: Mapping[str, str]) -> str:
-    """Describe the tensors of the model that start from stored ones, and those that do not."""
+    """Describe the tensors of the model that start from stored ones, and the others."""
     tensors = {aliases[0]: (aliases, tensor.nbytes) for aliases, tensor in tensors_of(model)}
     persistent = set(model.state_dict(keep_vars=True))
     loaded = [nbytes for name, (_, nbytes) in tensors.items() if name in names]
