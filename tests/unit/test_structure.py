@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_198, 8_000
+CORE_LINES, TOOLS_LINES = 39_148, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,20 +56,20 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2536,
-    "rollcall/train/checkpoint": 3212,
-    "rollcall/train/data": 2907,
+    "rollcall/train": 2533,
+    "rollcall/train/checkpoint": 3203,
+    "rollcall/train/data": 2904,
     "rollcall/train/exact": 533,
     "rollcall/train/health": 1235,
     "rollcall/train/inference": 789,
     "rollcall/train/loggers": 274,
     "rollcall/train/models": 1128,
     "rollcall/train/numerics": 1906,
-    "rollcall/train/parallel": 3034,
+    "rollcall/train/parallel": 3021,
     "rollcall/train/profiling": 601,
-    "rollcall/train/ranks": 1508,
+    "rollcall/train/ranks": 1501,
     "rollcall/train/recovery": 551,
-    "rollcall/train/torch_private": 338,
+    "rollcall/train/torch_private": 323,
     "rollcall/train/weights": 849,
 }
 MAPS = (

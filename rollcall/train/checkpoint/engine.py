@@ -45,10 +45,7 @@ class SaveResult:
 
 @dataclass
 class PendingSave:
-    """A save in flight, on which all ranks agree: they see only sums of `signals` over all ranks.
-
-    When all have written their parts, rank 0, or on local disks one rank of each node, publishes.
-    """
+    """A save in flight, on which all ranks agree: they see only sums of `signals` over them."""
 
     store: CheckpointStore
     step: int

@@ -40,10 +40,7 @@ class DataFiles(ExitStack):
     def pieces(
         self, wanted: Iterable[tuple[StoredTensor, Piece, torch.Tensor | None]]
     ) -> Iterator[torch.Tensor]:
-        """Yield the numbers of pieces in order; threads read and check the next ones meanwhile.
-
-        A contiguous CPU tensor of the piece's shape and type, if given, is filled in place.
-        """
+        """Yield the numbers of pieces, read ahead by threads; fill fitting CPU tensors in place."""
         ahead: deque[Future[torch.Tensor]] = deque()
         with ThreadPoolExecutor(READERS) as readers:
             for tensor, piece, target in wanted:

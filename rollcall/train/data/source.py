@@ -21,10 +21,7 @@ Load = TypeVar("Load", bound=Callable[..., Any])
 
 
 class Batch(NamedTuple):
-    """The samples of one step, or one rank's share of them.
-
-    Inputs and targets are tensors (rows, …), or tuples, lists and dictionaries of such tensors.
-    """
+    """The samples of a step, or of a rank: tensors (rows, …), or containers of such tensors."""
 
     inputs: Any  # a tensor, a tuple for several arguments of the model, or a dictionary of them
     targets: Any  # class numbers, one for each thing that the model classifies; () for none

@@ -169,11 +169,7 @@ class Experts(nn.Module):
         self._totals.append(torch.cat([counts[:-1], entropies.sum(0), dropped.sum()[None]]))
 
     def take_totals(self, passes: int = 0) -> torch.Tensor:
-        """Return, and forget, totals of the newest passes, or of all for 0.
-
-        They are the tokens of each expert, the sum of the router's entropies, and the choices above
-        the capacity.
-        """
+        """Return, and forget, totals of passes, 0 for all: tokens by expert, entropies, drops."""
         totals = [*self._totals][-passes:]
         self._totals.clear()
         return sum(totals, self.bias.new_zeros(self.number + 2, dtype=torch.int64))

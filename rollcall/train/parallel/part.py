@@ -60,10 +60,7 @@ class Part:
     suspicion = "a part that computes something else"  # if their results differ too
 
     def check(self, model: nn.Module, example: Batch) -> None:
-        """Raise ConfigError for a model or samples that do not fit, before anything is changed.
-
-        The model is whole, and on the CPU. The message names what would fit.
-        """
+        """Raise ConfigError if the model, whole on a CPU, or samples do not fit; say what does."""
 
     def apply(self, model: nn.Module) -> None:
         """Change this rank's part of the model in place; the names of the weights stay."""

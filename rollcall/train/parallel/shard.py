@@ -37,10 +37,7 @@ TRACES = 65521
 
 
 class Shard(Part):
-    """Stages 2 and 3: weights are sharded, and gathered unit by unit when they are used.
-
-    Stage 2 keeps them gathered from the first forward to the last backward pass of a step.
-    """
+    """Stages 2 and 3: weights are sharded, and gathered by units; stage 2 keeps them for a step."""
 
     shards = True
     suspicion = "weights that are used outside the forward method of their module"
@@ -203,10 +200,7 @@ def _left(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _odd(weights: Sequence[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the weights that FSDP2 cannot shard beside the others; each rank keeps them whole.
-
-    These are scalars, empty, complex and transposed weights, and weights of another type than most.
-    """
+    """Return the weights that each rank keeps whole: FSDP2 cannot shard them beside others."""
     plain = [weight for weight in weights if not isinstance(weight, DTensor)]
     odd = {w for w in plain if not (w.ndim and w.numel() and w.is_contiguous()) or w.is_complex()}
     sizes: Counter[torch.dtype] = Counter()

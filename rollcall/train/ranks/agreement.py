@@ -80,11 +80,7 @@ class Member(Protocol[Numbers]):
         ...
 
     def settle(self, step: Step, agreed: Numbers) -> Action:
-        """Act on the sums of a step, one step later.
-
-        They are the same on every rank, so all may raise an error together: numbers as floats,
-        vectors as lists of floats.
-        """
+        """Act on a step's sums, a step later: floats or lists of floats, the same on all ranks."""
         ...
 
 

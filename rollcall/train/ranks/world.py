@@ -138,10 +138,7 @@ class World:
 
     @classmethod
     def join(cls, device: str = "auto") -> World:
-        """Join the other ranks: with gloo on CPUs, with NCCL (and gloo for host data) on GPUs.
-
-        Raise ConfigError if the environment or the device is unusable, or other ranks are missing.
-        """
+        """Join the other ranks, with gloo, on GPUs also NCCL; ConfigError if that is impossible."""
         place = find_place(os.environ)
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
             # Batches of changing sizes, and smaller ones after a lack of memory, leave gaps.

@@ -139,10 +139,7 @@ def is_backward() -> bool:
 
 
 def arguments_of(operation: Any) -> Sequence[Any]:
-    """Return the declared arguments of an ATen operation, with names and what it writes to.
-
-    A higher-order operation, such as a compiled attention, declares none.
-    """
+    """Return the arguments of an ATen operation, with what it writes to; none if higher-order."""
     schema = getattr(operation, "_schema", None)
     arguments: Sequence[Any] = schema.arguments if schema else ()
     return arguments
@@ -195,10 +192,7 @@ def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 
 
 def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
-    """Let DDP neither broadcast these buffers nor average these parameters of a module.
-
-    Call it before DDP wraps the module. The public words for it exist in no version.
-    """
+    """Let DDP, which wraps the module later, leave these buffers and parameters alone."""
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(module, names)
 
@@ -267,9 +261,6 @@ def dump_memory(path: Path) -> None:
 
 
 def fake_store() -> dist.Store:
-    """Return the store of an imaginary world, whose backend is "fake".
-
-    torch's own tests use it; without it only `rollcall plan` cannot build a model of many ranks.
-    """
+    """Return the store of an imaginary world, as tests of torch do, for `rollcall plan` alone."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     return fake.FakeStore()  # type: ignore[no-any-return]
