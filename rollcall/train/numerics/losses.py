@@ -165,7 +165,7 @@ class Loss:
 
     def of_rows(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same; no weights unless the loss returns them."""
-        if not self.is_own:
+        if not self.is_own and not (self._kind == "classes" and are_scores(outputs, targets)):
             self._check(outputs, targets)
         if self.name == "next_token":
             outputs, targets = self.aligned(outputs, targets)
