@@ -21,8 +21,7 @@ def tell(run: Run, step: int, facts: Mapping[str, Any]) -> None:
     """
     found = find(facts.get("config") or {}, run.config.model_dump(mode="json"))
     rules, allowed = on_resume(), run.config.run.changes_allowed
-    refused = [key for key in found if rules[key] is OnResume.REFUSE and key not in allowed]
-    if refused:
+    if refused := ([key for key in found if rules[key] is OnResume.REFUSE and key not in allowed]):
         raise ConfigError(
             f"run {run.run_dir.name} was trained with other values: {_list(found, refused)}. They "
             "change the order of the samples. Resume with the values from before, start a new run "
@@ -41,12 +40,9 @@ def find(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[A
     """Return the value before and now of each key that matters and differs."""
     old, new, rules = dotted(before), dotted(now), on_resume()
     defaults = {key.name: key.default for key in describe()}
-    pairs = {name: (old.get(name, defaults[name]), new[name]) for name in rules}
-    return {
-        name: pair
-        for name, pair in pairs.items()
-        if rules[name] is not OnResume.IGNORE and pair[0] != pair[1]
-    }
+    watched = [name for name in rules if rules[name] is not OnResume.IGNORE]
+    pairs = {name: (old.get(name, defaults[name]), new[name]) for name in watched}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _list(found: Mapping[str, tuple[Any, Any]], names: Any) -> str:

@@ -13,11 +13,10 @@ from rollcall.messages.text import fixed
 from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import validation_batches
 from rollcall.train.data.source import Batch, Source
-from rollcall.train.numerics.losses import NOTHING, Loss, are_scores, valid_share
+from rollcall.train.numerics.losses import NOTHING, are_scores, valid_share
 from rollcall.train.numerics.metrics import Metric
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.activity import doing
-from rollcall.train.ranks.world import World
 
 ROWS = 256
 """Samples on a rank after which all ranks agree to continue."""
@@ -27,19 +26,13 @@ Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """For each figure its sums and weights: (rows,), or (rows, n) for a metric of several counts."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures over the whole validation data; figures of further sets are named set/figure."""
+Figures = dict[str, float]
+"""Figures over the whole validation data; for further sets, the names are set/figure."""
 
-    values: dict[str, float]
 
-    @property
-    def loss(self) -> float:
-        """The mean loss of the first validation set."""
-        return self.values["loss"]
-
-    def __str__(self) -> str:
-        return "  ".join(f"{name} {shown(name, value)}" for name, value in self.values.items())
+def in_words(figures: Figures) -> str:
+    """Return figures for people, on one line."""
+    return "  ".join(f"{name} {shown(name, value)}" for name, value in figures.items())
 
 
 def shown(name: str, value: float) -> str:
@@ -54,30 +47,26 @@ def shown(name: str, value: float) -> str:
 def evaluate(
     strategy: Strategy,
     source: Source,
-    world: World,
     config: Config,
-    loss: Loss,
     is_asked_to_stop: Callable[[], bool] = bool,  # asked after every batch
     metrics: Mapping[str, Metric] | None = None,
     micro_batch: int | None = None,
-) -> Evaluation | None:
+) -> Figures | None:
     """Evaluate on all ranks together, with one result; None if a rank was asked to stop.
 
-    A forward pass takes at most `micro_batch` samples, or this rank's rows of a batch: a training
-    step, which needs more memory, does the same.
-
+    A forward pass takes at most `micro_batch` samples, or this rank's rows of a batch, as a step.
     Raise ConfigError if no target counts, or more than `data.skip_unreadable` could not be read.
     """
     rows = len(strategy.rows(config.data.global_batch)) // len(strategy.shares[0])
     size = min(micro_batch or rows, rows)
-    found: dict[str, float] = {}
+    figures: Figures = {}
     for name in source.validations:
-        one = _Set(strategy, source, world, config, loss, metrics or {}, name, size)
-        totals = one.totals(is_asked_to_stop)
-        if totals is None:
+        part = _Set(strategy, source, config, metrics or {}, name, size)
+        if (totals := part.totals(is_asked_to_stop)) is None:
             return None
-        found |= {f"{name}/{key}" if name else key: value for key, value in one.of(totals).items()}
-    return Evaluation(found)
+        values = part.of(totals).items()
+        figures |= {f"{name}/{key}" if name else key: value for key, value in values}
+    return figures
 
 
 @dataclass
@@ -86,9 +75,7 @@ class _Set:
 
     _strategy: Strategy
     _source: Source
-    _world: World
     _config: Config
-    _loss: Loss
     _metrics: Mapping[str, Metric]
     _name: str
     _size: int  # samples of a pass
@@ -97,16 +84,14 @@ class _Set:
 
     def totals(self, is_asked_to_stop: Callable[[], bool]) -> list[float] | None:
         """Return the sums of all figures over all ranks; None if a rank was asked to stop."""
-        strategy, world, config = self._strategy, self._world, self._config
+        strategy, world, config = self._strategy, self._strategy.world, self._config
         own, shares = strategy.shares
         loading = Loading(config.data, config.seed, world.rank, world.device)
         terms = []
         for share in own:
             total: torch.Tensor | None = None
-            batches = validation_batches(
-                self._source, self._size, share, shares, loading, self._name
-            )
-            for number, batch in enumerate(batches):
+            what = self._source, self._size, share, shares, loading, self._name
+            for number, batch in enumerate(validation_batches(*what)):
                 is_due = number % math.ceil(ROWS / self._size) == 0
                 if is_due and world.has_any(is_asked_to_stop()):
                     return None
@@ -148,20 +133,17 @@ class _Set:
 
     @torch.no_grad()  # a loss may have weights
     def _terms(self, batch: Batch) -> Terms:
-        if self._loss.takes_model:
+        loss = self._strategy.loss
+        if loss.takes_model:
             sums = self._strategy.sums(batch)
             rows = torch.zeros_like(batch.weights)
             rows[batch.weights.argmax()] = 1  # a row that counts, if there is one
-            return {
-                name: (one * rows, weight * rows)
-                for name, (one, weight) in {
-                    "loss": (sums.losses * sums.counts, sums.weights * sums.counts),
-                    **sums.figures,
-                }.items()
-            }
+            pair = sums.losses * sums.counts, sums.weights * sums.counts
+            pairs = {"loss": pair, **sums.figures}.items()
+            return {name: (one * rows, weight * rows) for name, (one, weight) in pairs}
         outputs = self._strategy.forward(batch)
-        terms = {"loss": self._loss(outputs, batch.targets)}
-        outputs, targets = self._loss.aligned(outputs, batch.targets)
+        terms = {"loss": loss(outputs, batch.targets)}
+        outputs, targets = loss.aligned(outputs, batch.targets)
         terms |= self._shares(outputs, targets)
         for name, metric in self._metrics.items():
             terms[name] = metric.terms(outputs, targets, len(batch.weights))

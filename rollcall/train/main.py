@@ -154,10 +154,7 @@ def _train(recipe: str, config: Config, world: "World", signals: "StopSignals") 
 def on_all_ranks(
     device: str, work: "Callable[[World, StopSignals], int]", interrupted: str = "rollcall: stopped"
 ) -> int:
-    """Join all ranks on a kind of device, and do the work; return its exit code.
-
-    If the work is refused, cannot continue or is `interrupted` before it begins, one rank says so.
-    """
+    """Join all ranks and do the work; return its exit code. One rank says why it was refused."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     # Not in /tmp, where another user may have made the folder that torch would use.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/torchinductor")

@@ -30,10 +30,7 @@ class Measured:
 
 
 class Metrics:
-    """The member of the step that logs what all ranks agreed on; only rank 0 writes.
-
-    Losses are means over all targets of the global batch that count.
-    """
+    """The member of the step that logs what all ranks agreed on; only rank 0 writes."""
 
     def __init__(
         self,
@@ -42,18 +39,14 @@ class Metrics:
         factors: Mapping[str, float],  # by what to multiply samples per second for further figures
         fields: Callable[[], Mapping[str, Any]],  # returns further fields of a line
     ) -> None:
-        self._run = run
-        self._task = task
-        self._factors = factors
+        self._run, self._task = run, task
+        self._factors, self._fields = factors, fields
         self._rate_of = schedules.Schedule(run.config)
-        self._fields = fields
         self.wants_every_step = bool(task.turn_of(1))
         self._of_turns: dict[str, list[float]] = {}  # losses by network since the newest line
-        self.first = 0  # updates done before this attempt
-        self._newest = 0
-        self._reported = 0.0
+        self.first = self._newest = 0  # updates done before this attempt, and by now
         self._window_samples = self._samples = 0
-        self._window_waited = self._rate = 0.0
+        self._window_waited = self._rate = self._reported = 0.0
         self._window_start = self._start = time.perf_counter()
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar = _bar(self._console) if self._console.is_terminal else None
@@ -69,9 +62,8 @@ class Metrics:
         self._window_start = self._start = time.perf_counter()
         LoggedStep.forget_after(self._run.run_dir.path, first)
         if self._bar:
-            self._task_id = self._bar.add_task(
-                "train", total=self._last, completed=first, loss="", rate=0.0
-            )
+            counts: dict[str, Any] = {"total": self._last, "completed": first}
+            self._task_id = self._bar.add_task("train", **counts, loss="", rate=0.0)
         with self._bar or nullcontext():
             yield
 
@@ -155,16 +147,14 @@ class Metrics:
         shown = {k: v for k, v in measured.items() if k.partition("/")[0] not in {*measured} - {k}}
         figures = "".join(f"  {name} {value:.4g}" for name, value in shown.items())
         if not self._bar:
+            per_step = (time.perf_counter() - self._start) / max(1, step.number - self.first)
+            left = timedelta(seconds=round(per_step * (self._last - step.number)))
             self._run.say(
                 f"step {step.number}/{self._last}  loss {fixed(step.loss)}{figures}  "
-                f"{self._rate:,.0f} samples/s  {self._left(step.number)} left"
+                f"{self._rate:,.0f} samples/s  {left} left"
             )
         elif figures:
             self._run.say(f"step {step.number}{figures}")
-
-    def _left(self, step: int) -> str:
-        per_step = (time.perf_counter() - self._start) / max(1, step - self.first)
-        return str(timedelta(seconds=round(per_step * (self._last - step))))
 
 
 def _bar(console: Console) -> Progress:

@@ -1,9 +1,8 @@
 """`python -m rollcall.train.network`: how fast the ranks exchange data, and what is slow.
 
-Bus bandwidth follows the convention of nccl-tests (doc/PERFORMANCE.md there): the bytes that each
-rank must at least send or receive, per second, so that it can be compared with the wire. Every
-host then sends to each other one in turns; a slow host is slow with all others, a slow link with
-one. `rollcall network` starts this on the nodes of a job. NCCL has not been tried yet.
+Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md there): the bytes that each rank must at
+least send or receive, per second. Every host then sends to each other one in turns; a slow host is
+slow with all others, a slow link with one. `rollcall network` starts this on the nodes of a job.
 """
 
 import argparse
@@ -227,13 +226,10 @@ def _interface(world: World) -> str:
 
 
 def _sizes(text: str) -> list[int]:
-    found = []
-    for word in text.split(","):
-        match = re.fullmatch(r"(\d+)([KMG]?)", word)
-        if match is None or not int(match[1]):
-            raise argparse.ArgumentTypeError(f"expected sizes such as 64K,16M, not '{text}'")
-        found.append(int(match[1]) * 1024 ** ["", "K", "M", "G"].index(match[2]))
-    return sorted(found)
+    words = [re.fullmatch(r"(0*[1-9]\d*)([KMG]?)", word) for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 64K,16M, not '{text}'")
+    return sorted(int(it[1]) * 1024 ** ["", "K", "M", "G"].index(it[2]) for it in words if it)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rollcall.train.parallel.part import flatten, unflatten
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.activity import doing
 from rollcall.train.ranks.clock import COMMUNICATION, OTHER, clock
-from rollcall.train.ranks.device import local_of
+from rollcall.train.ranks.device import buckets, local_of
 from rollcall.train.torch_private import copy_all
 
 BUCKET = 2**26
@@ -122,9 +122,9 @@ class Outer:
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace real and complex tensors by the means over the replicas, in place."""
-        reals = [("", x) for x in map(_numbers, tensors) if x.is_floating_point()]
-        for some in _buckets(reals):
-            local = [tensor for _, tensor in some]
+        reals = (x for x in map(_numbers, tensors) if x.is_floating_point())
+        for some in buckets(enumerate(reals), BUCKET):
+            local = [*some.values()]
             copy_all(local, self._means(local, local)())
 
     def _means(
@@ -155,10 +155,7 @@ class Outer:
             copy_all(weights, before)
 
     def spread(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with means, and with what this replica and the outer optimizer have.
-
-        A checkpoint saves it, or fills it in place.
-        """
+        """Return a state with the means, this replica's own and the outer state."""
         replica, means = {}, {}
         trained = {id(weight) for _, weight in self._weights()}
         named = self._model.named_parameters(remove_duplicate=False)
@@ -199,25 +196,10 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(local) if local.is_complex() else local
 
 
-def _buckets(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, Any]]]:
-    bucket, total = list[tuple[str, torch.Tensor]](), 0
-    for name, tensor in tensors:
-        if bucket and total + tensor.nbytes > BUCKET:
-            yield bucket
-            bucket, total = [], 0
-        bucket.append((name, tensor))
-        total += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 def _buckets_of_fragments(
     weights: Sequence[tuple[str, torch.Tensor]], options: Parallel
 ) -> Iterator[tuple[int, list[str]]]:
-    """Cut weights into fragments of about one size, and these into buckets.
-
-    Return the names of each bucket, with the steps into a round after which they are sent.
-    """
+    """Yield the names of each bucket, with the steps into a round after which it is sent."""
     number, every = options.sync_fragments, options.sync_every
     total, before = sum(weight.numel() for _, weight in weights), 0
     fragments: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(number)]
@@ -225,8 +207,8 @@ def _buckets_of_fragments(
         fragments[min(before * number // max(total, 1), number - 1)].append((name, weight))
         before += weight.numel()
     for index, fragment in enumerate(fragments, 1):
-        for bucket in _buckets(fragment):
-            yield index * every // number % every, [name for name, _ in bucket]
+        for bucket in buckets(fragment, BUCKET):
+            yield index * every // number % every, [*bucket]
 
 
 def _mean(vector: torch.Tensor, group: dist.ProcessGroup, how: str) -> Callable[[], torch.Tensor]:

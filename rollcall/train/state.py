@@ -19,7 +19,7 @@ from rollcall.train.numerics.ema import Ema, drop_gathered
 from rollcall.train.numerics.hidden import Audit, Hidden
 from rollcall.train.numerics.losses import Objective
 from rollcall.train.outer import Outer
-from rollcall.train.parallel.part import flatten, unflatten
+from rollcall.train.parallel.part import flatten, named_buffers, unflatten
 from rollcall.train.parallel.shard import local_optimizer
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import local_of
@@ -32,10 +32,9 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: list[tuple[dict[str, Any], str]] = [
-            (torch_private.buffers_of(module), name)
-            for module in model.modules()
-            for name, _ in module.named_buffers(recurse=False)
-            if name not in torch_private.temporary_buffers(module)
+            (torch_private.buffers_of(module), leaf)
+            for _, module, leaf in named_buffers(model)
+            if leaf not in torch_private.temporary_buffers(module)
         ]
         self._kept: list[torch.Tensor] = []  # the values of all, a vector of each type
         self._like: list[torch.Tensor] = []  # the buffers that had them
@@ -61,10 +60,7 @@ class Buffers:
 
 
 class Written:
-    """The inputs, attributes and weights that forward() writes to, which a repeated step needs.
-
-    The passes before the first step and that step show whether there are any.
-    """
+    """The inputs, attributes and weights that forward() writes to, which a repeated step needs."""
 
     def __init__(self, model: nn.Module, loss: object, known: Collection[str]) -> None:
         """Keep the weights whose names are `known`, and others that the first step writes to."""
@@ -191,12 +187,8 @@ class TrainingState:
         self._average_ema()
         state = self.strategy.state(self.optimizer)
         state = self.outer.spread(state) if self.outer else state
-        more: dict[str, Any] = {
-            "ema": self.ema,
-            "scaler": self.objective.scaler,
-            "spikes": self.spikes,
-        }
-        state |= {name: part.state() for name, part in more.items() if part}
+        more = ("ema", self.ema), ("scaler", self.objective.scaler), ("spikes", self.spikes)
+        state |= {name: part.state() for name, part in more if part}
         if not self._config.checkpoint.save_frozen:
             drop_frozen(self.strategy.model, state)
         if self._stateful:

@@ -12,7 +12,7 @@ computed. So all ranks act on them after the same step.
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from rollcall.train.numerics import optim, schedules
 from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.parallel.part import UnusedWeights, explain
 from rollcall.train.ranks.activity import doing
-from rollcall.train.ranks.agreement import Action, Agreement, FaultError, Member, Number, Step
+from rollcall.train.ranks.agreement import Action, Agreement, FaultError, Members, Number, Step
 from rollcall.train.ranks.clock import OPTIMIZER, OTHER, clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.recovery import memory
@@ -73,16 +73,14 @@ class Steps:
         run: Run,
         task: Task,
         state: TrainingState,
-        members: Sequence[Member[Any]],
+        members: Members,
         before_refusal: Callable[[], object] = lambda: None,  # is called before settling raises
     ) -> None:
-        self._before_refusal = before_refusal
         self._run, self._progress, self._task = run, run.progress, task
-        self._members = members
+        self._members, self._before_refusal = members, before_refusal
         self.gradient = Gradient(run, task.order, state, task.all_count)
         self._updater = Updater(run, task.order, state)
-        what = state.strategy, state.objective
-        self.recovery = Recovery(run, task.order, self.gradient, *what)
+        self.recovery = Recovery(run, task.order, self.gradient, state.strategy, state.objective)
         self._newest: tuple[Batch, int]  # the batch and number of the newest update
         self._asked = Action.CONTINUE
         reports = [self._updater.report, *(member.report for member in members)]
@@ -127,10 +125,7 @@ class Steps:
         return Action.CONTINUE
 
     def rewind(self) -> bool:
-        """Undo the passes of a step that cannot end, if any; return True if the state is whole.
-
-        It is the one after the newest step then. No other rank takes part.
-        """
+        """Undo the passes of an unfinished step, alone; return True if the state is whole."""
         step = self._progress.step
         if self._updater.begun != step or self._updater.skipped:
             return False
@@ -139,11 +134,7 @@ class Steps:
         return True
 
     def settle(self, now: bool = False) -> Action:
-        """Act on the steps that were sent; repeat the newest if a rank could not compute it.
-
-        Unless all ranks must act `now`, they may wait for further steps. Raise ConfigError or
-        FaultError, on all ranks, if the training cannot continue.
-        """
+        """Act on what all ranks agreed, `now` if they must; ConfigError or FaultError ends all."""
         try:
             while exchange := self._agreement.receive(now):
                 numbers, *sums = exchange.sums
@@ -193,28 +184,22 @@ class Gradient:
         self._run, self._order, self._state = run, order, state
         self._strategy, self._objective = state.strategy, state.objective
         self._all_count = all_count and state.strategy.apart == 1
-        # Ranks that take a step together.
-        self._device, self._ranks = run.world.device, run.world.world_size // state.strategy.apart
-        self._sum = partial(dist.all_reduce, group=state.strategy.group, async_op=True)
         strategy, function = state.strategy, state.objective.loss.function
+        # Ranks that take a step together.
+        self._device, self._ranks = run.world.device, run.world.world_size // strategy.apart
+        self._sum = partial(dist.all_reduce, group=strategy.group, async_op=True)
         self._written: Written | None = Written(strategy.model, function, strategy.written)
         size = run.config.data.micro_batch
         self.micro_batch = None if size == "auto" else size  # samples at once; None for all
         self.loss: torch.Tensor  # the sum of the weighted losses of this rank's samples
-        self.samples = 0  # of all ranks
-        self.number = 0  # of the step
-        self.is_dropped = True
-        self.is_exhausted = self.is_unused = False
+        self.samples = self.number = 0  # samples of all ranks; the number of the step
+        self.is_dropped, self.is_exhausted, self.is_unused = True, False, False
         self._counted: float | torch.Tensor
         self._counting: dist.Work | None
 
     @doing("computing gradients")
     def compute(self, batch: Batch, number: int) -> None:
-        """Compute the gradient of a step, which counts from 1.
-
-        If a rank runs out of memory, the gradient becomes NaN on all ranks, and none applies it; or
-        MemoryError is raised, if the strategy cannot let the others know.
-        """
+        """Compute a gradient: NaN on all ranks, or MemoryError, if one runs out of memory."""
         set_seed(self._run.config.seed, "step", self._strategy.stream, number - 1)
         if self._state.buffers:
             self._state.buffers.keep()
@@ -287,11 +272,7 @@ class Gradient:
 
 
 class Updater:
-    """Applies gradients.
-
-    One that is not finite changes nothing. Its norm is the same on every rank and is tested on the
-    device, so no rank waits for another or for its GPU.
-    """
+    """Applies gradients; one whose norm, the same on all ranks, is not finite changes nothing."""
 
     def __init__(self, run: Run, order: Order, state: TrainingState) -> None:
         self._config, self._world, self._order = run.config, run.world, order

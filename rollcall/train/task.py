@@ -17,9 +17,9 @@ from rollcall.train.data.loading import Loading
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.data.source import Batch, Source
 from rollcall.train.data.stream import Stream, StreamPosition
-from rollcall.train.evaluate import Evaluation, evaluate, shown
+from rollcall.train.evaluate import Figures, evaluate, in_words, shown
 from rollcall.train.numerics import metrics
-from rollcall.train.numerics.losses import NOTHING, Loss
+from rollcall.train.numerics.losses import NOTHING
 from rollcall.train.numerics.randomness import next_numbers, set_seed
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.agreement import Action, Step
@@ -49,12 +49,9 @@ class Patience:
     def reason(self) -> str:
         """The reason to stop the run early, or an empty text."""
         scores = [self._scores[step] for step in sorted(self._scores)]
-        if self._most is None or not scores:
-            return ""
-        since = len(scores) - 1 - scores.index(max(scores))
-        if since < self._most:
-            return ""
-        return f"{self._name} has not improved in {since} evaluations"
+        since = len(scores) - 1 - scores.index(max(scores)) if scores else 0
+        is_over = self._most is not None and scores and since >= self._most
+        return f"{self._name} has not improved in {since} evaluations" if is_over else ""
 
     def recall(self, step: int) -> None:
         """Read the evaluations up to this step, which earlier attempts recorded."""
@@ -69,14 +66,12 @@ class Patience:
     def add(self, step: int, figures: dict[str, float]) -> None:
         """Note an evaluation; raise ConfigError if it has no metric that the run watches."""
         train, best = self._run.config.train, self._run.config.checkpoint.keep_best
-        for key, metric in (
-            ("train.stop_metric", train.stop_metric if self._most else None),
-            ("checkpoint.keep_best", best),
-        ):
+        watched = {"train.stop_metric": self._most and train.stop_metric}
+        for key, metric in (watched | {"checkpoint.keep_best": best}).items():
             if metric and ranked(metric)[0] not in figures:
+                known = ", ".join(figures)
                 raise ConfigError(
-                    f"{key}={metric}: the evaluation has no such figure; it has "
-                    f"{', '.join(figures)}"
+                    f"{key}={metric}: the evaluation has no such figure; it has {known}"
                 )
         if self._most:
             self._scores[step] = self._score(figures[self._name])
@@ -93,25 +88,20 @@ class Samples:
 
 
 class Task:
-    """Gives this rank its rows of every batch, and evaluates the model.
-
-    As a member of the step it ends runs that cannot read their samples, or have none that counts.
-    """
+    """Gives this rank its rows of each batch, evaluates, and ends runs that cannot learn."""
 
     def __init__(
         self,
         run: Run,
         source: Source,
         strategy: Strategy,
-        loss: Loss,
         stop: Stop,
-        on_logged: OnLogged = lambda *_: None,
+        on_logged: OnLogged = lambda *_: None,  # called with each line that rank 0 logs
     ) -> None:
-        """Call `on_logged` with each line that rank 0 logs."""
         self._run, self._on_logged = run, on_logged
         self._source, self._strategy = source, strategy
-        self._loss, self.turn_of = loss, loss.turn_of
-        self._metrics = metrics.build(run.config.train, not loss.takes_model)
+        self._loss, self.turn_of = strategy.loss, strategy.loss.turn_of
+        self._metrics = metrics.build(run.config.train, not strategy.loss.takes_model)
         self.patience = Patience(run)
         self.is_over = False  # whether training stops early
         self._journal = Journal(run.run_dir.metrics)
@@ -123,7 +113,7 @@ class Task:
             run.warn(f"data.global_batch={batch}: {text}; choose at most {size}")
         run.progress.steps = self.order.steps
         self.identity: dict[str, Any] = {}  # facts by which the data is recognized
-        self.result: Evaluation | None = None  # of the newest evaluation
+        self.result: Figures | None = None  # of the newest evaluation
         self._first = 0  # updates done when this attempt began
         self.unreadable = 0  # samples of the current epoch that no rank could read
         self.restart()
@@ -137,13 +127,11 @@ class Task:
         """Raise ConfigError if the data differs from other ranks', or from earlier attempts'."""
         self.identity = identity.check(self._run, self._source, resumes)
 
-    def example(self, rows: int = 2) -> Batch:
+    def example(self, rows: int = 2, source: Source | None = None) -> Batch:
         """Return a batch, of two samples because a model with BatchNorm does not train on one."""
-        return self._example(self._source, rows)
-
-    def _example(self, source: Source, rows: int) -> Batch:
         data = self._run.config.data.model_copy(update={"num_workers": 0})
         loading = Loading(data, self._run.config.seed)
+        source = source or self._source
         return next(training_batches(source, self.order, range(rows), range(1), loading))
 
     def draws_by_rank(self) -> str:
@@ -159,7 +147,7 @@ class Task:
             drawn.append(next_numbers() != before)
             return batch
 
-        self._example(replace(self._source, form=replace(form, collate=watched)), 2)
+        self.example(source=replace(self._source, form=replace(form, collate=watched)))
         if not any(drawn):
             return ""
         name = self._run.config.data.collate or getattr(collate, "__name__", "")
@@ -182,7 +170,8 @@ class Task:
     @property
     def all_count(self) -> bool:
         """True if all targets of all samples count, so that ranks need not count them."""
-        return self._source.all_count and not self._run.config.data.skip_unreadable
+        promised = getattr(self._source.train, "all_count", False)
+        return promised and not self._run.config.data.skip_unreadable
 
     def waited(self) -> float:
         """Return the seconds for which this rank has waited for batches since the last call."""
@@ -195,11 +184,7 @@ class Task:
         return Samples(self._loading.unreadable / alike)
 
     def settle(self, step: Step, agreed: Samples) -> Action:
-        """End the run with ConfigError if it cannot learn.
-
-        More than `data.skip_unreadable` samples could not be read, or the first VAIN steps had no
-        target that counts.
-        """
+        """Raise ConfigError if too much is unreadable, or no target of VAIN steps counts."""
         self._loading.refuse(self._run.world, agreed.unreadable)
         self.unreadable = round(agreed.unreadable)
         steps = min(VAIN, self.order.steps - self._first)
@@ -225,13 +210,10 @@ class Task:
         newest = Validation.newest(self._run.run_dir.path)
         return bool(self._run.world.broadcast(newest is None or newest.step < step))
 
-    def evaluate(self, step: int, micro_batch: int | None = None) -> Evaluation | Action:
-        """Evaluate and report the result; STOP or REQUEUE if a rank was asked to stop before.
-
-        Raise MemoryError if a rank runs out of memory; the next attempt halves the micro-batch.
-        """
+    def evaluate(self, step: int, micro_batch: int | None = None) -> Figures | Action:
+        """Evaluate and report, or return STOP or REQUEUE; raise MemoryError if memory runs out."""
         run = self._run
-        what = self._strategy, self._source, run.world, run.config, self._loss
+        what = self._strategy, self._source, run.config
         began = time.perf_counter()
         try:
             result = evaluate(*what, self._stop.is_asked, self._metrics, micro_batch)
@@ -242,17 +224,17 @@ class Task:
             raise
         if result is None:
             return self._stop.agree()
-        if not result.values:
+        if not result:
             return result
-        self.patience.add(step, result.values)
+        self.patience.add(step, result)
         self.is_over = bool(self.patience.reason)
         self.result = result
-        run.say(f"step {step}/{max(step, self.order.steps)}  validation {result}")
+        run.say(f"step {step}/{max(step, self.order.steps)}  validation {in_words(result)}")
         seconds = round(time.perf_counter() - began, 4)
-        run.record("evaluated", step=step, seconds=seconds, **result.values)
+        run.record("evaluated", step=step, seconds=seconds, **result)
         self._draw(step)
         if run.world.is_main:
-            values = {f"val_{name}": value for name, value in result.values.items()}
+            values = {f"val_{name}": value for name, value in result.items()}
             line = Validation.parse({"step": step, "time": time.time(), **values})
             assert line is not None, "the figures have a loss"
             path = run.run_dir.path
@@ -313,9 +295,7 @@ class Task:
 
     def summary(self) -> dict[str, str]:
         """Return rows for the summary of the run."""
-        if self.result is None:
-            return {}
-        figures = self.result.values
+        figures = self.result or {}
         names = [name for name in figures if name.rpartition("/")[2] not in QUIET]
         names.sort(key=lambda name: name != "accuracy")  # the first row, as people want it
         return {f"validation {name}": shown(name, figures[name]) for name in names}

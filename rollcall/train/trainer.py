@@ -2,10 +2,9 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rollcall.config import ConfigError
 from rollcall.messages.text import listed
@@ -18,7 +17,7 @@ from rollcall.train.checkpoint.saver import Saver
 from rollcall.train.health import rows
 from rollcall.train.numerics.hidden import Audit
 from rollcall.train.ranks import failure
-from rollcall.train.ranks.agreement import Action, FaultError, Member
+from rollcall.train.ranks.agreement import Action, FaultError, Members
 from rollcall.train.ranks.clock import clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.state import TrainingState
@@ -30,12 +29,7 @@ class Trainer:
     """Trains one run on this rank; every rank makes each call together."""
 
     def __init__(
-        self,
-        run: Run,
-        task: Task,
-        state: TrainingState,
-        saver: Saver,
-        members: Sequence[Member[Any]],
+        self, run: Run, task: Task, state: TrainingState, saver: Saver, members: Members
     ) -> None:
         self._run, self.task, self.state, self.saver = run, task, state, saver
         self.steps = Steps(run, task, state, [saver, task, *members], saver.close)
@@ -46,8 +40,7 @@ class Trainer:
         """Continue from the newest checkpoint, if there is one; return whether there is."""
         self.task.identify(resumes=self.saver.open())
         self._recovery.resume()
-        checkpoint = self._load()
-        if checkpoint:
+        if checkpoint := self._load():
             changes.tell(self._run, checkpoint.step, checkpoint.engine.facts)
             self._run.record("resumed", step=checkpoint.step)
             self._recovery.is_idle = False
@@ -131,11 +124,9 @@ class Trainer:
             self._run.warn(rows.warning(self.state.strategy, moved))
 
     def _between(self, step: int) -> None:
-        """Let replicas meet, evaluate and save after a step, if that is due."""
         self.state.meet(step)
         self._tell_changed(step)
-        if self.saver.needs_preparation:
-            self.saver.prepare_rescue(self.state.read_alone)
+        self.saver.prepare_rescue(self.state.read_alone)
         if self.task.is_evaluation_due(step):
             self.steps.settle(now=True)
             with clock.away():
@@ -171,13 +162,11 @@ class Trainer:
                 raise
         if isinstance(result, Action):
             return result
-        self.saver.evaluated(step, result.values)
+        self.saver.evaluated(step, result)
         return Action.CONTINUE
 
     def _load(self) -> Restored | None:
-        """Load the newest checkpoint, if there is one."""
-        checkpoint = self.saver.resume()
-        if checkpoint:
+        if checkpoint := self.saver.resume():
             self._run.progress.step = checkpoint.step
             self.task.continue_from(checkpoint.step, checkpoint.engine.facts)
             self.state.load(checkpoint.state, checkpoint.step)

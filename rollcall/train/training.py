@@ -100,11 +100,9 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
             watch = Watchdog(run, parts.strategy.model, patience)
         profiler, shown = parts.profiler, parts.metrics.shown(run.progress.step)
         with watch, shown, run.measures.of_process(), closing(parts.callbacks), closing(profiler):
-            profiler.begin()
+            profiler.after_step()  # as the first one may be profiled
             state = trainer.train()
-        weights = ""
-        if run.config.exact:
-            weights = parts.recorder.end(trainer.state.read()["model"])
+        weights = parts.recorder.end(trainer.state.read()["model"]) if run.config.exact else ""
     except FencedError:  # the files of the run belong to another attempt now
         raise
     except (Exception, SystemExit) as error:
@@ -193,7 +191,6 @@ def _build_twice(run: Run, signals: StopSignals) -> _Parts:
 
 
 def _free(world: World) -> None:
-    """Return the memory of parts that are not used any more."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -207,17 +204,14 @@ def _build(run: Run, signals: StopSignals, checks: bool = True) -> _Parts:
     scaler = precision.Scaler(world.device) if config.precision == "fp16" else None
     objective = losses.Objective(losses.of(config), scaler)
     recorder = Recorder(run)
-    strategy = (
-        Exact(config, world, objective, recorder.step)
-        if config.exact
-        else Strategy(config, world, objective)
-    )
+    given = config, world, objective
+    strategy = Exact(*given, recorder.step) if config.exact else Strategy(*given)
     loss = objective.loss
     source = sets.load(config.data, world, config.seed).learned_by(loss)
     deadline = Deadline(run.run_dir.path)
     stop = Stop(world, signals, deadline)
     callbacks = Callbacks(run)
-    task = Task(run, source, strategy, loss, stop, callbacks.logged)
+    task = Task(run, source, strategy, stop, callbacks.logged)
     spread = Spread(run, strategy, task.example)
     spread.is_on &= checks
     loss.check_targets(spread.example.targets)

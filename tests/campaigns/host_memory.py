@@ -29,8 +29,9 @@ from rollcall.train.checkpoint.tools.export import export
 from rollcall.train.data import sets
 from rollcall.train.data.order import Order, training_batches
 from rollcall.train.numerics import losses
+from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.parallel.shard import units
-from rollcall.train.parallel.strategy import OPTIONS, Strategy
+from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.world import World
 from rollcall.train.weights import start

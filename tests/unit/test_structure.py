@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_826, 8_000
+CORE_LINES, TOOLS_LINES = 38_931, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,21 +56,21 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2257,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2649,
-    "rollcall/train/checkpoint": 3321,
-    "rollcall/train/data": 3013,
-    "rollcall/train/exact": 572,
+    "rollcall/train": 2528,
+    "rollcall/train/checkpoint": 3203,
+    "rollcall/train/data": 2904,
+    "rollcall/train/exact": 533,
     "rollcall/train/health": 1261,
-    "rollcall/train/inference": 801,
-    "rollcall/train/loggers": 291,
-    "rollcall/train/models": 1156,
-    "rollcall/train/numerics": 2008,
-    "rollcall/train/parallel": 3277,
-    "rollcall/train/profiling": 634,
-    "rollcall/train/ranks": 1534,
-    "rollcall/train/recovery": 590,
-    "rollcall/train/torch_private": 346,
-    "rollcall/train/weights": 877,
+    "rollcall/train/inference": 789,
+    "rollcall/train/loggers": 274,
+    "rollcall/train/models": 1131,
+    "rollcall/train/numerics": 1922,
+    "rollcall/train/parallel": 3064,
+    "rollcall/train/profiling": 601,
+    "rollcall/train/ranks": 1502,
+    "rollcall/train/recovery": 551,
+    "rollcall/train/torch_private": 323,
+    "rollcall/train/weights": 849,
 }
 MAPS = (
     *("train/README.md", "launch/README.md", "docs/architecture.md", "CONTRIBUTING.md"),

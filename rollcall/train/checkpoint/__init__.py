@@ -1,4 +1,1 @@
-"""Checkpoints: saved beside the training, checked when loaded.
-
-`contents`, `manifest`, `layout` and `write` need no torch, so any machine can inspect a checkpoint.
-"""
+"""Checkpoints: saved beside the training, checked when loaded; to inspect them needs no torch."""

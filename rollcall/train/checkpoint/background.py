@@ -131,16 +131,9 @@ class PinnedBuffer:
 
 
 def host_views(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """Return the bytes of tensors in host memory, for a process that is forked right after.
-
-    Memory shared between processes is copied: a forked process would see it change.
-    """
-    views = []
-    for lazy in tensors:
-        tensor = lazy.resolve_conj().resolve_neg()
-        is_shared = tensor.is_shared()  # type: ignore[no-untyped-call]
-        views.append(view(tensor.clone() if is_shared else tensor.contiguous()))
-    return views
+    """Return the bytes of tensors in host memory, for a fork; memory that is shared is copied."""
+    plain = [lazy.resolve_conj().resolve_neg() for lazy in tensors]
+    return [view(t.clone() if t.is_shared() else t.contiguous()) for t in plain]  # type: ignore[no-untyped-call]
 
 
 def _fork(work: Work) -> tuple[int, int]:

@@ -19,10 +19,9 @@ from rollcall.train.checkpoint.engine import SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import differs
 from rollcall.train.numerics import optim
+from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.ranks.world import World
 
-# Flat optimizer names (state.<parameter>.<quantity>) do not depend on the world size.
-OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 BEGUN = "begun"
 """The key of the flag that an optimizer has made a step."""
 Part = nn.Module | torch.optim.Optimizer | Stateful | dict[str, Any]
@@ -80,8 +79,7 @@ class Checkpointer:
             ConfigError: the checkpoint belongs to other parts, or none is intact.
         """
         self._engine.clean()
-        restored = engine.restore([self._engine], self._state, complete=True)
-        if restored:
+        if restored := engine.restore([self._engine], self._state, complete=True):
             for name, part in self._parts.items():
                 self._load(part, restored.state[name])
             if self._world.is_main:
@@ -150,8 +148,7 @@ class Checkpointer:
         for name, part in self._parts.items():
             if isinstance(part, torch.optim.Optimizer):
                 groups = [group["params"] for group in part.param_groups]
-                foreign = sum(id(parameter) not in known for parameter in chain(*groups))
-                if foreign:
+                if foreign := sum(id(weight) not in known for weight in chain(*groups)):
                     raise ValueError(
                         f"{name} changes {foreign} parameters that no given model has: give the "
                         "model, too, and create the optimizer after wrapping it"
@@ -163,7 +160,6 @@ class Checkpointer:
                 )
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of all parts, to save or to fill."""
         return {name: self._state_of(part) for name, part in self._parts.items()}
 
     def _state_of(self, part: Part) -> dict[str, Any]:
@@ -193,9 +189,8 @@ class Checkpointer:
     def _check_equal(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if a part without global names differs between the ranks."""
         for name, part in self._parts.items():
-            if isinstance(part, nn.Module | torch.optim.Optimizer):
-                continue
-            if differs({name: state[name]}, self._world):
+            is_named = isinstance(part, nn.Module | torch.optim.Optimizer)
+            if not is_named and differs({name: state[name]}, self._world):
                 raise ValueError(
                     f"{name} differs between the ranks: keep what is equal on all ranks, and "
                     "derive the rest from the step and the rank"

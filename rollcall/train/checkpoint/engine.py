@@ -20,7 +20,7 @@ from rollcall.train.checkpoint import background, layout, manifest, read, write
 from rollcall.train.checkpoint.background import PinnedBuffer, ThreadJob, WriteJob
 from rollcall.train.checkpoint.contents import OBJECTS, Damaged, Manifest
 from rollcall.train.checkpoint.store import CheckpointStore
-from rollcall.train.checkpoint.write_plan import WritePlan
+from rollcall.train.checkpoint.write_plan import Tensors, WritePlan
 
 MakeState = Callable[[], dict[str, Any]]
 StartJob = Callable[[Callable[[], object]], WriteJob]
@@ -28,8 +28,6 @@ WritePart = Callable[[Path], object]
 OUTER, REPLICAS = "outer", "replicas-"
 """Parts with the state of an outer optimizer, and of each of so many replicas that train alone.
 Runs that have neither, or another number of replicas, can still load the rest."""
-
-
 FIRST = 0.1
 """Seconds for which ranks let the first replica begin to save what is left after a loss."""
 
@@ -47,10 +45,7 @@ class SaveResult:
 
 @dataclass
 class PendingSave:
-    """A save in flight, on which all ranks agree: they see only sums of `signals` over all ranks.
-
-    When all have written their parts, rank 0, or on local disks one rank of each node, publishes.
-    """
+    """A save in flight, on which all ranks agree: they see only sums of `signals` over them."""
 
     store: CheckpointStore
     step: int
@@ -66,10 +61,11 @@ class PendingSave:
     def __post_init__(self) -> None:
         self._stall = time.monotonic() - self.began  # training continues from here
 
-    def signals(self) -> list[bool]:
+    def signals(self) -> list[float]:
         """Return three flags of this rank: its part is written, it has published, it has failed."""
         published = self._publishing is not None and self._publishing.poll() == ""
-        return [self.part_job.poll() == "", published, bool(self._problem())]
+        # As numbers: a sum of booleans over the ranks never exceeds one.
+        return [*map(float, (self.part_job.poll() == "", published, bool(self._problem())))]
 
     def settle(self, sums: Sequence[float]) -> SaveResult | None:
         """Act on the sums of all ranks' signals; return the result once the save has ended."""
@@ -130,8 +126,7 @@ class Engine:
         self._hooks = hooks or Hooks()
         self._pending: PendingSave | None = None
         self.facts: dict[str, Any] = {}  # of the checkpoint that was loaded last
-        self._owner = ""
-        self._count = 0
+        self._owner, self._count = "", 0
         self._versions = {"torch": torch.__version__, "world_size": world.world_size}
 
     @property
@@ -153,11 +148,8 @@ class Engine:
             )
         began = time.monotonic()
         tensors, values = self.plan.share(state)
-        chunks, parts = [chunk for chunk, _ in tensors], [tensor for _, tensor in tensors]
         start: StartJob = ThreadJob if self.buffer else background.ProcessJob
-        views = self.buffer.copy(parts) if self.buffer else background.host_views(parts)
-        # `toreadonly` copies nothing: it returns a view of the same memory.
-        sources = [(chunk, view.toreadonly) for chunk, view in zip(chunks, views, strict=True)]
+        sources = _sources(tensors, self.buffer.copy if self.buffer else background.host_views)
         part = partial(write.write_part, rank=self._world.rank, chunks=sources, values=values)
         about = {"step": step, "time": time.time(), **self._versions}
         self.start(step, part, about | facts, start, began)
@@ -169,13 +161,11 @@ class Engine:
 
     def signals(self) -> list[float]:
         """Return 0 or 1 for the save in flight: this rank's part written, published, failed."""
-        # As numbers: a sum of booleans over the ranks never exceeds one.
-        return [*map(float, self._pending.signals())] if self._pending else [0.0, 0.0, 0.0]
+        return self._pending.signals() if self._pending else [0.0, 0.0, 0.0]
 
     def settle(self, sums: Sequence[float]) -> SaveResult | None:
         """Continue the save with the sums of all ranks' `signals`; return the result at its end."""
-        result = self._pending.settle(sums) if self._pending else None
-        if result:
+        if result := (self._pending.settle(sums) if self._pending else None):
             self._pending = None
         return result
 
@@ -206,8 +196,7 @@ class Engine:
 
     def load(self, step: int, state: dict[str, Any]) -> None:
         """Fill `state` in place; ConfigError if the checkpoint is damaged or does not fit."""
-        problem = self.try_load(step, state)
-        if problem:
+        if problem := self.try_load(step, state):
             raise ConfigError(f"{self.store.path_of(step)} is damaged: {problem}")
 
     def try_load(
@@ -215,18 +204,15 @@ class Engine:
     ) -> str:
         """Fill `state` in place and return the damage that any rank met; empty if all is intact.
 
-        Without `fill`, only check what it needs. Parts of replicas that the checkpoint does not
-        hold are removed from the state. Everything that the checkpoint holds must be in the state
-        of some rank; with `complete`, also whole parts such as `ema`. Otherwise, and if the
-        checkpoint belongs to another model or version, raise ConfigError.
+        Without `fill`, only check what it needs. Parts of replicas that are not stored are removed
+        from the state. All that is stored must be in the state of some rank; if `complete`, also
+        whole parts such as `ema`. Otherwise, and for another model or version, raise ConfigError.
         """
         self.store.complete(step, partial(self.plan.of_node, state))
-        problem = self.store.mismatch(step)
-        if problem:
+        if problem := self.store.mismatch(step):
             return problem
         path, whole = self.store.path_of(step), self.store.whole
-        damage = ""
-        names: set[str] = set()
+        damage, names = "", set[str]()
         stored: Manifest | None = None
         with layout.reading(path):
             with self._world.together():
@@ -245,8 +231,7 @@ class Engine:
         if stored and not problem:
             self.facts = stored.facts
             if whole:
-                parts = None if complete else {*map(str, state)}
-                self._check_all_loaded(path, stored, names, parts)
+                self._check_all_loaded(path, stored, names, None if complete else {*state})
         return problem
 
     def objects(self, step: int) -> dict[str, Any]:
@@ -257,8 +242,7 @@ class Engine:
                 state = read.nested(path, manifest.read(path, self.store.whole), OBJECTS)
             except Damaged as error:
                 raise ConfigError(f"{path} is damaged: {self.store.host_note}{error}") from None
-        objects: dict[str, Any] = state.get(OBJECTS, {})
-        return objects
+        return state.get(OBJECTS, {})  # type: ignore[no-any-return]
 
     def _check_all_loaded(
         self, path: Path, stored: Manifest, names: set[str], parts: set[str] | None
@@ -269,8 +253,8 @@ class Engine:
         expected = [name for name, key in keys.items() if parts is None or str(key[0]) in parts]
         is_loaded = torch.tensor([name in names for name in expected], dtype=torch.uint8)
         dist.all_reduce(is_loaded, dist.ReduceOp.MAX)
-        lost = [name for name, flag in zip(expected, is_loaded.tolist(), strict=True) if not flag]
-        if lost:
+        flags = zip(expected, is_loaded.tolist(), strict=True)
+        if lost := [name for name, flag in flags if not flag]:
             raise ConfigError(
                 f"{path} holds {listed(lost)}, but the state to fill does not, and would lose "
                 "them. Give the same model, optimizer and other objects as when it was saved"
@@ -335,9 +319,8 @@ class Engine:
         tensors, values = self.plan.taken(state, take)
         if not taken:
             return False
-        views = background.host_views([tensor for _, tensor in tensors])
-        chunks = [(chunk, view.toreadonly) for (chunk, _), view in zip(tensors, views, strict=True)]
-        write.write_part(written, self._world.rank, chunks, values)
+        sources = _sources(tensors, background.host_views)
+        write.write_part(written, self._world.rank, sources, values)
         for path in taken:
             path.with_suffix(".done").touch()
         if len([*written.glob("*.done")]) < groups:
@@ -356,6 +339,14 @@ class Engine:
         facts = facts | store.facts(save_id, self.plan.held)
         write.publish(written, store.path_of(step), store.ranks, facts, check, store.whole)
         store.accept(step)
+
+
+def _sources(
+    tensors: Tensors, copy: Callable[[list[torch.Tensor]], list[memoryview]]
+) -> list[write.ChunkSource]:
+    views = zip(tensors, copy([tensor for _, tensor in tensors]), strict=True)
+    # `toreadonly` copies nothing: it returns a view of the same memory.
+    return [(chunk, view.toreadonly) for (chunk, _), view in views]
 
 
 class Restored(NamedTuple):

@@ -72,7 +72,7 @@ def publish(written: Path, final: Path) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Remove the files of killed attempts, but not those that a live process is writing."""
+    """Remove the files of killed attempts, but none that a live process is writing."""
     for path in directory.glob(".*"):
         match = re.fullmatch(r"\.saving-\d+-(.+)-(\d+)-[0-9a-f]{8}", path.name)
         if match and not _abandoned(path, match[1], int(match[2])):

@@ -52,7 +52,7 @@ def loans(rows: Sequence[Sequence[int]], publishers: Sequence[int]) -> list[Loan
 def exchange(
     source: Path | None, to: int | None, target: Path | None, of: int | None, group: Any = None
 ) -> bool:
-    """Send a checkpoint's files to one rank, and write those of another one; return True if any.
+    """Send a checkpoint's files to one rank, and write files of another one; return True if any.
 
     What cannot be read is sent as zeros, which no reader takes for the checkpoint. Raise OSError if
     what came could not be written, though all of it has come.
@@ -89,7 +89,7 @@ def _blocks(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
 
 
 def _swap(sent: bytearray, to: int | None, size: int, of: int | None, group: Any) -> bytes:
-    """Send bytes to one rank, and return so many bytes of another one."""
+    """Send bytes to one rank, and return `size` bytes of another one."""
     work = None
     if to is not None and sent:
         work = dist.isend(torch.frombuffer(sent, dtype=torch.uint8), to, group)
@@ -102,10 +102,7 @@ def _swap(sent: bytearray, to: int | None, size: int, of: int | None, group: Any
 
 
 class Mirror:
-    """Copies this node's checkpoints to the next node, and keeps those of the node before it.
-
-    A thread does so beside the training, in the same order on every node.
-    """
+    """Copies checkpoints to the next node in a thread, in the same order on all nodes."""
 
     def __init__(self, source: Path, target: Path, publishers: Sequence[int], rank: int) -> None:
         """Join the first ranks of all nodes; every rank calls it, with its node's directories."""

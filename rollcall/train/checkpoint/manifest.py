@@ -19,15 +19,8 @@ from typing import Any
 
 from rollcall.config import ConfigError
 from rollcall.system.files import read_whole
-from rollcall.train.checkpoint.contents import (
-    ITEM_SIZES,
-    Damaged,
-    Key,
-    Manifest,
-    Piece,
-    StoredTensor,
-    dotted,
-)
+from rollcall.train.checkpoint import contents
+from rollcall.train.checkpoint.contents import Damaged, Key, Manifest, Piece, StoredTensor, dotted
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -157,7 +150,7 @@ def _manifest(fields: dict[str, Any], whole: bool) -> Manifest:
 
 def _tensor(entry: dict[str, Any], files: dict[str, int], whole: bool) -> StoredTensor:
     key = _key(entry["key"])
-    if entry["dtype"] not in ITEM_SIZES:
+    if entry["dtype"] not in contents.ITEM_SIZES:
         raise ValueError(f"{dotted(key)} has the unknown type {entry['dtype']!r}")
     pieces = tuple(map(_piece, entry["pieces"]))
     tensor = StoredTensor(key, entry["dtype"], _counts(entry["shape"]), pieces)
@@ -175,9 +168,8 @@ def _tensor(entry: dict[str, Any], files: dict[str, int], whole: bool) -> Stored
 
 
 def _piece(entry: dict[str, Any]) -> Piece:
-    offset, shape = _counts(entry["offset"]), _counts(entry["shape"])
-    crc32 = int(entry["crc32"], 16)
-    return Piece(offset, shape, _file(entry["file"]), _count(entry["start"]), crc32)
+    of_bytes = _file(entry["file"]), _count(entry["start"]), int(entry["crc32"], 16)
+    return Piece(_counts(entry["offset"]), _counts(entry["shape"]), *of_bytes)
 
 
 def _file(text: Any) -> str:

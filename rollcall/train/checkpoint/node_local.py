@@ -92,10 +92,7 @@ class NodeLocalStore(CheckpointStore):
             self.world.barrier()  # the other ranks of a borrower's node read it, too
 
     def mismatch(self, step: int) -> str:
-        """Return the problem if the nodes' parts do not belong together; empty if they do.
-
-        An attempt that lost the run to another may have saved the same step slightly differently.
-        """
+        """Return the problem if the nodes' parts belong to different saves; otherwise empty."""
         save, problem = "", ""
         try:
             save = str(manifest.load(self.path_of(step), whole=False).facts.get("save"))
@@ -140,7 +137,7 @@ class LocalTier:
         self, engine: Engine, store: NodeLocalStore, shared: Engine, mirrors: bool = False
     ) -> None:
         self.engine, self.store, self._shared = engine, store, shared
-        self._waiting: list[Copy] = []
+        self.waiting: list[Copy] = []
         self._copying: list[Copy] = []
         self._mirror: lending.Mirror | None = None
         if mirrors and len(store.publishers) > 1:
@@ -149,18 +146,18 @@ class LocalTier:
         store.held = self._held
 
     def _held(self) -> set[int]:
-        steps = {copy.step for copy in (*self._waiting, *self._copying)}
+        steps = {copy.step for copy in (*self.waiting, *self._copying)}
         return steps | (self._mirror.pending if self._mirror else set())
 
     def queue(self, result: SaveResult, required: bool) -> None:
         """Queue the save that has just ended; it replaces waiting ones that are not required."""
         copy = Copy(result.step, result.facts, self.engine.plan.copied, required)
-        self._waiting = [*(older for older in self._waiting if older.required), copy]
+        self.waiting = [*(older for older in self.waiting if older.required), copy]
         self.copy_next()
         if self._mirror:
             self._mirror.add(result.step)
 
-    def end_mirror(self, seconds: float) -> None:
+    def finish(self, seconds: float) -> None:
         """Wait until the nodes have each other's checkpoints; none is mirrored afterwards."""
         if self._mirror:
             self._mirror.finish(seconds)
@@ -169,15 +166,11 @@ class LocalTier:
         """Start the next copy, unless a save to shared storage is in flight."""
         if self._shared.busy:
             return
-        self._copying, self._waiting = self._waiting[:1], self._waiting[1:]
+        self._copying, self.waiting = self.waiting[:1], self.waiting[1:]
         for copy in self._copying:
             source, note = self.store.path_of(copy.step), self.store.host_note
             part = partial(_copy, source, note, self.store.world.rank, copy.share)
             self._shared.start(copy.step, part, copy.facts)
-
-    def stop_copying(self) -> None:
-        """Start no further copy."""
-        self._waiting = []
 
 
 def _has(directory: Path, step: int) -> tuple[int, int]:
@@ -218,11 +211,7 @@ def directory_of(text: str, run_dir: RunDir) -> Path:
 
 
 def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
-    """Make the directories of `checkpoint.local` on all nodes; all ranks call it together.
-
-    Raise ConfigError if one is not usable as configured or not safe, OSError if a local disk is not
-    writable.
-    """
+    """Open all nodes' directories together; ConfigError if one is unfit, OSError if unwritable."""
     unfit = failure = run_id = ""
     word = world.broadcast_text(os.urandom(4).hex())  # a killed attempt may have left other probes
     with contextlib.ExitStack() as stack:
@@ -239,18 +228,14 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
         except OSError as error:
             failure = f"{error.filename or directory} on {world.host}: {error.strerror}"
         world.raise_together(unfit)
-        failure = world.first_problem(failure)
-        if failure:
+        if failure := world.first_problem(failure):
             raise OSError(failure)
         status = directory.stat()  # equal only for ranks that share the directory
         node = identify((world.host, status.st_dev, status.st_ino))
         nodes, pids = world.gather(torch.tensor([node, os.getpid()])).T.tolist()
-        if nodes[world.rank] != nodes[0] and (directory / f".probe-{word}-0").exists():
-            unfit = (
-                f"checkpoint.local={text} is one directory for several hosts: expected a directory "
-                "on each node's own disk"
-            )
-        world.raise_together(unfit)
+        is_shared = nodes[world.rank] != nodes[0] and (directory / f".probe-{word}-0").exists()
+        unfit = f"checkpoint.local={text} is one directory for several hosts: expected a directory "
+        world.raise_together(f"{unfit}on each node's own disk" if is_shared else "")
     run_id = world.broadcast_text(run_id)
     store = NodeLocalStore(directory, world, run_id, nodes, pids[nodes.index(nodes[world.rank])])
     if store.publishes:

@@ -40,10 +40,7 @@ class DataFiles(ExitStack):
     def pieces(
         self, wanted: Iterable[tuple[StoredTensor, Piece, torch.Tensor | None]]
     ) -> Iterator[torch.Tensor]:
-        """Yield the numbers of pieces in order; threads read and check the next ones meanwhile.
-
-        A contiguous CPU tensor of the piece's shape and type, if given, is filled in place.
-        """
+        """Yield the numbers of pieces, read ahead by threads; fill fitting CPU tensors in place."""
         ahead: deque[Future[torch.Tensor]] = deque()
         with ThreadPoolExecutor(READERS) as readers:
             for tensor, piece, target in wanted:
@@ -148,13 +145,10 @@ def _is_filled_by(
     target: torch.Tensor | None, tensor: StoredTensor, piece: Piece, item: ReadItem
 ) -> bool:
     """Return True if the bytes of the whole piece can be read into the target."""
-    return (
-        target is not None
-        and target.is_cpu
-        and target.is_contiguous()
-        and target.dtype == getattr(torch, tensor.dtype)
-        and tuple(target.shape) == tuple(item.lengths) == tuple(piece.shape)
-    )
+    if target is None or target.dtype != getattr(torch, tensor.dtype):
+        return False
+    is_plain = target.is_cpu and target.is_contiguous()
+    return is_plain and tuple(target.shape) == tuple(item.lengths) == tuple(piece.shape)
 
 
 def whole(
@@ -196,10 +190,7 @@ def _metadata(stored: Manifest, name: str) -> metadata.STORAGE_TYPES:
 
 
 def _had_no_gradient(name: str, stored: Manifest) -> bool:
-    """Return True if an optimizer kept this quantity for other parameters, but not for this one.
-
-    Such a parameter had no gradient in any step, so its state is zero.
-    """
+    """Return True if this was kept only for other weights: without any gradient, it is zero."""
     optimizer, is_state, quantity = name.partition(".state.")
     if not is_state or name in stored.tensors or name in stored.values:
         return False
@@ -209,9 +200,8 @@ def _had_no_gradient(name: str, stored: Manifest) -> bool:
     parameter, _, kind = quantity.rpartition(".")
     prefix = f"{optimizer}{is_state}"
     kept = [other.removeprefix(prefix) for other in names if other.startswith(prefix)]
-    return any(other.endswith(f".{kind}") for other in kept) and not any(
-        other.startswith(f"{parameter}.") for other in kept
-    )
+    is_known = any(other.startswith(f"{parameter}.") for other in kept)
+    return not is_known and any(other.endswith(f".{kind}") for other in kept)
 
 
 def _check_cover(items: Iterable[ReadItem], flat: dict[str, Any]) -> None:

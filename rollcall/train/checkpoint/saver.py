@@ -90,12 +90,12 @@ class Saver:
         run, tiers = self._run, self._tiers()
         for tier in tiers:
             tier.clean()
-        # What objects hold has any form, and need not be there before it is restored.
-        restored = restore(
-            tiers,
-            lambda: {name: part for name, part in self._make_state().items() if name != OBJECTS},
-        )
-        if restored:
+
+        def make_state() -> State:
+            # What objects hold has any form, and need not be there before it is restored.
+            return {name: part for name, part in self._make_state().items() if name != OBJECTS}
+
+        if restored := restore(tiers, make_state):
             restored.state[OBJECTS] = restored.engine.objects(restored.step)
         step = restored.step if restored else 0
         if restored and restored.engine is self.checkpoints:
@@ -105,13 +105,9 @@ class Saver:
         self._best.recall(run.run_dir.checkpoints, run.world)
         if self._local:
             self._local.store.forget_after(step)
-            if restored and (lent := self._local.store.lent):
-                nodes = ", ".join(
-                    f"rank {to} got it from that of rank {of}" for to, of in lent.items()
-                )
-                self._run.tell(
-                    "lent", f"the checkpoint of step {step}: the node of {nodes}", step=step
-                )
+            if restored and (lent := self._local.store.lent.items()):
+                nodes = ", ".join(f"rank {to} got it from that of rank {of}" for to, of in lent)
+                run.tell("lent", f"the checkpoint of step {step}: the node of {nodes}", step=step)
         for tier in tiers:
             tier.store.retire()
         return restored
@@ -166,7 +162,7 @@ class Saver:
         if self._saved_at != step:
             self._begin(self.checkpoints, step, facts)
         if self._local:
-            self._local.end_mirror(WAIT)
+            self._local.finish(WAIT)
 
     @doing("saving a checkpoint", may_take_long=True)
     def close(self, seconds: float = LAST_WAIT) -> None:
@@ -195,10 +191,12 @@ class Saver:
         return rows
 
     def prepare_rescue(self, make_state: Callable[[], State]) -> None:
-        """Find out what each rank shares with others; all ranks call it together, once."""
-        run = self._run
-        self._rescue = run.run_dir.share_claim(run.world.broadcast_text)
-        self.checkpoints.plan.share(make_state())
+        """Find out, once, what each rank shares with others; all ranks call it together."""
+        run, world = self._run, self._run.world
+        may = world.world_size > 1 and world.device.type == "cpu"
+        if self._rescue is None and may and run.config.parallel.sync == "step":
+            self._rescue = run.run_dir.share_claim(world.broadcast_text)
+            self.checkpoints.plan.share(make_state())
 
     def rescue(self, step: int, make_state: Callable[[], State], **facts: Any) -> None:
         """Save the newest step, if other ranks are lost and all that they held is here.
@@ -215,13 +213,6 @@ class Saver:
                 text = f"saved step {step}, because other ranks are lost"
                 print(f"rollcall: {text}", file=sys.stderr, flush=True)
                 self._run.run_dir.record("rescued", step=step, rank=self._run.world.rank)
-
-    @property
-    def needs_preparation(self) -> bool:
-        """True until `prepare_rescue` was called, if a rescue is possible."""
-        world, together = self._run.world, self._run.config.parallel.sync == "step"
-        may = together and world.world_size > 1 and world.device.type == "cpu"
-        return may and self._rescue is None
 
     @property
     def _target(self) -> Engine:
@@ -286,7 +277,7 @@ class Saver:
     def _leave_local(self, step: int, reason: str) -> None:
         self._local_problem = reason
         if self._local:
-            self._local.stop_copying()
+            self._local.waiting.clear()
         text = f"saves go directly to shared storage, checkpoint.local is no longer used: {reason}"
         self._run.tell("save_failed", text, step=step, reason=reason, local=True)
 

@@ -52,8 +52,7 @@ class Best:
 
     def saved(self, step: int, facts: dict[str, Any]) -> None:
         """Note a checkpoint with these facts on shared storage."""
-        score = self.score(facts.get("metrics", {}))
-        if score is not None:
+        if (score := self.score(facts.get("metrics", {}))) is not None:
             self._saved[step] = score
 
     def score(self, metrics: dict[str, float]) -> float | None:
@@ -76,8 +75,7 @@ def best(directory: Path) -> int:
     scores = []
     for stored in _intact(directory):
         metric = str(stored.about("config", "checkpoint").get("keep_best") or "loss")
-        score = Best(metric).score(stored.about("metrics"))
-        if score is not None:
+        if (score := Best(metric).score(stored.about("metrics"))) is not None:
             scores.append((score, stored.step))
     if not scores:
         raise ConfigError(

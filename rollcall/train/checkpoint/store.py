@@ -24,8 +24,7 @@ class CheckpointStore:
         nodes: Sequence[int] = (),
     ) -> None:
         """Keep the newest `keep`, the multiples of `keep_every` and the step from `best`."""
-        self.directory = directory
-        self.world = world
+        self.directory, self.world = directory, world
         self.nodes = nodes  # a number for each rank's node, if nodes keep what their ranks hold
         # The ranks whose parts the publishing rank joins.
         self.ranks: Sequence[int] = range(world.world_size)

@@ -1,7 +1,4 @@
-"""Writing a checkpoint: each rank writes its part, then one rank publishes them. No torch.
-
-This runs beside the training, in a forked process or a thread, and uses no collectives.
-"""
+"""Each rank writes its part of a checkpoint, and one publishes all. No torch, no collectives."""
 
 import ctypes
 import itertools
@@ -62,11 +59,7 @@ def publish(
     check: Callable[[], object],
     whole: bool = True,
 ) -> None:
-    """Join the parts under a manifest, sync everything, and give the checkpoint its name.
-
-    An exception of `check`, which is called right before the rename, stops that. Raise Damaged if
-    the parts do not make up the `whole` state.
-    """
+    """Join the parts and publish them, unless `check` raises; raise Damaged if one is missing."""
     indexes = {rank: json.loads(_index(written, rank).read_bytes()) for rank in ranks}
     with _create(written / manifest.NAME) as file:
         file.write(manifest.dump(join(indexes, facts)))

@@ -43,10 +43,7 @@ class WritePlan:
         self._written: frozenset[int] = frozenset()
 
     def share(self, state: dict[str, Any]) -> tuple[Tensors, Values]:
-        """Return the chunks and values to write on this rank; raise ConfigError as `chunks` does.
-
-        All ranks call it together.
-        """
+        """Return the share of this rank; all ranks call it. Raise ConfigError as `chunks` does."""
         tensors, values = chunks(state)
         sizes = {identify(chunk.key, chunk.offset): tensor.nbytes for chunk, tensor in tensors}
         sizes |= {identify(key): 1 for key, _ in values}
@@ -69,10 +66,7 @@ class WritePlan:
                 both = zip(by_rank, shares, strict=True)
                 written = [{chunk: size_of[chunk] for chunk in share} for size_of, share in both]
                 self.copied = frozenset(divide(written)[self._world.rank])
-        return (
-            [item for item in tensors if identify(item[0].key, item[0].offset) in self._written],
-            [item for item in values if identify(item[0]) in self._written],
-        )
+        return _chosen(tensors, values, lambda number: number in self._written)
 
     def _group(self, held: Sequence[Mapping[int, int]]) -> None:
         holders: dict[int, tuple[int, ...]] = {}
@@ -85,22 +79,11 @@ class WritePlan:
         self.groups = len({*holders.values(), (*range(len(held)),)}) if is_spread else 0
 
     def taken(self, state: dict[str, Any], take: Callable[[int], bool]) -> tuple[Tensors, Values]:
-        """Return the chunks and values of those groups that this rank can take.
-
-        No other rank is asked. Chunks that the plan does not know, which objects of the user's may
-        hold, belong to the group of all ranks.
-        """
+        """Return the share that this rank can take alone; what is not planned, all ranks hold."""
         tensors, values = chunks(state)
         everyone = identify(tuple(range(self._world.world_size)))
         groups = {group for group in {everyone, *self.group_of.values()} if take(group)}
-        return (
-            [
-                item
-                for item in tensors
-                if self.group_of.get(identify(item[0].key, item[0].offset), everyone) in groups
-            ],
-            [item for item in values if self.group_of.get(identify(item[0]), everyone) in groups],
-        )
+        return _chosen(tensors, values, lambda n: self.group_of.get(n, everyone) in groups)
 
     def of_node(self, state: dict[str, Any]) -> int:
         """Return `held` for a state; all ranks call it together."""
@@ -112,10 +95,15 @@ class WritePlan:
         names = sorted((chunk.key, chunk.offset) for chunk, _ in tensors if chunk.key[0] != OBJECTS)
         numbers = self._world.gather(torch.tensor([identify(tuple(names))])).flatten().tolist()
         nodes = self._nodes or [0] * len(numbers)
-        mine = nodes[self._world.rank]
-        return identify(
-            tuple(sorted({n for n, node in zip(numbers, nodes, strict=True) if node == mine}))
-        )
+        pairs, mine = zip(numbers, nodes, strict=True), nodes[self._world.rank]
+        return identify((*sorted({number for number, node in pairs if node == mine}),))
+
+
+def _chosen(
+    tensors: Tensors, values: Values, is_chosen: Callable[[int], bool]
+) -> tuple[Tensors, Values]:
+    parts = [part for part in tensors if is_chosen(identify(part[0].key, part[0].offset))]
+    return parts, [value for value in values if is_chosen(identify(value[0]))]
 
 
 def chunks(state: dict[str, Any]) -> tuple[Tensors, Values]:
@@ -131,18 +119,16 @@ def chunks(state: dict[str, Any]) -> tuple[Tensors, Values]:
             continue
         data = item.tensor_data
         assert data is not None and data.chunk is not None, "every tensor has them"
-        dtype = str(data.properties.dtype).removeprefix("torch.")
-        if dtype not in ITEM_SIZES:
-            raise ConfigError(
-                f"{dotted(key)} is a tensor of {dtype}, which checkpoints cannot hold"
-            )
+        kind = str(data.properties.dtype).removeprefix("torch.")
+        if kind not in ITEM_SIZES:
+            raise ConfigError(f"{dotted(key)} is a tensor of {kind}, which checkpoints cannot hold")
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
         whole, offset = tuple(data.size), tuple(data.chunk.offsets)
         if tensor.numel() or not math.prod(whole):
             for row, part in _cut(tensor.detach()):
                 first = (offset[0] + row, *offset[1:]) if offset else ()
-                tensors.append((Chunk(key, dtype, whole, first, tuple(part.shape)), part))
+                tensors.append((Chunk(key, kind, whole, first, tuple(part.shape)), part))
     return tensors, values
 
 
@@ -170,12 +156,8 @@ def divide(held: Sequence[Mapping[int, int]], nodes: Sequence[int] = ()) -> list
             holders.setdefault((chunk, nodes[rank] if nodes else 0), []).append(rank)
     shares: list[list[int]] = [[] for _ in held]
     loads = [0] * len(held)
-
-    def order(copy: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
-        # Chunks with one holder come first, because they leave no choice.
-        return len(holders[copy]) > 1, -sizes[copy[0]], copy
-
-    for copy in sorted(holders, key=order):
+    # Chunks with one holder come first, because they leave no choice.
+    for copy in sorted(holders, key=lambda copy: (len(holders[copy]) > 1, -sizes[copy[0]], copy)):
         chunk = copy[0]
         writer = min(holders[copy], key=lambda rank: (loads[rank], rank))
         shares[writer].append(chunk)

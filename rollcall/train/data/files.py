@@ -13,8 +13,7 @@ def find(patterns: str, key: str = "data.path") -> list[Path]:
         names = sorted(glob.glob(pattern.strip(), recursive=True))  # noqa: PTH207 (may be absolute)
         matches = [Path(name) for name in names]
         nested = [sorted(match.rglob("*")) if match.is_dir() else [match] for match in matches]
-        files = [path for paths in nested for path in paths if path.is_file()]
-        if not files:
+        if not (files := [path for paths in nested for path in paths if path.is_file()]):
             how = "is in" if matches else "matches"
             raise ConfigError(f"{key}: no file {how} '{pattern.strip()}'; name a file or folder")
         all_files += files

@@ -46,13 +46,12 @@ class Form:
 
     def inputs_and_targets(self, samples: Sequence[Any]) -> tuple[Any, Any]:
         """Return inputs and targets, trees of tensors (rows, …); SampleError for unfit samples."""
-        whole: Any
         if self.collate is not None:
             whole = _collated(self.collate, samples)
         elif self.packs:
             whole = self._stacked([self._joined([*map(_tensors, rows)]) for rows in samples])
         else:
-            whole = self._stacked([_tensors(sample) for sample in samples])
+            whole = self._stacked([*map(_tensors, samples)])
         if self.is_whole:
             return whole, ()
         inputs, targets = self.divided(whole)
@@ -64,8 +63,7 @@ class Form:
         """Divide samples into inputs and targets; without a target they are ()."""
         if isinstance(whole, Mapping):
             key = self._key(whole)
-            named = {name: value for name, value in whole.items() if name != key}
-            if not named:
+            if not (named := {name: value for name, value in whole.items() if name != key}):
                 raise SampleError(f"a sample has only the key {key}; expected inputs too")
             return named, whole[key] if key is not None else ()
         if isinstance(whole, tuple | list) and len(whole) > 1:
@@ -75,9 +73,9 @@ class Form:
 
     def _key(self, whole: Mapping[str, Any]) -> str | None:
         if self.target is not None and self.target not in whole:
+            keys = ", ".join(map(str, whole))
             raise SampleError(
-                f"data.target={self.target}: a sample has no such key; its keys are "
-                f"{', '.join(map(str, whole))}"
+                f"data.target={self.target}: a sample has no such key; its keys are {keys}"
             )
         return self.target or next((key for key in TARGETS if key in whole), None)
 
@@ -87,10 +85,7 @@ class Form:
         return len(leaves[self._lead([[leaf] for leaf in leaves], spec, sample)])
 
     def measured(self, inputs: Any) -> tuple[Any, torch.Tensor | None]:
-        """Return the inputs without a HIDDEN mask, and a mask (rows, length) of the rows' content.
-
-        The mask is None if rows are not padded here.
-        """
+        """Return inputs without a HIDDEN mask, and a mask (rows, length) of content, or None."""
         if not self.pad or self.collate is not None or isinstance(inputs, torch.Tensor):
             return inputs, None
         is_named = isinstance(inputs, Mapping)
@@ -121,9 +116,8 @@ class Form:
         leaves, specs = zip(*map(tree_flatten, samples), strict=True)
         for sample, spec in zip(samples, specs, strict=True):
             if spec != specs[0]:
-                raise SampleError(
-                    f"it is {shape_of(sample)}, but another is {shape_of(samples[0])}"
-                )
+                other = shape_of(samples[0])
+                raise SampleError(f"it is {shape_of(sample)}, but another is {other}")
         return list(zip(*leaves, strict=True)), specs[0]
 
     def _column(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -207,10 +201,7 @@ def _collated(collate: Callable[[list[Any]], Any], samples: Sequence[Any]) -> An
 
 
 def _tensors(sample: Any, part: str = "it") -> Any:
-    """Return a sample with tensors for arrays, numbers, and lists of numbers.
-
-    Floats become fp32, the format of the weights, and integers but bytes int64.
-    """
+    """Return a sample as tensors: floats in fp32, like the weights, integers but bytes in int64."""
     if isinstance(sample, Mapping):
         if wrong := [key for key in sample if not isinstance(key, str)]:
             raise SampleError(f"{part} has the key {wrong[0]!r}; expected names of parameters")

@@ -18,10 +18,7 @@ HASHED_SAMPLES = 8
 
 
 def check(run: Run, source: Source, resuming: bool) -> dict[str, Any]:
-    """Compare the data with rank 0's and an earlier attempt's; record and return its identity.
-
-    Raise ConfigError if it differs from either.
-    """
+    """Record and return the data's identity; ConfigError if rank 0's or an earlier one differs."""
     world, run_dir = run.world, run.run_dir
     identity, problem = identify(run.config.data.name, source), ""
     if changes := differences(world.broadcast(identity), identity):
@@ -51,19 +48,16 @@ def identify(name: str, source: Source) -> dict[str, Any]:
         "classes": source.classes,
         "names": list(source.names),
         "content": [
-            *_hashes(source.train, source.train_size, "the training data", source.form),
-            *_hashes(source.validation, source.validation_size, "the validation data", source.form),
+            *_hashes(source.train, source.train_size, "training", source.form),
+            *_hashes(source.validation, source.validation_size, "validation", source.form),
         ],
     }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the differences of two identities; empty if they are equal."""
-    words = [
-        f"{key} was {before[key]}, is {now[key]}"
-        for key in ("name", "train", "validation", "shape", "classes")
-        if before[key] != now[key]
-    ]
+    keys = "name", "train", "validation", "shape", "classes"
+    words = [f"{key} was {before[key]}, is {now[key]}" for key in keys if before[key] != now[key]]
     if not words and before["names"] != now["names"]:
         words = ["the names of the classes have changed"]
     pairs = zip(before["content"], now["content"], strict=False)
@@ -73,23 +67,21 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
-def _hashes(dataset: Dataset[Any], size: int, title: str, form: Form) -> list[str | None]:
+def _hashes(dataset: Dataset[Any], size: int, split: str, form: Form) -> list[str | None]:
     count = min(size, HASHED_SAMPLES)
     indices = [number * (size - 1) // max(1, count - 1) for number in range(count)]
     if isinstance(dataset, Stream):  # which would have to be read up to later samples
         indices = [0, 1][: size if size >= 0 else 2]
-    return [_hash(dataset, index, title, form) for index in indices]
+    reader = Reader(dataset, f"the {split} data", 0, form)
+    return [_hash(reader, dataset, index) for index in indices]
 
 
-def _hash(dataset: Dataset[Any], index: int, title: str, form: Form) -> str | None:
-    result = Reader(dataset, title, 0, form).read(Selection([index], [0], torch.ones(1)))
+def _hash(reader: Reader, dataset: Dataset[Any], index: int) -> str | None:
+    result = reader.read(Selection([index], [0], torch.ones(1)))
     if result.problems:
         return None
     raw = getattr(dataset, "raw", None)  # decoders may round differently on other machines
-    digest = hashlib.blake2b(digest_size=8)
-    if raw:
-        digest.update(raw(index))
-    else:
-        for tensor in result.batch.tensors[:-1]:
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest = hashlib.blake2b(raw(index) if raw else b"", digest_size=8)
+    for tensor in () if raw else result.batch.tensors[:-1]:
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -34,7 +34,7 @@ class Loader:
         Args:
             dataset: a map-style data set.
             global_batch: the batch of all ranks together; also as `batch_size`.
-            world: the ranks; default: those that this process has joined.
+            world: the ranks; default: all that this process has joined.
             options: options of torch's DataLoader, such as `num_workers` or `collate_fn`.
 
         Raises:

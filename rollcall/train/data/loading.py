@@ -36,10 +36,8 @@ class Loading:
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        self._config = config or Data()
-        self._seed = seed
-        self._rank = rank
-        self._device = device or torch.device("cpu")
+        self._config, self._device = config or Data(), device or torch.device("cpu")
+        self._seed, self._rank = seed, rank
         self._waited = 0.0
         # Samples that this rank could not read in the current epoch, up to the batch that was
         # yielded; infinite after an error that ends reading. The caller sums it over all ranks and
@@ -61,16 +59,15 @@ class Loading:
     ) -> Iterator[Batch]:
         """Yield the batches with these numbers, in order, on the device.
 
-        Messages call the data set `name`, such as "the training data". The workers call `select`,
-        which returns the samples of a batch. Raise ConfigError or WorkerError if the first batch
-        cannot be read.
+        Messages call the data set `name`; workers call `select` for the samples of a batch. Raise
+        ConfigError or WorkerError if the first batch cannot be read.
         """
-        reader = Reader(dataset, name, self._seed, form or Form(), self._config.name)
+        config = self._config
+        reader = Reader(dataset, name, self._seed, form or Form(), config.name)
 
         def fetch(number: int) -> ReadResult:
             return reader.read(select(number))
 
-        config = self._config
         self.positions.clear()
         if config.num_workers:
             # Each worker of a stream would read all of it.
@@ -86,10 +83,7 @@ class Loading:
         return waited
 
     def refuse(self, world: World, unreadable: float) -> None:
-        """Raise ConfigError, or FaultError if workers died, on all ranks if too much is unreadable.
-
-        `unreadable` is the sum of `self.unreadable` over all ranks.
-        """
+        """Raise ConfigError on all ranks if too much is unreadable; FaultError if workers died."""
         if unreadable > self._config.skip_unreadable + 0.5:  # a rank's share may be a fraction
             if death := world.first_problem(self._death):
                 raise FaultError(death)

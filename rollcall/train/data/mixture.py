@@ -17,11 +17,7 @@ class Mixture(Dataset[Any]):
     """
 
     def __init__(self, sets: Sequence[Any], weights: Sequence[float]) -> None:
-        """Mix data sets in proportion to their weights, in any unit; every sample is drawn.
-
-        Raises:
-            ConfigError: the weights do not fit the sets.
-        """
+        """Mix data sets by weight, in any unit; raise ConfigError if the weights do not fit."""
         if len(sets) != len(weights) or min(weights, default=0) < 0 or not sum(weights):
             raise ConfigError(
                 f"a mixture of {len(sets)} data sets expects one weight for each, not "

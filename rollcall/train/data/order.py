@@ -27,19 +27,12 @@ ROUNDS = 8  # with 6, permutations of 4 and 5 samples are measurably uneven; wit
 
 
 class Order:
-    """The training samples of a run, in the order of training.
-
-    Every epoch is a new permutation of all samples. A batch may span two epochs, so only the last
-    batch of the run can be incomplete.
-    """
+    """The samples of a run: each epoch is a new permutation, and a batch may span two epochs."""
 
     def __init__(self, size: int, total: int, global_batch: int, seed: int) -> None:
         """Order `total` samples of a data set of `size` samples; they may span several epochs."""
-        self.size = size
-        self.total = total
-        self.global_batch = global_batch
-        self.steps = math.ceil(total / global_batch)
-        self.seed = seed
+        self.size, self.total, self.seed = size, total, seed
+        self.global_batch, self.steps = global_batch, math.ceil(total / global_batch)
         self._is_by_steps = False  # train.steps is given, not train.epochs
         self._parts = 0  # of a stream, whose samples are read by their positions
         self._base = 0, 0  # a step, and its position
@@ -70,10 +63,7 @@ class Order:
         return {"samples": samples, "order_seed": self._seed_of(samples // self.size)}
 
     def continue_from(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Continue at a step with the `facts` of a run that may have another global batch or seed.
-
-        An epoch that has begun keeps its seed, so that each of its samples is seen once.
-        """
+        """Continue a run with its `facts` at a step; an epoch that has begun keeps its seed."""
         samples = facts.get("samples", step * self.global_batch)
         self._base = step, samples
         self._running = -1, self.seed
@@ -157,10 +147,7 @@ def validation_batches(
     loading: Loading | None = None,
     name: str = "",  # of the validation set
 ) -> Iterator[Batch]:
-    """Yield this rank's share of the validation samples, every sample once over all ranks.
-
-    All ranks get the same number of batches of `size` rows; some rows may be padding.
-    """
+    """Yield this rank's share of the samples, each once; all ranks get as many batches."""
     samples, count = source.validations[name]
     share = math.ceil(count / world_size)
 

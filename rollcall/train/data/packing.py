@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.form import POSITIONS, Form, SampleError
 from rollcall.train.data.source import Batch
+from rollcall.train.ranks.device import local_of
 from rollcall.train.torch_private import tree_map_only
 
 ROUNDING = 1e-3
@@ -46,9 +46,8 @@ class Packed(Dataset[list[Any]]):
                 form.check_length(lengths[-1])
             except Exception as error:  # a data set may raise anything
                 kind = "" if isinstance(error, SampleError) else f"{type(error).__name__}: "
-                raise ConfigError(
-                    f"data.name={name}: row {row} cannot be packed: {kind}{error}"
-                ) from error
+                problem = f"row {row} cannot be packed: {kind}{error}"
+                raise ConfigError(f"data.name={name}: {problem}") from error
         self.rows, self._groups = rows, fitted(lengths, int(form.pad))
 
     def __len__(self) -> int:
@@ -80,13 +79,9 @@ def fitted(lengths: Iterable[int], size: int) -> list[list[int]]:
 def refuse_leaks(
     forward: Callable[[Batch], Any], model: nn.Module, form: Form, example: Batch
 ) -> None:
-    """Raise ConfigError if a row's outputs depend on the row before it in the same sequence.
-
-    Weights that start at zero would hide that, so they have another value during this check.
-    """
-    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    zeros = [parameter for parameter in parameters if not parameter.any()]
-    for weight in zeros:
+    """Raise ConfigError if a row's outputs depend on the row before it in the same sequence."""
+    zeros = [weight for weight in map(local_of, model.parameters()) if not weight.any()]
+    for weight in zeros:  # which would hide that
         weight.fill_(0.01)
     inputs = form.divided(example.inputs)[0] if form.is_whole else example.inputs
     positions = inputs[POSITIONS] if isinstance(inputs, Mapping) else inputs[-1]

@@ -45,10 +45,9 @@ class Reader:
 
     def read(self, selection: Selection) -> ReadResult:
         """Read a batch, with the next sample for an unreadable one; ConfigError without any."""
-        is_collated = self._form.collate is not None  # sample by sample
-        batches = (
-            None if is_collated or not isinstance(self._dataset, BatchDataset) else self._dataset
-        )
+        batches = self._dataset if isinstance(self._dataset, BatchDataset) else None
+        if self._form.collate is not None:  # sample by sample
+            batches = None
         if batches is not None:
             # One by one, they show which sample is unreadable.
             with suppress(Exception, SystemExit):
@@ -119,9 +118,8 @@ class Reader:
         for distance in range(1, min(size, NEIGHBOURS)):
             with suppress(Exception, SystemExit):
                 return self._sample((sample + distance) % size, 0)
-        raise ConfigError(
-            f"cannot read {self._explain(sample, error)}, nor any sample after it"
-        ) from error
+        problem = self._explain(sample, error)
+        raise ConfigError(f"cannot read {problem}, nor any sample after it") from error
 
     def _explain(self, sample: int, error: BaseException) -> str:
         where = getattr(self._dataset, "where", None)

@@ -21,10 +21,7 @@ Load = TypeVar("Load", bound=Callable[..., Any])
 
 
 class Batch(NamedTuple):
-    """The samples of one step, or one rank's share of them.
-
-    Inputs and targets are tensors (rows, …), or tuples, lists and dictionaries of such tensors.
-    """
+    """The samples of a step, or of a rank: tensors (rows, …), or containers of such tensors."""
 
     inputs: Any  # a tensor, a tuple for several arguments of the model, or a dictionary of them
     targets: Any  # class numbers, one for each thing that the model classifies; () for none
@@ -89,21 +86,13 @@ class Source:
                 object.__setattr__(self, size, len(samples))
 
     def learned_by(self, loss: Loss) -> "Source":
-        """Return the source with batches in the form that this loss needs.
-
-        Raise ConfigError if both would shift the targets.
-        """
+        """Return the source in the form that a loss needs; ConfigError if both shift targets."""
         if self.is_shifted and (loss.shifts or loss.is_of_transformers):
             raise ConfigError(
                 f"train.loss={loss.name} predicts each target from those before it, but the "
                 "targets of this data set are the next tokens already: use cross_entropy"
             )
         return replace(self, form=replace(self.form, is_whole=loss.takes_model, shifts=loss.shifts))
-
-    @property
-    def all_count(self) -> bool:
-        """True if the training samples promise that they have no target of -100."""
-        return bool(getattr(self.train, "all_count", False))
 
     @property
     def validations(self) -> dict[str, tuple[Dataset[Any], int]]:
@@ -156,11 +145,9 @@ class InMemory(BatchDataset):
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         if len(inputs) != len(targets):
-            raise ConfigError(
-                f"InMemory expects as many targets as inputs, got {len(targets)} and {len(inputs)}"
-            )
-        self.inputs = inputs
-        self.targets = targets
+            counts = f"{len(targets)} and {len(inputs)}"
+            raise ConfigError(f"InMemory expects as many targets as inputs, got {counts}")
+        self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
         return len(self.targets)

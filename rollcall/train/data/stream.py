@@ -23,10 +23,7 @@ from rollcall.train.numerics.randomness import set_seed
 from rollcall.train.torch_private import tree_leaves, tree_map
 
 PARTS = 128
-"""The largest number of parts of sharded data. A power of two ranks can divide them evenly.
-
-A single rank reads from all parts in turn and keeps one shard of each open.
-"""
+"""The most parts of sharded data, a power of two; a single rank keeps one shard of each open."""
 
 
 class StreamPosition(NamedTuple):
@@ -47,9 +44,8 @@ class Stream(Dataset[Any]):
     parts = 1  # the sample at a position belongs to the part position % parts
 
     def __init__(self, samples: Any, name: str, seed: int) -> None:
-        self._samples = samples
+        self._samples, self._seed = samples, seed
         self._name = name  # of the key that names the data, for messages
-        self._seed = seed
         self._saved: StreamPosition | None = None
         self._size = len(samples) if hasattr(samples, "__len__") else None  # samples of an epoch
         self._first = _state_of(samples)  # some iterables continue where they were left
@@ -78,7 +74,7 @@ class Stream(Dataset[Any]):
             self._saved = position
 
     def count(self) -> int:
-        """Return the number of samples of an epoch; read all of them if there is no len()."""
+        """Return the number of samples of an epoch; read all of them without a len()."""
         if self._size is None:
             self._size = sum(1 for _ in self._samples)
         return self._size
@@ -221,8 +217,7 @@ class Shards(Stream):
     def _advance(self, shard: "_Shard") -> None:
         (_, number), length = shard.key, self._lengths[shard.key[1]]
         nothing = object()
-        shard.last = next(shard.rows, nothing)
-        shard.next += 1
+        shard.last, shard.next = next(shard.rows, nothing), shard.next + 1
         is_short = shard.last is nothing
         if is_short or (shard.next == length and next(shard.rows, nothing) is not nothing):
             count = f"only {shard.next - 1}" if is_short else "more"

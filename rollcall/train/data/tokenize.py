@@ -72,8 +72,11 @@ def _write(options: argparse.Namespace) -> str:
     try:
         with parts[0].open("w+b") as train, parts[1].open("wb") as validation:
             documents = _encode(options, tokenizer, paths, kind, train, validation)
-            if not validation.tell():  # too few documents to leave one out
-                _cut_tail(train, validation, options.validation, kind)
+            if not validation.tell():  # too few documents to leave one out: the last tokens
+                count = int(train.tell() // kind.itemsize * (1 - options.validation))
+                train.seek(count * kind.itemsize)
+                validation.write(train.read())
+                train.truncate(count * kind.itemsize)
             counts = [file.seek(0, os.SEEK_END) // kind.itemsize for file in (train, validation)]
             for file in (train, validation):
                 file.flush()
@@ -147,11 +150,3 @@ def _documents(paths: Sequence[Path], key: str) -> Iterator[str]:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{path}:{number}: expected {wanted} ({problem})") from error
-
-
-def _cut_tail(train: BinaryIO, validation: BinaryIO, share: float, kind: np.dtype[Any]) -> None:
-    """Move the last share of the training tokens into the validation file."""
-    cut = int(train.tell() // kind.itemsize * (1 - share)) * kind.itemsize
-    train.seek(cut)
-    validation.write(train.read())
-    train.truncate(cut)

@@ -18,9 +18,8 @@ def load(folder: str, key: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     path = os.path.expanduser(folder)  # noqa: PTH111 (a Path would drop `./`)
     with refused(f"{key}={folder}: no tokenizer"):
-        return library.AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
+        options = {"local_files_only": True, "trust_remote_code": False}
+        return library.AutoTokenizer.from_pretrained(path, **options)
 
 
 def package(name: str, key: str) -> Any:

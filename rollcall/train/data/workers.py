@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -48,10 +49,7 @@ class WorkerDiedError(WorkerError):
 def in_order(
     fetch: Fetch, numbers: range, workers: int, ahead: int, rank: int = 0
 ) -> Iterator[ReadResult]:
-    """Yield the value of `fetch` for each number in order; workers compute `ahead` each in advance.
-
-    Raise WorkerError if a worker raised an exception, or one batch killed three.
-    """
+    """Yield `fetch(number)` in order; workers compute `ahead` each. WorkerError if one fails."""
     if not numbers:
         return
     first, rest = fetch(numbers[0]), numbers[1:]  # all batches have its size
@@ -78,12 +76,10 @@ class _Worker:
     """A process, the requests that it has not answered, and the memory for its answers."""
 
     def __init__(self, name: str, fetch: Fetch, size: int, slots: int) -> None:
-        self._name = name
-        self._fetch = fetch
+        self._name, self._fetch = name, fetch
         self._slots = [mmap.mmap(-1, max(1, size)) for _ in range(slots)]
         self._asked: deque[tuple[int, int]] = deque()  # number and slot, the oldest first
-        self._turn = 0
-        self._deaths = 0
+        self._turn = self._deaths = 0
         self._start()
 
     def ask(self, number: int) -> None:
@@ -130,9 +126,8 @@ class _Worker:
         self._process.join()
         self._deaths += 1
         code = self._process.exitcode or 0
-        cause = f"exited with code {code}"
-        if code < 0:
-            cause = f"was killed by {signal.Signals(-code).name}"
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        cause = killed or f"exited with code {code}"
         died = f"{self._name} (pid {self._process.pid}) {cause}"
         self.kill()
         if self._deaths == MAX_DEATHS:
@@ -174,7 +169,8 @@ def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: i
             _reply(pipe, f"{error_prefix(error)}{error}")
             continue
         tensors, spec = tree_flatten(result.batch)
-        layout = _layout(tensors)
+        starts = accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0)
+        layout = [(t.dtype, t.shape, start) for t, start in zip(tensors, starts, strict=False)]
         views = _views(slots[slot], layout)
         for view, tensor in zip(views, tensors, strict=False):
             view.copy_(tensor)
@@ -184,14 +180,6 @@ def _serve(pipe: Connection, fetch: Fetch, slots: Sequence[mmap.mmap], parent: i
 def _reply(pipe: Connection, reply: object) -> None:
     # With pipe.send, torch would pass file descriptors, which are lost when the worker dies.
     pipe.send_bytes(pickle.dumps(reply))
-
-
-def _layout(tensors: Sequence[torch.Tensor]) -> Layout:
-    layout, offset = [], 0
-    for tensor in tensors:
-        layout.append((tensor.dtype, tensor.shape, offset))
-        offset += _aligned(tensor.nbytes)
-    return layout
 
 
 def _views(slot: mmap.mmap, layout: Layout) -> list[torch.Tensor]:

@@ -1,9 +1,5 @@
-"""Find the first step and tensor in which two exact runs differ, from their fingerprints.
+"""Find the first step and tensor in which two exact runs differ, by fingerprints. No torch."""
 
-Imports no torch. `recorder.py` writes the fingerprints.
-"""
-
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +52,12 @@ def first(a: RunDir, b: RunDir) -> Difference | None:
     steps, others = _steps(a), _steps(b)
     for step in sorted(steps.keys() & others.keys()):
         for kind in LIKELY_CAUSES:
-            names = _differing(steps[step].get(kind, {}), others[step].get(kind, {}))
-            if names:
+            mine, theirs = (values[step].get(kind, {}) for values in (steps, others))
+            if names := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]:
                 # The backward pass computes the gradients of the last layers first.
                 name = names[-1 if kind == "gradients" else 0]
-                return Difference(step, kind, name, (len(names), len(steps[step][kind])))
+                return Difference(step, kind, name, (len(names), len(mine)))
     return None
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**a, **b} if a.get(name) != b.get(name)]
 
 
 def _steps(run_dir: RunDir) -> dict[int, dict[str, Any]]:

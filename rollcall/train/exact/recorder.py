@@ -1,7 +1,4 @@
-"""Record fingerprints of every tensor in every step, so that two runs can be compared.
-
-Rank 0 writes a line for each step, and the weights at the end.
-"""
+"""Record fingerprints of every tensor in every step, so that two runs can be compared."""
 
 import json
 import zlib
@@ -21,7 +18,6 @@ class Recorder:
     """Writes fingerprints.jsonl; all ranks must make each call together."""
 
     def __init__(self, run: Run) -> None:
-        """Write nothing before `begin`."""
         self._world, self._progress = run.world, run.progress
         self._path = run.run_dir.path / FINGERPRINTS
         self._has_begun = False
@@ -37,10 +33,7 @@ class Recorder:
     def step(
         self, model: nn.Module, shards: Sequence[Batch], losses: Sequence[torch.Tensor]
     ) -> None:
-        """Record a step after its gradients are complete and before the weights are updated.
-
-        A repeated step has several lines; the last one counts.
-        """
+        """Record a step before its update; of a repeated step, the last line counts."""
         if not self._has_begun:
             return
         mine = [[_digest(shard), float(loss)] for shard, loss in zip(shards, losses, strict=True)]
@@ -64,8 +57,7 @@ class Recorder:
         if self._has_begun and world.is_main:
             append_line(self._path, {"step": self._progress.step + 1, "weights": _short(weights)})
         is_equal = mine == world.broadcast_text(mine)
-        problem = world.first_problem("" if is_equal else f"rank {world.rank}")
-        if problem:
+        if problem := world.first_problem("" if is_equal else f"rank {world.rank}"):
             raise RuntimeError(
                 f"{problem} ended with different weights than rank 0, although exact mode computes "
                 "the same on all ranks: check its memory and its device for faults"

@@ -8,7 +8,7 @@ next one, and so on. a + b and b + a have the same bits, so all ranks end with t
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import BatchNorm
 
 OnStep = Callable[[nn.Module, Sequence[Batch], Sequence[torch.Tensor]], object]
+"""Called before an update with the model, the batches of this rank's shards, and their losses."""
 
 
 class Exact(Strategy):
@@ -34,12 +35,7 @@ class Exact(Strategy):
     def __init__(
         self, config: Config, world: World, loss: Objective, on_step: OnStep = lambda *_: None
     ) -> None:
-        """Choose this rank's shards, and make torch deterministic for the rest of the process.
-
-        Call `on_step` before every update with the model and its complete gradients, the batches of
-        this rank's shards, and their losses. Raise ConfigError if the ranks cannot share the shards
-        equally.
-        """
+        """Choose this rank's shards, and make torch deterministic; or raise ConfigError."""
         ranks, shards = world.world_size, config.exact_shards
         fitting = [2**k for k in range(shards.bit_length())]
         if ranks not in fitting:
@@ -105,7 +101,9 @@ class Exact(Strategy):
             losses.append(loss.detach())
             used = torch.tensor([float(weight.grad is not None) for weight in parameters])
             used = used.to(loss.device)
-            tree.add(flatten([loss.detach(), used, *_take_gradients(parameters)]))
+            held = (torch.zeros_like(w) if w.grad is None else w.grad for w in parameters)
+            tree.add(flatten([loss.detach(), used, *held]))
+            self.trained.zero_grad()
         clock.enter(OTHER)
         like = losses[0], used, *(weight.data for weight in parameters)
         total, used, *gradients = unflatten(self._exchange(tree.sum()), like)
@@ -132,12 +130,9 @@ class Exact(Strategy):
             tree.add([term])
         return self._exchange(tree.sum())[0]
 
-    def _peers(self) -> list[int]:
-        rounds = self.world.world_size.bit_length() - 1
-        return [self.world.rank ^ (1 << bit) for bit in range(rounds)]
-
     def _exchange(self, vectors: list[torch.Tensor]) -> list[torch.Tensor]:
-        for peer in self._peers():
+        for bit in range(self.world.world_size.bit_length() - 1):
+            peer = self.world.rank ^ (1 << bit)
             theirs = [torch.empty_like(vector) for vector in vectors]
             transfers = [dist.P2POp(dist.isend, vector, peer) for vector in vectors]
             transfers += [dist.P2POp(dist.irecv, vector, peer) for vector in theirs]
@@ -166,10 +161,3 @@ class Tree:
         """Return the sum of all leaves."""
         ((_, root),) = self._sums
         return root
-
-
-def _take_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
-    for weight in parameters:
-        # A shard may not have used every parameter.
-        yield torch.zeros_like(weight) if weight.grad is None else weight.grad
-        weight.grad = None

@@ -1,7 +1,4 @@
-"""`rollcall verify`: check that runs of the same configuration end with the same weights.
-
-Imports no torch: the runs are separate processes.
-"""
+"""`rollcall verify`: check that runs of one configuration end with the same weights. No torch."""
 
 import argparse
 import os
@@ -12,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollcall import config as schema
 from rollcall.cli.installation import TRAIN, command, environment
@@ -125,8 +122,7 @@ def report(runs: Sequence[Finished]) -> int:
     print("\n".join(table(rows)))
     for other in unequal:
         print(f"\n{other.name} ({other.ranks}) differs from {reference.name} ({reference.ranks})")
-        first = difference.first(reference.run_dir, other.run_dir)
-        if first:
+        if first := difference.first(reference.run_dir, other.run_dir):
             print(f"  {first}\n  {first.likely_cause}")
         else:
             print("  no step with fingerprints in both runs differs (see log.fingerprints)")
@@ -171,18 +167,12 @@ def _run_to_end(line: list[str], run_dir: RunDir, stop: bool) -> None:
     env = environment()
     for name in ("SLURM_STEP_ID", "SUBMITIT_LOCAL_JOB_ID"):  # it starts no part of that job
         env.pop(name, None)
-    process = subprocess.Popen(
-        line,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(line, env=env, start_new_session=True, **output)
     try:
         if stop:
             _stop_in_the_middle(process, run_dir)
-        output, _ = process.communicate()
+        printed, _ = process.communicate()
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -192,13 +182,12 @@ def _run_to_end(line: list[str], run_dir: RunDir, stop: bool) -> None:
         raise VerifyError("the run finished before it could be stopped: raise train.steps")
     if state not in (("requeue", "stopped") if stop else ("done",)):
         logs = sorted(run_dir.path.glob("logs/**/rank-*.log"))
-        text = output + "".join(log.read_text() for log in logs[:1])
+        text = printed + "".join(log.read_text() for log in logs[:1])
         last = "\n".join(text.strip().splitlines()[-15:])
         raise VerifyError(f"exit code {process.returncode}, verdict {state}; last output:\n{last}")
 
 
 def _stop_in_the_middle(process: subprocess.Popen[str], run_dir: RunDir) -> None:
-    """Ask the run to stop, as Slurm does, after half of its steps."""
     total = sys.maxsize
     fingerprints = run_dir.path / difference.FINGERPRINTS
     while process.poll() is None:

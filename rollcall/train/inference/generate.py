@@ -49,10 +49,8 @@ def main(words: Sequence[str]) -> int:
     prompt_group.add_argument("--chat", action="store_true", help=chat)
     length = "number of tokens to add, if the model does not end the text (default: %(default)s)"
     add("--length", type=int, default=200, help=length)
-    temperature = (
-        "divides the logits: below 1 favors likely tokens, 0 takes the likeliest (default: 1)"
-    )
-    add("--temperature", type=float, default=1.0, help=temperature)
+    text = "divides the logits: below 1 favors likely tokens, 0 takes the likeliest (default: 1)"
+    add("--temperature", type=float, default=1.0, help=text)
     add("--top-k", type=int, default=0, help="take from the K likeliest tokens (default: all)")
     add("--seed", type=int, default=0, help="seed of the random choice (default: 0)")
     add("--tokenizer", metavar="FOLDER", help="folder of the tokenizer (default: the run's)")
@@ -78,9 +76,8 @@ def _check_options(options: argparse.Namespace, config: Config) -> None:
         try:
             options.tokens = [int(number) for number in options.tokens.split(",")]
         except ValueError:
-            raise ConfigError(
-                f"--tokens: expected comma-separated numbers, got '{options.tokens}'"
-            ) from None
+            problem = f"--tokens: expected comma-separated numbers, got '{options.tokens}'"
+            raise ConfigError(problem) from None
     elif options.tokenizer is None and (options.chat or not reads_bytes):
         raise ConfigError(
             f"{'--chat' if options.chat else '--prompt'} needs a tokenizer, but this run was "
@@ -140,9 +137,8 @@ class _Writer:
             raise ConfigError(f"--chat: the tokenizer in {tokenizer.name_or_path} has no template")
         for line in self._lines():
             messages.append({"role": "user", "content": line.strip()})
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            options: Any = {"tokenize": False, "add_generation_prompt": True}
+            text = tokenizer.apply_chat_template(messages, **options)
             answer = self.write(tokenizer(text, add_special_tokens=False)["input_ids"])
             messages.append({"role": "assistant", "content": answer})
 
@@ -202,11 +198,9 @@ def tokens(
 ) -> Iterator[int]:
     """Yield the tokens that the model generates after `prompt`, the same on every rank.
 
-    They end only where a model of transformers has no more positions. The options are the
-    command's. `caches` keeps the keys and values of causal models of transformers, and of other
-    models that have a method new_cache(), as long as the text has positions. Without a cache the
-    last `model.source.shape[0]` tokens are computed again for each new one. Raise ConfigError if
-    the model does not return logits.
+    They end only where a model of transformers has no more positions. `caches` keeps keys and
+    values, in causal models of transformers and those with a method new_cache(); otherwise the last
+    `model.source.shape[0]` tokens are computed again. Raise ConfigError for other than logits.
     """
     import torch
     import torch.distributed as dist
@@ -303,7 +297,5 @@ def _check(model: "Trained", prompt: Sequence[int]) -> None:
         raise ConfigError(f"the prompt: expected numbers below {classes}, got {wrong[0]}")
     if not prompt:
         raise ConfigError("the prompt: expected at least one token, got none")
-    if len(prompt) >= (most := _most(model)):
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens, but the model has {most} positions"
-        )
+    if (length := len(prompt)) >= (most := _most(model)):
+        raise ConfigError(f"the prompt has {length} tokens, but the model has {most} positions")

@@ -52,11 +52,9 @@ class Parts:
     """The parts of one output file, in a directory next to it until all are complete."""
 
     def __init__(self, output: Path, world: "World") -> None:
-        self._output = output
+        self._output, self.world = output, world
         self._directory = output.with_name(f"{output.name}.parts")
-        self.world = world
-        self.samples = 0
-        self.size = 1  # samples of a part
+        self.samples, self.size = 0, 1  # of all parts, and of one
 
     def begin(self, facts: dict[str, Any], samples: int, size: int) -> None:
         """Begin, or continue with existing parts and their size; all parts have the same facts."""
@@ -104,8 +102,7 @@ class Parts:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomic(plan, json.dumps({"size": size, **facts}) + "\n")
         before = read_object(plan) or {}
-        changed = [name for name in facts if facts[name] != before.get(name)]
-        if changed:
+        if changed := [name for name in facts if facts[name] != before.get(name)]:
             raise ConfigError(
                 f"{self._directory} contains parts of another prediction ({', '.join(changed)} "
                 "differ); delete it, or choose another --output"
@@ -210,7 +207,6 @@ def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[s
 
 
 def _size(samples: int, ranks: int, batch: int) -> int:
-    """Return the samples of a part: whole batches, and several parts for each rank."""
     even = math.ceil(samples / (PARTS_OF_A_RANK * ranks))
     return math.ceil(min(even, MAX_PART) / batch) * batch
 

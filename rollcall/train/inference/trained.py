@@ -87,7 +87,8 @@ def load(
     from rollcall.train.data.order import Order, training_batches
     from rollcall.train.numerics import losses, precision
     from rollcall.train.numerics.ema import Ema
-    from rollcall.train.parallel.strategy import OPTIONS, Strategy
+    from rollcall.train.numerics.optim import OPTIONS
+    from rollcall.train.parallel.strategy import Strategy
     from rollcall.train.state import drop_frozen
     from rollcall.train.weights import start
 
@@ -112,9 +113,8 @@ def load(
     if not config.checkpoint.save_frozen:
         start.read_init(begin, config, world)
     batches = training_batches(source, Order.of_run(config, source), range(2), range(1))
-    strategy.place(
-        begin.model, next(batches), partial(begin.fill, draws=not config.checkpoint.save_frozen)
-    )
+    fill = partial(begin.fill, draws=not config.checkpoint.save_frozen)
+    strategy.place(begin.model, next(batches), fill)
     weights = state_dict.get_model_state_dict(strategy.model, options=OPTIONS)
     state: dict[str, Any] = {"model": weights}
     if module := strategy.loss.module:  # it is filled in place

@@ -50,15 +50,6 @@ def _is_member(callback: Any) -> bool:
     return hasattr(callback, "report") or hasattr(callback, "settle")
 
 
-def numbers_of(line: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return the numbers of a line of metrics.jsonl that loggers receive."""
-    return {
-        name: value
-        for name, value in line.items()
-        if isinstance(value, int | float) and name not in ("step", "time")
-    }
-
-
 class Callbacks:
     """The member of the step that passes everything on to the user's, in their order."""
 
@@ -70,12 +61,7 @@ class Callbacks:
         self._failed: set[str] = set()  # keys of loggers
 
     def open(self, model: nn.Module) -> dict[str, Any]:
-        """Make loggers on rank 0 and callbacks on all ranks, once the run directory exists.
-
-        They receive the rank's part of the model. Return the callbacks, by key.
-
-        Raise ConfigError on every rank if one cannot be made, or has none of the methods.
-        """
+        """Make loggers on rank 0 and callbacks on all ranks; return the callbacks by key."""
         self._model, config, world = model, self._run.config, self._run.world
         loggers = config.log.to if world.is_main else {}
         with world.together():
@@ -83,9 +69,8 @@ class Callbacks:
                 self._make("log.to", name, entry)
             for name, entry in config.train.callbacks.items():
                 self._make("train.callbacks", name, entry)
-        return {
-            key: member for key, member in self._members.items() if not key.startswith("log.to.")
-        }
+        members = self._members.items()
+        return {key: member for key, member in members if not key.startswith("log.to.")}
 
     @property
     def wants_every_step(self) -> bool:
@@ -93,8 +78,9 @@ class Callbacks:
         return any(map(_is_member, self._members.values()))
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
-        """Pass on the values of a line of metrics.jsonl; rank 0 calls it."""
-        self._call_all("logged", step, numbers_of(values))
+        """Pass on the numbers of a line of metrics.jsonl; rank 0 calls it."""
+        names = [name for name, value in values.items() if isinstance(value, int | float)]
+        self._call_all("logged", step, {n: values[n] for n in names if n not in ("step", "time")})
 
     def report(self) -> Mapping[tuple[str, str], Any]:
         """Return all their numbers, by key and name."""

@@ -18,7 +18,6 @@ class MLflow:
     """Logs with the package mlflow, to MLFLOW_TRACKING_URI or a database in the run's directory."""
 
     def __init__(self, run: Run, experiment: str = "rollcall", tracking_uri: str = "") -> None:
-        """Start or continue the run of this directory."""
         tracking: Any = importlib.import_module("mlflow.tracking")
         self._metric: Any = importlib.import_module("mlflow.entities").Metric
         self._once = Once(run)
@@ -28,8 +27,7 @@ class MLflow:
         self._client = tracking.MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment)
-        runs = self._client.search_runs([number], f"tags.`{TAG}` = '{path}'")
-        if runs:
+        if runs := self._client.search_runs([number], f"tags.`{TAG}` = '{path}'"):
             self._id = runs[0].info.run_id
             self._client.set_terminated(self._id, "RUNNING")
             return

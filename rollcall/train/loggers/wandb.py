@@ -13,7 +13,6 @@ class Wandb:
     """Logs with the package wandb; WANDB_MODE=offline writes files alone."""
 
     def __init__(self, run: Run, project: str = "rollcall", entity: str | None = None) -> None:
-        """Start or continue the run of this directory."""
         wandb: Any = importlib.import_module("wandb")
 
         path = run.run_dir.path.absolute()

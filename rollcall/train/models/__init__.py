@@ -64,10 +64,7 @@ def slow_imports(name: str) -> tuple[str, ...]:
 
 
 def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Apply the configured number format, activation checkpointing, BatchNorm and memory layout.
-
-    The names of the weights do not change. Call it before the model is spread over ranks.
-    """
+    """Apply number format, recomputation, BatchNorm and layout before the model is spread."""
     if config.precision == "fp8":
         fp8.use(model)
     if config.model.sync_batchnorm:

@@ -36,15 +36,10 @@ checkpoint.SAC_IGNORED_OPS.update(PROFILER)
 
 
 def recompute(model: nn.Module, mode: str) -> None:
-    """Let the blocks of a model keep less for the backward pass, and recompute the rest.
-
-    Blocks are the members of the outermost containers, as for `zero3`; a model without them raises
-    ConfigError. The key `model.activation_checkpointing` explains the modes.
-    """
+    """Let blocks keep less, as `model.activation_checkpointing` says; ConfigError without any."""
     if mode == "none":
         return
-    blocks = list(dict.fromkeys(units(model)))
-    if not blocks:
+    if not (blocks := list(dict.fromkeys(units(model)))):
         raise ConfigError(
             f"model.activation_checkpointing={mode} needs a model with blocks in an nn.Sequential "
             f"or nn.ModuleList, but this {type(model).__name__} has none"
@@ -123,10 +118,7 @@ def _mark(value: Any) -> int:
 
 
 def _contexts(block: _Checkpointed, marks: Marks | None) -> Contexts:
-    """Return the contexts of the first and the repeated forward pass of a block.
-
-    The marks from before show whether it moves, unless that is known.
-    """
+    """Return contexts for a block's first and repeated pass; `marks` show if it moves."""
     first, inner = SELECTIVE() if block.mode == "selective" else (nullcontext(), nullcontext())
     before = Hidden({"": block}) if MOVES.get(block, True) else None
 
@@ -155,10 +147,7 @@ class _EachTime(AbstractContextManager[Any]):
 def _from_the_same(
     block: nn.Module, before: Hidden, marks: Marks | None, inner: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Let a pass begin with the buffers and attributes that the first one has seen.
-
-    Afterwards they are again as the first one has left them.
-    """
+    """Let a repeated pass begin as the first one did, and restore what that one left."""
     if marks is not None and block.training:
         now = _marks(block)
         pairs = zip(marks, now, strict=False)

@@ -16,8 +16,7 @@ class SyncBatchNorm(BatchNormOfAll):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize x of shape (rows, channels, …) by the statistics of the rows of all ranks."""
         if not self.training:
-            normalized: torch.Tensor = super().forward(x)
-            return normalized
+            return super().forward(x)
         dtype, x = x.dtype, x.float()
         dimensions = [dimension for dimension in range(x.ndim) if dimension != 1]
         count = x.new_full((1,), x.numel() / x.shape[1])
@@ -61,8 +60,7 @@ class _Sum(torch.autograd.Function):
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """Let every BatchNorm of a model use the statistics of all ranks, under the same names."""
     if device.type == "cuda":
-        synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return synchronized
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call, no-any-return]
     for module in model.modules():
         if isinstance(module, BatchNorm):
             module.__class__ = SyncBatchNorm
@@ -70,10 +68,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def warning(model: nn.Module, ranks: int, batch: int, is_cut: bool) -> str:
-    """Return a warning if the result depends on the number of ranks or the micro-batch, or "".
-
-    So many `ranks` compute different samples of a `batch`; each may cut its own in micro-batches.
-    """
+    """Return a warning if the result depends on the ranks or the micro-batch; empty if not."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     plain = [norm for norm in norms if not isinstance(norm, SyncBatchNorm | nn.SyncBatchNorm)]
     if ranks > 1 and plain:

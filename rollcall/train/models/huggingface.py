@@ -62,8 +62,7 @@ def transformers(
     library = package("transformers", "model.name=transformers")
     is_image = len(source.shape) == 3
     auto = auto or ("AutoModelForImageClassification" if is_image else "AutoModelForCausalLM")
-    make = getattr(library, auto, None)
-    if make is None:
+    if (make := getattr(library, auto, None)) is None:
         raise ConfigError(
             f"model.args.auto={auto}: transformers {library.__version__} has no such class"
             f"{did_you_mean(auto, [name for name in dir(library) if name.startswith('AutoModel')])}"
@@ -122,7 +121,6 @@ def _config(library: Any, base: str, options: Mapping[str, Any]) -> Any:
 
 
 def _of_data(base: str, source: Source) -> dict[str, Any]:
-    """Return the values of a configuration that follow from the data."""
     has_sizes = Path(base).expanduser().exists()
     if len(source.shape) == 3:
         options: dict[str, Any] = {"num_labels": source.classes} if source.classes else {}

@@ -1,7 +1,4 @@
-"""The classification models of torchvision, such as ResNets and ViTs, for images of any size.
-
-https://pytorch.org/vision/stable/models.html; torchvision is imported only when it is needed.
-"""
+"""The models of https://pytorch.org/vision/stable/models.html, which are imported late."""
 
 from typing import Any
 
@@ -94,7 +91,6 @@ def _transformer(plan: Any, config: Model, source: Source) -> nn.Module:
 
 
 def _take_channels(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for this number of channels."""
     modules: Any = model.named_modules()
     name, first = next(pair for pair in modules if isinstance(pair[1], nn.Conv2d))
     if first.in_channels != channels:

@@ -3,10 +3,8 @@
 The scores of a language model in 16 bits, 8,192 tokens × 128,256 classes, take 2 GB. Converted to
 fp32, their logarithms and their gradient take 4 GB each. Tensor ranks may each have the scores of
 some classes (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3); then they exchange two
-numbers per token, never the scores.
-
-Label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567. The loss of z, which keeps scores
-small: Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311.
+numbers per token, never the scores. Label smoothing: https://arxiv.org/abs/1512.00567. The loss of
+z, which keeps scores small: Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311.
 """
 
 from collections.abc import Iterator

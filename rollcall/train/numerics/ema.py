@@ -19,12 +19,8 @@ class Ema:
     """The average of the weights that this rank holds."""
 
     def __init__(self, model: nn.Module, decay: float, in_turns: bool = False) -> None:
-        """Start with the current weights; a step keeps the fraction `decay` of the average.
-
-        If networks train `in_turns`, a step moves the averages of those weights that it trains.
-        """
-        self._model, self._in_turns = model, in_turns
-        self._decay = decay
+        """Keep the share `decay` in each step; `in_turns`, a step moves only what it trains."""
+        self._model, self._decay, self._in_turns = model, decay, in_turns
         weights = model.named_parameters()
         self._averages = {name: weight.detach().clone() for name, weight in weights}
         self._trained: set[str] | None = None
@@ -55,10 +51,7 @@ class Ema:
             self._swap()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a checkpoint saves, and fills in place on a resume.
-
-        Those of a tied weight come under all its names, as in the state of the model.
-        """
+        """Return the tensors that a checkpoint saves and fills; tied ones have all their names."""
         first = {parameter: name for name, parameter in self._model.named_parameters()}
         every = self._model.named_parameters(remove_duplicate=False)
         return {name: self._averages[first[parameter]] for name, parameter in every}

@@ -42,10 +42,7 @@ def _facts(func: Any) -> tuple[list[str], list[str], bool, bool]:
 
 
 class Examination(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the weights and buffers that a pass writes to, and keeps copies of them.
-
-    Unless it `draws`, random operations give the numbers of EXPECTED.
-    """
+    """Notes what a pass writes to; unless it `draws`, EXPECTED replaces random numbers."""
 
     supports_higher_order_operators = True
 

@@ -69,5 +69,4 @@ def _round(x: torch.Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Append rows of zeros up to a multiple."""
     return nn.functional.pad(x, (0, 0, 0, -len(x) % MULTIPLE))

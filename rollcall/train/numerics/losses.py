@@ -56,10 +56,7 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def outputs_of(model: nn.Module, batch: Any) -> Any:
-    """Return the model's outputs for a batch: the `logits` of a model of Hugging Face.
-
-    A tuple of inputs is passed as positional arguments, a dictionary as named arguments.
-    """
+    """Return the model's outputs for a batch: the `logits` of a model of Hugging Face."""
     positional, named = arguments_of(batch.inputs)
     outputs = model(*positional, **named)
     return getattr(outputs, "logits", outputs)
@@ -87,10 +84,7 @@ def are_valid(targets: torch.Tensor) -> torch.Tensor:
 
 
 def are_scores(outputs: Any, targets: Any) -> bool:
-    """Return True if outputs are scores (rows, …, classes) for class numbers (rows, …).
-
-    A single output is no choice of a class, but a number, such as the logit of one of two.
-    """
+    """Return True if outputs are scores (rows, …, several classes) for classes (rows, …)."""
     if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
         return False
     is_class = outputs.is_floating_point() and not targets.is_floating_point()
@@ -119,20 +113,13 @@ class Sums(NamedTuple):
 
 
 class Loss:
-    """The loss that `train.loss` names.
-
-    The loss of a row must not depend on other rows, since a batch is cut and padded.
-    """
+    """The loss that `train.loss` names; its value for a row must not depend on other rows."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], by_target: bool = False, source: str = ""
     ) -> None:
-        """Use the function of this name; `source` is the value of data.name, for messages.
-
-        With `by_target`, rows have unequal numbers of targets, because they are padded.
-        """
-        self.name = name
-        self.function = function
+        """Wrap a function; `by_target`: rows are padded. `source` is data.name, for messages."""
+        self.name, self.function = name, function
         # The loss, if it is a module with tensors, such as the centers of classes.
         module = function if isinstance(function, nn.Module) else None
         self.module = module if module and module.state_dict() else None
@@ -170,10 +157,7 @@ class Loss:
         return self.name == "next_token" or getattr(self.function, "counts", "") == "next"
 
     def __call__(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss and the weight of each row, such that sum / sum is their mean.
-
-        Raise ConfigError if a result does not have shape (rows,).
-        """
+        """Return the loss and weight of each row: (rows,); ConfigError for another shape."""
         losses, weights = self.of_rows(outputs, targets)
         if weights is None:
             weights = valid_share(targets) if self._counts_targets else torch.ones_like(losses)
@@ -181,7 +165,7 @@ class Loss:
 
     def of_rows(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the same; no weights unless the loss returns them."""
-        if not (self.is_own or self._suits(outputs, targets)):
+        if not self.is_own and not (self._kind == "classes" and are_scores(outputs, targets)):
             self._check(outputs, targets)
         if self.name == "next_token":
             outputs, targets = self.aligned(outputs, targets)
@@ -222,10 +206,7 @@ class Loss:
         return self.turns[(step - 1) % len(self.turns)] if self.turns else ""
 
     def of_model(self, model: nn.Module, batch: Any) -> Sums:
-        """Call the user's function of a model and a batch, without rows that do not count.
-
-        Before the first step, and in an evaluation, the losses of all turns are added up.
-        """
+        """Call the user's function without padding; outside of steps, add up all turns."""
         if not self.turns:
             return self._of_model(model, batch)
         is_step = self.turn and torch.is_grad_enabled()
@@ -296,14 +277,7 @@ class Loss:
         if not self.is_own and isinstance(targets, tuple) and not targets:
             self._check(None, targets)
 
-    def _suits(self, outputs: Any, targets: Any) -> bool:
-        are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-        if not are_tensors or self._kind != "classes" or targets.is_floating_point():
-            return False
-        return bool(outputs.shape[:-1] == targets.shape)
-
     def _check(self, outputs: Any, targets: Any) -> None:
-        """Raise ConfigError if outputs or targets do not suit a loss of rollcall's."""
         if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             kinds = type(outputs).__name__, type(targets).__name__
             what = "the model returned a {} and the target is a {}".format(*kinds)
@@ -330,7 +304,6 @@ class Loss:
             )
 
     def _check_gradient(self, found: Any) -> None:
-        """Raise ConfigError if a loss of the user's has no gradient."""
         losses = found[0] if isinstance(found, tuple) else found
         is_tensor = isinstance(losses, torch.Tensor) and torch.is_grad_enabled()
         if self.is_own and is_tensor and not losses.requires_grad:
@@ -349,10 +322,7 @@ class Loss:
         )
 
     def count(self, targets: Any, weights: torch.Tensor) -> torch.Tensor:
-        """Return how many samples of a batch count, each in so far as its targets do: fp64.
-
-        Ignored targets do not, nor do rows of weight zero: padding, or samples that are unreadable.
-        """
+        """Return the number of samples that count, each by its share of valid targets: fp64."""
         if not self._counts_targets:
             return weights.sum(dtype=torch.float64)
         size: int = max(1, math.prod(targets.shape[1:]))
@@ -394,11 +364,7 @@ def of(config: Config) -> Loss:
 
 
 class Objective:
-    """The loss of a training step; all ranks notice if one rank's loss is not finite.
-
-    Such a loss makes the gradient NaN. Ranks exchange gradients anyway, so the norm is NaN on all
-    of them, whatever the strategy.
-    """
+    """The loss of a step; one that is not finite makes the gradient NaN, on all ranks."""
 
     def __init__(self, loss: Loss, scaler: "Scaler | None" = None) -> None:
         self.loss = loss
@@ -408,10 +374,7 @@ class Objective:
         self.weights: list[torch.Tensor] = []
 
     def __call__(self, outputs: Any, targets: Any, counts: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses. Its gradient is scaled, its value is not.
-
-        `counts` is zero for rows that do not count.
-        """
+        """Return the sum of losses; its gradient is scaled. `counts` is zero for padding."""
         losses, weights = self.loss.of_rows(outputs, targets)
         samples = counts if weights is None else counts.sum()
         return self._sum(Sums(losses, losses if weights is None else weights, counts, samples))

@@ -28,15 +28,11 @@ class Metric:
     """
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
-        self._name = name
-        self.function = function
+        self._name, self.function = name, function
         self._result: Callable[..., Any] | None = getattr(function, "result", None)
 
     def terms(self, outputs: Any, targets: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums and weights of some samples: (rows,), or (rows, n) and (rows,).
-
-        Raise ConfigError if the function returns something else.
-        """
+        """Return sums and weights: (rows,), or (rows, n) and (rows,); or raise ConfigError."""
         found = self.function(outputs, targets)
         device = tree_leaves(outputs)[0].device
         pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
@@ -85,8 +81,7 @@ def build(config: Train, has_outputs: bool = True) -> dict[str, Metric]:
         check_name(f"train.metrics.{name}", name)
         made = arguments.call("train.metrics", f"train.metrics.{name}.args", entry.name, entry.args)
         code = arguments.code_of(made) if callable(made) and not inspect.isclass(made) else None
-        problem = arguments.cannot_take(code, 2) if code else f"got a {type(made).__name__}"
-        if problem:
+        if problem := (arguments.cannot_take(code, 2) if code else f"got a {type(made).__name__}"):
             raise ConfigError(
                 f"train.metrics.{name}={entry.name}: expected a function of (outputs, targets), "
                 f"{problem}"

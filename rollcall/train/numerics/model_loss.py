@@ -29,10 +29,7 @@ class ModelLoss:
         self._is_seen = False  # whether a loss was compared with the logits
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the losses, and the number of targets that count.
-
-        Raise ConfigError if the model returns no loss, or nobody knows what it is a mean over.
-        """
+        """Return the sum of the losses and the number of targets; ConfigError if unknown."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 "train.loss=model expects samples that are dictionaries by the names of the "
@@ -57,10 +54,7 @@ class ModelLoss:
 
 
 def _seen(loss: torch.Tensor, found: Any, labels: Any, given: str) -> str:
-    """Return what the loss is a mean over: found by comparing it with the logits, or as given.
-
-    Raise ConfigError if the logits do not show it, or contradict the user.
-    """
+    """Return what the loss is a mean over, by the logits or as given; ConfigError if unknown."""
     logits, fits = getattr(found, "logits", None), []
     if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor):
         pairs = {"labels": (logits, labels)}

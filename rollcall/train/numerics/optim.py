@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import arguments
@@ -17,6 +18,8 @@ from rollcall.messages.text import did_you_mean, listed
 from rollcall.train import torch_private
 
 Groups = list[dict[str, Any]]
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Flat names (state.<parameter>.<quantity>) do not depend on the strategy, mesh or world size."""
 MUON = "muon"
 DECAYS = {"weight_decay", "lambd"}
 """Options of a group with which a step changes weights whose gradient is zero."""
@@ -81,11 +84,7 @@ def groups(
 
 
 def build(config: Optim, groups: Groups) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration names, for groups of parameters.
-
-    Groups may name other optimizers; then they are combined. Raise ConfigError if a group has an
-    option that its optimizer does not know.
-    """
+    """Return an optimizer of groups, combined if they name several; ConfigError if unknown."""
     numbers_of: dict[str, list[int]] = {}  # the groups of each optimizer
     for number, group in enumerate(groups):
         numbers_of.setdefault(group.get("optimizer", config.name), []).append(number)
@@ -118,9 +117,8 @@ def _build(config: Optim, name: str, groups: Groups) -> torch.optim.Optimizer:
             f"{reason}; change them, or choose another optimizer"
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optim.name={name}: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}"
-        )
+        got = f"got a {type(optimizer).__name__}"
+        raise ConfigError(f"optim.name={name}: expected a torch.optim.Optimizer, {got}")
     for made, group in zip(optimizer.param_groups, groups, strict=True) if is_muon else ():
         made["params"] = group["params"]
     options = {option for group in groups for option in group} - {"params", "optimizer"}
@@ -153,20 +151,18 @@ def _try_step(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
 
 
 def _implementation(config: Optim, name: str, groups: Groups) -> dict[str, Any]:
-    """Return the options of torch's optimizers for `optim.implementation`."""
     weights = [one for group in groups for one in group["params"]]
     devices = {one.device.type for one in weights}
     # Fused kernels refuse complex weights and, of other optimizers, sparse gradients.
     is_adam = name.lower() in ("adam", "adamw") and all(one.is_floating_point() for one in weights)
     is_fused = devices == {"cuda"} or (devices == {"cpu"} and is_adam)
-    return IMPLEMENTATIONS[
-        "fused" if config.implementation == "auto" and is_fused else config.implementation
-    ]
+    is_fused = is_fused and config.implementation == "auto"
+    return IMPLEMENTATIONS["fused" if is_fused else config.implementation]
 
 
 @contextmanager
 def own_options(config: Optim, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep the options of this run while a state is loaded, which has those of an earlier one."""
+    """Keep the options of this run while a state is loaded, which has options of an earlier one."""
     named = {"weight_decay", "momentum", *IMPLEMENTATIONS["single"]}
     named = named.union(config.args, *config.groups.values())
     # Torch's optimizers do not change options. Others may, so of theirs only these are kept.
@@ -194,11 +190,7 @@ def check_state(config: Optim, optimizer: torch.optim.Optimizer) -> None:
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give each weight that was never updated the state with which its first update begins.
-
-    A checkpoint then holds the same tensors whether or not a loss has used all weights. The weights
-    do not change.
-    """
+    """Initialize the state of weights never updated, so that all checkpoints hold the same."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     lacking = [one for one in weights if one.requires_grad and not optimizer.state.get(one)]
     is_plain = isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0
@@ -234,7 +226,6 @@ class Combined(torch.optim.Optimizer):
     """Steps several optimizers. Groups and state are theirs, in the order of the given groups."""
 
     def __init__(self, parts: Sequence[tuple[list[int], torch.optim.Optimizer]]) -> None:
-        """Combine optimizers, each with the places of its groups."""
         self._parts = [(places, part) for places, part in parts if places]
         groups: dict[int, dict[str, Any]] = {}
         for places, part in self._parts:
@@ -263,7 +254,7 @@ class Combined(torch.optim.Optimizer):
 
 @contextmanager
 def _matrix_by_matrix(optimizer: torch.optim.Muon) -> Iterator[None]:
-    """Let Muon update whole matrices, those of a stack as views of the weight and of its state."""
+    """Let Muon update whole matrices, parts of a stack as views of the weight and of its state."""
     groups, state, views = optimizer.param_groups, optimizer.state, list[torch.Tensor]()
     whole = [group["params"] for group in groups]
     for group in groups:

@@ -37,9 +37,8 @@ def prepare(precision: str, device: torch.device) -> None:
 
 def advice(precision: str, device: torch.device) -> str:
     """Return what to say about a GPU whose tensor cores a run would leave unused, or nothing."""
-    if precision != "fp32" or device.type != "cuda":
-        return ""
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    is_gpu = precision == "fp32" and device.type == "cuda"
+    if not is_gpu or torch.cuda.get_device_capability(device) < (8, 0):
         return ""
     return (
         "precision=fp32 does not use the tensor cores of this GPU: precision=bf16 or tf32 is "

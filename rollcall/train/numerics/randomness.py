@@ -1,7 +1,6 @@
 """Seeds, derived from the run's seed and the purpose, and a stream for each piece of activations.
 
-No random state is saved: a resumed run derives the same seeds at a step as an uninterrupted run.
-
+No random state is saved: a resumed run derives the same seeds at a step as an uninterrupted one.
 Seeds follow what a rank holds. `set_seed` starts a stream that is the same on all ranks which
 compute the same activations. Where a rank holds a piece of them, a `Fork` gives the piece its
 own numbers, like the CUDA RNG tracker of Megatron-LM, https://arxiv.org/abs/1909.08053.

@@ -51,10 +51,7 @@ def peak(config: Config) -> float:
 
 
 class Schedule:
-    """The learning rate of each step (from 0): linear warm-up, then the schedule.
-
-    It depends on the step alone, so a checkpoint does not save it.
-    """
+    """The learning rate of each step (from 0): linear warm-up, then the schedule."""
 
     def __init__(self, config: Config) -> None:
         options = config.optim
@@ -70,17 +67,14 @@ class Schedule:
         options, highest = self._config.optim, self._peak
         if step < options.warmup_steps:
             return highest * (step + 1) / options.warmup_steps
-        after = step - options.warmup_steps, total_steps - options.warmup_steps
-        fraction = self._function(*after, **self._given)
+        past, steps = step - options.warmup_steps, total_steps - options.warmup_steps
+        fraction = self._function(past, steps, **self._given)
         if not isinstance(fraction, float | Real) or not 0 <= float(fraction) < math.inf:
-            raise self._wrong(fraction, *after)
+            raise ConfigError(
+                f"optim.schedule={options.schedule}: expected a finite number of at least 0, the "
+                f"fraction of the peak rate, for step={past} and steps={steps}, got {fraction!r}"
+            )
         return highest * float(fraction)
-
-    def _wrong(self, fraction: object, step: int, steps: int) -> ConfigError:
-        return ConfigError(
-            f"optim.schedule={self._config.optim.schedule}: expected a finite number of at least "
-            f"0, the fraction of the peak rate, for step={step} and steps={steps}, got {fraction!r}"
-        )
 
 
 def ratios(config: Optim, optimizer: torch.optim.Optimizer) -> list[float]:

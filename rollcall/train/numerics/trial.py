@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rollcall.config.schema import ConfigError, Optim
 from rollcall.train.numerics import optim
+from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.numerics.randomness import kept, set_seed
 from rollcall.train.ranks.device import whole_of
 from rollcall.train.ranks.meeting import Failed, Meeting
@@ -36,16 +37,12 @@ FILLED = (
 UNTRIED = "was not tried before the run"
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Weights before and after the steps."""
-OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def check(
     config: Optim, world: World, mesh: DeviceMesh | None, model: nn.Module
 ) -> tuple[str, str]:
-    """Return the reason to refuse a run, and a warning; empty strings if all is well.
-
-    All ranks call it together, and learn what one of them sees. Weights are sharded over `mesh`.
-    """
+    """Return the reason to refuse a run and a warning, on all ranks; empty if all is well."""
     refusal = warning = ""
     has_row = any(map(_is_row, model.parameters()))
     names = [config.name, *(group.get("optimizer", "sgd") for group in config.groups.values())]
@@ -79,7 +76,8 @@ def _problem(
     except ConfigError as error:
         problem = str(error)
     except Exception as error:  # the code may raise anything, also since the weights are small
-        problem = f"optim.name={name} {fails}: {_reason(error)}{advice * (fails != UNTRIED)}"
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
+        problem = f"optim.name={name} {fails}: {reason}{advice * (fails != UNTRIED)}"
     if problem := world.first_problem(problem):  # none waits for one that has failed
         return problem if is_late or UNTRIED not in problem else ""
     difference = _difference(whole, pairs)
@@ -89,7 +87,6 @@ def _problem(
 
 
 def _is_row(weight: torch.Tensor) -> bool:
-    """Return True for a matrix of one row whose rows are sharded."""
     if not (weight.requires_grad and weight.ndim > 1 and len(weight) == 1):
         return False
     return isinstance(weight, DTensor) and any(part.is_shard() for part in weight.placements)
@@ -111,9 +108,8 @@ def _steps(
         # Of several sizes: a factor may depend on a norm between limits.
         row = [((1, 3), 1.0)] if has_row else []  # DTensor cannot do everything with a single one
         shapes = [*row, ((rows, 3), 0.1), ((rows, 3), 1.0), ((rows,), 1.0), ((rows, 2), 0.01)]
-        tensors = [
-            scale * torch.randn(shape, generator=drawn).to(device) for shape, scale in shapes
-        ]
+        draw = partial(torch.randn, generator=drawn)
+        tensors = [scale * draw(shape).to(device) for shape, scale in shapes]
         if mesh and "shards" in variant:
             return [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in tensors]
         return tensors
@@ -155,7 +151,3 @@ def _difference(whole: Pairs, other: Pairs) -> float:
         if math.isfinite(change) and not error <= TOLERANCE * change + ROUNDING * after.norm():
             largest = max(largest, error / (change or 1)) if math.isfinite(error) else math.inf
     return largest
-
-
-def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")

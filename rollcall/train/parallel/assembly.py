@@ -23,10 +23,7 @@ SHARING = {"expert", "context"}
 
 
 def weights_mesh(degrees: dict[str, int], world: World) -> DeviceMesh | None:
-    """Return the mesh of the weights, without SHARING, whose ranks hold replicas or shards.
-
-    Weights of experts are on `experts_mesh`.
-    """
+    """Return the mesh of the weights without experts, whose ranks hold replicas or shards."""
     if not degrees:
         return None
     over = "shard" if "shard" in degrees else "replicate"
@@ -59,18 +56,15 @@ def parts(
     if mesh and "tensor" in degrees:
         found.append(Tensor(mesh["tensor"], config, degrees.get("context", 1), loss.converts))
     if "context" in degrees:
-        whole = init_device_mesh(
-            world.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
-        )
+        sizes, dimensions = tuple(degrees.values()), tuple(degrees)
+        whole = init_device_mesh(world.device.type, sizes, mesh_dim_names=dimensions)
         found.append(Context(whole["context"], config, degrees.get("tensor", 1)))
     averaged = ("replicate", "shard") if options.sync == "step" else ("shard",)
     data = tuple(name for name in names if name in averaged)
-    of_experts = experts_mesh(degrees, world) if "expert" in degrees else None
-    if of_experts:
+    if of_experts := (experts_mesh(degrees, world) if "expert" in degrees else None):
         shards = of_experts["shard"].size()
         found.append(Spread(of_experts["expert"], shards, config.model.name))
-    code = preset.part or (preset.single_process_part if world.world_size == 1 else "")
-    if code:
+    if code := (preset.part or (preset.single_process_part if world.world_size == 1 else "")):
         found.append(load_attribute(code, "parallel.strategy")(config, world, mesh))
     elif mesh and "shard" in data and options.stage > 1:
         # A mesh of one shard has nothing to free after a forward pass.

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rollcall.config import Config, ConfigError
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics.randomness import Fork
-from rollcall.train.parallel.part import Part, nearest_multiples, one_input
+from rollcall.train.parallel.part import Part, named_buffers, nearest_multiples, one_input
 from rollcall.train.torch_private import all_to_all, replaced
 
 ATTENTION = functional, "scaled_dot_product_attention"
@@ -114,11 +114,12 @@ class Context(Part):
 
     def keep_piece(self, model: nn.Module) -> None:
         """Keep this rank's piece of the buffers with one entry per position."""
-        for module, leaf, dimension in list(self._positions(model)):
-            piece = self._piece(getattr(module, leaf), dimension).clone()
-            # No longer a buffer: DDP would broadcast the first rank's.
-            delattr(module, leaf)
-            setattr(module, leaf, piece)
+        for name, module, leaf in named_buffers(model):
+            for dimension in [self._plan[p] for p in self._plan if fnmatch.fnmatch(name, p)]:
+                piece = self._piece(getattr(module, leaf), dimension).clone()
+                # No longer a buffer: DDP would broadcast the first rank's.
+                delattr(module, leaf)
+                setattr(module, leaf, piece)
 
     def _number_positions(
         self, _: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]
@@ -128,13 +129,6 @@ class Context(Part):
         first = self._rank * length
         places = torch.arange(first, first + length, device=inputs[0].device).unsqueeze(0)
         return inputs, {"position_ids": places, **options}
-
-    def _positions(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
-        for name, module in model.named_modules():
-            for leaf, _ in module.named_buffers(recurse=False):
-                for pattern, dimension in self._plan.items():
-                    if fnmatch.fnmatch(f"{name}.{leaf}", pattern):
-                        yield module, leaf, dimension
 
     def share(self, batch: Batch) -> Batch:
         """Return this rank's piece of every sequence, with its share of the weight."""

@@ -18,15 +18,13 @@ from rollcall.train.ranks.world import World
 class ReplicaPerGpu(Part):
     """nn.DataParallel: a thread and a replica for each GPU."""
 
+    finishes_alone = True  # no other rank waits
+
     def __init__(self, _config: Config, _world: World, _mesh: DeviceMesh | None) -> None: ...
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model in DataParallel."""
         return DataParallel(module)
-
-    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Do nothing: no other rank waits."""
-        return True
 
 
 class LayersPerGpu(Part):

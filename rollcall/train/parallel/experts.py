@@ -31,6 +31,7 @@ from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.measures import measure
 from rollcall.train.torch_private import all_to_all
 
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 UNIT = 2**-20
 """Nats in which entropies are added up: sums of integers do not depend on their order."""
 DEAD = 100
@@ -130,7 +131,7 @@ class Experts(nn.Module):
         return y
 
     def _within_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the experts of sequences (rows, n); `number` stands for those that are full."""
+        """Return the experts of sequences (rows, n); `number` replaces full ones."""
         order = chosen.argsort(dim=1, stable=True)
         experts = chosen.gather(1, order)
         numbers = torch.arange(self.number, device=chosen.device).repeat(len(chosen), 1)
@@ -143,7 +144,6 @@ class Experts(nn.Module):
     def _penalties(
         self, rows: int, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of both losses for each sequence of a batch."""
         chosen = chosen.view(rows, -1)
         loads = torch.zeros(rows, self.number, device=logits.device)
         loads.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=loads.dtype))
@@ -159,11 +159,7 @@ class Experts(nn.Module):
         scores: torch.Tensor,
         gradient: torch.Tensor,
     ) -> None:
-        """Count tokens in the backward pass, where padding has no gradient, and none counts twice.
-
-        A forward pass may be repeated, to save memory. The entropy of a token counts for each of
-        its experts.
-        """
+        """Count tokens in the backward pass, where padding has no gradient and no repeat counts."""
         has_gradient = (gradient.flatten(0, -2) != 0).any(-1, keepdim=True)
         numbers = chosen.where(has_gradient, self.number)
         entropies = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1, keepdim=True)
@@ -173,11 +169,7 @@ class Experts(nn.Module):
         self._totals.append(torch.cat([counts[:-1], entropies.sum(0), dropped.sum()[None]]))
 
     def take_totals(self, passes: int = 0) -> torch.Tensor:
-        """Return, and forget, totals of the newest passes, or of all for 0.
-
-        They are the tokens that chose each expert, then the sum of the entropies of the router's
-        scores, then how many choices were above the capacity.
-        """
+        """Return, and forget, totals of passes, 0 for all: tokens by expert, entropies, drops."""
         totals = [*self._totals][-passes:]
         self._totals.clear()
         return sum(totals, self.bias.new_zeros(self.number + 2, dtype=torch.int64))
@@ -197,13 +189,10 @@ def _mixed(
     weights: torch.Tensor,
     number: int,
     group: dist.ProcessGroup | None,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Compute,
     drops: bool = False,
 ) -> torch.Tensor:
-    """Return the weighted sum of what the experts `taken` (tokens, k) make of each token.
-
-    If it `drops`, `number` stands for no expert.
-    """
+    """Return the weighted sum of the outputs of experts `taken` (tokens, k); `number` is none."""
     flat = taken.flatten()
     order, counts = flat.argsort(stable=True), _count(flat, number + 1)[:-1]
     passing = order[: int(counts.sum())] if drops else order  # waits for a GPU
@@ -216,10 +205,7 @@ def _mixed(
 
 
 def _exchanged(
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None, compute: Compute
 ) -> torch.Tensor:
     """Pass rows, sorted by expert, through the experts wherever these are."""
     if group is None or rows.is_meta:
@@ -349,6 +335,7 @@ class Balance(Part):
     """Moves the biases of all layers of experts after each step, and measures their imbalance."""
 
     changes_passes = False
+    finishes_alone = True
 
     def __init__(
         self,
@@ -362,8 +349,7 @@ class Balance(Part):
         """Balance these layers, by name: the number of experts, and the layer, if it is here.
 
         So many `copies` count the same tokens. `passes` returns how many of the newest counts are
-        of the step, 0 for all, and `scale` the factor of a sample's loss in its gradient. `drops`:
-        a layer has a capacity.
+        of the step, 0 for all; `scale` a sample's factor in the gradient. `drops`: with capacity.
         """
         self._layers, self._copies, self._passes = layers, copies, passes
         self._drops = drops
@@ -376,7 +362,7 @@ class Balance(Part):
                 layer.scale = scale
 
     @torch.no_grad()
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Add up the tokens of each expert over all ranks."""
         none = partial(torch.zeros, dtype=torch.int64, device=self._idle.device)
         passes = self._passes()
@@ -413,11 +399,6 @@ class Balance(Part):
                 text = f"no token has chosen {listed(dead, 4)} in the last {DEAD} steps"
                 remedy = "raise model.balance_rate, or choose fewer experts"
                 print(f"rollcall: warning: {text}: {remedy}", file=sys.stderr, flush=True)
-        return False
-
-    def finish_with_nan(self, model: nn.Module) -> bool:
-        """Take part in the sum; the step is skipped."""
-        return not self.finish(model)
 
 
 class Spread(Part):
@@ -481,10 +462,9 @@ class Spread(Part):
             else:
                 vars(stack)["forward"] = _Own(stack, group)
 
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Divide the gradients, which are sums over the ranks of the dimension, as means are."""
         for stack in self._stacks:
             for weight in stack.parameters():
                 if weight.grad is not None:
                     local_of(weight.grad).div_(self._mesh.size())
-        return False

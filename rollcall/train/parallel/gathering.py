@@ -11,7 +11,7 @@ from torch import nn
 
 from rollcall.config.schema import ConfigError
 from rollcall.train.data.source import Batch
-from rollcall.train.parallel.part import Part, flatten, unflatten
+from rollcall.train.parallel.part import Part, flatten, named_buffers, unflatten
 from rollcall.train.torch_private import buffers_of, tree_map_only
 
 
@@ -32,11 +32,7 @@ class _Rows(torch.autograd.Function):
 
 
 def of_all_ranks(outputs: Any, batch: Batch) -> tuple[Any, Batch]:
-    """Return the outputs and the batch of all ranks, without padding; only own rows have weights.
-
-    Every rank has the same number of rows. The sums of the ranks add up to the loss of all rows,
-    and so do their gradients.
-    """
+    """Return the outputs and the batch of all ranks; only this rank's rows have weights."""
     whole: Batch = batch._replace(inputs=outputs).map(_Rows.apply)
     weights = torch.zeros_like(whole.weights)
     first = dist.get_rank() * len(batch.weights)
@@ -64,6 +60,7 @@ class SharedBuffers(Part):
     """Adds up the changes of a step over the ranks, as a mean or a sum."""
 
     changes_passes = False
+    finishes_alone = True
 
     def __init__(self, ways: Mapping[str, str], shares: int) -> None:
         """Add up by `ways`, mean or sum by pattern; `shares` ranks see different samples."""
@@ -76,9 +73,8 @@ class SharedBuffers(Part):
         for pattern, way in self._ways.items():
             matches = [
                 (buffers_of(module), leaf, way)
-                for name, module in model.named_modules()
-                for leaf, _ in module.named_buffers(recurse=False)
-                if fnmatch.fnmatch(f"{name}.{leaf}".lstrip("."), pattern)
+                for name, module, leaf in named_buffers(model)
+                if fnmatch.fnmatch(name, pattern)
             ]
             if not matches:
                 raise ConfigError(f"model.sync_buffers: no buffer of the model fits {pattern}")
@@ -91,7 +87,7 @@ class SharedBuffers(Part):
         return nullcontext()
 
     @torch.no_grad()
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Add up the changes, in one message for each device."""
         before, self._before = self._before or [], None
         pairs = list(zip(self._buffers, before, strict=True))
@@ -103,9 +99,3 @@ class SharedBuffers(Part):
         for ((buffers, name, way), old), total in zip(pairs, totals, strict=True):
             share = (1 if way == "mean" else self._shares) / dist.get_world_size()
             buffers[name].copy_(old + total * share)
-        return False
-
-    def finish_with_nan(self, model: nn.Module) -> bool:
-        """Send what this rank has changed; the step is skipped."""
-        self.finish(model)
-        return True

@@ -17,7 +17,7 @@ from rollcall.train.data.source import Batch
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.losses import Loss
 from rollcall.train.parallel.part import Part, flatten, unflatten
-from rollcall.train.ranks.device import whole_of
+from rollcall.train.ranks.device import local_of, whole_of
 from rollcall.train.torch_private import norms
 
 # A norm over two dimensions of a mesh takes two sums, for which torch asks to flatten the mesh.
@@ -58,21 +58,16 @@ def clip(
     for group in filter(None, gradients):
         scale = scale.to(group[0].device)
         for gradient in group:
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+            local_of(gradient).mul_(scale)
     return norm
 
 
 def sum_gradients(
     weights: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup | None], share: float
 ) -> None:
-    """Sum the gradients of weights that all ranks of these groups hold whole, times this share.
-
-    A weight that no rank has used keeps no gradient.
-    """
+    """Sum a share of gradients of weights that all ranks hold whole; None where no rank has one."""
     weights = [weight for weight in weights if weight.requires_grad]
-    gradients = [
-        torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
-    ]
+    gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
     uses = [weight.new_full((), weight.grad is not None) for weight in weights]
     vectors = [vector * share for vector in flatten([*gradients, *uses])]
     for vector in vectors:
@@ -88,19 +83,14 @@ class LossWeights(Part):
     """The weights of a loss, which all ranks hold whole."""
 
     changes_passes = False
+    finishes_alone = True
 
     def __init__(self, weights: Sequence[nn.Parameter], share: float) -> None:
-        """Multiply this rank's gradients by its share of the sum."""
         self._weights, self._share = weights, share
 
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> None:  # noqa: ARG002
         """Sum the gradients over all ranks."""
         sum_gradients(self._weights, [None], self._share)
-        return False
-
-    def finish_with_nan(self, model: nn.Module) -> bool:
-        """Take part in the sum."""
-        return not self.finish(model)
 
 
 class Turns(Part):
@@ -161,7 +151,7 @@ class Turns(Part):
             for weight in others:
                 weight.requires_grad_(True)
 
-    def finish(self, model: nn.Module) -> bool:
+    def finish(self, model: nn.Module) -> None:
         """Drop the gradients of the other networks; add up the rest over the ranks."""
         drop_gathered(model)  # a network without a backward pass keeps them
         trained, others = self._split()
@@ -169,17 +159,16 @@ class Turns(Part):
             weight.grad = None
         if self._share is not None:
             sum_gradients(trained, [None], self._share)
-        return False
 
     def finish_with_nan(self, model: nn.Module) -> bool:
         """Add NaN to the sum."""
         for weight in self._split()[0]:
             weight.grad = torch.full_like(weight, torch.nan)
-        return not self.finish(model)
+        self.finish(model)
+        return True
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of the gradients of one mesh."""
     if isinstance(gradients[0], DTensor):
         return whole_of(nn.utils.get_total_norm(gradients))
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients)))

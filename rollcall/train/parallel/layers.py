@@ -37,8 +37,8 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))  # an activation may be used twice
     if own is not None:
         layers: dict[str, nn.Module] = dict(own())
-        for name, layer in layers.items():
-            if modules.get(name) is not layer:
+        for name in layers:
+            if modules.get(name) is not layers[name]:
                 raise ConfigError(
                     f"pipeline_layers() of {type(model).__name__} returns '{name}', but the model "
                     "has no such submodule, or another one"
@@ -69,10 +69,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def groups_of(model: nn.Module, example: torch.Tensor, world: World, by: str) -> list[LayerGroup]:
-    """Return groups of layers and their costs for one sample, the same on every rank.
-
-    The costs are operations (`flops`), or measured on rank 0's device (`time`).
-    """
+    """Return groups of layers and their costs for a sample: `flops`, or the `time` on rank 0."""
     groups: list[dict[str, nn.Module]] = [{}]
     has_weights = False
     for name, layer in layers_of(model).items():
@@ -111,7 +108,6 @@ def span(layers: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _counted(groups: Groups, x: torch.Tensor) -> list[int]:
-    """Return the floating-point operations of each group for the sample."""
     operations = []
     for group in groups:
         with FlopCounterMode(display=False) as counter:

@@ -59,14 +59,12 @@ class Part:
     rounds = False  # whether forward and backward passes get weights of 16 bits
     places = False  # whether `apply` moves the model to its devices; otherwise the strategy does
     warm_ups = 0  # backward passes that are needed before the first step
+    finishes_alone = False  # whether `finish` is all that other ranks wait for after a failed pass
     changes_passes = True  # whether forward or backward passes differ from the plain model's
     suspicion = "a part that computes something else"  # if their results differ too
 
     def check(self, model: nn.Module, example: Batch) -> None:
-        """Raise ConfigError for a model or samples that do not fit, before anything is changed.
-
-        The model is whole, and on the CPU. The message names what would fit.
-        """
+        """Raise ConfigError if the model, whole on a CPU, or samples do not fit; say what does."""
 
     def apply(self, model: nn.Module) -> None:
         """Change this rank's part of the model in place; the names of the weights stay."""
@@ -90,20 +88,16 @@ class Part:
         """Return a context for a forward and backward pass; the `last` one sends the gradients."""
         return nullcontext()
 
-    def finish(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def finish(self, model: nn.Module) -> bool | None:
         """Complete a step's gradients; True if they are NaN since some weights were unused."""
-        return False
 
     def allow_unused(self, module: nn.Module) -> nn.Module:
         """Return what is called in place of what `wrap` returned: a step may leave weights out."""
         return module
 
-    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """After a failed pass on this rank, complete the step's communication with NaN.
-
-        Return whether that worked; then the gradient is NaN on every rank.
-        """
-        return False
+    def finish_with_nan(self, model: nn.Module) -> bool:
+        """Complete a failed pass with NaN on every rank; return whether that worked."""
+        return self.finishes_alone and not self.finish(model)
 
     def forget(self) -> None:
         """Drop what a gradient that is not finite would carry over to the next step."""
@@ -146,11 +140,7 @@ def nearest_multiples(number: int, degree: int) -> str:
 
 @contextmanager
 def evaluating(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[None]:
-    """Put modules of a kind into evaluation mode; then give each back the mode that it had.
-
-    `model.train()` instead would also train what its author froze with `eval()`, such as the batch
-    normalization of a pretrained part.
-    """
+    """Put modules into evaluation mode, then back; `train()` would also train frozen ones."""
     modes = [(part, part.training) for part in model.modules() if isinstance(part, kind)]
     for module, _ in [(model, True)] if kind is nn.Module else modes:
         module.eval()
@@ -159,6 +149,13 @@ def evaluating(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Iterator[
     finally:
         for module, is_training in modes:
             module.training = is_training
+
+
+def named_buffers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return each buffer's name in the model, the module that has it, and its name there."""
+    owners = [(name, module) for name, module in model.named_modules()]
+    leaves = [(n, m, leaf) for n, m in owners for leaf, _ in m.named_buffers(recurse=False)]
+    return [(f"{name}.{leaf}".lstrip("."), module, leaf) for name, module, leaf in leaves]
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -61,11 +61,7 @@ def owners(schedule: str, ranks: int, per_rank: int) -> list[int]:
 
 
 def check_shared(name: str, stage: nn.Module) -> None:
-    """Raise ConfigError if a schedule cannot run a stage because its layers share a weight.
-
-    torch computes such a weight's gradient twice from the same activations, which are gone the
-    second time (2.15).
-    """
+    """Raise ConfigError for layers with one weight: torch computes its gradient twice (2.15)."""
     for places, weight in tensors_of(stage):
         if name in SPLIT_BACKWARD and weight.requires_grad and len(places) > 1:
             raise ConfigError(
@@ -75,10 +71,7 @@ def check_shared(name: str, stage: nn.Module) -> None:
 
 
 def micro_batch(options: Parallel, asked: int | None, share: int, ranks: int, stages: int) -> int:
-    """Return the samples of a micro-batch: as `asked`, or the largest that the schedule can run.
-
-    Raise ConfigError if the schedule cannot run the resulting number of micro-batches.
-    """
+    """Return the samples of a micro-batch, as `asked` or the most that can run; or ConfigError."""
     name = options.schedule_name
 
     def problem(size: int) -> str:
@@ -106,15 +99,11 @@ class Pipeline:
     suspicion = "a forward method that does more than pipeline_layers() one after the other"
 
     def __init__(self, mesh: DeviceMesh, config: Config, world: World, share: int) -> None:
-        """Divide `share`, this pipeline's samples of a step, into micro-batches of equal size.
-
-        Raise ConfigError if the schedule cannot run that many micro-batches.
-        """
+        """Divide `share` samples of a step into equal micro-batches; or raise ConfigError."""
         self.group = mesh.get_group()  # the ranks of one pipeline
-        self._options, self._world = config.parallel, world
+        self._options, self._world, self._ranks = config.parallel, world, mesh.size()
         self._name = config.parallel.schedule_name
         self._is_looped = self._name in LOOPED
-        self._ranks = mesh.size()
         self._per_rank = config.parallel.stages_per_rank if self._is_looped else 1
         self._owners = owners(self._name, self._ranks, self._per_rank)
         self.stages = len(self._owners)  # of the whole model
@@ -144,11 +133,7 @@ class Pipeline:
         return math.ceil(share / self._micro_batch) * self._micro_batch
 
     def cut(self, model: nn.Module, example: torch.Tensor) -> list[nn.Module]:
-        """Remove the layers of other ranks from the model; return this rank's stages.
-
-        The division minimizes the cost of the most expensive stage, for one sample. ConfigError is
-        raised if the model cannot be divided into layers, or has fewer layers than stages.
-        """
+        """Keep this rank's stages, balanced by cost, and return them; or raise ConfigError."""
         check_shared(self._name, model)
         groups = groups_of(model, example, self._world, self._options.balance)
         if len(groups) < self.stages:
@@ -185,14 +170,9 @@ class Pipeline:
         loss: Callable[[torch.Tensor, Batch], torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
-        """Run the forward and backward passes of a step over this rank's stages.
-
-        `scale` multiplies the losses for the gradient. Return the sum of the unscaled losses on the
-        rank of the last stage, zero on the others.
-        """
-        runs = [Batch.joined(micro_batches)]
-        if self._name == "sequential":
-            runs = list(micro_batches)
+        """Run the passes of a step; return the sum of the losses on the last rank, 0 elsewhere."""
+        is_sequential = self._name == "sequential"
+        runs = [*micro_batches] if is_sequential else [Batch.joined(micro_batches)]
         device = runs[0].weights.device
         if self._run is None:
             self._run = self._scheduled(modules, device)
@@ -222,13 +202,9 @@ class Pipeline:
             _Accumulating(module, stage, self.stages, device, group=self.group)
             for stage, module in zip(self.mine, modules, strict=True)
         ]
-        run: PipelineScheduleSingle | PipelineScheduleMulti = SCHEDULES[self._name](
-            self._stages if self._is_looped else self._stages[0],
-            self.at_once,
-            loss_fn=lambda outputs, rows: self._loss(outputs, rows),
-            scale_grads=False,
-        )
-        return run
+        stages = self._stages if self._is_looped else self._stages[0]
+        options = {"loss_fn": lambda *given: self._loss(*given), "scale_grads": False}
+        return SCHEDULES[self._name](stages, self.at_once, **options)  # type: ignore[no-any-return]
 
     def forward(self, modules: Sequence[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs, on every rank. Stages of any batch size run one after the other."""
@@ -288,10 +264,7 @@ class Stage(nn.Sequential):
     """Layers one after the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last layer, contiguous and never a view.
-
-        Schedules detach it in place and send it, and the gradient of the input.
-        """
+        """Return the last output, contiguous and not a view: it is detached in place and sent."""
         if x.requires_grad:
             x = x.view_as(x)
             x.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]

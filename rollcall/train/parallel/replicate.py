@@ -1,7 +1,4 @@
-"""Data parallelism: every rank has a replica and a share of the batch; gradients are averaged.
-
-DistributedDataParallel, https://arxiv.org/abs/2006.15704.
-"""
+"""Data parallelism by replicas: DistributedDataParallel, https://arxiv.org/abs/2006.15704."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -16,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rollcall.config.schema import Parallel
 from rollcall.messages.refusal import RankError
 from rollcall.train import torch_private
-from rollcall.train.parallel.part import Part
+from rollcall.train.parallel.part import Part, named_buffers
 from rollcall.train.ranks.world import copy_sparse_gradients
 
 
@@ -124,12 +121,8 @@ class Replicate(Part):
 
 
 def _constants(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that are not part of the model's state."""
-    return {
-        f"{name}.{buffer}".lstrip(".")
-        for name, owner in module.named_modules()
-        for buffer in torch_private.temporary_buffers(owner)
-    }
+    buffers = named_buffers(module)
+    return {n for n, owner, leaf in buffers if leaf in torch_private.temporary_buffers(owner)}
 
 
 def _hook(options: Parallel, device: torch.device, group: dist.ProcessGroup) -> tuple[Any, Any]:

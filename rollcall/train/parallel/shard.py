@@ -1,7 +1,4 @@
-"""ZeRO: each rank holds a shard of the optimizer state, the gradients and the weights.
-
-ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277.
-"""
+"""Sharding: ZeRO, https://arxiv.org/abs/1910.02054; FSDP2, https://arxiv.org/abs/2304.11277."""
 
 import fnmatch
 import operator
@@ -40,10 +37,7 @@ TRACES = 65521
 
 
 class Shard(Part):
-    """Stages 2 and 3: weights are sharded, and gathered unit by unit when they are used.
-
-    Stage 2 keeps them gathered from the first forward to the last backward pass of a step.
-    """
+    """Stages 2 and 3: weights are sharded, and gathered by units; stage 2 keeps them for a step."""
 
     shards = True
     suspicion = "weights that are used outside the forward method of their module"
@@ -90,8 +84,7 @@ class Shard(Part):
         """Shard every unit that shares no weights with others; `wrap` shards the rest as one."""
         named = dict(model.named_parameters())
         for pattern in self._patterns:
-            names = fnmatch.filter(named, pattern)
-            if not names:
+            if not (names := fnmatch.filter(named, pattern)):
                 raise ConfigError(f"parallel.conditional: no weight of the model fits {pattern}")
             self._conditional |= {named[name] for name in names}
         modules = dict(model.named_modules())
@@ -105,9 +98,8 @@ class Shard(Part):
         last: Any = None
         # From the last one on, since a module comes before those in it, which must be first.
         for unit in [unit for unit in every[::-1] if not _shares_weights(unit, model)]:
-            if isinstance(unit, FSDPModule):  # a stack of experts
-                continue
-            if not self._conditional.issuperset(unit.parameters()):
+            is_stack = isinstance(unit, FSDPModule)  # of experts
+            if not is_stack and not self._conditional.issuperset(unit.parameters()):
                 self._shard(unit, self._mesh)
                 last = last or unit
         if last and self._stage == 3:  # its backward pass follows at once
@@ -150,7 +142,7 @@ class Shard(Part):
             if not isinstance(weight, DTensor):
                 weight.data = weight.data.to(device)
 
-    def finish(self, model: nn.Module) -> bool:
+    def finish(self, model: nn.Module) -> None:
         """Average the gradients of weights that are not sharded."""
         if not self._named:  # after a backward pass all others are sharded again
             self._named = list(model.named_parameters())
@@ -161,12 +153,9 @@ class Shard(Part):
         noted = self._has_gradient
         used = [noted.get(weight, weight.grad is not None) for _, weight in self._named]
         self._used = [*map(operator.add, self._used or used, used)]
-        self.zeros = (
-            [] if all(noted.values()) else [w for w, is_used in noted.items() if not is_used]
-        )
+        self.zeros = [weight for weight, is_used in noted.items() if not is_used]
         noted.clear()
         self.trace = hash((self.trace, *used)) % TRACES
-        return False
 
     def drop_unused(self) -> None:
         """After the norm, which needs the same weights on all ranks, leave unused ones none."""
@@ -211,19 +200,9 @@ def _left(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _odd(weights: Sequence[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the weights that FSDP2 cannot shard beside the others; each rank keeps them whole.
-
-    These are scalars, empty, complex and transposed weights, and weights of another type than most.
-    """
+    """Return the weights that each rank keeps whole: FSDP2 cannot shard them beside others."""
     plain = [weight for weight in weights if not isinstance(weight, DTensor)]
-    odd = {
-        weight
-        for weight in plain
-        if weight.ndim == 0
-        or not weight.numel()
-        or weight.is_complex()
-        or not weight.is_contiguous()
-    }
+    odd = {w for w in plain if not (w.ndim and w.numel() and w.is_contiguous()) or w.is_complex()}
     sizes: Counter[torch.dtype] = Counter()
     for weight in {*weights} - odd:
         sizes[weight.dtype] += weight.numel() if weight.requires_grad else 0
@@ -235,6 +214,7 @@ class ShardOptimizer(Part):
     """Stage 1: the optimizer state of each tensor is on one rank, which updates it for all."""
 
     changes_passes = False
+    finishes_alone = True  # no other rank waits in a forward or backward pass
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -254,15 +234,8 @@ class ShardOptimizer(Part):
         def make_own(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             return make([group for group in groups if group["params"]] or groups)
 
-        return partial(
-            Zero1,
-            optimizer_class=make_own,  # type: ignore[arg-type]  # it is called like a class
-            process_group=self._mesh.get_group(),
-        )
-
-    def finish_with_nan(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Do nothing: no other rank waits in a forward or backward pass."""
-        return True
+        kind: Any = make_own  # it is called like a class
+        return partial(Zero1, optimizer_class=kind, process_group=self._mesh.get_group())
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -270,16 +243,13 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def has_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer has a weight; in stage 1 some ranks have none."""
-    return any(group["params"] for group in optimizer.param_groups)
+def with_weights(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizer in a list if it has a weight; in stage 1 some ranks have none."""
+    return [optimizer] if any(group["params"] for group in optimizer.param_groups) else []
 
 
 def units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that are gathered as one: the members of the outermost containers.
-
-    Members without weights are left out. A model without containers has no units.
-    """
+    """Yield the modules gathered as one: members, with weights, of the outermost containers."""
     for child in module.children():
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # has no forward()
         if isinstance(module, nn.Sequential | nn.ModuleList) and not is_list:

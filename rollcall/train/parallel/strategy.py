@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rollcall.config import Config, ConfigError
@@ -21,7 +20,8 @@ from rollcall.train.numerics import optim
 from rollcall.train.numerics.ema import drop_gathered
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.hidden import left_alone
-from rollcall.train.numerics.losses import Loss, Objective, Sums, in_fp32, outputs_of
+from rollcall.train.numerics.losses import Objective, Sums, in_fp32, outputs_of
+from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.numerics.precision import autocast
 from rollcall.train.numerics.randomness import kept
 from rollcall.train.parallel.assembly import parts, weights_mesh
@@ -40,14 +40,12 @@ from rollcall.train.parallel.part import (
     unflatten,
 )
 from rollcall.train.parallel.pipeline import Pipeline
-from rollcall.train.parallel.shard import Shard, has_weights, local_optimizer
+from rollcall.train.parallel.shard import Shard, local_optimizer, with_weights
 from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.meeting import Meeting
 from rollcall.train.ranks.world import World
 
-# Flat optimizer names (state.<parameter>.<quantity>) do not depend on the strategy or mesh.
-OPTIONS = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 LOSS = "train_loss"
 """The first part of the names of a loss's weights."""
 ONE = {
@@ -62,14 +60,11 @@ MANY = {"expert": "parts of the experts", "context": "pieces of the sequences"}
 
 
 class Strategy:
-    """A model, the parts that spread it, and a training step over it.
-
-    Ranks that hold parts of one replica have the same share of every batch.
-    """
+    """A model, the parts that spread it, and a training step over it."""
 
     def __init__(self, config: Config, world: World, loss: Objective) -> None:
         """Create the mesh; raise ConfigError if it does not fit the world size or the batch."""
-        self.world = world
+        self.world, self._objective, self.loss = world, loss, loss.loss
         self.degrees = config.parallel.degrees(world.world_size, _node_size(config, world))
         # Ranks of one replica compute the same samples: its stages, the parts of its layers, the
         # pieces of its sequences. Neighboring ranks differ in the tensor part, then in the piece.
@@ -78,7 +73,7 @@ class Strategy:
         self.data_ranks = world.world_size // copies // pieces // stages  # shares of every batch
         # Each stage has its own stream of random numbers, the same on ranks that compute the same
         # activations; ranks with pieces of activations fork theirs.
-        self.stream, self._copy = divmod(world.rank, pieces * copies)
+        self.stream, place = divmod(world.rank, pieces * copies)
         self.data_rank = self.stream % self.data_ranks  # the number of this rank's share
         # Replicas that take steps alone (see outer.py), and the ranks that take them with this one.
         is_apart = config.parallel.sync != "step"
@@ -91,39 +86,50 @@ class Strategy:
             )
         self._mesh = mesh = weights_mesh(self.degrees, world)
         self.replicas_apart = mesh["replicate"] if mesh and is_apart else None
-        is_cut = mesh is not None and is_apart and "shard" in (mesh.mesh_dim_names or ())
-        self.group = mesh["shard"].get_group() if mesh and is_cut else None
-        self._stage = config.parallel.stage
+        is_sharded = mesh is not None and is_apart and "shard" in (mesh.mesh_dim_names or ())
+        self.group = mesh["shard"].get_group() if mesh and is_sharded else None
         self._pipeline: Pipeline | None = None
         if mesh and stages > 1:
             share = math.ceil(config.data.global_batch / self.data_ranks)
             self._pipeline = Pipeline(mesh["pipeline"], config, world, share)
         self._parts = parts(config, world, self.degrees, mesh, loss.loss)
-        # Whether passes differ from the plain model's, or compute with 16 bits even in fp32.
-        self._shard = next((part for part in self._parts if isinstance(part, Shard)), None)
-        self.changes_passes = stages > 1 or any(part.changes_passes for part in self._parts)
-        self.rounds = any(part.rounds for part in self._parts)
+        # Likely causes if the spread model computes something else than the plain one.
+        self.suspicions = [part.suspicion for part in self._parts if part.changes_passes]
+        self.suspicions += [Pipeline.suspicion] if self._pipeline else []
+        self.changes_passes = bool(self.suspicions)
+        self.gathers = any(part.shards for part in self._parts)  # weights, on all ranks together
+        self.rounds = any(part.rounds for part in self._parts)  # to 16 bits, even in fp32
         self._sharing = [part for part in self._parts if type(part).share is not Part.share]
         self._is_pipeline = "pipeline" in parse(config.parallel.mesh_text)
+        # The part that gathers weights on all ranks together, if all of them hold all layers.
+        self._shard = next((part for part in self._parts if isinstance(part, Shard)), None)
+        self.sharding = None if self._is_pipeline else self._shard
         self._pads_to_longest = config.data.pad is True
         self._packs = bool(config.data.pack)
         self._averaged = self.data_ranks * pieces  # the parts average gradients over these ranks
-        self.counts_loss = self._copy % copies == 0  # of copies of a loss, one counts in a sum
+        piece, copy = divmod(place, copies)
+        self.counts_loss = copy == 0  # of copies of a loss, one counts in a sum
+        # In how many pieces activations may be cut, each with the number of this rank's: of a
+        # context group, of a tensor group, and of both.
+        self.pieces = [(pieces, piece), (copies, copy), (pieces * copies, place)]
+        # The ranks over which the optimizer sees shards of weights; None if it sees whole ones.
+        names = ("shard", "tensor") if config.parallel.stage > 1 else ("tensor",)
+        sharded = [name for name in names if self.degrees.get(name, 1) > 1]
+        self.sharding_mesh = mesh[sharded[0]] if mesh and sharded else None
         self._autocast, self._optim = autocast(config.precision, world.device), config.optim
         self._gather = of_all_ranks if config.train.gather else None
         if config.model.sync_buffers and (config.exact or stages > 1):
             raise ConfigError("model.sync_buffers works neither in a pipeline nor with exact=true")
         if config.model.sync_buffers and world.world_size > 1:  # finishes before DDP may refuse
             self._parts.insert(0, SharedBuffers(config.model.sync_buffers, self._averaged))
-        if self._gather and (config.exact or loss.loss.takes_model or copies * pieces * stages > 1):
+        is_cut = copies * pieces * stages > 1
+        if self._gather and (config.exact or loss.loss.takes_model or is_cut):
             raise ConfigError(
                 "train.gather=true expects a loss of (outputs, targets) and ranks that hold whole "
                 "samples and layers: choose ddp or a zero strategy, without exact=true"
             )
-        if loss.loss.turns and (
-            *(config.exact, config.faults.spike_factor, copies * pieces * stages > 1),
-            *(config.parallel.compression != "none", config.parallel.strategy == "dp"),
-        ) != (False, None, False, False, False):
+        is_other = config.parallel.compression != "none" or config.parallel.strategy == "dp"
+        if loss.loss.turns and (is_cut or is_other or config.exact or config.faults.spike_factor):
             raise ConfigError(
                 f"train.loss={loss.loss.name} trains networks in turn: choose single, ddp or a "
                 "zero strategy, without exact=true, parallel.compression and faults.spike_factor"
@@ -134,7 +140,6 @@ class Strategy:
                 f"which parallel.sync={config.parallel.sync} cannot: remove parallel.sync"
             )
         self._offloads = config.parallel.cpu_offload
-        self._loss = loss
         self._loss_module = loss.loss.module  # a loss with weights, which all ranks hold whole
         if self._loss_module:
             factor = float(self.counts_loss) / self._averaged
@@ -153,33 +158,22 @@ class Strategy:
         """This rank's shares of the samples in an evaluation, and the number of shares."""
         return range(self.data_rank, self.data_rank + 1), self.data_ranks
 
-    @property
-    def loss(self) -> Loss:
-        """The loss that it trains."""
-        return self._loss.loss
-
     def rows(self, batch: int) -> range:
-        """Return this rank's rows of a global batch.
-
-        Every rank has the same number of rows, of which the last may be padding.
-        """
+        """Return this rank's rows of a batch: one number for all ranks, perhaps with padding."""
         share = math.ceil(batch / self.data_ranks)
         if self._pipeline:
             share = self._pipeline.padded(share)
         return range(self.data_rank * share, (self.data_rank + 1) * share)
 
     def place(self, model: nn.Module, example: Batch, fill: Fill | None = None) -> None:
-        """Move the model, the same on every rank, to this rank's device and apply the parts.
-
-        `fill` gives values to a model on the meta device; without it, the model stays there.
-        """
+        """Apply the parts to the model; without `fill`, one on the meta device stays there."""
         names = [name for name, _ in self._with_loss(model).named_parameters()]
         optim.check_groups(self._optim, names)
         for part in self._parts:
             part.check(model, example)
-        if "context" in self.degrees and self._loss.loss.shifts:
+        if "context" in self.degrees and self.loss.shifts:
             raise ConfigError(
-                f"train.loss={self._loss.loss.name} predicts the first token of a piece from the "
+                f"train.loss={self.loss.name} predicts the first token of a piece from the "
                 "piece before it, which is on another rank with context parallelism: let the data "
                 "set return the next tokens as targets, for train.loss=cross_entropy"
             )
@@ -210,11 +204,10 @@ class Strategy:
             self._check_pipeline(example)
         if self._pipeline:
             modules = self._pipeline.cut(model, example.inputs[:1])
-        turns = dict.fromkeys(self._loss.loss.turns)  # the loss calls these, and not the model
+        turns = dict.fromkeys(self.loss.turns)  # the loss calls these, and not the model
         self._passed = modules = [getattr(model, turn) for turn in turns] or modules
         is_empty = any(weight.is_meta for weight in model.parameters())
         places = any(part.places for part in self._parts)
-        shards = any(part.shards for part in self._parts)
         home = torch.device("cpu") if places else self.world.device
 
         def give_values() -> None:
@@ -233,12 +226,12 @@ class Strategy:
             give_values()
         for part in self._parts:
             part.apply(model)
-        if not before_parts and not shards:
+        if not before_parts and not self.gathers:
             give_values()
         for part in self._parts:
             if fill or part.shards or not is_empty:
                 modules = [part.wrap(module) for module in modules]
-        if not before_parts and shards:
+        if not before_parts and self.gathers:
             give_values()
         held = {*model.modules()}  # layers of other pipeline stages are not
         if experts:
@@ -254,7 +247,7 @@ class Strategy:
 
     def _factor(self) -> float | torch.Tensor:
         """Return the factor of a sample's penalty in the gradient, which weights divide later."""
-        scale, scaler = self._scale * self._mean_weight, self._loss.scaler
+        scale, scaler = self._scale * self._mean_weight, self._objective.scaler
         return scale * scaler.scale if scaler else scale
 
     def weigh(self, weight: torch.Tensor, samples: int) -> None:
@@ -270,7 +263,7 @@ class Strategy:
 
     def _check_pipeline(self, example: Batch) -> None:
         """Raise ConfigError for what no pipeline can do, also on one rank, where there is none."""
-        loss = self._loss.loss
+        loss = self.loss
         if loss.takes_model:
             raise ConfigError(
                 f"train.loss={loss.name} calls the model itself, but a pipeline calls its layers "
@@ -290,14 +283,14 @@ class Strategy:
 
     def watch(self, waits: bool) -> None:
         """Let the clock of phases know when passes begin; see `rollcall.train.ranks.clock`."""
-        has_several = self._pipeline is not None or bool(self._loss.loss.turns)
+        has_several = self._pipeline is not None or bool(self.loss.turns)
         watch(self._passed, has_several, waits)
 
     def warm_up(self, example: Batch) -> None:
         """Run the backward passes that parts need, so that the first step is like any other."""
         example = example.to(self.world.device)
         left = passes = max((part.warm_ups for part in self._parts), default=0)
-        function = self._loss.loss.function
+        function = self.loss.function
         with examined(self.model, function, self.world.device, draws=True) as seen:
             while left:
                 left, unused = left - 1, False
@@ -315,31 +308,20 @@ class Strategy:
             self.written = seen.written()
 
     def example_pass(self, example: Batch) -> tuple[float]:
-        """Leave the gradient of the mean loss of these samples; return the mean loss, in fp32.
-
-        Every rank passes the same samples. No later pass computes anything else because of it.
-        """
+        """Leave the gradient of the mean loss of the samples of all ranks; return it in fp32."""
         micro_batches = [example] * (self._pipeline.at_once if self._pipeline else 1)
         count = len(example.weights) * len(micro_batches) * self.data_ranks
-        self._loss.weights.clear()
-        try:
-            with self._in_fp32():
-                total = self.forward_backward(micro_batches, count)
-        finally:
-            if self._loss_module:
-                self._loss_module.zero_grad()
-            if self._pipeline:
-                self._pipeline.forget_shapes()
+        with self._checking():
+            total = self.forward_backward(micro_batches, count)
+            sums = self._objective.sums_of_weights(total.device)
         dist.all_reduce(total)
-        sums = self._loss.sums_of_weights(total.device)
-        self._loss.weights.clear()
         dist.all_reduce(sums)
         return (float(self._per_weight(self.model, total / count, sums)),)
 
     def pass_in_turn(self, example: Batch, meeting: Meeting) -> tuple[()]:
         """Pass samples through the stages of a pipeline one after the other, each as an attempt."""
         assert self._pipeline is not None
-        with self._in_fp32(), self._around(last=False):
+        with self._checking(), self._around(last=False):
             self._pipeline.pass_in_turn(self._callables, self._share(example).inputs, meeting)
         return ()
 
@@ -351,37 +333,29 @@ class Strategy:
         Last comes how much the losses change `beside` others. A `backward` pass leaves the gradient
         of the loss.
         """
-        self._loss.weights.clear()
-        takes_model, rows = self._loss.loss.takes_model, len(batch.weights)
-        with self._in_fp32():
-            with left_alone({"": self._loss.loss.function}):  # it may count its calls
+        takes_model, rows = self.loss.takes_model, len(batch.weights)
+        with self._checking():
+            with left_alone({"": self.loss.function}):  # it may count its calls
                 if takes_model:
-                    outputs, total = None, self._loss.of_model(model, batch)
+                    outputs, total = None, self._objective.of_model(model, batch)
                 else:
                     outputs = outputs_of(model, batch)
                     total = self._sum_of_losses(outputs, batch)
                 if backward:
                     (total / rows).backward()  # type: ignore[no-untyped-call]
-            sums, change = self._loss.sums_of_weights(total.device), 0.0
+            sums, change = self._objective.sums_of_weights(total.device), 0.0
             if beside and isinstance(outputs, torch.Tensor):
                 change = self._change_beside_others(outputs, batch, total.item())
-        self._loss.weights.clear()
-        if backward and self._loss_module:
-            self._loss_module.zero_grad()
         loss = self._per_weight(model, total.detach() / rows, sums)
         return loss.item(), total.item(), float(sums[0]), change
 
     def _change_beside_others(self, outputs: torch.Tensor, batch: Batch, total: float) -> float:
-        """Return the relative change of the losses of outputs beside others for the same samples.
-
-        The others are half of each output, so that their losses are of another size, or the same
-        if the loss function does not take these.
-        """
+        """Return the relative change of losses beside halved outputs, or the same if these fail."""
         for others in (outputs / 2 if outputs.is_floating_point() else outputs, outputs):
             sums = []
             with suppress(ValueError, ArithmeticError, AssertionError, IndexError, TypeError):
                 for rows, samples in ((others, batch), joined(outputs, others, batch)):
-                    with left_alone({"": self._loss.loss.function}):
+                    with left_alone({"": self.loss.function}):
                         sums.append(self._sum_of_losses(rows, samples).item())
                 change = abs(total + sums[0] - sums[1]) / ((abs(total) + abs(sums[0])) or 1.0)
                 if math.isfinite(change):
@@ -389,56 +363,30 @@ class Strategy:
         return 0.0
 
     @contextmanager
-    def _in_fp32(self) -> Iterator[None]:
+    def _checking(self) -> Iterator[None]:
+        """Compute in fp32, and leave nothing to later passes but gradients of the model."""
         before = self._autocast, self._gather
         self._autocast, self._gather = nullcontext, twice if self._gather else None
+        self._objective.weights.clear()
         try:
             yield
         finally:
             self._autocast, self._gather = before
+            self._objective.weights.clear()
+            if self._loss_module:
+                self._loss_module.zero_grad()
+            if self._pipeline:
+                self._pipeline.forget_shapes()
 
     def _per_weight(self, model: nn.Module, loss: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Divide a loss and the gradients by the mean weight, if the loss returns weights."""
-        if not self._loss.loss.is_weighted:
+        if not self.loss.is_weighted:
             return loss
         mean = float(sums[0] / sums[1])
         for weight in model.parameters():
             if weight.grad is not None:
                 weight.grad.div_(mean)
         return loss / mean
-
-    @property
-    def gathers(self) -> bool:
-        """True if all ranks must use the same weights at the same time."""
-        return any(part.shards for part in self._parts)
-
-    @property
-    def sharding(self) -> Shard | None:
-        """The part that gathers weights on all ranks together, if all of them hold all layers."""
-        return None if self._is_pipeline else self._shard
-
-    @property
-    def suspicions(self) -> list[str]:
-        """Likely causes if the spread model computes something else than the plain one."""
-        found = [part.suspicion for part in self._parts if part.changes_passes]
-        return [*found, self._pipeline.suspicion] if self._pipeline else found
-
-    @property
-    def sharding_mesh(self) -> DeviceMesh | None:
-        """The ranks over which the optimizer sees shards of weights; None if it sees whole ones."""
-        names = ("shard", "tensor") if self._stage > 1 else ("tensor",)
-        sharded = [name for name in names if self.degrees.get(name, 1) > 1]
-        return self._mesh[sharded[0]] if self._mesh and sharded else None
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """In how many pieces activations may be cut, each with the number of this rank's piece.
-
-        Of a context group, of a tensor group, and of both.
-        """
-        pieces, copies = self.degrees.get("context", 1), self.copies
-        piece, copy = divmod(self._copy, copies)
-        return [(pieces, piece), (copies, copy), (pieces * copies, self._copy)]
 
     def among_copies(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of all ranks of the tensor group: (copies, *values.shape)."""
@@ -462,10 +410,7 @@ class Strategy:
         )
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that `make` returns for groups of this rank's parameters.
-
-        Each mesh has its own groups, since fused updates cannot mix meshes.
-        """
+        """Return the optimizer from `make`; fused updates need groups of one mesh each."""
         for part in self._parts:
             make = part.optimizer(make)
         names = {weight: name for name, weight in self.trained.named_parameters()}
@@ -515,7 +460,7 @@ class Strategy:
                 self._callables, micro_batches, self._sum_of_losses, scale
             )
         # torch calls the loss once more in the first step, to infer shapes (2.15).
-        del self._loss.weights[: -pipeline.losses]
+        del self._objective.weights[: -pipeline.losses]
         return total
 
     def _of_cached_outputs(self, micro_batches: Sequence[Batch], scale: float) -> torch.Tensor:
@@ -562,18 +507,17 @@ class Strategy:
         return stack
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the sum of the losses of a batch."""
         with self._autocast():
-            if self._loss.loss.takes_model:
-                return self._loss.of_model(model, batch)
+            if self.loss.takes_model:
+                return self._objective.of_model(model, batch)
             outputs = outputs_of(model, batch)
         return self._sum_of_losses(outputs, batch)
 
     def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
         if self._gather:
             outputs, batch = self._gather(outputs, batch)
-        outputs = outputs if self._loss.loss.converts else in_fp32(outputs)
-        return self._loss(outputs, batch.targets, batch.weights)
+        outputs = outputs if self.loss.converts else in_fp32(outputs)
+        return self._objective(outputs, batch.targets, batch.weights)
 
     def forward(self, batch: Batch) -> Any:
         """Return the outputs of the model in evaluation mode: (rows, …, classes), fp32."""
@@ -584,8 +528,7 @@ class Strategy:
 
     def sums(self, batch: Batch) -> Sums:
         """Return what a loss that calls the model itself adds up to, in evaluation mode."""
-        found: Sums = self._evaluated(batch, self._loss.loss.of_model)
-        return found
+        return self._evaluated(batch, self.loss.of_model)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def samples(self, draw: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
@@ -602,10 +545,7 @@ class Strategy:
             return call(self._callables[0], batch)
 
     def clip(self, max_norm: float | None, divisor: torch.Tensor | None = None) -> torch.Tensor:
-        """Scale the gradient to at most this norm over the whole model; return the norm before.
-
-        `max_norm=None` only measures it. `divisor` divides the gradient first, as fp16 needs.
-        """
+        """Divide the gradient, then clip it to a norm, if any; return the norm before clipping."""
         group = self._pipeline.group if self._pipeline else None
         norm = clip(self._groups, max_norm, group, divisor)
         if self._shard and self._shard.zeros:
@@ -613,10 +553,7 @@ class Strategy:
         return norm
 
     def finish_with_nan(self) -> bool:
-        """Complete the communication of `forward_backward`, which failed on this rank, with NaN.
-
-        Return whether that worked; then the gradient is NaN on every rank. A pipeline cannot.
-        """
+        """Complete a failed pass with NaN on all ranks; return whether that worked."""
         if self._pipeline or self.apart > 1:  # the other replicas have taken the step
             return False
         if not all(part.finish_with_nan(self.model) for part in self._parts):
@@ -646,10 +583,7 @@ class Strategy:
         return groups
 
     def alike(self, tensor: torch.Tensor, is_buffer: bool) -> frozenset[str]:
-        """Return the dimensions over whose ranks this weight or buffer is the same.
-
-        They neither divide it, nor compute a buffer of other samples.
-        """
+        """Return the dimensions over whose ranks this weight or buffer is the same."""
         names = frozenset((self._mesh and self._mesh.mesh_dim_names) or ()) - {"pipeline"}
         names -= {"replicate"} if self.replicas_apart else set()
         if is_buffer:
@@ -682,13 +616,10 @@ class Strategy:
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return model and optimizer under global names, to be saved or filled in place."""
-        own = local_optimizer(optimizer)
         if self._loss_module:
             drop_gathered(self.model)  # as its own hooks do otherwise
-        if has_weights(own):
-            named, optim = state_dict.get_state_dict(self.trained, own, options=OPTIONS)
-        else:
-            named, optim = state_dict.get_model_state_dict(self.trained, options=OPTIONS), {}
+        held = with_weights(local_optimizer(optimizer))
+        named, optim = state_dict.get_state_dict(self.trained, held, options=OPTIONS)
         if not self._loss_module:
             return {"model": named, "optim": optim}
         parts: dict[str, Any] = {"model": {}, "optim": optim, "loss": {}}
@@ -698,26 +629,15 @@ class Strategy:
         return parts
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load what `state` returned and a checkpoint has filled, in place.
-
-        The optimizer keeps the options of this run.
-        """
+        """Load a state that a checkpoint has filled; the optimizer keeps this run's options."""
         own = local_optimizer(optimizer)
         named = {f"{LOSS}.{name}": tensor for name, tensor in state.get("loss", {}).items()}
         named |= state["model"]
         if self._loss_module:
             drop_gathered(self.model)
-        if not has_weights(own):
-            state_dict.set_model_state_dict(self.trained, named, options=OPTIONS)
-            return
+        given: Any = {"model_state_dict": named, "optim_state_dict": state["optim"]}
         with optim.own_options(self._optim, own):
-            state_dict.set_state_dict(
-                self.trained,
-                own,
-                model_state_dict=named,
-                optim_state_dict=state["optim"],
-                options=OPTIONS,
-            )
+            state_dict.set_state_dict(self.trained, with_weights(own), **given, options=OPTIONS)
 
 
 def _node_size(config: Config, world: World) -> int:
@@ -726,10 +646,9 @@ def _node_size(config: Config, world: World) -> int:
     if NODE not in config.parallel.mesh_text:
         return mine
     first = world.broadcast(mine)
-    world.raise_together(
-        ""
-        if mine == first
-        else f"the mesh {config.parallel.mesh_text} needs the same number of ranks on every node, "
+    problem = (
+        f"the mesh {config.parallel.mesh_text} needs the same number of ranks on every node, "
         f"but rank {world.rank} is on a node of {mine} ranks and rank 0 on one of {first}"
     )
+    world.raise_together(problem if mine != first else "")
     return mine

@@ -2,9 +2,8 @@
 
 Megatron-LM, https://arxiv.org/abs/1909.08053. A model declares its layers in `tensor_plan`. All
 other modules compute the same on every rank of the dimension, so their dropout draws the same masks
-there. Between a columns and a rows layer each rank draws random numbers for its own units.
-
-An embedding and the head may divide the vocabulary. A loss of rollcall's then computes with each
+there. Between a columns and a rows layer each rank draws random numbers for its own units. An
+embedding and the head may divide the vocabulary. A loss of rollcall's then computes with each
 rank's part of the logits; for other losses, and in an evaluation, they are gathered.
 
 With sequence parallelism, https://arxiv.org/abs/2205.05198, each rank computes the modules between
@@ -160,11 +159,10 @@ class Tensor(Part):
         # A split layer returns a view, and FSDP2 around it warns of in-place writes (torch 2.15);
         # models with a plan do not write in place there.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        # Without pieces, modules still give one input to several columns, but gather nothing.
-        changes = {name: SHARE for name, cut in self._sequence_plan.items() if cut == SHARE}
-        if self._sequence:
-            changes = self._sequence_plan
-        styles = SEQUENCE_STYLES if self._sequence else STYLES
+        changes, styles = self._sequence_plan, SEQUENCE_STYLES
+        if not self._sequence:  # modules still give one input to several columns, but gather none
+            changes = {name: cut for name, cut in changes.items() if cut == SHARE}
+            styles = STYLES
         divided = {name for name, cut, _ in _matches(model, self._plan) if cut == VOCABULARY}
         found, cuts = {}, _matches(model, {**self._plan, **changes})
         shares = {name for name, cut, _ in cuts if cut == SHARE}
@@ -224,10 +222,7 @@ class Tensor(Part):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _share_input(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """Give columns with one input, such as query and key, one DTensor.
-
-        Its gradient is added up before the all-reduce, which is then one for all of them.
-        """
+        """Give columns with one input one DTensor, so that one all-reduce adds up its gradient."""
         x, *others = inputs
         # Sequence parallelism has gathered a DTensor; without a gradient there is nothing to add.
         if isinstance(x, DTensor) or not (x.requires_grad and torch.is_grad_enabled()):
@@ -255,13 +250,12 @@ class Tensor(Part):
     def _leave(self, *_: Any) -> None:
         self._fork.leave()
 
-    def finish(self, model: nn.Module) -> bool:
+    def finish(self, model: nn.Module) -> None:
         """Sum the gradients of norms, which each rank has for its pieces of the sequences."""
         for parameter in model.parameters():
             gradient = parameter.grad
             if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        return False
 
 
 def _share_again(model: nn.Module, first: str, *others: str) -> None:

@@ -32,14 +32,12 @@ class Operations(NamedTuple):
 def factors(
     run: Run, model: nn.Module, example: Batch, loss: Loss, passes: int
 ) -> tuple[dict[str, float], str]:
-    """Return factors that turn samples per second into further figures of metrics.jsonl.
+    """Return factors from samples per second to other figures, and a warning if one is missing.
 
-    With them comes a warning, empty if nothing is missing. The figures are `tokens_per_second` for
-    sequences of one length; `flops_per_second`, the model's own operations on all ranks; and
-    `recomputed_flops_per_second`, if there are any. If the peak of the chip is known, `mfu`: the
-    share of it that the model's own operations take; see Chowdhery et al., PaLM, appendix B,
-    https://arxiv.org/abs/2204.02311. Only rank 0 counts operations, because no other rank writes
-    these figures. The model is not spread yet. Operations that do not grow with samples happen in
+    The figures: `tokens_per_second` for sequences of one length; the model's own `flops_per_second`
+    on all ranks; `recomputed_flops_per_second`, if any; and `mfu`, the share of the chip's peak
+    that its own take (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311). Only
+    rank 0 counts, before the model is spread. Operations that do not grow with samples happen in
     each of the `passes` of a step on all ranks. Raise ConfigError if `log.chips` cannot be read.
     """
     config, world = run.config, run.world
@@ -114,10 +112,7 @@ def _without_values(code: Any) -> Any:
 
 
 class _PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Divides the operations of torch's counter among the passes.
-
-    A backward pass runs without gradients, except for a forward pass that it recomputes.
-    """
+    """Divides torch's count among the passes; only recomputation has gradients enabled."""
 
     def __init__(self, counter: FlopCounterMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,10 +135,7 @@ class _PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_of(chip: str, precision: str, more: str | None = None) -> float | None:
-    """Return the dense operations per second of a chip in a number format; None if unknown.
-
-    The file `more` adds to chips.yaml; ConfigError if it cannot be used.
-    """
+    """Return a chip's dense operations per second, None if unknown; `more` adds to chips.yaml."""
     table = chips.known(more)
     name = chips.find(chip, table)
     return table[name].get(precision) if name else None

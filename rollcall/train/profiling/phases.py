@@ -42,17 +42,10 @@ class Table:
 
 
 class PhaseTimes:
-    """The member of the step that measures the time and memory of each rank.
-
-    The numbers of all ranks travel with few exchanges, after which each rank knows how long the
-    others take, so it counts the steps in which it is late by itself.
-    """
+    """The member that measures each rank's time and memory; each counts its late steps itself."""
 
     def __init__(self, run: Run, plan: Callable[[int, int], None]) -> None:
-        """Learn the names of all ranks, which make this call together.
-
-        `plan` is called on the ranks that a person wants profiled, with the first step and the end.
-        """
+        """Learn the names of all ranks; `plan` gets the first step and the end of a profile."""
         world = run.world
         self._run, self._plan = run, plan
         self._is_on_gpu = world.device.type == "cuda"

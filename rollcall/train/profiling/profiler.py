@@ -35,20 +35,19 @@ class Profiler:
         self._plans: list[tuple[int, int]] = []  # first steps and ends
         self._profile: _Profile | None = None
         self._end = 0  # of the profile that has begun
-        self._configured = (0, 0)  # first step and end, on all ranks
+        self._configured: tuple[int, ...] = 0, 0  # first step and end, on all ranks
         clock.on_step = None
         config, ranks = run.config.profile, run.world.world_size
         if config.steps is None:
             return
-        first, end = self._configured = _steps_of(config.steps)
+        first, end = self._configured = tuple(map(int, config.steps.split(":")))
         if first > steps or end - first > MAX_STEPS:
             raise ConfigError(
                 f"profile.steps={config.steps}: expected at most {MAX_STEPS} of the steps 1 to "
                 f"{steps}"
             )
         chosen = [] if config.ranks == "all" else [int(rank) for rank in config.ranks.split(",")]
-        wrong = [rank for rank in chosen if rank >= ranks]
-        if wrong:
+        if wrong := [rank for rank in chosen if rank >= ranks]:
             raise ConfigError(
                 f"profile.ranks={config.ranks}: rank {wrong[0]} does not exist; expected ranks "
                 f"from 0 to {ranks - 1}, or all"
@@ -58,17 +57,8 @@ class Profiler:
         if not chosen or run.world.rank in chosen:
             self._plans.append((first, end))
 
-    def begin(self) -> None:
-        """Begin to look for the steps to profile, of which the first may be the next one."""
-        if self._plans:
-            self.after_step()
-
     def plan(self, first: int, end: int) -> None:
-        """Profile the steps from `first` up to `end`.
-
-        If the configuration has some of them profiled, on whatever ranks, all ranks take as many
-        steps after those: the profiles of one request are of the same steps.
-        """
+        """Profile the steps from `first` to `end`, moved behind the configured ones."""
         start, stop = self._configured
         delay = stop - first if first < stop and start < end else 0
         self._plans.append((first + delay, end + delay))
@@ -187,11 +177,6 @@ class _Nsight(_Profile):
         self._close()
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-
-
-def _steps_of(text: str) -> tuple[int, int]:
-    first, end = text.split(":")
-    return int(first), int(end)
 
 
 def _kernels(trace: Path) -> list[dict[str, Any]]:

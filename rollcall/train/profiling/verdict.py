@@ -57,10 +57,7 @@ def limits(phases: np.ndarray) -> np.ndarray:
 
 
 class LateRanks:
-    """Finds the rank for which the others wait, and the phase in which it is late.
-
-    Waiting for other ranks is a separate phase, so it cannot hide a late rank.
-    """
+    """Finds the rank for which the others wait, and the phase in which it is late."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names  # such as "rank 5 (node07, gpu 1)"

@@ -65,7 +65,7 @@ class Member(Protocol[Numbers]):
 
     `Numbers` is a dataclass of the member's own, or a dictionary. Each of its values is a number,
     or a vector: a tensor or a list of numbers. With `log.every=1`, or if a member has a true
-    `wants_every_step`, every step is reported; otherwise the newest of those that share an
+    `wants_every_step`, every step is reported; otherwise the newest of several that share an
     exchange. The order of the members does not matter.
     """
 
@@ -80,12 +80,11 @@ class Member(Protocol[Numbers]):
         ...
 
     def settle(self, step: Step, agreed: Numbers) -> Action:
-        """Act on the sums of a step, one step later.
-
-        They are the same on every rank, so all may raise an error together: numbers as floats,
-        vectors as lists of floats.
-        """
+        """Act on a step's sums, a step later: floats or lists of floats, the same on all ranks."""
         ...
+
+
+Members = Sequence[Member[Any]]
 
 
 def one_slot(value: Number, rank: int, world_size: int) -> list[Number]:
@@ -109,11 +108,7 @@ _Layout = tuple[type, dict[Any, int | slice]]
 
 
 class Agreement:
-    """Sums the reports of the ranks, with at most one collective per step.
-
-    Nobody else knows how the numbers are packed. Neither the network nor the GPU is waited for
-    until the sums are read, when the next gradient is already being computed.
-    """
+    """Sums the reports of the ranks by one late collective; nobody else knows the packing."""
 
     def __init__(self, reports: Sequence[Callable[[], Any]], device: torch.device) -> None:
         self._reports = reports  # in the same order on every rank
@@ -130,10 +125,7 @@ class Agreement:
         self._every_step = every_step
 
     def send(self, step: int, skipped: torch.Tensor, is_due: bool) -> None:
-        """Note that `step` updates are done, the newest of which may have been skipped.
-
-        Every rank calls it together. If the step `is_due`, or it is time, an exchange begins.
-        """
+        """Note a step, on every rank; begin an exchange if the step `is_due` or it is time."""
         self._steps += 1
         if is_due or self._every_step or step >= self._next:
             self._exchange(step)
@@ -141,10 +133,7 @@ class Agreement:
             self._quiet = step, Copied(skipped)
 
     def receive(self, now: bool = False) -> Exchange | None:
-        """Return the sums of the newest exchange, once.
-
-        If the newest step was skipped, or with `now`, its numbers are exchanged first.
-        """
+        """Return the newest sums, once; a skipped step, or any with `now`, is exchanged first."""
         if self._quiet and (now or self._quiet[1].read()):
             self._exchange(self._quiet[0])
         if self._pending is None:
@@ -172,10 +161,7 @@ class Agreement:
 def _packed(
     seconds: float, reports: Sequence[Any], device: torch.device
 ) -> tuple[torch.Tensor, list[_Layout]]:
-    """Return all numbers as a vector, in one order on all ranks, and the layout of each report.
-
-    A number may be on the GPU of some ranks alone, so its position must not depend on that.
-    """
+    """Return all numbers in the same order on all ranks, and the layout of each report."""
     numbers, layouts = [seconds], list[_Layout]()
     on_gpu: list[tuple[int, torch.Tensor]] = []
     for report in reports:
@@ -200,12 +186,8 @@ def _packed(
 
 
 def _unpacked(sums: list[float], layouts: Sequence[_Layout]) -> list[Any]:
-    """Return the sums in the form of the reports."""
-    return [
-        values if issubclass(kind, dict) else kind(**values)
-        for kind, positions in layouts
-        for values in [{name: sums[position] for name, position in positions.items()}]
-    ]
+    named = ((kind, {n: sums[at] for n, at in positions.items()}) for kind, positions in layouts)
+    return [values if issubclass(kind, dict) else kind(**values) for kind, values in named]
 
 
 @clock.waiting

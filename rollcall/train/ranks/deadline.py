@@ -25,12 +25,9 @@ class Deadline:
     def __init__(self, directory: Path) -> None:
         self.has_come = False  # whether the end has been near
         self.save_seconds = 0.0  # how long the newest save took
-        self._directory = directory
-        self._end = math.inf
-        self._look = Every(LOOK)
-        self._began = time.time()
-        self._last = time.monotonic()
-        self._margin = VERDICT
+        self._directory, self._look = directory, Every(LOOK)
+        self._end, self._margin = math.inf, VERDICT
+        self._began, self._last = time.time(), time.monotonic()
         self._near_since = math.inf  # by the monotonic clock
 
     def is_near(self, seconds: float) -> bool:

@@ -1,8 +1,6 @@
-"""Tensors on GPUs and on several ranks.
+"""Tensors on several ranks, and on GPUs: https://docs.pytorch.org/docs/stable/notes/cuda.html."""
 
-Copies run beside a GPU's computation: https://docs.pytorch.org/docs/stable/notes/cuda.html.
-"""
-
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +17,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of which ranks may hold shards; all of them call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def buckets(named: Iterable[tuple[Any, Any]], most: int) -> Iterator[dict[Any, Any]]:
+    """Yield named tensors in groups of at most so many bytes together, or of one tensor."""
+    bucket, total = dict[Any, Any](), 0
+    for name, tensor in named:
+        if bucket and total + tensor.nbytes > most:
+            yield bucket
+            bucket, total = {}, 0
+        bucket[name] = tensor
+        total += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def synchronize(device: torch.device) -> None:

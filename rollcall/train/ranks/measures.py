@@ -111,10 +111,7 @@ class Measures:
         return self._known.keys() > self._agreed.keys()
 
     def agree(self, world: World) -> None:
-        """Let all ranks know all names; they call it together.
-
-        If two ranks reduce values of one name in two ways, the next `add` of one of them fails.
-        """
+        """Share all names with all ranks; the next `add` refuses another `reduce` for a name."""
         agreed: dict[str, Reduce] = {}
         has_new = world.gather(torch.tensor(self.has_new or world.is_main)).tolist()
         for rank in (rank for rank, is_new in enumerate(has_new) if is_new):
@@ -138,10 +135,8 @@ class Measures:
         """Return, and forget, the value of each name for a line of metrics.jsonl."""
         totals, self._line = self._line, {}
         means = {name for name, reduce in self._agreed.items() if reduce == "mean"}
-        return {
-            name: float(value) / (float(count) if name in means else 1)
-            for name, (value, count) in totals.items()
-        }
+        counts = {name: float(count) if name in means else 1 for name, (_, count) in totals.items()}
+        return {name: float(value) / counts[name] for name, (value, _) in totals.items()}
 
 
 _of_process: list[Measures] = []

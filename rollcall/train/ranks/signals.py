@@ -73,10 +73,7 @@ def end_at_once(text: str) -> Iterator[None]:
 
 
 def await_lost_node() -> None:
-    """Have a thread end this process's connections once its supervisor says that a node is lost.
-
-    A host without power closes no connection: without this, gloo waits until its time is up.
-    """
+    """Close this process's connections when a node is lost, which cannot close its own."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [NODE_LOST])  # in all threads, if called before them
     threading.Thread(target=_await_lost_node, daemon=True, name="node lost").start()
 

@@ -138,10 +138,7 @@ class World:
 
     @classmethod
     def join(cls, device: str = "auto") -> World:
-        """Join the other ranks: with gloo on CPUs, with NCCL (and gloo for host data) on GPUs.
-
-        Raise ConfigError if the environment or the device is unusable, or other ranks are missing.
-        """
+        """Join the other ranks, with gloo, on GPUs also NCCL; ConfigError if that is impossible."""
         place = find_place(os.environ)
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
             # Batches of changing sizes, and smaller ones after a lack of memory, leave gaps.
@@ -166,14 +163,10 @@ class World:
         if place.world_size == 1:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **given)
             return world
+        given |= {"rank": place.rank, "world_size": place.world_size, "timeout": JOIN_TIMEOUT}
         try:
-            dist.init_process_group(
-                store=None if place.launcher == "torchrun" else _meet(place),
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=JOIN_TIMEOUT,
-                **given,
-            )
+            store = None if place.launcher == "torchrun" else _meet(place)
+            dist.init_process_group(store=store, **given)
         except hosts.HostError as error:
             raise ConfigError(f"rank {place.rank}: {error}") from error
         except dist.DistError as error:
@@ -297,9 +290,8 @@ class _Replica(DistributedDataParallel):
             if tensors:
                 vector = torch.cat(tensors)
                 dist.broadcast(vector, 0)
-                for tensor, part in zip(
-                    tensors, torch.split(vector, [*map(len, tensors)]), strict=True
-                ):
+                parts = torch.split(vector, [*map(len, tensors)])
+                for tensor, part in zip(tensors, parts, strict=True):
                     tensor.data.copy_(part)  # the backward pass holds it, but does not use it
         return outputs
 
@@ -356,14 +348,8 @@ def _meet(place: Place) -> dist.Store:
         os.environ["MASTER_ADDR"] = own.address if on_head else place.nodes[0]
         if place.rank == 0:
             listener = _listen(own.address, port)
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        port,
-        place.world_size,
-        is_master=place.rank == 0,
-        timeout=JOIN_TIMEOUT,
-        master_listen_fd=listener,
-    )
+    server = os.environ["MASTER_ADDR"], port, place.world_size, place.rank == 0
+    return dist.TCPStore(*server, timeout=JOIN_TIMEOUT, master_listen_fd=listener)
 
 
 def _listen(address: str, port: int) -> int:

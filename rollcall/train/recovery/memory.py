@@ -61,10 +61,7 @@ def snapshot(run: Run, step: int) -> None:
 
 
 def rejoin(run: Run, finish_with_nan: Callable[[], bool], problem: str, micro_batch: int) -> None:
-    """Complete a step for which this rank had too little memory, with a gradient of NaN.
-
-    Raise MemoryError if the strategy cannot; the next attempt begins with this micro-batch.
-    """
+    """Complete a step that ran out of memory with NaN; raise MemoryError if that fails."""
     if run.world.device.type == "cuda":
         torch.cuda.empty_cache()
     if not finish_with_nan():
@@ -90,10 +87,7 @@ def propose(run_dir: RunDir, micro_batch: int, is_fastest: bool = False) -> None
 
 
 def with_proposal(run: Run) -> Run:
-    """Return the run with the micro-batch that an earlier attempt proposed, if it is smaller.
-
-    With `data.micro_batch=auto`, also the one that an earlier attempt found to be the fastest.
-    """
+    """Return the run with the micro-batch that an earlier attempt proposed, or found fastest."""
     asked, batch = run.config.data.micro_batch, run.config.data.global_batch
     found = run.world.broadcast(run.world.is_main and read_object(run.run_dir.faults / FILE))
     size, is_fastest = ((found or {}).get(name) for name in ("micro_batch", "is_fastest"))

@@ -48,11 +48,7 @@ def fastest(trials: Sequence[Trial], limit: float) -> Trial | None:
 
 
 def search(world: World, fits_memory: Callable[[Batch], bool], batch: Batch) -> Trial | None:
-    """Try passes over more and more rows of a batch; every rank calls it together.
-
-    `fits_memory` computes the gradient of some of a rank's samples, and returns whether this rank
-    had enough memory. A rank may use its free memory less MARGIN.
-    """
+    """Try passes over more and more rows; `fits_memory` makes one and says whether it fit."""
 
     def trial(size: int) -> Trial:
         part = batch.map(lambda tensor: tensor[:size])
@@ -93,7 +89,6 @@ def _expected(found: Sequence[Trial], size: int) -> float:
 
 
 def _most(world: World, *mine: float) -> list[float]:
-    """Return the largest of each number over all ranks."""
     return list(world.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist())
 
 

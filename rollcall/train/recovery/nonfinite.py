@@ -24,8 +24,7 @@ class Witness:
     """Watches the modules of a model and the losses of an objective while its context is open."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
-        self._model = model
-        self._objective = objective
+        self._model, self._objective = model, objective
         self.losses = torch.zeros(0)  # (rows,), after the context; none if not computed here
         self._handles: list[Any] = []
         self._forward = self._backward = ""
@@ -61,7 +60,8 @@ class Witness:
         return float(found.values[0]), tuple(found.indices.tolist())
 
     def _after(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        floats = (t for t in tree_leaves(output) if isinstance(t, torch.Tensor))
+        for tensor in filter(torch.is_floating_point, floats):
             if not self._forward and not tensor.detach().isfinite().all():
                 self._forward = f"the output of {name}"
             if tensor.requires_grad:
@@ -71,8 +71,3 @@ class Witness:
     def _gradient(self, place: str, gradient: torch.Tensor) -> None:
         if not self._backward and not gradient.isfinite().all():
             self._backward = place
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    found = tree_leaves(output)
-    return [one for one in found if isinstance(one, torch.Tensor) and one.is_floating_point()]

@@ -1,8 +1,4 @@
-"""Recover from a step that cannot be applied.
-
-Compute it again if memory ran out or weights were unused. Otherwise find the cause, then continue,
-roll back or stop.
-"""
+"""Recover from a step that cannot be applied: repeat it, or find its cause and continue or stop."""
 
 import json
 import math
@@ -54,18 +50,10 @@ class Fault:
 
 
 class Recovery:
-    """Repeats steps, and ends the run after too many that were skipped.
-
-    All ranks make each call together.
-    """
+    """Repeats steps, and ends a run after too many skipped ones; on all ranks together."""
 
     def __init__(
-        self,
-        run: Run,
-        order: Order,
-        gradient: Repeatable,
-        strategy: Strategy,
-        objective: Objective,
+        self, run: Run, order: Order, gradient: Repeatable, strategy: Strategy, objective: Objective
     ) -> None:
         self._run, self._world, self._order = run, run.world, order
         self._gradient, self._strategy, self._objective = gradient, strategy, objective
@@ -86,10 +74,7 @@ class Recovery:
         self.left_out = {step for step in steps if isinstance(step, int)}
 
     def prepare_repeat(self, is_unused: bool, batch: Batch, number: int) -> None:
-        """Drop the next gradient, and let this step be computed as it will work.
-
-        If not some weight `is_unused`, memory ran out: raise MemoryError if it did with one sample.
-        """
+        """Prepare to repeat a step in a way that works; raise MemoryError if there is none."""
         changed = listed(self._gradient.drop())
         if self._objective.scaler:
             self._objective.scaler.undo()
@@ -125,11 +110,7 @@ class Recovery:
             self._rolled_back_to = None
 
     def recover(self, step: Step, batch: Batch) -> None:
-        """Drop the next gradient, which a skipped step may have spoiled, and find the cause.
-
-        The step is repeated with the weights unchanged. Raise FaultError if
-        `faults.max_skipped_steps` in a row were skipped.
-        """
+        """Repeat a skipped step to find the cause; FaultError after too many in a row."""
         self._gradient.drop()
         scaler, is_spike = self._objective.scaler, math.isfinite(step.grad_norm)
         if scaler and math.isfinite(step.loss) and scaler.scale >= 1 and not is_spike:
@@ -163,10 +144,7 @@ class Recovery:
             )
 
     def roll_back(self, saved_at: int | None) -> None:
-        """Leave out the skipped steps, after loading the checkpoint of step `saved_at`, if any.
-
-        Raise FaultError if there is none, or the last rollback to it did not help.
-        """
+        """Leave out the skipped steps after a rollback; raise FaultError if it cannot help."""
         if saved_at is None or saved_at == self._rolled_back_to:
             reason = f"the last rollback to step {saved_at} did not help"
             if saved_at is None:
@@ -186,12 +164,11 @@ class Recovery:
 
     def summary(self) -> dict[str, str]:
         """Return rows for the summary of the run."""
-        rows = {}
-        if self._gradient.micro_batch != self._run.config.data.micro_batch:
-            rows["memory"] = f"data.micro_batch={self._gradient.micro_batch} fits from the start"
+        rows, size = {}, self._gradient.micro_batch
+        if size != self._run.config.data.micro_batch:
+            rows["memory"] = f"data.micro_batch={size} fits from the start"
         if self._skipped:
-            count, last = len(self._skipped), self._skipped[-1]
-            rows["skipped steps"] = f"{count}; the last was step {last}"
+            rows["skipped steps"] = f"{len(self._skipped)}; the last was step {self._skipped[-1]}"
         return rows
 
     def _fault(self, step: Step, kind: str, finding: Finding) -> Fault:

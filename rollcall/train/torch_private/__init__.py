@@ -9,7 +9,7 @@ import importlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -97,12 +97,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
 @contextmanager
 def waits_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Wrap the functions in which a thread waits for other ranks, while the context is open."""
-    wait = wrap(dist.Work.wait)
-    wait_tensor = wrap(functional_collectives.wait_tensor)
-    with (
-        replaced(dist.Work, "wait", wait),
-        replaced(functional_collectives, "wait_tensor", wait_tensor),
-    ):
+    with ExitStack() as stack:
+        for owner, name in ((dist.Work, "wait"), (functional_collectives, "wait_tensor")):
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
         yield
 
 
@@ -124,10 +121,7 @@ def values_promised(trunc_normal: Callable[..., torch.Tensor]) -> Iterator[Calla
 def muon_replaced(
     wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
 ) -> Any:
-    """Return a context in which Muon orthogonalizes by a function made of the original.
-
-    Raise AttributeError if torch's Muon has no such function.
-    """
+    """Return a context in which Muon orthogonalizes by another function; or AttributeError."""
     from torch.optim import _muon
 
     name = "_zeropower_via_newtonschulz"
@@ -145,10 +139,7 @@ def is_backward() -> bool:
 
 
 def arguments_of(operation: Any) -> Sequence[Any]:
-    """Return the declared arguments of an ATen operation, with names and what it writes to.
-
-    A higher-order operation, such as a compiled attention, declares none.
-    """
+    """Return the arguments of an ATen operation, with what it writes to; none if higher-order."""
     schema = getattr(operation, "_schema", None)
     arguments: Sequence[Any] = schema.arguments if schema else ()
     return arguments
@@ -201,10 +192,7 @@ def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 
 
 def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
-    """Let DDP neither broadcast these buffers nor average these parameters of a module.
-
-    Call it before DDP wraps the module. The public words for it exist in no version.
-    """
+    """Let DDP, which wraps the module later, leave these buffers and parameters alone."""
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(module, names)
 
@@ -273,11 +261,6 @@ def dump_memory(path: Path) -> None:
 
 
 def fake_store() -> dist.Store:
-    """Return the store of an imaginary world, whose backend is "fake".
-
-    torch's own tests use it; without it only `rollcall plan` cannot build a model of many ranks.
-    """
-    store: dist.Store = importlib.import_module(
-        "torch.testing._internal.distributed.fake_pg"
-    ).FakeStore()
-    return store
+    """Return the store of an imaginary world, as tests of torch do, for `rollcall plan` alone."""
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    return fake.FakeStore()  # type: ignore[no-any-return]

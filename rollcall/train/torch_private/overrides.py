@@ -12,10 +12,7 @@ from rollcall.train.torch_private import BatchNorm
 
 
 class Zero1(ZeroRedundancyOptimizer):
-    """Does not send frozen weights, as torch's does in every step (2.15).
-
-    The optimizer of a rank lacks groups of which the rank has no tensor: torch cannot load them.
-    """
+    """Sends no frozen weights, unlike torch (2.15); loads groups of which a rank has no tensor."""
 
     def _sync_param_groups(self: Any, source: Any, target: Any) -> None:
         mine = self._partition_parameters()[self.rank]
@@ -52,10 +49,7 @@ class BatchNormOfAll(BatchNorm):
 
 
 class Stage(PipelineStage):
-    """Sends nothing to its own rank, as torch 2.11 does if that has the next stage.
-
-    A later torch has no such method and does not send it.
-    """
+    """Sends nothing to its own rank, as torch 2.11 does; a later torch has no such method."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         parent: Any = super()  # the stubs of some versions of torch lack the method

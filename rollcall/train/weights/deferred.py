@@ -30,12 +30,7 @@ SMALL = 2**12
 """Numbers of a new tensor up to which its values are computed at once, since code reads them."""
 META, CPU = torch.device("meta"), torch.device("cpu")
 ATEN = torch.ops.aten
-OVERWRITES = {
-    ATEN.normal_.default,
-    ATEN.uniform_.default,
-    ATEN.zero_.default,
-    ATEN.fill_.Scalar,
-}
+OVERWRITES = {ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar}
 """Operations after which the earlier values of a tensor no longer matter."""
 EMPTY = {ATEN.empty.memory_format, ATEN.empty_strided.default, ATEN.empty_like.default}
 
@@ -91,15 +86,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_inside = False
         return tensor
 
-    def handle(self, function: Any, args: Any, kwargs: dict[str, Any], draw: int | None) -> Any:
-        """Return the results of an operation; `draw` is its number if it is random."""
-        return self.run(function, args, kwargs, draw)
-
     def run(self, function: Any, args: Any, kwargs: dict[str, Any], draw: int | None) -> Any:
-        """Compute an operation, with its own seed if it is random."""
+        """Compute an operation, with its own seed if it is random: `draw` is its number then."""
         if draw is not None and kwargs.get("generator") is None:
             torch.default_generator.manual_seed(derive(self._seed, "model", draw))
         return function(*args, **kwargs)
+
+    handle = run  # of each operation; a subclass may do something else
 
 
 class Recorder(Draws):  # type: ignore[no-untyped-call]
@@ -232,10 +225,7 @@ class Recorder(Draws):  # type: ignore[no-untyped-call]
 
 
 def build(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recorder | None, str]:
-    """Build a model without memory for its tensors, if its code allows that.
-
-    With it comes the recorder that knows its values; or None, and why the model has them already.
-    """
+    """Build a model without memory, and a recorder of its values; or None and the reason."""
     set_seed(seed, "model")  # for code that draws from Python or NumPy
     recorder = Recorder(seed)
     try:
@@ -268,7 +258,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the arguments that an operation changes."""
     written: list[torch.Tensor] = []
     for index, argument in enumerate(arguments_of(function)):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,7 +1,4 @@
-"""The tensors of a new run: on the meta device until the model is spread over the ranks.
-
-A tensor starts from `model.init` if it is stored there, and from random numbers otherwise.
-"""
+"""The tensors of a new run, on the meta device until the model is spread over the ranks."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -109,7 +106,6 @@ class Start:
                 self.release(model)
 
     def _load(self, wanted: Mapping[str, torch.Tensor]) -> set[str]:
-        """Fill the tensors that are stored; return their names in the model."""
         loaded = {name for name in wanted if name in self._names}
         if self._stored is not None and loaded:
             targets = [(self._names[name], wanted[name].detach()) for name in loaded]
@@ -159,11 +155,7 @@ def built(config: Config, make: Callable[[], nn.Module]) -> Start:
 
 
 def start(run: Run, make: Callable[[], nn.Module]) -> Start:
-    """Build the model of a run, freeze parts, and find the initial values of its tensors.
-
-    All ranks call this together. A run that continues from a checkpoint no longer needs
-    `model.init`. Raise ConfigError on all ranks if that cannot be read or does not fit.
-    """
+    """Build a run's model and find its initial values on all ranks; or raise ConfigError."""
     config, world = run.config, run.world
     begin = built(config, make)
     if begin.reason:
@@ -191,8 +183,7 @@ def freeze(model: nn.Module, config: Config) -> None:
     """Exclude parameters from training; ConfigError if a pattern fits none, or all are excluded."""
     parameters = dict(model.named_parameters())
     for pattern in split(config.model.freeze):
-        names = fnmatch.filter(parameters, pattern)
-        if not names:
+        if not (names := fnmatch.filter(parameters, pattern)):
             raise ConfigError(_fits_nothing("model.freeze", pattern, parameters))
         for name in names:
             parameters[name].requires_grad_(False)
@@ -219,18 +210,12 @@ def match(
     missing: list[str] = []
     used_patterns: set[str] = set()
     rules = getattr(model, "stored_names", {})  # for the names of Hugging Face
-    tensors = [
-        (
-            [
-                *names,
-                *(name.replace(ADAPTED, "") for name in names if ADAPTED in name),
-                *(export.renamed(name, rules) for name in names if rules),
-            ],
-            tensor,
-        )
-        for names, tensor in tensors_of(model)
-        if persistent & {*names}
-    ]
+    tensors = []
+    for names, tensor in tensors_of(model):
+        if persistent & {*names}:
+            adapted = [name.replace(ADAPTED, "") for name in names if ADAPTED in name]
+            theirs = [export.renamed(name, rules) for name in names if rules]
+            tensors.append(([*names, *adapted, *theirs], tensor))
     model_names = {name for names, _ in tensors for name in names}
     if model_names.isdisjoint(renamed):
         renamed = _with_other_prefix(renamed, model_names)
@@ -278,7 +263,7 @@ def rename(names: Iterable[str], rules: str | None) -> dict[str, str]:
 
 
 def describe(model: nn.Module, source: Stored, names: Mapping[str, str]) -> str:
-    """Describe the tensors of the model that start from stored ones, and those that do not."""
+    """Describe the tensors of the model that start from stored ones, and the others."""
     tensors = {aliases[0]: (aliases, tensor.nbytes) for aliases, tensor in tensors_of(model)}
     persistent = set(model.state_dict(keep_vars=True))
     loaded = [nbytes for name, (_, nbytes) in tensors.items() if name in names]
@@ -300,13 +285,12 @@ def split(text: str | None) -> list[str]:
 
 def _with_other_prefix(renamed: dict[str, str], names: set[str]) -> dict[str, str]:
     """Add or remove the prefix of all names with which most of them are names of the model."""
+    theirs, ours = ({name.partition(".")[0] for name in some} for some in (renamed, names))
     options = [renamed]
-    for prefix in {name.partition(".")[0] for name in renamed}:
-        options.append(
-            {n.removeprefix(f"{prefix}."): old for n, old in renamed.items() if n != prefix}
-        )
-    for prefix in {name.partition(".")[0] for name in names}:
-        options.append({f"{prefix}.{name}": old for name, old in renamed.items()})
+    for prefix in theirs:
+        rest = (item for item in renamed.items() if item[0] != prefix)
+        options.append({name.removeprefix(f"{prefix}."): old for name, old in rest})
+    options += [{f"{prefix}.{name}": old for name, old in renamed.items()} for prefix in ours]
     return max(options, key=lambda option: len(option.keys() & names))
 
 

@@ -137,8 +137,7 @@ def _folder(path: Path) -> Stored | None:
 
 def _run(run: Path) -> Stored:
     """Open the best checkpoint of a run, or the newest if none was evaluated."""
-    published = layout.published(run / "checkpoints")
-    if not published:
+    if not (published := layout.published(run / "checkpoints")):
         raise ConfigError(f"model.init={run}: this run has no checkpoint yet")
     try:
         step = scores.best(run / "checkpoints")

@@ -129,7 +129,7 @@ def _train(rank: int, directory: Path) -> None:
     source = sets.load(config.data, world)
     deadline = Deadline(run.run_dir.job)
     stop = Stop(world, StopSignals(), deadline)
-    task = Task(run, source, strategy, objective.loss, stop)
+    task = Task(run, source, strategy, stop)
     strategy.place(models.build(config.model, source), task.example())
     strategy.warm_up(task.example())
     optimizer = strategy.optimizer(partial(optim.build, config.optim))

@@ -9,7 +9,7 @@ import torch
 
 from rollcall.config import ConfigError, parse
 from rollcall.train.data.source import Batch
-from rollcall.train.evaluate import Evaluation, _hits
+from rollcall.train.evaluate import _hits, in_words
 from rollcall.train.numerics import metrics
 from rollcall.train.numerics.losses import Loss
 from rollcall.train.task import Patience
@@ -25,10 +25,9 @@ def test_hits_among_the_best() -> None:
 
 
 def test_only_figures_that_suit_the_data_are_told() -> None:
-    text = Evaluation({"loss": 1.0, "accuracy": 0.5, "perplexity": 2.71828})
-    assert str(text) == "loss 1.0000  accuracy 50.00%  perplexity 2.72"
-    assert text.values == {"loss": 1.0, "accuracy": 0.5, "perplexity": 2.71828}
-    assert "top5 75.00%" in str(Evaluation({"loss": 2.0, "accuracy": 0.5, "top5": 0.75}))
+    text = in_words({"loss": 1.0, "accuracy": 0.5, "perplexity": 2.71828})
+    assert text == "loss 1.0000  accuracy 50.00%  perplexity 2.72"
+    assert "top5 75.00%" in in_words({"loss": 2.0, "accuracy": 0.5, "top5": 0.75})
 
 
 @pytest.mark.parametrize(

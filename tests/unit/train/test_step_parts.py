@@ -370,7 +370,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
             torch.testing.assert_close(one, other - torch.as_tensor(other.grad))
         sizes: list[int] = []
         hook = model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-        result = evaluate(strategy, data, world, config, objective.loss, micro_batch=7)
+        result = evaluate(strategy, data, config, micro_batch=7)
         hook.remove()
         assert max(sizes) == 7  # no more than a step has at once
         rows: Any = data.validation
@@ -379,9 +379,9 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         counted = rows.targets >= 0
         right = (outputs.argmax(-1) == rows.targets)[counted].float().mean()
         assert result is not None
-        assert result.values["accuracy"] == pytest.approx(right.item())
+        assert result["accuracy"] == pytest.approx(right.item())
         mean = nn.functional.cross_entropy(outputs, rows.targets)
-        assert result.loss == pytest.approx(mean.item())
+        assert result["loss"] == pytest.approx(mean.item())
         before = copy.deepcopy(model.state_dict())
         targets[:] = -100
         found = step_of(batch, 2)
@@ -389,7 +389,7 @@ def test_targets_that_do_not_count(tmp_path: Path) -> None:
         assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
         rows.targets[:] = -100
         with pytest.raises(ConfigError, match="no target of the validation data counts"):
-            evaluate(strategy, data, world, config, objective.loss)
+            evaluate(strategy, data, config)
         # The first targets that do not count, in a gradient that was dropped and computed again.
         targets[:30] = 0
         assert step_of(batch, 2).count == 30

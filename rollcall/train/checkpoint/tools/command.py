@@ -1,7 +1,4 @@
-"""`rollcall checkpoint list|show|verify|export`: look into checkpoints.
-
-Only `export` imports torch. No code from a checkpoint is ever run.
-"""
+"""`rollcall checkpoint list|show|verify|export`: only `export` imports torch; no code is run."""
 
 import argparse
 import json
@@ -51,10 +48,9 @@ def _list(arguments: argparse.Namespace) -> int:
 def _row(path: Path) -> tuple[str, ...]:
     try:
         stored = manifest.read(path)
-    except Damaged as error:
-        return (path.name, "", "", "", "", f"damaged: {error}")
-    except ConfigError as error:
-        return (path.name, "", "", "", "", str(error))
+    except (Damaged, ConfigError) as error:
+        damaged = "damaged: " if isinstance(error, Damaged) else ""
+        return (path.name, "", "", "", "", f"{damaged}{error}")
     facts = stored.facts
     try:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
@@ -150,11 +146,8 @@ def _parser() -> argparse.ArgumentParser:
         subparser.add_argument("path", type=_path, help=path_help)
     target = "a name that ends in .safetensors or .pt, or a new folder"
     export.add_argument("target", type=Path, help=target)
-    export.add_argument(
-        "--format",
-        choices=("safetensors", "pt", "hf", "peft"),
-        help="hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained",
-    )
+    forms = "hf: a folder for transformers' from_pretrained; peft: for PeftModel.from_pretrained"
+    export.add_argument("--format", choices=("safetensors", "pt", "hf", "peft"), help=forms)
     best = "the checkpoint with the best validation, not the newest"
     export.add_argument("--best", action="store_true", help=best)
     merge = "with --format hf: add the adapters of the run to the weights that they adapt"
@@ -175,9 +168,8 @@ def _directory(path: Path) -> Path:
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if not directory.is_dir():
         hint = did_you_mean(str(path), (run.name for run in Path("runs").glob("*")))
-        raise ConfigError(
-            f"{path}: no such run or checkpoint{hint or '; `rollcall status` lists runs'}"
-        )
+        hint = hint or "; `rollcall status` lists runs"
+        raise ConfigError(f"{path}: no such run or checkpoint{hint}")
     if not layout.published(directory) and not layout.refused(directory):
         raise ConfigError(f"{directory} holds no checkpoint; `rollcall status` lists runs")
     return directory
@@ -188,8 +180,7 @@ def _checkpoint(path: Path, best: bool = False) -> Path:
         return path
     if best:
         return layout.path_of(_directory(path), scores.best(_directory(path)))
-    checkpoints = layout.published(_directory(path))
-    if not checkpoints:
+    if not (checkpoints := layout.published(_directory(path))):
         raise ConfigError(f"{path}: all checkpoints are damaged and were set aside")
     return checkpoints[max(checkpoints)]
 

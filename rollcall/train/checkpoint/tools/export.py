@@ -16,6 +16,7 @@ from rollcall.system.files import sync
 from rollcall.train.checkpoint import layout, manifest
 from rollcall.train.checkpoint.contents import Manifest, StoredTensor
 from rollcall.train.checkpoint.read import nested, view, whole
+from rollcall.train.ranks.device import buckets
 
 # https://github.com/huggingface/safetensors#format
 SAFETENSORS = {"bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
@@ -98,7 +99,7 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
             "from_pretrained would draw the rest; choose a target that ends in .safetensors"
         )
     with new_folder(target) as folder:
-        shards = _shards(tensors)
+        shards = [*buckets(tensors.items(), SHARD_BYTES)]
         names = ["model.safetensors"]
         if len(shards) > 1:
             count = len(shards)
@@ -119,8 +120,7 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
 
 def _to_peft(chosen: _Chosen, target: Path) -> int:
     """Write a folder of adapters that `PeftModel.from_pretrained` loads."""
-    config = chosen.stored.about("adapter")
-    if not config:
+    if not (config := chosen.stored.about("adapter")):
         raise ConfigError(f"{chosen.path} holds no adapters; set model.args.lora to train some")
     adapters = {
         f"base_model.model.{name.replace('.default', '')}": tensor
@@ -148,18 +148,6 @@ def renamed(name: str, rules: Mapping[str, str]) -> str:
     for pattern, replacement in rules.items():
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def _shards(chosen: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
-    shards: list[dict[str, StoredTensor]] = [{}]
-    filled = 0
-    for name, tensor in chosen.items():
-        if shards[-1] and filled + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    return shards
 
 
 def copy_companions(sources: Iterable[Any], folder: Path) -> None:

@@ -117,7 +117,6 @@ def _check_samples(source: Source, name: str) -> Batch:
 
 
 def _leaf_paths(tree: Any) -> set[str]:
-    """Return the paths of the tensors; the order of a dictionary's keys does not matter."""
     return {keystr(path) for path, _ in tree_flatten_with_path(tree)[0]}
 
 

@@ -68,8 +68,7 @@ def _classes(root: Path) -> list[str]:
 
 
 def _files(root: Path, names: list[str]) -> list[list[str]]:
-    unknown = set(_classes(root)) - set(names)
-    if unknown:
+    if unknown := set(_classes(root)) - set(names):
         raise ConfigError(f"{root}: class {min(unknown)} is not among the classes of train/")
     files = []
     for folder in (root / name for name in names):

@@ -15,9 +15,7 @@ from torch.utils.data import Dataset
 
 from rollcall.train.data.source import Batch, BatchDataset, ReadFiles
 
-SUFFIXES = frozenset(
-    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-)
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 PADDING = 4
 """The largest shift of an augmented image, in pixels."""
 
@@ -85,24 +83,20 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
     all_count = True  # no target is -100
 
     def __init__(
-        self,
-        images: Iterable[tuple[str | Path, int]],
-        image_format: ImageFormat,
-        augment: bool = False,
+        self, images: Iterable[tuple[str | Path, int]], form: ImageFormat, augment: bool = False
     ) -> None:
-        """Take the path and the class of each image."""
         paths, targets = zip(*images, strict=True)
         # Arrays, since counting references to objects would copy the memory that workers share.
         self._paths = np.array([os.fsencode(path) for path in paths])
         self._targets = np.array(targets)
-        self._format, self._augment = image_format, augment
+        self._format, self._augment = form, augment
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         edge = self._format.edge
-        with Image.open(self._path(index)) as file:
+        with Image.open(self.where(index)) as file:
             size, wanted = file.size, "L" if len(self._format.mean) == 1 else "RGB"
             left, top, right, bottom = (_random_crop if self._augment else _center_crop)(*size)
             scale = edge / min(right - left, bottom - top)
@@ -120,14 +114,11 @@ class ImageFiles(Dataset[tuple[torch.Tensor, int]]):
 
     def where(self, index: int) -> str:
         """Return the file of a sample."""
-        return str(self._path(index))
+        return os.fsdecode(self._paths[index])
 
     def raw(self, index: int) -> bytes:
         """Return the content of the file."""
-        return self._path(index).read_bytes()
-
-    def _path(self, index: int) -> Path:
-        return Path(os.fsdecode(self._paths[index]))
+        return Path(self.where(index)).read_bytes()
 
 
 def image_reader(image_format: ImageFormat) -> ReadFiles:

@@ -120,10 +120,7 @@ class Rows(Dataset[dict[str, list[int]]]):
         ]
 
     def rendered(self, where: str, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
-        """Return a conversation as text in parts, each with whether it is an answer.
-
-        Raise ConfigError if the tokenizer's chat template cannot write it.
-        """
+        """Return the text in parts, each with whether it is an answer; or raise ConfigError."""
         render, pairs = self.tokenizer.apply_chat_template, list[tuple[str, str]]()
         try:
             for number in (n for n, turn in enumerate(messages) if turn["role"] == "assistant"):
@@ -133,9 +130,8 @@ class Rows(Dataset[dict[str, list[int]]]):
                     asked = render(before, tokenize=False, add_generation_prompt=True)
                 pairs.append((asked, render(messages[: number + 1], tokenize=False)))
         except Exception as error:  # a template raises what it likes
-            raise ConfigError(
-                f"{where}: the chat template refuses the messages: {error}"
-            ) from error
+            problem = f"the chat template refuses the messages: {error}"
+            raise ConfigError(f"{where}: {problem}") from error
         parts, text = list[tuple[str, bool]](), ""
         for asked, whole in pairs:
             if not (asked.startswith(text) and whole.startswith(asked)):

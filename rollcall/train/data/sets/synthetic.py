@@ -42,10 +42,8 @@ class Noise(BatchDataset):
     all_count = True  # no target is -100
 
     def __init__(self, count: int, shape: tuple[int, ...], classes: int, first: int) -> None:
-        self._count = count
-        self._shape = shape
-        self._classes = classes
-        self._first = first
+        self._count, self._first = count, first
+        self._shape, self._classes = shape, classes
         self._pixels = int(np.prod(shape))
         self._strip = torch.randn(2 * self._pixels, generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollcall.config.schema import ConfigError, Data
 from rollcall.train.data import files
 from rollcall.train.data.sets.windows import Windows, consecutive_windows
-from rollcall.train.data.source import ReadFiles, Source, data_set
+from rollcall.train.data.source import Source, data_set
 from rollcall.train.ranks.world import World
 
 VOCABULARY = 256
@@ -19,11 +19,11 @@ HELD_OUT = 50
 """One sample of this many is for validation."""
 
 
-def _reader(config: Data, _classes: int) -> ReadFiles:
-    return lambda paths: consecutive_windows(join(paths), config.seq_len, VOCABULARY, "the input")
-
-
-@data_set(reader=_reader)
+@data_set(
+    reader=lambda config, _: (
+        lambda paths: consecutive_windows(join(paths), config.seq_len, VOCABULARY, "the input")
+    )
+)
 def text(config: Data, _world: World) -> Source:
     """Load samples of `data.seq_len` bytes and the bytes that follow; every 50th for validation."""
     seq_len, patterns = config.seq_len, config.path or f"{sysconfig.get_path('stdlib')}/*.py"

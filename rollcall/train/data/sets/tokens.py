@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rollcall.config.schema import ConfigError, Data
 from rollcall.system.files import read_object
 from rollcall.train.data.sets.windows import consecutive_windows
-from rollcall.train.data.source import ReadFiles, Source, data_set
+from rollcall.train.data.source import Source, data_set
 from rollcall.train.data.tokenize import FACTS, TYPES
 from rollcall.train.ranks.world import World
 
@@ -18,13 +18,13 @@ CHUNK_TOKENS = 2**24
 """Tokens that are read at once to find the largest."""
 
 
-def _reader(config: Data, classes: int) -> ReadFiles:
-    return lambda paths: consecutive_windows(
-        np.concatenate([*map(mapped, paths)]), config.seq_len, classes, "the input"
+@data_set(
+    reader=lambda config, classes: (
+        lambda paths: consecutive_windows(
+            np.concatenate([*map(mapped, paths)]), config.seq_len, classes, "the input"
+        )
     )
-
-
-@data_set(reader=_reader)
+)
 def tokens(config: Data, world: World) -> Source:
     """Load samples of `data.seq_len` tokens from train.bin and val.bin, which are memory-mapped."""
     folder = Path(config.path or "")

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,7 +32,6 @@ def _loader(title: str, augments: bool = False) -> Callable[[Data, World], Sourc
 
 
 def _source(title: str, config: Data, world: World) -> Source:
-    """Load both splits into memory."""
     from torchvision import datasets
 
     kind: Any = getattr(datasets, title)
@@ -57,49 +56,42 @@ def _tensors(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.as_tensor(data.targets)
 
 
-class _Files(NamedTuple):
-    """The files that torchvision expects of a data set."""
-
-    directory: Path
-    archives: list[str]
-    unpacked: list[str]
-
-
-def _files(kind: Any, root: Path) -> _Files:
+def _files(kind: Any, root: Path) -> tuple[Path, list[str], list[str]]:
+    """Return the directory that torchvision expects, its archives, and what is unpacked of them."""
     if hasattr(kind, "base_folder"):
-        return _Files(root, [kind.filename], [kind.base_folder])
+        return root, [kind.filename], [kind.base_folder]
     archives = [name for name, _md5 in kind.resources]
-    return _Files(root / kind.__name__ / "raw", archives, [Path(name).stem for name in archives])
-
-
-def _is_complete(files: _Files) -> bool:
-    return all((files.directory / name).exists() for name in files.unpacked)
+    return root / kind.__name__ / "raw", archives, [Path(name).stem for name in archives]
 
 
 def _download(kind: Any, config: Data, root: Path) -> str:
     """Download a data set into `root` unless it is there; return the problem, or an empty text."""
-    files = _files(kind, root)
-    if _is_complete(files):
-        return ""
+    directory, archives, unpacked = _files(kind, root)
+
+    def is_complete() -> bool:
+        return all((directory / name).exists() for name in unpacked)
+
     try:
-        files.directory.mkdir(parents=True, exist_ok=True)
+        if is_complete():
+            return ""
+        directory.mkdir(parents=True, exist_ok=True)
         # Moved here when complete, so an interrupted download leaves no partial file.
         with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as temporary:
-            fresh = _files(kind, Path(temporary)).directory
+            fresh, *_ = _files(kind, Path(temporary))
             fresh.mkdir(parents=True, exist_ok=True)
-            for name in files.archives:
-                if (files.directory / name).exists():
-                    shutil.copy(files.directory / name, fresh / name)
+            for name in archives:
+                if (directory / name).exists():
+                    shutil.copy(directory / name, fresh / name)
             kind(temporary, download=True)
-            for name in files.unpacked:
-                (fresh / name).replace(files.directory / name)
+            for name in unpacked:
+                (fresh / name).replace(directory / name)
     except (OSError, RuntimeError) as error:
-        if _is_complete(files):  # another run has downloaded it meanwhile
+        if is_complete():  # another run has downloaded it meanwhile
             return ""
         return (
             f"data.name={config.name}: cannot download to {root}: "
-            f"{' '.join(str(error).split())}. Copy {', '.join(files.archives)} to "
-            f"{files.directory} by hand (data.root sets the directory), or use the recipe "
+            f"{' '.join(str(error).split())}. Copy {', '.join(archives)} to "
+            f"{directory} by hand (data.root sets the directory), or use the recipe "
             "'digits', which needs no download"
         )
     return ""

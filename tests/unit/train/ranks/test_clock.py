@@ -56,7 +56,7 @@ def _run(folder: Path, steps: str | None = None, rank: int = 0) -> Any:
 def test_a_request_waits_on_all_ranks_for_the_configured_profile(tmp_path: Path, rank: int) -> None:
     run = _run(tmp_path, steps="3:23", rank=rank)
     profiler = Profiler(run)
-    profiler.begin()
+    profiler.after_step()
     for step in range(30):
         run.progress.step = step
         if step == 8:
@@ -76,7 +76,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(
     before = threading.active_count()
     profiler = Profiler(run)
     profiler.plan(1, 2)
-    profiler.begin()
+    profiler.after_step()
     profiler.close()
     assert "rank 0 could not write a profile" in capsys.readouterr().err
     assert threading.active_count() == before
