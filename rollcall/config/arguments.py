@@ -253,9 +253,9 @@ def absent(config: Any) -> Iterator[tuple[Path, str]]:
     data, init, run = config.data, config.model.init, config.run
     wanted = checks.DATA_PATHS.get(data.name, "the path of your data")
     part, text = checks.DATA_PARTS.get(data.name), data.path or ""
-    paths = [text] if part else text.split(",")
+    paths = [text] if part else map(str.strip, text.split(","))
     for path in filter(None, [] if ":" in data.name else paths):
-        if not (is_there(Path(path)) or any(glob.iglob(path.strip(), recursive=True))):  # noqa: PTH207
+        if not (is_there(Path(path)) or any(glob.iglob(path, recursive=True))):  # noqa: PTH207
             how = "write the whole path: shells do not replace ~ here"
             meant = how if path.startswith("~") else f"expected {wanted}"
             yield Path(path), f"data.path: {Path(path).absolute()} does not exist; {meant}"

@@ -116,9 +116,9 @@ def _source(words: Sequence[str]) -> str:
             hint = did_you_mean(word, OPTIONS, 0.8)
             advice = about_option(words[number:]) or "set keys as key=value, see --help"
             raise ConfigError(f"unknown option {word}{hint or f'; {advice}'}")
-        after = [text for text in words[number + 1 :][:1] if word.endswith("=")]
-        is_value = after and not is_file(after[0]) and after[0] not in recipes()
-        if word.startswith("=") or (is_value and "=" not in after[0]):
+        after = words[number + 1] if word.endswith("=") and number + 1 < len(words) else ""
+        is_value = bool(after) and not is_file(after) and after not in recipes()
+        if word.startswith("=") or (is_value and "=" not in after and after[0] != "-"):
             raise ConfigError(f"'{word}': expected key=value without spaces around '='")
     sources = [word for word in words if "=" not in word]
     if "help" in sources:

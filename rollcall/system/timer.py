@@ -60,8 +60,8 @@ _HANGING: dict[Path, threading.Thread] = {}
 
 
 def hanging() -> list[Path]:
-    """Return the paths about which a call of `in_time` has not returned yet."""
-    return [path for path, thread in _HANGING.items() if thread.is_alive()]
+    """Return the paths about which the newest call of `in_time` got no answer."""
+    return [*_HANGING]
 
 
 def in_time(path: Path, function: Callable[[Path], T]) -> T | None:
@@ -70,10 +70,11 @@ def in_time(path: Path, function: Callable[[Path], T]) -> T | None:
     Such a call cannot be ended: its thread is left behind. Each that hangs halves the next wait.
     """
     results: list[T] = []
-    if path not in (others := hanging()):
+    thread = _HANGING.pop(path, None)
+    if thread is None or not thread.is_alive():
         thread = threading.Thread(target=lambda: results.append(function(path)), daemon=True)
         thread.start()
-        thread.join(PATIENCE / 2 ** len(others))
-        if thread.is_alive():
-            _HANGING[path] = thread
+        thread.join(max(PATIENCE / 2 ** len(_HANGING), PATIENCE / 10))
+    if not results:
+        _HANGING[path] = thread
     return results[0] if results else None

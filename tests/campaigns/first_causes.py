@@ -443,7 +443,7 @@ def problems(case: Case, answer: Answer) -> list[str]:
     if not case.trains:
         found = [] if is_right(case, answer.why) else [f"why: {answer.why}"]
         if (case.who, case.how) == ("supervisor", "SIGSTOP"):
-            return [*found, f"exit code {answer.code}"] if answer.code else found
+            return [*found, f"exit code {answer.code}"] if answer.code != 0 else found
         if case.how not in ("SIGTERM", "SIGINT"):  # of a supervisor, at which the run stops
             found += [f"printed: {text}" for text in answer.printed if not right.search(text)]
             is_untold = (case.who, case.node) == ("supervisor", 0)  # the head writes the verdict

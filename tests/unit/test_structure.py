@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_931, 8_000
+CORE_LINES, TOOLS_LINES = 38_956, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -37,24 +37,24 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/batch": 660,
     "rollcall/launch/commands": 1006,
     "rollcall/launch/doctor": 1279,
-    "rollcall/launch/frameworks": 274,
-    "rollcall/launch/node": 1681,
+    "rollcall/launch/frameworks": 272,
+    "rollcall/launch/node": 1685,
     "rollcall/launch/program": 509,
-    "rollcall/launch/rank": 819,
+    "rollcall/launch/rank": 820,
     "rollcall/launch/remote": 136,
     "rollcall/launch/runs": 2024,
     "rollcall/launch/scheduler": 702,
-    "rollcall/launch/submission": 2360,
-    "rollcall/launch/sweep": 400,
+    "rollcall/launch/submission": 2376,
+    "rollcall/launch/sweep": 405,
     "rollcall/messages": 246,
     "rollcall/records": 1175,
-    "rollcall/system": 843,
+    "rollcall/system": 844,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1637,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1441,
-    "rollcall/tools/plan": 2257,
+    "rollcall/tools/plan": 2259,
     "rollcall/tools/report": 1693,
     "rollcall/train": 2528,
     "rollcall/train/checkpoint": 3203,

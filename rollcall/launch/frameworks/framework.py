@@ -36,10 +36,8 @@ class RankContext:
     ) -> None:
         """Read torchrun's variables; `ranks` has the number per node, empty if all are equal."""
         self.rank, self.local_rank = int(env["RANK"]), int(env["LOCAL_RANK"])
-        self.world_size, self.local_world_size = (
-            int(env["WORLD_SIZE"]),
-            int(env["LOCAL_WORLD_SIZE"]),
-        )
+        self.world_size = int(env["WORLD_SIZE"])
+        self.local_world_size = int(env["LOCAL_WORLD_SIZE"])
         self.node, self.nodes = int(env["GROUP_RANK"]), int(env["GROUP_WORLD_SIZE"])
         self.store = store  # connects to a store that all ranks share
         # Exchanges one `host:port` per rank that other hosts can dial, with a port that is free at

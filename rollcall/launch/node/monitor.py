@@ -216,7 +216,10 @@ class NodeMonitor:
 
 
 class JobWatcher:
-    """The head's watch over its job: it keeps the end up to date, and a comment (squeue -o %k)."""
+    """The head's watch over its job: it keeps the end up to date, and a comment (squeue -o %k).
+
+    Slurm's controller may be away for minutes; that never affects the run.
+    """
 
     def __init__(self, run: RunDir, node: Node) -> None:
         self._run, self._job = run, node.job

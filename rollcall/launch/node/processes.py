@@ -128,10 +128,11 @@ class ForkClient:
 
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        options = json.dumps({**self._options, "serve": theirs.fileno()})
+        shared = {name: self._options[name] for name in self._options if name != "program"}
+        options = json.dumps({**shared, "serve": theirs.fileno()})
         command = [sys.executable, "-u", "-m", "rollcall.launch.rank.agent", options]
         self._process = subprocess.Popen(
-            [*command, *self._options["program"]],  # for `ps`
+            [*command, *self._options["program"]],  # apart: Linux limits each word
             env={**LARGE_PAGES, **self._env},
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # a Ctrl-C reaches the ranks once: through the supervisor

@@ -269,7 +269,7 @@ class Supervisor:
         verdict: State = "done" if state == "finished" else "failed"
         if verdict == "failed" and self.run.read_verdict() is not None:
             return  # `_act_on` has said why
-        if verdict == "failed" and cause is None and self.monitor.job is None:
+        if state == "failed" and cause is None and self.monitor.job is None:
             cause = self._cause()  # of a lost node, without which no job starts the run again
         if state == "stopped":
             asked = any(request.number != signal.SIGINT for request in self.monitor.requests)

@@ -34,7 +34,8 @@ def main() -> NoReturn:
     """Start the ranks of each order until the supervisor has ended."""
     if RANK_OPTIONS in os.environ:  # torchrun has started this rank
         sys.exit(run_rank(Namespace(**json.loads(os.environ.pop(RANK_OPTIONS)))))
-    options = Namespace(**json.loads(sys.argv[1]))  # an order adds what differs by attempt
+    # An order adds what differs by attempt.
+    options = Namespace(**json.loads(sys.argv[1]), program=sys.argv[2:])
     options.nproc_per_node = options.ranks[options.node_rank]
     options.first_rank = sum(options.ranks[: options.node_rank])
     # Before torch is imported: its thread pool reads this once.

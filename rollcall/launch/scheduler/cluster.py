@@ -161,7 +161,7 @@ def configuration(name: str) -> str | None:
 
 
 def without(job_id: str, bad: Sequence[str], nodes: int) -> list[str]:
-    """Return all hosts to exclude with these; none if too few others of their kind are left."""
+    """Return all hosts to exclude with these; none if the job would then wait forever."""
     asked_for = slurm.ask("squeue", "-h", "-j", job_id, "-o", "%P|%n|%x|%v")
     fields = asked_for.strip().partition("\n")[0].split("|")  # of the first group of a job
     if len(fields) != 4:

@@ -29,7 +29,7 @@ from rollcall.messages.text import listed, note, word
 from rollcall.records.job import Submission, slurm_output
 from rollcall.records.nodes import NodeReport
 from rollcall.records.run_dir import RunDir, named, plain
-from rollcall.system.files import closest
+from rollcall.system.files import closest, is_there
 
 
 class TakenError(RefusedError):
@@ -57,8 +57,13 @@ class SubmissionPlan:
     origins: Mapping[str, str] = field(default_factory=dict)  # of the job's options, by name
 
 
-def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> SubmissionPlan:
-    """Return what a command line asks for, without writing anything; or raise RefusedError."""
+def plan(
+    line: CommandLine, argv: Sequence[str], setup: tuple[str, ...], is_sweep: bool = False
+) -> SubmissionPlan:
+    """Return what a command line asks for, without writing anything; or raise RefusedError.
+
+    What the cells of a sweep train is left to the caller to check: they may replace any key.
+    """
     if line.own.in_allocation:
         line = resources.in_allocation(line, os.environ)
     line = resources.spread(line)
@@ -82,7 +87,7 @@ def plan(line: CommandLine, argv: Sequence[str], setup: tuple[str, ...]) -> Subm
     program = code.words if code else _training(words or (), run, config)
     code = code or _code_of_modules(config, run, takes_code)
     user = surroundings.of(line, code, config)
-    if words is not None:
+    if words is not None and not is_sweep:
         for remark in check_training(line, setup, config):
             note(remark)
     if code and not takes_code:
@@ -179,13 +184,13 @@ def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, .
     if not root.is_absolute():  # relative to this directory, and the job works in another one
         copied.append(word("data.root", str(root.absolute())))
     copied += [word("run.trust", config.run.trust)] if config.run.trust else []
-    parts = (config.data.path or "").split(",")
+    parts = [part.strip() for part in (config.data.path or "").split(",")]
     found = [str(Path(part).absolute()) if _is_here(part) else part for part in parts]
     if found != parts:
         copied.append(word("data.path", ",".join(found)))
     init = config.model.init or ""
-    weights = named(init, "checkpoints") or Path(init)
-    if init and not weights.is_absolute() and weights.exists():
+    weights = Path(init) if is_there(Path(init)) else named(init, "checkpoints")
+    if init and weights and not weights.is_absolute():
         copied.append(word("model.init", str(weights.absolute())))
     return (*installation.TRAIN, *copied)
 
@@ -211,12 +216,15 @@ def check_training(line: CommandLine, setup: tuple[str, ...], config: Config) ->
         remarks.append(f"on this machine, {problem}; every node of the job needs it")
     if not (setup or own.python or own.container):  # whose modules are others
         arguments.check_modules(config)
-        arguments.check_packages(config)
+        if not remarks:  # a path that only the nodes have may hold the tokenizer
+            arguments.check_packages(config)
     return remarks
 
 
 def _check_mesh(line: CommandLine, config: Config) -> None:
     (least, most), parallel = line.own.nodes, config.parallel
+    if least == most and not resources.says_ranks(line):
+        return  # each node starts one rank for each of its GPUs, which are not known here
     ranks = resources.ranks_of_nodes(line)
     if mesh.NODE in parallel.mesh_text and len(set(ranks)) > 1:
         needs = f"the mesh {parallel.mesh_text} needs the same number of ranks on every node"

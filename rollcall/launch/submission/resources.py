@@ -25,6 +25,11 @@ def ranks_of_nodes(line: CommandLine) -> tuple[int, ...]:
     return tuple(found)
 
 
+def says_ranks(line: CommandLine) -> bool:
+    """Return True if every group names its ranks or GPUs; otherwise nodes count their GPUs."""
+    return all(group.own.nproc_per_node or _count(group) for group in line.groups or (line,))
+
+
 def spread(line: CommandLine) -> CommandLine:
     """Return a command line that asks for GPUs per node, because all nodes start equal ranks."""
     groups = tuple(map(spread, line.groups))  # the line itself is the first of them, without more

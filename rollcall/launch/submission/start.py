@@ -431,15 +431,18 @@ def _exit_code(
     """Return the exit code of a run whose jobs are over; say so if they did not end in order."""
     code = exit_code.of_run(run, jobs, before, is_cancelled)
     newest = find.newest_attempt(run)
-    text, cause = f"rollcall: error: job {jobs[-1]} ended before the run ended", ""
-    if is_there(run.path) and not is_there(run.job):  # made again by a training, to save
-        cause = f"the run directory {run.path} was removed; it now has only step "
-        cause += str(restarts.saved_step(run))
-        text = text if code else "rollcall: the run is done, without its records"
-    elif not code or (newest and newest.job in jobs and newest.state is not None):
+    was_removed = is_there(run.path) and not is_there(run.job)  # made again by a training, to save
+    is_told = not code or (newest and newest.job in jobs and newest.state is not None)
+    if is_told and not was_removed:
         return code
-    elif code == exit_code.CANCELLED:
+    text = f"rollcall: error: job {jobs[-1]} ended before the run ended"
+    if code == exit_code.CANCELLED:
         text = "rollcall: the run was stopped before it could begin or save"
-    cause = cause or root_cause.of_newest(run).what
+    if was_removed and not code:
+        text = "rollcall: the run is done, without its records"
+    cause = root_cause.of_newest(run).what
+    if was_removed:
+        saved = restarts.saved_step(run)
+        cause = f"the run directory {run.path} was removed; it now has only step {saved}"
     print(f"{text}: {cause}" if cause != root_cause.UNKNOWN else text, file=sys.stderr)
     return code

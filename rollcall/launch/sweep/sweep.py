@@ -22,12 +22,12 @@ from rollcall.launch.commands import status
 from rollcall.launch.runs import find, states
 from rollcall.launch.scheduler import cluster, slurm
 from rollcall.launch.scheduler.job import Job
-from rollcall.launch.submission import command, layers
+from rollcall.launch.submission import command, layers, resources
 from rollcall.launch.submission.plan import SubmissionPlan, check_training, plan
 from rollcall.launch.sweep import definition
 from rollcall.launch.sweep.definition import Sweep, SweepCell
 from rollcall.messages.refusal import RefusedError
-from rollcall.messages.text import did_you_mean, note, table
+from rollcall.messages.text import did_you_mean, note, table, word
 from rollcall.records.job import Cell as CellRecord
 from rollcall.records.run import LoggedStep, Validation
 from rollcall.records.run_dir import RunDir
@@ -79,12 +79,17 @@ def _plan(
     given = layers.as_words(sweep.options) + (["--local"] if local else [])
     words = [*given, f"--name={sweep.name}", f"--root={root}", "--array=0", *sweep.program]
     line, setup = layers.read(words, "the sweep's file")
-    base = plan(line, argv, setup)
+    base = plan(line, argv, setup, is_sweep=True)
+    line = resources.spread(line)
     at = base.job.command.index("--")
     trained = training_words(base.job.command[at + 1 :])
+    remarks: dict[str, None] = {}
     for cell in left if trained is not None else ():
         words = [*(training_words(line.program) or line.own.words), *cell.words(True)]
-        check_training(line, setup, parse(words)[1])
+        words += [word("run.root", str(base.run.path)), word("run.name", cell.name)]
+        remarks |= dict.fromkeys(check_training(line, setup, parse(words)[1]))
+    for remark in remarks:
+        note(remark)
     size = len(left) if local else int(cluster.configuration("MaxArraySize") or 1001)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     jobs: list[Job] = []

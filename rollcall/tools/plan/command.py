@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 def _number(option: str, least: float, most: float, word: str) -> float:
     """Read a number of the type of `least`."""
     with suppress(ValueError):
-        if least <= (number := type(least)(word)) <= most:
+        if (word[:1] != "+" and "_" not in word) and least <= (number := type(least)(word)) <= most:
             return number
     what = "a whole number" if type(least) is int else "a number"
     raise RefusedError(f"{option} {word}: expected {what} from {least:g} to {most:,}")
@@ -242,9 +242,10 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, asked: Layout, *fix
         if "mesh" in fixed and (rule := search.problem(model, asked)):
             return rule
         hint = ""
-        for larger in (replace(asked, batch=asked.batch * 2**power) for power in range(7, 0, -1)):
+        for larger in (replace(asked, batch=asked.batch * 2**power) for power in range(1, 8)):
             if any(search.layouts(model, gpus, machine, larger, *fixed)):
                 hint = f"; {larger.batch:,} would be enough"
+                break
         return f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs{hint}"
     has = machine.chip.memory * memory.USABLE
     return (

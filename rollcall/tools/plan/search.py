@@ -126,7 +126,8 @@ def layouts(
     schedules = [(asked.schedule, asked.chunks)] if "schedule" in fixed else SCHEDULES
     recomputes = [asked.recompute] if "recompute" in fixed else ["none", "selective", "full"]
     for mesh in [asked] if "mesh" in fixed else _meshes(model, gpus, machine, asked):
-        most = min(-(-mesh.batch // mesh.data), mesh.batch if mesh.stages == 1 else 8)
+        share = -(-mesh.batch // mesh.data)
+        most = share if mesh.stages == 1 else min(share, 8)  # pipelines need many micro-batches
         micros = [asked.micro] if "micro" in fixed else _powers(most)
         leanest = replace(mesh, micro=micros[0], recompute=recomputes[-1], chunks=1)
         leanest = replace(leanest, schedule="1f1b")
