@@ -21,7 +21,7 @@ def tell(run: Run, step: int, facts: Mapping[str, Any]) -> None:
     """
     found = find(facts.get("config") or {}, run.config.model_dump(mode="json"))
     rules, allowed = on_resume(), run.config.run.changes_allowed
-    if refused := ([key for key in found if rules[key] is OnResume.REFUSE and key not in allowed]):
+    if refused := [key for key in found if rules[key] is OnResume.REFUSE and key not in allowed]:
         raise ConfigError(
             f"run {run.run_dir.name} was trained with other values: {_list(found, refused)}. They "
             "change the order of the samples. Resume with the values from before, start a new run "

@@ -66,8 +66,9 @@ class Patience:
     def add(self, step: int, figures: dict[str, float]) -> None:
         """Note an evaluation; raise ConfigError if it has no metric that the run watches."""
         train, best = self._run.config.train, self._run.config.checkpoint.keep_best
-        watched = {"train.stop_metric": self._most and train.stop_metric}
-        for key, metric in (watched | {"checkpoint.keep_best": best}).items():
+        stop = self._most and train.stop_metric
+        watched = {"train.stop_metric": stop, "checkpoint.keep_best": best}
+        for key, metric in watched.items():
             if metric and ranked(metric)[0] not in figures:
                 known = ", ".join(figures)
                 raise ConfigError(

@@ -473,6 +473,49 @@ class ReentrantStage(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, 8), ReentrantLinear(8, CLASSES))
 
 
+class FrozenStages(nn.Sequential):
+    """A pipeline whose first stages compute no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(Ungraded(WIDTH, 8), Ungraded(8, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES))
+
+
+class Ungraded(nn.Linear):
+    """A layer that does not train."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the same as the layer, without a gradient."""
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class RoundingStage(nn.Sequential):
+    """A pipeline of which the first stage returns whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(Rounding(WIDTH, 8), Reading(8, CLASSES))
+
+
+class Rounding(nn.Linear):
+    """A layer that rounds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return whole numbers."""
+        return super().forward(x).round().long()
+
+
+class Reading(nn.Linear):
+    """A layer for whole numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return super().forward(x.float())
+
+
 class DoubleStage(nn.Sequential):
     """A pipeline of which one stage has weights of another type, and one an odd layout."""
 

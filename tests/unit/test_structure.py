@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_956, 8_000
+CORE_LINES, TOOLS_LINES = 38_994, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -56,16 +56,16 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/lint": 1441,
     "rollcall/tools/plan": 2259,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2528,
-    "rollcall/train/checkpoint": 3203,
-    "rollcall/train/data": 2904,
-    "rollcall/train/exact": 533,
-    "rollcall/train/health": 1261,
+    "rollcall/train": 2529,
+    "rollcall/train/checkpoint": 3206,
+    "rollcall/train/data": 2907,
+    "rollcall/train/exact": 534,
+    "rollcall/train/health": 1279,
     "rollcall/train/inference": 789,
     "rollcall/train/loggers": 274,
-    "rollcall/train/models": 1131,
+    "rollcall/train/models": 1132,
     "rollcall/train/numerics": 1922,
-    "rollcall/train/parallel": 3064,
+    "rollcall/train/parallel": 3075,
     "rollcall/train/profiling": 601,
     "rollcall/train/ranks": 1502,
     "rollcall/train/recovery": 551,

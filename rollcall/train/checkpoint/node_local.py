@@ -234,8 +234,11 @@ def open_store(text: str, run_dir: RunDir, world: World) -> NodeLocalStore:
         node = identify((world.host, status.st_dev, status.st_ino))
         nodes, pids = world.gather(torch.tensor([node, os.getpid()])).T.tolist()
         is_shared = nodes[world.rank] != nodes[0] and (directory / f".probe-{word}-0").exists()
-        unfit = f"checkpoint.local={text} is one directory for several hosts: expected a directory "
-        world.raise_together(f"{unfit}on each node's own disk" if is_shared else "")
+        problem = (
+            f"checkpoint.local={text} is one directory for several hosts: expected a directory "
+            "on each node's own disk"
+        )
+        world.raise_together(problem if is_shared else "")
     run_id = world.broadcast_text(run_id)
     store = NodeLocalStore(directory, world, run_id, nodes, pids[nodes.index(nodes[world.rank])])
     if store.publishes:

@@ -81,7 +81,9 @@ def _hash(reader: Reader, dataset: Dataset[Any], index: int) -> str | None:
     if result.problems:
         return None
     raw = getattr(dataset, "raw", None)  # decoders may round differently on other machines
-    digest = hashlib.blake2b(raw(index) if raw else b"", digest_size=8)
-    for tensor in () if raw else result.batch.tensors[:-1]:
+    if raw:
+        return hashlib.blake2b(raw(index), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in result.batch.tensors[:-1]:
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

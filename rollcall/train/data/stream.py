@@ -217,7 +217,8 @@ class Shards(Stream):
     def _advance(self, shard: "_Shard") -> None:
         (_, number), length = shard.key, self._lengths[shard.key[1]]
         nothing = object()
-        shard.last, shard.next = next(shard.rows, nothing), shard.next + 1
+        shard.last = next(shard.rows, nothing)
+        shard.next += 1
         is_short = shard.last is nothing
         if is_short or (shard.next == length and next(shard.rows, nothing) is not nothing):
             count = f"only {shard.next - 1}" if is_short else "more"

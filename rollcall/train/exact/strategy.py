@@ -102,8 +102,9 @@ class Exact(Strategy):
             used = torch.tensor([float(weight.grad is not None) for weight in parameters])
             used = used.to(loss.device)
             held = (torch.zeros_like(w) if w.grad is None else w.grad for w in parameters)
-            tree.add(flatten([loss.detach(), used, *held]))
-            self.trained.zero_grad()
+            leaf = flatten([loss.detach(), used, *held])
+            self.trained.zero_grad()  # before the sums need memory
+            tree.add(leaf)
         clock.enter(OTHER)
         like = losses[0], used, *(weight.data for weight in parameters)
         total, used, *gradients = unflatten(self._exchange(tree.sum()), like)

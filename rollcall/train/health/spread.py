@@ -28,7 +28,7 @@ from rollcall.train.health import crosscheck, rows
 from rollcall.train.health.passes import Pass, Sketch, gradients, outputs, sketch, tolerance
 from rollcall.train.numerics.examination import examined
 from rollcall.train.numerics.randomness import next_numbers, set_seed
-from rollcall.train.parallel.part import evaluating, explanation
+from rollcall.train.parallel.part import evaluating, explain, explanation
 from rollcall.train.parallel.strategy import Strategy
 from rollcall.train.ranks import failure
 from rollcall.train.ranks.device import whole_of
@@ -118,7 +118,7 @@ class Spread:
 
             def spread(**how: bool) -> Pass:
                 work = partial(self._pass, model, compute, samples, **how)
-                return work() if self._is_pipeline else self._try(work)
+                return self._in_schedule(work) if self._is_pipeline else self._try(work)
 
             if self._is_pipeline:  # whose stages send in other orders, and could not meet
                 in_turn = partial(strategy.pass_in_turn, meeting=self._meeting)
@@ -141,6 +141,22 @@ class Spread:
             self._run.say(f"rollcall: parallel.check was left out: {reason}")
         return bool(reason)
 
+    def _in_schedule(self, work: Callable[[], Result]) -> Result:
+        """Return the result of a pass through a pipeline, in whose schedule ranks cannot meet."""
+        begun = time.perf_counter()
+        try:
+            result = work()
+        except (MemoryError, RuntimeError) as error:
+            explain(error)
+            if not memory.is_exhausted(error):
+                raise
+            raise MemoryError(
+                f"parallel.check: rank {self._world.rank} has too little memory for it, and the "
+                "other stages of the pipeline wait for it; set parallel.check=off"
+            ) from error
+        self._seconds += time.perf_counter() - begun
+        return result
+
     def _try(
         self,
         work: Callable[[], Result],
@@ -152,7 +168,8 @@ class Spread:
         own, or else Unsplit or ConfigError with that of the first rank.
         """
         kind: type[Exception] = Failed
-        raised, problem, begun = None, "", time.perf_counter()
+        raised: BaseException | None = None
+        problem, begun = "", time.perf_counter()
         rank = f"rank {self._world.rank}"
         try:
             with (attempt or self._meeting.attempt)():
@@ -164,17 +181,18 @@ class Spread:
         except (Exception, SystemExit) as error:
             if memory.is_exhausted(error):
                 problem = f"{rank} has too little memory for it"
+            elif isinstance(error, Unsplit | ConfigError):
+                raised, kind, problem = error, type(error), str(error)
             elif problem := explanation(error):
-                kind = ConfigError
+                raised, kind = ConfigError(problem), ConfigError
+                raised.__cause__ = error
             else:
-                raised, kind = error, Unsplit if isinstance(error, Unsplit) else ConfigError
-                problem = str(error)
-                if not isinstance(error, Unsplit | ConfigError):
-                    what = failure.describe(error)
-                    problem = f"{rank} failed in the check before the first step: {what}"
-        for other in (Unsplit, ConfigError):
-            if first := self._world.first_problem(problem if kind is other else ""):
-                raise raised or other(first)
+                raised, kind = error, ConfigError
+                what = failure.describe(error)
+                problem = f"{rank} failed in the check before the first step: {what}"
+        for other in (ConfigError, Unsplit):
+            if first := self._world.first_problem(problem if issubclass(kind, other) else ""):
+                raise (raised if issubclass(kind, other) else None) or other(first)
         self._left_out(problem)
         raise Failed
 

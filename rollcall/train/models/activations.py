@@ -106,7 +106,8 @@ Marks = list[tuple[Any, int]]
 
 def _marks(block: nn.Module) -> Marks:
     """Return the entries of a block, its lists and objects, but BatchNorm's, with marks."""
-    norms = {f".{name}" for name, part in block.named_modules() if isinstance(part, BatchNorm)}
+    parts = block.named_modules()
+    norms = {f".{name}" if name else "" for name, part in parts if isinstance(part, BatchNorm)}
     values = [value for name, value in held({"": block}) if name not in norms]
     return [(value, _mark(value)) for value in values]
 

@@ -115,7 +115,9 @@ class Context(Part):
     def keep_piece(self, model: nn.Module) -> None:
         """Keep this rank's piece of the buffers with one entry per position."""
         for name, module, leaf in named_buffers(model):
-            for dimension in [self._plan[p] for p in self._plan if fnmatch.fnmatch(name, p)]:
+            names = name, f".{name}"  # "*.rope" is also a buffer of the model itself
+            chosen = [p for p in self._plan if any(fnmatch.fnmatch(n, p) for n in names)]
+            for dimension in [self._plan[p] for p in chosen]:
                 piece = self._piece(getattr(module, leaf), dimension).clone()
                 # No longer a buffer: DDP would broadcast the first rank's.
                 delattr(module, leaf)

@@ -41,6 +41,9 @@ SCHEDULES: dict[str, type[Any]] = {
 
 FORMATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
 """The formats of tensors that stages hand on."""
+MOST_DIMENSIONS = 7
+TAKES_GRADIENTS = torch.__version__ >= "2.14"
+"""Whether torch's first step computes the gradient of a stage's input by `torch.autograd.grad`."""
 
 
 def _problem(name: str, count: int, ranks: int, stages: int) -> str:
@@ -228,9 +231,15 @@ class Pipeline:
                 if stage in mine:
                     x = x.detach().requires_grad_(stage > 0)
                     y = whole_of(mine[stage](x))
-                    if x.requires_grad:  # torch's first step computes it likewise
+                    if x.requires_grad and y.requires_grad and TAKES_GRADIENTS:
                         torch.autograd.grad(y, x, torch.ones_like(y), allow_unused=True)
                     x = y.detach().contiguous()
+                    if x.dtype not in FORMATS or x.ndim > MOST_DIMENSIONS:
+                        raise ConfigError(
+                            "stages of a pipeline hand on floating-point numbers in at most "
+                            f"{MOST_DIMENSIONS} dimensions, but stage {stage} returns {x.dtype} "
+                            f"in {x.ndim}"
+                        )
             x = self._handed_on(x, stage)
 
     def _handed_on(self, x: torch.Tensor, stage: int) -> torch.Tensor:
@@ -248,7 +257,7 @@ class Pipeline:
         self, x: torch.Tensor, is_mine: bool, communicate: Callable[..., object]
     ) -> torch.Tensor:
         """Return a tensor that this rank has, or gets, by calls of a function for its parts."""
-        facts = torch.zeros(8, dtype=torch.int64, device=x.device)
+        facts = torch.zeros(1 + MOST_DIMENSIONS, dtype=torch.int64, device=x.device)
         if is_mine:
             facts[: x.ndim + 1] = torch.tensor([FORMATS.index(x.dtype), *x.shape])
         communicate(facts, group=self.group)

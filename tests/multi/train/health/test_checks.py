@@ -354,6 +354,9 @@ ACCEPTED = {
     "unusual-code": words("Unusual", "ddp"),
     "collate-that-draws": words("Net", "zero3", "data.collate=user_surprises:mixed"),
     "weight-of-16-bits-pipeline": words("WithHalf", "pipeline", "data.micro_batch=2"),
+    "frozen-stages": words(
+        *("FrozenStages", "pipeline", "parallel.schedule=interleaved", "data.micro_batch=2")
+    ),
     "weight-of-16-bits-zero3": words("WithHalf", "zero3", "data.micro_batch=2"),
     "warning": words("Spread", "ddp", "parallel.check=warn"),
     "teacher-out-of-memory": words("FollowsAndExhausts", "ddp"),
@@ -423,6 +426,10 @@ BROKEN = {
     "last-stage-that-is-computed-again-the-old-way": (
         words("ReentrantStage", "pipeline", "data.micro_batch=2"),
         "the model calls torch.utils.checkpoint with use_reentrant=True, which a pipeline",
+    ),
+    "first-stage-of-whole-numbers": (
+        words("RoundingStage", "pipeline", "data.micro_batch=2"),
+        "stages of a pipeline hand on floating-point numbers in at most 7 dimensions, but stage 0",
     ),
     "last-stage-that-changes-a-tensor-in-place": (
         words("OverwritingStage", "pipeline", "data.micro_batch=2"),
