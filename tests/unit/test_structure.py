@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_994, 8_000
+CORE_LINES, TOOLS_LINES = 38_995, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "rollcall/train/loggers": 274,
     "rollcall/train/models": 1132,
     "rollcall/train/numerics": 1922,
-    "rollcall/train/parallel": 3075,
+    "rollcall/train/parallel": 3076,
     "rollcall/train/profiling": 601,
     "rollcall/train/ranks": 1502,
     "rollcall/train/recovery": 551,

@@ -60,7 +60,7 @@ class Spread:
         self.example = samples()
         self._samples = self.example.map(torch.clone)
         axes = {*parse(run.config.parallel.mesh_text)}
-        self._is_pipeline = "pipeline" in axes
+        self._is_pipeline = strategy.degrees.get("pipeline", 1) > 1
         self._cuts_samples = bool(axes & {"context", "tensor", "pipeline"})
         self._compares = strategy.changes_passes and run.world.world_size > 1
         self._plain: Pass | None = None

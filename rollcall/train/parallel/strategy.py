@@ -179,6 +179,7 @@ class Strategy:
             )
         experts = {name: m for name, m in model.named_modules() if isinstance(m, Experts)}
         self.penalizes = any(m.balance_loss or m.z_loss for m in experts.values())
+        self._scale = 1.0  # of the losses of a step
         self._mean_weight: float | torch.Tensor = 1.0  # of the samples of the step, if it penalizes
         drops = any(m.capacity_factor for m in experts.values())
         if "context" in self.degrees and (self.penalizes or drops):
