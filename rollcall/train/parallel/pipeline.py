@@ -43,7 +43,7 @@ FORMATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
 """The formats of tensors that stages hand on."""
 MOST_DIMENSIONS = 7
 TAKES_GRADIENTS = torch.__version__ >= "2.14"
-"""Whether torch's first step computes the gradient of a stage's input by `torch.autograd.grad`."""
+"""From 2.14 on, torch computes the gradient of a stage's input by `torch.autograd.grad`."""
 
 
 def _problem(name: str, count: int, ranks: int, stages: int) -> str:

@@ -217,8 +217,8 @@ def test_signal_to_whole_process_groups_with_workers_saves_and_resumes_exactly(
     train(4, [*words, "run.name=whole"], tmp_path / "logs")
     run_dir = RunDir(tmp_path, "parts")
     with_workers = [*words, "run.name=parts", "data.num_workers=1"]
-    gate = tmp_path / "gate"  # they wait for it in the middle of a pass over the data
-    ranks = Ranks(4, with_workers, tmp_path / "logs", {"GATE": f"14:300:{gate}"})
+    gate = tmp_path / "gate"  # in the 20th pass, and so before step 21, they wait for it
+    ranks = Ranks(4, with_workers, tmp_path / "logs", {"GATE": f"20:300:{gate}"})
     until(lambda: len(losses(run_dir)) >= 8)
     for process in ranks.processes:
         assert process.pid is not None
