@@ -241,11 +241,10 @@ def _nothing_fits(model: Model, machine: Machine, gpus: int, asked: Layout, *fix
     if not needs:
         if "mesh" in fixed and (rule := search.problem(model, asked)):
             return rule
-        larger = (replace(asked, batch=asked.batch * 2**power) for power in range(1, 8))
-        enough = (
-            one.batch for one in larger if any(search.layouts(model, gpus, machine, one, *fixed))
-        )
-        hint = next((f"; {batch:,} would be enough" for batch in enough), "")
+        hint = ""
+        for larger in (replace(asked, batch=asked.batch * 2**power) for power in range(1, 8)):
+            if not hint and any(search.layouts(model, gpus, machine, larger, *fixed)):
+                hint = f"; {larger.batch:,} would be enough"
         return f"no mesh divides a batch of {asked.batch} samples over {gpus} GPUs{hint}"
     has = machine.chip.memory * memory.USABLE
     return (

@@ -121,13 +121,12 @@ def layouts(
 
     Tensor groups are inside a node, and degrees are powers of two. Of micro-batches that do not fit
     there is only the smallest; without a pipeline, only the largest that fits. A pipeline
-    recomputes only if nothing fits without.
+    has many micro-batches, and recomputes only if nothing fits without.
     """
     schedules = [(asked.schedule, asked.chunks)] if "schedule" in fixed else SCHEDULES
     recomputes = [asked.recompute] if "recompute" in fixed else ["none", "selective", "full"]
     for mesh in [asked] if "mesh" in fixed else _meshes(model, gpus, machine, asked):
-        share = -(-mesh.batch // mesh.data)
-        most = share if mesh.stages == 1 else min(share, 8)  # pipelines need many micro-batches
+        most = min(-(-mesh.batch // mesh.data), mesh.batch if mesh.stages == 1 else 8)
         micros = [asked.micro] if "micro" in fixed else _powers(most)
         leanest = replace(mesh, micro=micros[0], recompute=recomputes[-1], chunks=1)
         leanest = replace(leanest, schedule="1f1b")
