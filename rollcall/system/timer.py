@@ -59,9 +59,9 @@ PATIENCE = 5.0
 _HANGING: dict[Path, threading.Thread] = {}
 
 
-def hanging() -> list[Path]:
-    """Return the paths about which the newest call of `in_time` got no answer."""
-    return [*_HANGING]
+def hanging(root: Path) -> list[Path]:
+    """Return the paths below a root about which the newest call of `in_time` got no answer."""
+    return [path for path in _HANGING if path.is_relative_to(root)]
 
 
 def in_time(path: Path, function: Callable[[Path], T]) -> T | None:

@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_995, 8_000
+CORE_LINES, TOOLS_LINES = 38_996, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -35,7 +35,7 @@ BUDGET: dict[str, int] = {
     "rollcall/launch": 1,
     "rollcall/launch/api": 387,
     "rollcall/launch/batch": 660,
-    "rollcall/launch/commands": 1006,
+    "rollcall/launch/commands": 1007,
     "rollcall/launch/doctor": 1279,
     "rollcall/launch/frameworks": 272,
     "rollcall/launch/node": 1685,

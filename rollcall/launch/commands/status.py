@@ -94,7 +94,8 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
     """Return the table of the named runs or of all, for a terminal of this width; None: a file."""
     named = (run for word in words for run in find.with_cells(find.find(word, root).path))
     runs = list(named) if words else find.find_all(root)
-    silent = [f"{path} does not answer: is its file system available?" for path in hanging()]
+    below = hanging(Path(root).absolute())
+    silent = [f"{path} does not answer: is its file system available?" for path in below]
     if not (runs or silent):
         return [f"there are no runs in {Path(root).absolute()}; --root names another directory"]
     conditions, complaint = states.look(runs)
