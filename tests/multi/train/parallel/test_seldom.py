@@ -247,4 +247,6 @@ def test_a_slow_link_costs_replicas_that_meet_seldom_less(
     often, seldom = capsys.readouterr().out.splitlines()[-2:]
     assert " 1.0" in often and "`diloco`" in seldom, often
     # 20 Mbit/s carry the 7 MB of a gradient in about 3 seconds.
-    assert re.search(r"` +[2-9](\.\d+)? s ", often) and re.search(r"` +\d+(\.\d+)? ms ", seldom), seldom
+    assert re.search(r"` +[2-9](\.\d+)? s ", often) and re.search(r"` +\d+(\.\d+)? ms ", seldom), (
+        seldom
+    )
