@@ -6,7 +6,6 @@ signature is read from the source without importing it, so that a login node can
 """
 
 import ast
-import glob
 import importlib.util
 import inspect
 import os
@@ -24,7 +23,7 @@ from rollcall.config.refusals import about_value, expected
 from rollcall.config.schema import ConfigError, is_number
 from rollcall.messages.text import did_you_mean
 from rollcall.records.run_dir import named
-from rollcall.system.files import closest, is_there
+from rollcall.system.files import closest, is_there, matches
 
 Find = Callable[[str], "Code | None"]
 DEEPEST = 8
@@ -255,7 +254,7 @@ def absent(config: Any) -> Iterator[tuple[Path, str]]:
     part, text = checks.DATA_PARTS.get(data.name), data.path or ""
     paths = [text] if part else map(str.strip, text.split(","))
     for path in filter(None, [] if ":" in data.name else paths):
-        if not (is_there(Path(path)) or any(glob.iglob(path, recursive=True))):  # noqa: PTH207
+        if not matches(path):
             how = "write the whole path: shells do not replace ~ here"
             meant = how if path.startswith("~") else f"expected {wanted}"
             yield Path(path), f"data.path: {Path(path).absolute()} does not exist; {meant}"

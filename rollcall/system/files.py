@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fnmatch
+import glob
 import itertools
 import json
 import os
@@ -217,6 +218,11 @@ def stranger(path: Path) -> str:
 def is_there(path: Path) -> bool:
     """Return True if a path exists and this user can see it; unlike Path.exists, never raise."""
     return os.access(path, os.F_OK)
+
+
+def matches(pattern: str) -> bool:
+    """Return True if a path has this name, or if a pattern of paths matches one."""
+    return is_there(Path(pattern)) or any(glob.iglob(pattern, recursive=True))  # noqa: PTH207
 
 
 def closest(path: Path) -> Path:

@@ -91,18 +91,14 @@ def closed(root: str) -> list[Path]:
 def with_cells(path: Path) -> list[RunDir]:
     """Return the run in this directory, and if it is a sweep or an array, those in it too."""
     run = RunDir(path.parent, path.name)
-    cells = _runs_in(path) if is_sweep(run) else []
-    return [run, *(RunDir(path, cell.name) for cell in cells)]
+    cells = listed(path, "*") if is_sweep(run) else []
+    return [run, *(RunDir(path, cell.name) for cell in cells if _is_run(cell))]
 
 
 def is_sweep(run: RunDir) -> bool:
     """Return True for a sweep or an array, whose cells or tasks are runs in its directory."""
     tasks = listed(run.path, "task-*")
     return Cell.are_in(run.path) or any(is_there(task / "job") for task in tasks)
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    return [path for path in listed(folder, "*") if _is_run(path)]
 
 
 def _is_run(path: Path) -> bool:

@@ -1,6 +1,5 @@
 """Turn a command line into a submission. Checks everything that it can; writes nothing."""
 
-import glob
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from rollcall.messages.text import listed, note, word
 from rollcall.records.job import Submission, slurm_output
 from rollcall.records.nodes import NodeReport
 from rollcall.records.run_dir import RunDir, named, plain
-from rollcall.system.files import closest, is_there
+from rollcall.system.files import closest, is_there, matches
 
 
 class TakenError(RefusedError):
@@ -196,9 +195,8 @@ def _training(words: Sequence[str], run: RunDir, config: Config) -> tuple[str, .
 
 
 def _is_here(pattern: str) -> bool:
-    """Whether a text is the relative path of something; data of the user's may have other names."""
-    here = not Path(pattern).is_absolute()
-    return here and next(glob.iglob(pattern, recursive=True), None) is not None  # noqa: PTH207
+    """Return True for the relative path of something; a user's data may have other names."""
+    return bool(pattern) and not Path(pattern).is_absolute() and matches(pattern)
 
 
 def check_training(line: CommandLine, setup: tuple[str, ...], config: Config) -> list[str]:

@@ -36,7 +36,7 @@ from rollcall.messages.text import listed, note, size
 from rollcall.records.code import CodeRecord, digest_of
 from rollcall.records.job import Cancellation, JobRecord, Submission, local_output, slurm_output
 from rollcall.records.run_dir import RunDir
-from rollcall.system.files import is_there, open_lines, write_atomic
+from rollcall.system.files import closest, is_there, open_lines, write_atomic
 from rollcall.system.process import StoppedProcesses
 from rollcall.system.timer import Every
 
@@ -362,7 +362,7 @@ def _cannot_be_written(run: RunDir, error: OSError) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename}: {error.strerror}; --root chooses another directory"
     # The error may name the file that was read.
-    place = os.statvfs(next(path for path in run.path.parents if path.exists()))
+    place = os.statvfs(closest(run.path.parent))
     left = f"{size(place.f_bavail * place.f_frsize)} and {place.f_favail:,} inodes"
     return (
         f"{run.path}: {error.strerror}: {run.path.parent} has {left} left, and nothing of the run "
