@@ -45,6 +45,9 @@ Whole = Callable[[nn.Module, torch.device], AbstractContextManager[None]]
 Result = TypeVar("Result")
 
 
+TOO_LITTLE = "has too little memory for it"  # a rank, for the check
+
+
 class Unsplit(Exception):
     """Raised if samples could not pass one by one."""
 
@@ -55,7 +58,7 @@ class Spread:
     def __init__(self, run: Run, strategy: Strategy, samples: Callable[..., Batch]) -> None:
         """Check with the two samples of `samples()`, and with more where two are not enough."""
         self._run, self._world, self._strategy, self._more = run, run.world, strategy, samples
-        self._meeting = Meeting(run.world)
+        self._meeting, self._rank = Meeting(run.world), f"rank {run.world.rank}"
         self.is_on = run.config.parallel.check != "off"
         self.example = samples()
         self._samples = self.example.map(torch.clone)
@@ -151,8 +154,8 @@ class Spread:
             if not memory.is_exhausted(error):
                 raise
             raise MemoryError(
-                f"parallel.check: rank {self._world.rank} has too little memory for it, and the "
-                "other stages of the pipeline wait for it; set parallel.check=off"
+                f"parallel.check: {self._rank} {TOO_LITTLE}, and the other stages of the pipeline "
+                "wait for it; set parallel.check=off"
             ) from error
         self._seconds += time.perf_counter() - begun
         return result
@@ -170,7 +173,6 @@ class Spread:
         kind: type[Exception] = Failed
         raised: BaseException | None = None
         problem, begun = "", time.perf_counter()
-        rank = f"rank {self._world.rank}"
         try:
             with (attempt or self._meeting.attempt)():
                 result = work()
@@ -180,7 +182,7 @@ class Spread:
             pass
         except (Exception, SystemExit) as error:
             if memory.is_exhausted(error):
-                problem = f"{rank} has too little memory for it"
+                problem = f"{self._rank} {TOO_LITTLE}"
             elif isinstance(error, Unsplit | ConfigError):
                 raised, kind, problem = error, type(error), str(error)
             elif problem := explanation(error):
@@ -189,7 +191,7 @@ class Spread:
             else:
                 raised, kind = error, ConfigError
                 what = failure.describe(error)
-                problem = f"{rank} failed in the check before the first step: {what}"
+                problem = f"{self._rank} failed in the check before the first step: {what}"
         for other in (ConfigError, Unsplit):
             if first := self._world.first_problem(problem if issubclass(kind, other) else ""):
                 raise (raised if issubclass(kind, other) else None) or other(first)

@@ -20,7 +20,7 @@ from rollcall.train import torch_private
 from rollcall.train.numerics.examination import Examination
 from rollcall.train.numerics.hidden import Hidden, held, left_alone
 from rollcall.train.parallel.shard import units
-from rollcall.train.torch_private import COSTLY, MESSAGES, PROFILER, BatchNorm, version
+from rollcall.train.torch_private import COSTLY, MESSAGES, PROFILER, BatchNorm, buffers_of, version
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # Multiplications take most of the time of a forward pass; messages keep other ranks waiting.
@@ -106,10 +106,9 @@ Marks = list[tuple[Any, int]]
 
 def _marks(block: nn.Module) -> Marks:
     """Return the entries of a block, its lists and objects, but BatchNorm's, with marks."""
-    parts = block.named_modules()
-    norms = {f".{name}" if name else "" for name, part in parts if isinstance(part, BatchNorm)}
-    values = [value for name, value in held({"": block}) if name not in norms]
-    return [(value, _mark(value)) for value in values]
+    norms = [part for part in block.modules() if isinstance(part, BatchNorm)]
+    apart = {id(kept) for norm in norms for kept in (vars(norm), buffers_of(norm))}
+    return [(value, _mark(value)) for value in held(block, apart)]
 
 
 def _mark(value: Any) -> int:

@@ -4,7 +4,7 @@ A counter of a model is an example. Passes before the first step must not move i
 run would begin with another value, so that the user has to know.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,10 +101,11 @@ def left_alone(roots: Mapping[str, object]) -> Iterator[None]:
         state.restore()
 
 
-def held(roots: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Yield all that these objects hold, with the name of the holder."""
-    for name, holder, _ in _holders(roots):
-        yield from ((name, value) for value in _entries(holder).values())
+def held(root: object, apart: Container[int]) -> Iterator[Any]:
+    """Yield all that an object holds, but not in dictionaries and lists whose ids are `apart`."""
+    for _, holder, _ in _holders({"": root}):
+        if id(holder) not in apart:
+            yield from _entries(holder).values()
 
 
 def _holders(roots: Mapping[str, object]) -> Iterator[tuple[str, Holder, set[str]]]:
