@@ -1,4 +1,4 @@
-"""Do something every few seconds or in a few seconds, and measure when we ran. No torch."""
+"""Repeat something every few seconds, measure when we ran, bound a look at a path. No torch."""
 
 import threading
 import time

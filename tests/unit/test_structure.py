@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 38_996, 8_000
+CORE_LINES, TOOLS_LINES = 39_001, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -31,7 +31,7 @@ SLACK = 10
 BUDGET: dict[str, int] = {
     "rollcall": 65,
     "rollcall/cli": 322,
-    "rollcall/config": 2605,
+    "rollcall/config": 2604,
     "rollcall/launch": 1,
     "rollcall/launch/api": 387,
     "rollcall/launch/batch": 660,
@@ -42,13 +42,13 @@ BUDGET: dict[str, int] = {
     "rollcall/launch/program": 509,
     "rollcall/launch/rank": 820,
     "rollcall/launch/remote": 136,
-    "rollcall/launch/runs": 2024,
+    "rollcall/launch/runs": 2020,
     "rollcall/launch/scheduler": 702,
-    "rollcall/launch/submission": 2376,
+    "rollcall/launch/submission": 2374,
     "rollcall/launch/sweep": 405,
     "rollcall/messages": 246,
     "rollcall/records": 1175,
-    "rollcall/system": 844,
+    "rollcall/system": 850,
     "rollcall/tools": 1,
     "rollcall/tools/accept": 572,
     "rollcall/tools/bench": 1637,
@@ -60,12 +60,12 @@ BUDGET: dict[str, int] = {
     "rollcall/train/checkpoint": 3206,
     "rollcall/train/data": 2907,
     "rollcall/train/exact": 534,
-    "rollcall/train/health": 1279,
+    "rollcall/train/health": 1281,
     "rollcall/train/inference": 789,
     "rollcall/train/loggers": 274,
-    "rollcall/train/models": 1132,
-    "rollcall/train/numerics": 1922,
-    "rollcall/train/parallel": 3076,
+    "rollcall/train/models": 1131,
+    "rollcall/train/numerics": 1923,
+    "rollcall/train/parallel": 3080,
     "rollcall/train/profiling": 601,
     "rollcall/train/ranks": 1502,
     "rollcall/train/recovery": 551,
