@@ -53,8 +53,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_alone = names_files or options.usepdb or options.collectonly or options.capture == "no"
     is_asked = getattr(options, "numprocesses", 0) is not None  # with -n, or without the plugin
     if not (is_alone or is_asked or hasattr(config, "workerinput")):
-        for_a_core = 3 if options.markexpr == USUAL else 2  # long ones have more processes
-        options.numprocesses = min(for_a_core * len(os.sched_getaffinity(0)), MOST_WORKERS)
+        # More than cores: tests wait for their processes, long ones also for Slurm.
+        options.numprocesses = min(3 * len(os.sched_getaffinity(0)), MOST_WORKERS)
         options.dist, options.loadscopereorder = "loadscope", False
 
 
