@@ -171,5 +171,7 @@ class Turns(Part):
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     if isinstance(gradients[0], DTensor):
         return whole_of(nn.utils.get_total_norm(gradients))
+    # torch 2.11 has no norm of a sparse tensor.
+    gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients)))
     return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import Ranks
 from user_state import WORDS
 
@@ -18,7 +19,12 @@ from user_state import WORDS
         ("user_state:Own norm", 2, "zero3", 2, "with sharded weights its steps differ by"),
         ("user_state:Own limit", 2, "zero3", 2, "with sharded weights its steps differ by"),
         ("user_state:Own centered", 2, "zero3", 0, ""),
-        ("user_state:Own centered Row", 2, "zero3", 2, "fails with sharded weights: aten."),
+        pytest.param(
+            *("user_state:Own centered Row", 2, "zero3", 2, "fails with sharded weights: aten."),
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.11"), reason="this torch computes it"
+            ),
+        ),
         ("Adafactor", 2, "zero3", 2, "fails with sharded weights"),
         ("user_state:Own shards", 2, "zero3", 2, "fails with sharded weights: rank 1 cannot"),
         ("user_state:Own whole", 2, "zero3", 0, "was not tried before the run: rank 1 cannot"),
