@@ -370,8 +370,8 @@ print(seen["run"], seen["process"], file=sys.stderr)
         assert answer.stdout.count("done") == answer.stdout.count("lost") == runs // 2
         found.append([int(word) for word in answer.stderr.split()])
     (files, processes), (files_of_all, processes_of_all) = found
-    # Five or six records, and four folders; Python 3.13 also asks for one that is not there.
-    assert (files_of_all - files) / 100 <= 10
+    # Five or six records, and four folders; Python 3.13 also asks for two that are not there.
+    assert (files_of_all - files) / 100 <= (11 if sys.version_info >= (3, 13) else 10)
     assert 0 < processes_of_all < 2 * processes  # each process once, though others come and go
 
 
