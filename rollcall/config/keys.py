@@ -68,7 +68,7 @@ def json_schema() -> str:
 def _meanings() -> dict[tuple[str, str], str]:
     """Return the text below each field of the schema, by its class and name."""
     meanings = {}
-    names = {name: ", ".join(table) for name, table in vars(catalog).items() if name.isupper()}
+    names = {name: ", ".join(table) for name, table in catalog.TABLES.items()}
     nodes = ast.parse(inspect.getsource(schema)).body
     for section in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for pair in itertools.pairwise(section.body):

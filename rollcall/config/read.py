@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from rollcall.config import arguments, checks, refusals, trust, yaml_values
 from rollcall.config.keys import describe, sections
 from rollcall.config.refusals import about_option, is_given
-from rollcall.config.schema import LLAMA, Config, ConfigError, entries
+from rollcall.config.schema import Config, ConfigError, entries
 from rollcall.messages.text import did_you_mean, dotted
 from rollcall.system.files import is_there
 
 RECIPES = Path(__file__).parent / "recipes"
+SHAPES: dict[str, Any] = yaml_values.table(__file__, "shapes.yaml")
 OPTIONS = ("--ranks", "--help", "--print-config", "--print-schema")  # of `rollcall train`
 ENTRIES = ("train.metrics", "train.callbacks", "log.to")
 """Keys with several entries, which may be written as text."""
@@ -69,7 +70,7 @@ def parse(words: Sequence[str], is_draft: bool = False) -> tuple[str, Config]:
 def _take_shape(values: dict[str, Any], words: Sequence[str]) -> None:
     """Add the numbers of `model.size`, which replace the file's only if a word names the size."""
     model: Any = values.get("model")
-    shape = LLAMA.get(str(model.get("size"))) if isinstance(model, dict) else None
+    shape = SHAPES.get(str(model.get("size"))) if isinstance(model, dict) else None
     if shape:
         given: dict[str, Any] = {}
         _assign_all(given, words)

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice, pairwise, takewhile
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +19,7 @@ from rollcall.launch.scheduler import cluster, gpus, sbatch_options, slurm
 from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
 from rollcall.messages.refusal import RefusedError
 
-_TABLE: dict[str, Any] = yaml_values.load(Path(__file__).with_name("options.yaml").read_text())
+_TABLE: dict[str, Any] = yaml_values.table(__file__, "options.yaml")
 OPTIONS: dict[str, str] = _TABLE["options"]
 """Each option of rollcall's own, with the name of its value, and its help."""
 OF_GROUP = ("nodes", "nproc_per_node", "gpus_per_node", "cpus_per_task", "mem", "partition")
