@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -123,6 +124,11 @@ def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = str.rjust if right else str.ljust
     return ["  ".join([row[0].ljust(first), *map(pad, row[1:], others)]).rstrip() for row in rows]
+
+
+def table_in(path: Path) -> list[list[str]]:
+    """Return the rows of a Markdown table that fills a file, without its head."""
+    return [line[2:-2].split(" | ") for line in path.read_text().splitlines()[2:]]
 
 
 def markdown(rows: Sequence[Sequence[str]], wide: bool = False) -> list[str]:
