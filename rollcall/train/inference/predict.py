@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, ConfigError
-from rollcall.messages.refusal import refuse
+from rollcall.messages.refusal import refuse, refusing
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_object, sync, write_atomic
 from rollcall.system.process import outlast_full_disks
@@ -58,13 +58,9 @@ class Parts:
 
     def begin(self, facts: dict[str, Any], samples: int, size: int) -> None:
         """Begin, or continue with existing parts and their size; all parts have the same facts."""
-        with self.world.together():
+        with self.world.together(), refusing(f"{self._directory}: cannot write"):
             if self.world.is_main:
-                try:
-                    size = self._begin({**facts, "samples": samples}, size)
-                except OSError as error:
-                    text = f"{self._directory}: cannot write: {error.strerror}"
-                    raise ConfigError(text) from None
+                size = self._begin({**facts, "samples": samples}, size)
         self.samples = samples
         self.size = int(self.world.broadcast(size))
 
@@ -170,10 +166,8 @@ def _predict(
         left = parts.missing()
     if world.is_main:
         if not left:
-            try:
+            with refusing(f"{options.output}: cannot write"):
                 parts.join()
-            except OSError as error:
-                raise ConfigError(f"{options.output}: cannot write: {error.strerror}") from None
         count = sum(len(parts.indices(part)) for part in missing if part not in left)
         end = "stopped; the same command continues" if left else str(options.output)
         print(
@@ -265,13 +259,10 @@ def _compute(
         must_stop, unreadable = world.sum(stop.received is not None, loading.unreadable)
         loading.refuse(world, unreadable * strategy.data_ranks / world.world_size)
         mine = part(turn)
-        with world.together():
+        subject = f"rank {world.rank}: cannot write part {mine}"
+        with world.together(), refusing(subject, "; choose another --output"):
             if mine is not None and writes:
-                try:
-                    write_atomic(parts.path(mine), "".join(content))
-                except OSError as error:
-                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
-                    raise ConfigError(f"{text}; choose another --output") from None
+                write_atomic(parts.path(mine), "".join(content))
         content = []
         if must_stop:
             return

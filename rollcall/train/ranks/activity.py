@@ -39,12 +39,8 @@ class doing:
 
         @wraps(function)
         def marked(*args: P.args, **kwargs: P.kwargs) -> T:
-            stack = _stacks[get_ident()]
-            stack.append(self._activity)
-            try:
+            with self:
                 return function(*args, **kwargs)
-            finally:
-                stack.pop()
 
         return marked
 

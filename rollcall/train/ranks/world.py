@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rollcall.config import ConfigError
+from rollcall.messages.refusal import refusing
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
 from rollcall.train.ranks.signals import await_lost_node
@@ -354,10 +355,6 @@ def _meet(place: Place) -> dist.Store:
 
 def _listen(address: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
+    advice = "; set MASTER_PORT to another port, the same for all ranks"
+    with refusing(f"rank 0 cannot listen on {address}:{port}", advice):
         return guard.listen(socket.create_server((address, port), family=family)).detach()
-    except OSError as error:
-        raise ConfigError(
-            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_PORT to "
-            "another port, the same for all ranks"
-        ) from None
