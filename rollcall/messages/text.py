@@ -72,6 +72,11 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words: "1 rank", "2 ranks"."""
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a configuration: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`."""
     return {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollcall.config import Config, ConfigError, arguments
-from rollcall.messages.text import announce
+from rollcall.messages.text import announce, counted
 from rollcall.records.attempt import LOST_PEER
 from rollcall.records.run_dir import FencedError, RunDir, State, Verdict, default_name
 from rollcall.system.files import write_atomic
@@ -321,7 +321,7 @@ def _open(run: Run) -> None:
     if run_dir.attempt_of(1) is None:
         node = world.rank // world.place.local_world_size
         keep_output(run_dir.log(attempt, node, world.rank))
-    ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+    ranks = counted(world.world_size, "rank")
     run.say(
         f"rollcall: {ranks} ({launcher}), {world.device.type}, "
         f"{config.parallel.mesh or config.parallel.strategy}; run directory {run_dir.path}"
@@ -333,7 +333,7 @@ def _conclude(run: Run, parts: _Parts, state: State, weights: str, seconds: floa
     trainer = parts.trainer
     asked, early = trainer.task.order.steps, trainer.task.patience.reason
     step = run.progress.step
-    trained = "1 step trained" if step == 1 else f"{step} steps trained"
+    trained = f"{counted(step, 'step')} trained"
     done, is_new = trained, step != parts.metrics.first
     if step > asked:
         done = f"{trained}; this run was already past the {asked} that were asked for"

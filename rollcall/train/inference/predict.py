@@ -1,8 +1,11 @@
-"""`rollcall predict RUN`: write the outputs of a trained model for files or a data set, in order.
+"""`rollcall predict RUN [key=value …]`: write a trained model's outputs for files or a data set.
+
+The ranks share the samples, with any strategy: torchrun --nproc_per_node=4 -m rollcall.train
+predict RUN … starts four. key=value overrides the run's configuration.
 
 The samples are divided into parts of a fixed size. Each rank computes some of the parts and writes
-each atomically, so a killed command continues with the missing parts, on any number of ranks. At
-the end rank 0 concatenates them.
+each atomically, so after a stop or a kill the same command continues with the missing parts, on any
+number of ranks. At the end rank 0 concatenates them.
 """
 
 import argparse
@@ -35,13 +38,6 @@ if TYPE_CHECKING:
     from rollcall.train.ranks.signals import StopSignals
     from rollcall.train.ranks.world import World
 
-USAGE = """\
-rollcall predict RUN [--input FILES | --split NAME] [--output FILE] [key=value ...]
-       torchrun --nproc_per_node=4 -m rollcall.train predict RUN parallel.strategy=zero3
-
-The ranks share the samples, with any strategy. key=value overrides the run's configuration. After a
-stop or a kill, the same command continues.
-"""
 MAX_PART = 1024
 """The largest number of samples of a part."""
 PARTS_OF_A_RANK = 4
@@ -110,7 +106,7 @@ class Parts:
 
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
-    parser = command_parser("predict", None, USAGE)
+    parser = command_parser("predict", __doc__)
     add, samples = parser.add_argument, parser.add_mutually_exclusive_group()
     add("run", metavar="RUN", help="name or directory of a run")
     kinds = "images or texts: comma-separated files, directories or quoted patterns"

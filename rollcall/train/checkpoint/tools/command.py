@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
 from rollcall.messages.refusal import refuse
-from rollcall.messages.text import did_you_mean, size, table
+from rollcall.messages.text import clock, did_you_mean, size, table
 from rollcall.records.run_dir import named
 from rollcall.train.checkpoint import layout, manifest, scores
 from rollcall.train.checkpoint.contents import Damaged, Manifest
@@ -52,10 +51,7 @@ def _row(path: Path) -> tuple[str, ...]:
         damaged = "damaged: " if isinstance(error, Damaged) else ""
         return (path.name, "", "", "", "", f"{damaged}{error}")
     facts = stored.facts
-    try:
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
-    except (OverflowError, ValueError, OSError):
-        saved = "?"
+    saved = clock(_number(facts.get("time")))
     ranks, version = str(facts.get("world_size")), str(facts.get("torch"))
     return (str(stored.step), saved, size(stored.nbytes), ranks, version, _metrics(stored))
 
