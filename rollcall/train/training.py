@@ -49,7 +49,6 @@ from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.stop import Stop
 from rollcall.train.ranks.world import World
 from rollcall.train.recovery import memory, micro_batch
-from rollcall.train.recovery.micro_batch import Trial
 from rollcall.train.state import TrainingState
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
@@ -120,7 +119,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
     return state
 
 
-def _try_micro_batches(run: Run, signals: StopSignals) -> Trial | None:
+def _try_micro_batches(run: Run, signals: StopSignals) -> micro_batch.Trial | None:
     """Build the parts of a run and try micro-batches; the parts are thrown away."""
     parts = _build_twice(memory.with_micro_batch(run, None), signals)
     rows = len(parts.strategy.rows(run.config.data.global_batch))
