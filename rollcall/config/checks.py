@@ -260,7 +260,6 @@ def _check_train(config: Config) -> None:
 
 
 def _check_conflicts(config: Config) -> None:
-    """Refuse keys that cannot work together with other ones."""
     parallel, model = config.parallel, config.model
     is_apart, splits = parallel.sync != "step", parallel.schedule_name in SPLIT_BACKWARD
     cut = [name for name in ("tensor", "pipeline", "context") if name in parse(parallel.mesh_text)]

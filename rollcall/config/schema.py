@@ -62,7 +62,6 @@ def is_number(kind: Any) -> bool:
 
 
 def _types(kind: Any) -> list[Any]:
-    """Return a type, and those that it is made of."""
     parts = [kind, *get_args(kind)]
     return parts + [part for union in parts[1:] for part in get_args(union)]
 

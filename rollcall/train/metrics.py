@@ -158,7 +158,6 @@ class Metrics:
 
 
 def _bar(console: Console) -> Progress:
-    """Return a progress bar; lines that are printed meanwhile appear above it."""
     return Progress(
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(),

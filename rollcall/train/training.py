@@ -280,7 +280,6 @@ def _place_model(
 
 
 def _named(recipe: str, config: Config, world: World) -> Run:
-    """Return the run, with the name that rank 0 gives it unless it has one."""
     name = world.broadcast_text(config.run.name or default_name(recipe))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     config = arguments.complete(config, arguments.inspected)
@@ -292,7 +291,6 @@ def _named(recipe: str, config: Config, world: World) -> Run:
 
 
 def _open(run: Run) -> None:
-    """Create the run directory or continue in it, and print where it is."""
     config, world, run_dir = run.config, run.world, run.run_dir
     launcher = world.place.launcher
     problem, fenced = "", None

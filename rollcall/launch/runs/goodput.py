@@ -83,7 +83,6 @@ def goodput(run: RunDir, condition: Condition) -> Goodput | None:
 
 
 def _attempts(run: RunDir, events: Sequence[dict[str, Any]]) -> list[AttemptRecord]:
-    """Return the starts of a run, by its launcher or by hand."""
     launched = find.attempts(run)
     by_hand: list[AttemptRecord] = []
     for event in events:

@@ -185,7 +185,6 @@ class Checkpointer:
             part.load_state_dict(state)
 
     def _check_equal(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if a part without global names differs between the ranks."""
         for name, part in self._parts.items():
             is_named = isinstance(part, nn.Module | torch.optim.Optimizer)
             if not is_named and differs({name: state[name]}, self._world):

@@ -229,8 +229,6 @@ class Shards(Stream):
 
 
 class _Shard:
-    """A shard that is being read."""
-
     def __init__(self, key: tuple[int, int], rows: Iterator[Any]) -> None:
         self.key, self.rows = key, rows  # epoch and number
         self.next = 0  # the row to read next

@@ -104,8 +104,6 @@ def _generate(
 
 
 class _Writer:
-    """A model that continues texts, and prints what it adds."""
-
     def __init__(
         self, model: "Trained", world: "World", stop: "StopSignals", options: argparse.Namespace
     ) -> None:
@@ -265,7 +263,6 @@ def _cache_argument(model: "Trained") -> str:
 
 
 def _most(model: "Trained") -> float:
-    """Return for how many tokens a causal model of transformers has positions."""
     positions = getattr(_network(model), "max_position_embeddings", math.inf)
     return positions if _cache_argument(model) else math.inf
 

@@ -209,7 +209,6 @@ def _compute(
     batch: int,
     stop: "StopSignals",
 ) -> None:
-    """Compute the missing parts, until all are done or a signal asks to stop."""
     import torch
 
     from rollcall.train.data.form import HIDDEN

@@ -90,8 +90,6 @@ class Profiler:
 
 
 class _Profile:
-    """A profile that has begun."""
-
     def __init__(self, run: Run, first: int) -> None:
         self._run, self._first = run, first
         self._is_on_gpu = run.world.device.type == "cuda"

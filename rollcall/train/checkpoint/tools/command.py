@@ -57,7 +57,6 @@ def _row(path: Path) -> tuple[str, ...]:
 
 
 def _metrics(stored: Manifest) -> str:
-    """Return the validation metrics of a checkpoint's step as text; empty without a validation."""
     pairs = stored.about("metrics").items()
     return ", ".join(f"val_{name} {_number(value):.4g}" for name, value in pairs)
 

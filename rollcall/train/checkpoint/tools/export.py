@@ -39,8 +39,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class _Chosen(NamedTuple):
-    """The tensors of a checkpoint to export."""
-
     path: Path
     stored: Manifest
     is_whole: bool  # with the state of the optimizer
@@ -119,7 +117,6 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
 
 
 def _to_peft(chosen: _Chosen, target: Path) -> int:
-    """Write a folder of adapters that `PeftModel.from_pretrained` loads."""
     if not (config := chosen.stored.about("adapter")):
         raise ConfigError(f"{chosen.path} holds no adapters; set model.args.lora to train some")
     adapters = {

@@ -44,7 +44,6 @@ def folder(config: Data, world: World) -> Source:
 
 
 def _images(root: Path, names: list[str], part: dict[str, list[list[str]]]) -> Iterator[Image]:
-    """Yield the image files of a part of the data, each with the number of its class."""
     for folder, files in part.items():
         for number, (name, of_class) in enumerate(zip(names, files, strict=True)):
             base = os.path.join(root, folder, name, "")  # noqa: PTH118  # a path for each is slow
@@ -52,7 +51,6 @@ def _images(root: Path, names: list[str], part: dict[str, list[list[str]]]) -> I
 
 
 def _listed(root: Path) -> list[Any]:
-    """Return the names of the classes and, for each part of the data, the files of each class."""
     parts = ("train", "val") if (root / "train").is_dir() else ("",)
     names = _classes(root / parts[0])
     return [names, *({part: _files(root / part, names)} for part in parts)]
