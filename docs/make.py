@@ -352,12 +352,9 @@ def troubleshooting() -> str:
         room = path.relative_to(PACKAGE).as_posix()
         title = next((title for title, rooms in ROOMS.items() if room.startswith(rooms)), "Tools")
         for node in ast.walk(tree):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                message = _shape(node.exc.args[0])
-                problem, _, remedy = message.rpartition("; ")
-                is_named = _says(problem, 12) and _says(remedy, 8) and not NO_REMEDY.match(remedy)
-                if _name(node.exc.func) in kinds and is_named:
-                    rows[title][problem] = remedy
+            problem, _, remedy = _message(node, kinds, path.name == "checks.py").rpartition("; ")
+            if _says(problem, 12) and _says(remedy, 8) and not NO_REMEDY.match(remedy):
+                rows[title][problem] = remedy
     for title, found in rows.items():
         table = markdown([("message", "what to do"), *_coded(found)])
         lines += [f"### {title}", "", *table, ""]
@@ -376,6 +373,16 @@ def _refusals(trees: Iterable[ast.AST]) -> set[str]:
     while new := {it.name for it in classes if kinds & {*map(_name, it.bases)}} - kinds:
         kinds |= new
     return kinds
+
+
+def _message(node: ast.AST, kinds: set[str], has_rules: bool) -> str:
+    """Return the text of a refusal that is raised, or of a rule: key, condition and reason."""
+    match node:
+        case ast.Raise(exc=ast.Call(func=kind, args=[text, *_])) if _name(kind) in kinds:
+            return _shape(text)
+        case ast.Tuple(elts=[key, _, reason]) if has_rules and _shape(key) and _shape(reason):
+            return f"{_shape(key)} {_shape(reason)}"
+    return ""
 
 
 def _name(node: ast.AST) -> str:
