@@ -68,12 +68,6 @@ def check(config: Config, named: Collection[str] = ()) -> None:
     _check_profile(config.profile)
 
 
-def check_data_path(config: Config) -> None:
-    """Raise ConfigError if the data set needs a path and has none."""
-    if config.data.path is None and (wanted := DATA_PATHS.get(config.data.name)):
-        raise ConfigError(f"data.name={config.data.name} needs data.path: {wanted}")
-
-
 def without_effect(config: Config, named: Collection[str]) -> Iterator[str]:
     """Yield a sentence for each key that was named in vain: not refused, it may suit other runs."""
     data, steps, warmup = config.data, config.train.steps, config.optim.warmup_steps

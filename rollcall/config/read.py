@@ -53,8 +53,9 @@ def parse(words: Sequence[str], is_draft: bool = False) -> tuple[str, Config]:
         raise ConfigError(refusals.explain(error.errors(), source, given)) from None
     try:
         checks.check(config, {word.partition("=")[0] for word in words})
-        if not is_draft:
-            checks.check_data_path(config)
+        wanted = None if is_draft or config.data.path else checks.DATA_PATHS.get(config.data.name)
+        if wanted:
+            raise ConfigError(f"data.name={config.data.name} needs data.path: {wanted}")
         trusted = trust.check(arguments.named_code(config), _path(source), words) or None
         run, data = config.run.model_copy(update={"trust": trusted}), config.data
         if data.name == "jsonl" and (folder := tokenizer_folder(config)):

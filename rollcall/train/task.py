@@ -174,10 +174,6 @@ class Task:
         promised = getattr(self._source.train, "all_count", False)
         return promised and not self._run.config.data.skip_unreadable
 
-    def waited(self) -> float:
-        """Return the seconds for which this rank has waited for batches since the last call."""
-        return self._loading.take_waited()
-
     def report(self) -> Samples:
         """Return this rank's share of what could not be read."""
         # Parts of one replica read the same samples.
