@@ -39,8 +39,12 @@ class doing:
 
         @wraps(function)
         def marked(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self:
+            stack = _stacks[get_ident()]
+            stack.append(self._activity)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                stack.pop()
 
         return marked
 

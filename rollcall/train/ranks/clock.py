@@ -65,7 +65,12 @@ class Clock:
         if before not in (phase, AWAY):
             if self.listener:
                 self.listener(phase)
-            self._begin(phase)
+            if self._pool is None:  # as in `_begin`, without the call: this runs often
+                now = time.perf_counter()
+                self._spent[before] += now - self._since
+                self._phase, self._since = phase, now
+            else:
+                self._begin(phase)
         return before
 
     def step(self) -> None:
