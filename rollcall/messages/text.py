@@ -35,19 +35,6 @@ def coloured(text: str, code: str) -> str:
     return text if is_plain else f"\x1b[{code}m{text}\x1b[0m"
 
 
-def fitted(text: str) -> str:
-    """Break a text between words at the width of the terminal, unless the output is a file."""
-    if not sys.stdout.isatty():
-        return text
-    import shutil
-    import textwrap
-
-    width = max(20, shutil.get_terminal_size().columns)
-    lines = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
-    lines.break_long_words = False
-    return lines.fill(text)
-
-
 def is_first_rank() -> bool:
     """Return True on rank 0, and in a process that no launcher started, also without torch."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")

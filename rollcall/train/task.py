@@ -71,9 +71,7 @@ class Patience:
         for key, metric in watched.items():
             if metric and ranked(metric)[0] not in figures:
                 known = ", ".join(figures)
-                raise ConfigError(
-                    f"{key}={metric}: the evaluation has no such figure; it has {known}"
-                )
+                raise ConfigError(f"{key}={metric}: the evaluation has no such figure, but {known}")
         if self._most:
             self._scores[step] = self._score(figures[self._name])
 

@@ -189,9 +189,7 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
     if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
         raise RefusedError("--in-allocation: remove --local, --spares, --chain or --array")
     if own.local and own.chain > 1:
-        raise RefusedError(
-            "--chain: a run on this machine is a single job; remove --chain or --local"
-        )
+        raise RefusedError("--chain: a run on this machine is one job; remove --chain or --local")
     if own.local and own.spares:
         raise RefusedError("--spares: a run on this machine has none; remove --spares or --local")
     if own.json and not own.doctor:

@@ -97,9 +97,7 @@ def _check(job: Job, script: str) -> str:
         names = [entry.name for entry in chosen]
         count, there = cluster.answering(",".join(names))
         if count < there:
-            nodes = (
-                f"{count} of the {there} nodes of partition {' or '.join(names)} have registered"
-            )
+            nodes = f"{count} of {there} nodes of partition {' or '.join(names)} have registered"
             raise NoAnswerError(f"Slurm's controller has just started: {nodes} with it")
     raise SlurmError(_refusal(job, message, chosen))
 

@@ -98,9 +98,7 @@ class Checkpointer:
             OSError: this save, or the one before it, could not be written.
         """
         if self._newest is None:
-            raise RuntimeError(
-                "call restore() before the first save(): earlier checkpoints would be replaced"
-            )
+            raise RuntimeError("call restore() before save(): it would replace earlier checkpoints")
         if step < self._newest:
             raise ValueError(
                 f"save({step}): step {self._newest} is saved already. Start the loop at the step "

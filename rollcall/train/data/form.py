@@ -74,9 +74,7 @@ class Form:
     def _key(self, whole: Mapping[str, Any]) -> str | None:
         if self.target is not None and self.target not in whole:
             keys = ", ".join(map(str, whole))
-            raise SampleError(
-                f"data.target={self.target}: a sample has no such key; its keys are {keys}"
-            )
+            raise SampleError(f"data.target={self.target}: a sample has no such key, but {keys}")
         return self.target or next((key for key in TARGETS if key in whole), None)
 
     def length(self, sample: Any) -> int:

@@ -158,9 +158,7 @@ class _PackedRows:
             length = self._form.length(row)
             self._form.check_length(length)
         except SampleError as error:
-            raise ConfigError(
-                f"data.name={self._name}: a row of the stream cannot be packed: {error}"
-            ) from error
+            raise ConfigError(f"data.name={self._name}: a row cannot be packed: {error}") from error
         return length
 
 

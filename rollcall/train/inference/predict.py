@@ -184,9 +184,7 @@ def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[s
         dataset: Any = source.train if options.split == "train" else source.validation
         rows = dataset.rows if isinstance(dataset, Packed) else dataset
         if isinstance(rows, Stream):
-            raise ConfigError(
-                f"--split {options.split}: the samples are a stream without numbers; use --input"
-            )
+            raise ConfigError(f"--split {options.split} is a stream without numbers; use --input")
         return rows, {"input": options.split}
     if source.read is None:
         raise ConfigError(

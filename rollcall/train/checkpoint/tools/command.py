@@ -100,10 +100,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ConfigError(f"{target}: expected a new name in a folder that exists")
     if form not in export.FORMATS:
-        raise ConfigError(
-            f"{target}: expected a name that ends in .safetensors or .pt, or for a new folder "
-            "--format hf"
-        )
+        forms = ".safetensors or .pt, or for a new folder --format hf"
+        raise ConfigError(f"{target}: expected a name that ends in {forms}")
     if arguments.merge:
         from rollcall.train.checkpoint.tools import merged
 

@@ -55,9 +55,7 @@ def export(path: Path, target: Path, form: str, is_whole: bool = False) -> int:
         stored = manifest.read(path)
         tensors = stored.tensors if is_whole else stored.weights()
         if not tensors and not is_whole:
-            raise ConfigError(
-                f"{path} holds no tensor under model; --all exports everything it holds"
-            )
+            raise ConfigError(f"{path} holds no tensor under model; --all exports all it holds")
         return FORMATS[form](_Chosen(path, stored, is_whole, tensors), target)
 
 
