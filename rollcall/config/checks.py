@@ -151,10 +151,8 @@ def _check_figures(config: Config) -> None:
         # The figures of the user's metrics and losses are known only when they are called.
         is_open = config.train.metrics or config.train.loss not in LOSSES.keys() - {"model"}
         if name not in FIGURES and not is_open:
-            raise ConfigError(
-                f"{key}={metric}: an evaluation has no such figure; choose {', '.join(FIGURES)} or "
-                "add it to train.metrics"
-            )
+            advice = f"choose {', '.join(FIGURES)} or add it to train.metrics"
+            raise ConfigError(f"{key}={metric}: an evaluation has no such figure; {advice}")
 
 
 def _check_conflicts(config: Config, names: set[str]) -> None:

@@ -98,10 +98,8 @@ class Form:
     def check_length(self, length: int) -> None:
         """Raise SampleError if a row, or packed rows together, are longer than `pad`."""
         if self.pad is not True and length > self.pad:
-            raise SampleError(
-                f"it has {length} entries, more than {self._key_of_length}; raise it, or cut rows "
-                "in the data set"
-            )
+            advice = "raise it, or cut rows in the data set"
+            raise SampleError(f"it has {length} entries, more than {self._key_of_length}; {advice}")
 
     def _stacked(self, samples: Sequence[Any]) -> Any:
         columns, spec = self._columns(samples)

@@ -258,10 +258,8 @@ def _lengths(shards: Any, given: Any, name: str) -> list[int]:
 
 
 def _refuse_iterator(subject: str, name: str) -> None:
-    raise ConfigError(
-        f"data.name={name}: {subject} can be read only once; return an object whose __iter__ "
-        "starts from the first sample"
-    )
+    advice = "return an object whose __iter__ starts from the first sample"
+    raise ConfigError(f"data.name={name}: {subject} can be read only once; {advice}")
 
 
 def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> Any:

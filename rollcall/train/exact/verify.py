@@ -99,10 +99,8 @@ def _existing(path: Path) -> Finished:
     events = run_dir.read_events()
     finished = [line for line in events if line["event"] == "finished"]
     if not finished or not {"step", "weights"} <= finished[-1].keys():
-        raise ConfigError(
-            f"{path}: events.jsonl has no hash of the final weights; expected the directory of a "
-            "finished run with exact=true"
-        )
+        advice = "expected the directory of a finished run with exact=true"
+        raise ConfigError(f"{path}: events.jsonl has no hash of the final weights; {advice}")
     ranks = [str(line.get("world_size")) for line in events if line["event"] == "started"]
     return Finished(str(path), ", then ".join(ranks), run_dir)
 

@@ -67,10 +67,8 @@ def find_place(env: Mapping[str, str]) -> Place:
 def _from_torchrun(env: Mapping[str, str]) -> Place:
     if missing := [name for name in TORCHRUN if name not in env]:
         present = ", ".join(name for name in TORCHRUN if name in env)
-        raise ConfigError(
-            f"the environment has {present} but not {', '.join(missing)}; start ranks with "
-            f"torchrun, srun or mpirun, or unset {present} to train alone"
-        )
+        advice = f"start ranks with torchrun, srun or mpirun, or unset {present} to train alone"
+        raise ConfigError(f"the environment has {present} but not {', '.join(missing)}; {advice}")
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
     rank, local_rank, size, local_size = _numbers({"LOCAL_WORLD_SIZE": "1", **env}, *names)
     return Place("torchrun", rank, local_rank, size, local_size)
