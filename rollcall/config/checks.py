@@ -90,7 +90,7 @@ def _check_profile(profile: Profile) -> None:
         raise ConfigError(f"profile.ranks={profile.ranks}: expected all, or ranks such as 0,5")
 
 
-def _check_unused(config: Config, named: Collection[str], names: Collection[str]) -> None:
+def _check_unused(config: Config, named: Collection[str], names: set[str]) -> None:
     """Refuse keys that only some runs use, if this one does not."""
     parallel, optim, model = config.parallel, config.optim, config.model
     has_fsdp = "shard" in names and parallel.stage > 1

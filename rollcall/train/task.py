@@ -184,10 +184,8 @@ class Task:
         self.unreadable = round(agreed.unreadable)
         steps = min(VAIN, self.order.steps - self._first)
         if not step.has_counted and self._first < VAIN and step.number >= self._first + steps:
-            raise ConfigError(
-                f"data.name={self._run.config.data.name}: no target of the first {steps} steps "
-                f"counts: {NOTHING}"
-            )
+            problem = f"no target of the first {steps} steps counts: {NOTHING}"
+            raise ConfigError(f"data.name={self._run.config.data.name}: {problem}")
         return Action.CONTINUE
 
     def is_evaluation_due(self, step: int) -> bool:

@@ -120,10 +120,8 @@ class Form:
         shapes = {tuple(tensor.shape) for tensor in column}
         if len(shapes) > 1:
             first, second, *_ = sorted(shapes)
-            raise SampleError(
-                f"samples have the shapes {first} and {second}: set data.pad=true to pad rows, or "
-                "give a collate function"
-            )
+            advice = "set data.pad=true to pad rows, or give a collate function"
+            raise SampleError(f"samples have the shapes {first} and {second}; {advice}")
         return torch.stack(list(column))
 
     def _padded(self, columns: list[Any], spec: Any, sample: Any) -> Any:

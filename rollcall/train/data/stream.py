@@ -220,10 +220,8 @@ class Shards(Stream):
         is_short = shard.last is nothing
         if is_short or (shard.next == length and next(shard.rows, nothing) is not nothing):
             count = f"only {shard.next - 1}" if is_short else "more"
-            raise ConfigError(
-                f"data.name={self._name}: shard {number} has {count} samples, but its length is "
-                f"{length}; correct it"
-            )
+            problem = f"shard {number} has {count} samples, but its length is {length}; correct it"
+            raise ConfigError(f"data.name={self._name}: {problem}")
 
 
 class _Shard:

@@ -45,7 +45,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "rows of other lengths": (
         ["data.name=user_mistakes:ragged"],
-        r"sample \d+ of .*: samples have the shapes \(\d,\) and \(\d,\): set data.pad=true to pad "
+        r"sample \d+ of .*: samples have the shapes \(\d,\) and \(\d,\); set data.pad=true to pad "
         "rows, or give a collate function",
     ),
     "longer than data.pad": (
