@@ -16,7 +16,8 @@ from rollcall.train.data.sets import slow_imports
 
 EXAMPLE = re.compile(
     r"here\n?\s*`(?P<file>rollcall/train/[\w/]+\.py)`:\n\n```py\n(?P<code>.*?)```\n\n"
-    r"and one line in `(?P<table>[A-Z_]+)` in `(?P<place>[\w/]+\.yaml)`:\n\n```yaml\n(?P<line>.*?)```",
+    r"and one line in `(?P<table>[A-Z_]+)` in `(?P<place>[\w/]+\.yaml)`:\n\n"
+    r"```yaml\n(?P<line>.*?)```",
     re.DOTALL,
 )
 IGNORED = shutil.ignore_patterns("__pycache__")
