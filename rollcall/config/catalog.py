@@ -1,4 +1,4 @@
-"""What rollcall ships by name, from catalog.yaml, which explains itself. No torch."""
+"""The parts that rollcall ships by name, from catalog.yaml, which explains itself. No torch."""
 
 from rollcall.config import yaml_values
 

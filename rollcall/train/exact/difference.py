@@ -10,7 +10,7 @@ from rollcall.system.files import read_lines
 
 FINGERPRINTS = "fingerprints.jsonl"
 KINDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("kinds.toml").read_text())
-"""What a step computes, from kinds.toml: for each kind its place in words, and likely causes."""
+"""Quantities of a step, from kinds.toml: for each kind its place in words, and likely causes."""
 
 
 @dataclass(frozen=True)
