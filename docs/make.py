@@ -345,19 +345,17 @@ def troubleshooting() -> str:
     lines += markdown([("signal", "usual cause"), *_coded(signals)])
     lines += ["", "## Refusals", ""]
     lines += ["A value in a message is shown as `…`. Messages without a remedy are left out.", ""]
-    sources = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    paths = sorted(PACKAGE.rglob("*.py"))
+    sources = {path: _Advised().visit(ast.parse(path.read_text())) for path in paths}
     kinds = _refusals(sources.values())
     rows: dict[str, dict[str, str]] = {title: {} for title in ROOMS}
     for path, tree in sources.items():
         room = path.relative_to(PACKAGE).as_posix()
         title = next((title for title, rooms in ROOMS.items() if room.startswith(rooms)), "Tools")
         for node in ast.walk(tree):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                message = _shape(node.exc.args[0])
-                problem, _, remedy = message.rpartition("; ")
-                is_named = _says(problem, 12) and _says(remedy, 8) and not NO_REMEDY.match(remedy)
-                if _name(node.exc.func) in kinds and is_named:
-                    rows[title][problem] = remedy
+            problem, _, remedy = _message(node, kinds, path.name == "checks.py").rpartition("; ")
+            if _says(problem, 12) and _says(remedy, 8) and not NO_REMEDY.match(remedy):
+                rows[title][problem] = remedy
     for title, found in rows.items():
         table = markdown([("message", "what to do"), *_coded(found)])
         lines += [f"### {title}", "", *table, ""]
@@ -378,6 +376,44 @@ def _refusals(trees: Iterable[ast.AST]) -> set[str]:
     return kinds
 
 
+class _Advised(ast.NodeTransformer):
+    """Puts the text of a variable `advice` where a message has its name."""
+
+    def __init__(self) -> None:
+        self._text: ast.expr | None = None
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Forget the text of another function."""
+        self._text = None
+        return self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        """Remember the text."""
+        if _name(node.targets[0]) == "advice":
+            self._text = node.value
+        return self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
+        """Forget the text if the name gets another value."""
+        if node.target.id == "advice":
+            self._text = None
+        return self.generic_visit(node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        """Replace the name."""
+        return self._text if self._text and _name(node.value) == "advice" else node
+
+
+def _message(node: ast.AST, kinds: set[str], has_rules: bool) -> str:
+    """Return the text of a refusal that is raised, or of a rule: key, condition and reason."""
+    match node:
+        case ast.Raise(exc=ast.Call(func=kind, args=[text, *_])) if _name(kind) in kinds:
+            return _shape(text)
+        case ast.Tuple(elts=[key, _, reason]) if has_rules and _shape(key) and _shape(reason):
+            return f"{_shape(key)} {_shape(reason)}"
+    return ""
+
+
 def _name(node: ast.AST) -> str:
     return str(getattr(node, "id", getattr(node, "attr", "")))
 
@@ -387,9 +423,7 @@ def _shape(node: ast.AST) -> str:
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(
-            _shape(part) if isinstance(part, ast.Constant) else "…" for part in node.values
-        )
+        return "".join(_shape(part) or "…" for part in node.values)
     return ""
 
 

@@ -70,7 +70,8 @@ def plain(message: str) -> str:
     return message
 
 
-def parser(command: str, meaning: str | None, usage: str | None = None) -> Parser:
+def parser(command: str, meaning: str | None) -> Parser:
     """Return a parser without arguments; its help shows the meaning verbatim."""
     form = argparse.RawDescriptionHelpFormatter
-    return Parser(f"rollcall {command}", usage, meaning, formatter_class=form, allow_abbrev=False)
+    name = f"rollcall {command}"
+    return Parser(name, description=meaning, formatter_class=form, allow_abbrev=False)

@@ -31,9 +31,9 @@ def main(argv: Sequence[str]) -> int:
     given = takewhile("--".__ne__, words)  # the words before the user's program
     if words and words[0] in LAUNCH and any(map(re.compile("--host(=|$)").match, given)):
         words.insert(0, "remote")
-    if not words or words[0] not in COMMANDS:
-        return _without_command(words)
     try:
+        if not words or words[0] not in COMMANDS:
+            return _without_command(words)
         if words[0] not in LAUNCH and not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))  # for `my_module:Net`, as `python -m` does
         return int(_imported(f"rollcall.{COMMANDS[words[0]].module}").main(words[1:]))

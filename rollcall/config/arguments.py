@@ -322,7 +322,6 @@ def _full_name(key: str, name: str) -> str:
 
 @cache
 def _torch_optimizers() -> tuple[str, ...]:
-    """Return the classes of torch.optim, without importing it."""
     path = _file("torch.optim")
     names = {alias.name for node in _tree(path).body for alias in _aliases(node)} if path else set()
     return tuple(sorted(name for name in names if name[:1].isupper() and name != "Optimizer"))

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 
 from rollcall.config.catalog import DATA_SETS, LOSSES
 from rollcall.config.keys import on_resume
-from rollcall.config.mesh import PRESETS, parse
-from rollcall.config.schema import Config, ConfigError, OnResume, Parallel, Profile
+from rollcall.config.mesh import DIMENSIONS, PRESETS, parse
+from rollcall.config.schema import Config, ConfigError, OnResume, Profile
 
 DATA_KEYS = {
     "seq_len": ("text", "tokens", "synthetic_tokens"),
@@ -58,27 +58,14 @@ def check(config: Config, named: Collection[str] = ()) -> None:
     known = [name for name, rule in on_resume().items() if rule is OnResume.REFUSE]
     if wrong := [name for name in config.run.changes_allowed if name not in known]:
         raise ConfigError(f"run.allow_changes: expected {' or '.join(known)}, got '{wrong[0]}'")
-    _check_batch(config)
-    _check_mesh(config.parallel)
-    _check_unused(config, named)
-    _check_sync(config)
-    _check_schedule(config)
-    _check_exact(config)
-    _check_conflicts(config)
-    _check_train(config)
+    try:
+        names = {*parse(config.parallel.mesh_text)}
+    except ValueError as error:
+        raise ConfigError(f"parallel.mesh={config.parallel.mesh}: {error}") from None
+    _check_unused(config, named, names)
+    _check_conflicts(config, names)
+    _check_figures(config)
     _check_profile(config.profile)
-    model, step = config.model, 2 * config.model.num_heads
-    if model.name in ("gpt", "llama") and model.hidden_size % step:
-        raise ConfigError(
-            f"model.hidden_size={model.hidden_size}: expected a multiple of {step}, twice "
-            f"model.num_heads; choose {-(-model.hidden_size // step) * step}"
-        )
-
-
-def check_data_path(config: Config) -> None:
-    """Raise ConfigError if the data set needs a path and has none."""
-    if config.data.path is None and (wanted := DATA_PATHS.get(config.data.name)):
-        raise ConfigError(f"data.name={config.data.name} needs data.path: {wanted}")
 
 
 def without_effect(config: Config, named: Collection[str]) -> Iterator[str]:
@@ -103,10 +90,9 @@ def _check_profile(profile: Profile) -> None:
         raise ConfigError(f"profile.ranks={profile.ranks}: expected all, or ranks such as 0,5")
 
 
-def _check_unused(config: Config, named: Collection[str]) -> None:
+def _check_unused(config: Config, named: Collection[str], names: set[str]) -> None:
     """Refuse keys that only some runs use, if this one does not."""
     parallel, optim, model = config.parallel, config.optim, config.model
-    names = {*parse(parallel.mesh_text)}
     has_fsdp = "shard" in names and parallel.stage > 1
     is_whole = not has_fsdp and not {"tensor", "pipeline", "expert"} & names
     has_ddp = is_whole and bool({"replicate", "shard", "context"} & names) and not config.exact
@@ -155,96 +141,8 @@ def _is_set(config: Config, key: str) -> bool:
     return bool(getattr(section, last) != type(section).model_fields[last].default)
 
 
-def _check_batch(config: Config) -> None:
-    micro, batch = config.data.micro_batch, config.data.global_batch
-    if micro == "auto":
-        if "pipeline" in config.parallel.mesh_text:
-            raise ConfigError(
-                "data.micro_batch=auto: a pipeline is built for the size of its micro-batches; "
-                "set a number, or remove the key"
-            )
-    elif micro is not None and micro > batch:
-        raise ConfigError(
-            f"data.micro_batch={micro} is larger than data.global_batch={batch}; choose at most "
-            f"{batch}"
-        )
-
-    for key in ("pad", "collate") if config.data.pack else ():
-        if getattr(config.data, key):
-            raise ConfigError(f"data.pack and data.{key} both make batches of rows; remove one")
-    is_of_model = config.data.pack and config.train.loss == "model"
-    if is_of_model and config.train.loss_args.get("counts") not in ("next", "labels"):
-        raise ConfigError(
-            "data.pack with train.loss=model needs train.loss_args.counts: next if the model "
-            "predicts each token from those before it, labels if not"
-        )
-
-
-def _check_mesh(parallel: Parallel) -> None:
-    try:
-        names = parse(parallel.mesh_text)
-    except ValueError as error:
-        raise ConfigError(f"parallel.mesh={parallel.mesh}: {error}") from None
-    if parallel.mesh is not None and not PRESETS[parallel.strategy].mesh:
-        raise ConfigError(
-            f"parallel.mesh={parallel.mesh} is for several ranks, but "
-            f"parallel.strategy={parallel.strategy} is for one; remove one of the two"
-        )
-    if parallel.stage == 1 and {"tensor", "pipeline", "expert"} & {*names}:
-        raise ConfigError(
-            "parallel.strategy=zero1 shards the optimizer of whole models, so the mesh cannot have "
-            "tensor, pipeline or expert; choose zero2 or zero3"
-        )
-
-
-def _check_sync(config: Config) -> None:
-    parallel = config.parallel
-    if parallel.sync == "step":
-        return
-    names = {*parse(parallel.mesh_text)}
-    if "replicate" not in names or names - {"replicate", "shard"} or parallel.stage == 1:
-        raise ConfigError(
-            f"parallel.sync={parallel.sync} needs replicas that can train alone, which "
-            f"{parallel.choice} does not have; choose ddp, hsdp, or a mesh such as "
-            "replicate=2,shard=rest"
-        )
-
-
-def _check_schedule(config: Config) -> None:
-    parallel = config.parallel
-    name = parallel.schedule_name
-    if name in V_SHAPED and parallel.stages_per_rank != 2:
-        raise ConfigError(
-            f"parallel.schedule={name} has two stages on each rank, not "
-            f"parallel.stages_per_rank={parallel.stages_per_rank}; remove the key"
-        )
-    if name not in SPLIT_BACKWARD:
-        return
-    if "shard" in parse(parallel.mesh_text) and parallel.stage == 3:
-        raise ConfigError(
-            f"parallel.schedule={name} computes the gradients of weights later than the gradients "
-            "of inputs, so weights must stay gathered; choose parallel.strategy=zero2"
-        )
-
-
-def _check_exact(config: Config) -> None:
-    parallel = config.parallel
-    if not config.exact:
-        return
-    if parallel.strategy not in ("single", "ddp") or {*parse(parallel.mesh_text)} - {"replicate"}:
-        raise ConfigError(
-            f"exact=true sums whole gradients in a fixed order, which does not work with "
-            f"{parallel.choice}; choose parallel.strategy=ddp or single"
-        )
-
-
-def _check_train(config: Config) -> None:
-    optim, best, watched = config.optim, config.checkpoint.keep_best, config.train.stop_metric
-    if (optim.lr_scaling == "none") != (optim.base_batch is None):
-        raise ConfigError(
-            "optim.lr_scaling and optim.base_batch need each other: the learning rate is scaled "
-            "with data.global_batch / optim.base_batch; set both or neither"
-        )
+def _check_figures(config: Config) -> None:
+    best, watched = config.checkpoint.keep_best, config.train.stop_metric
     for key, metric in (("checkpoint.keep_best", best), ("train.stop_metric", watched)):
         if metric and not re.fullmatch(r"[^:]+(:max|:min)?", metric):
             expected = "expected the name of a figure, alone or with :max or :min"
@@ -253,17 +151,19 @@ def _check_train(config: Config) -> None:
         # The figures of the user's metrics and losses are known only when they are called.
         is_open = config.train.metrics or config.train.loss not in LOSSES.keys() - {"model"}
         if name not in FIGURES and not is_open:
-            raise ConfigError(
-                f"{key}={metric}: an evaluation has no such figure; choose {', '.join(FIGURES)} or "
-                "add it to train.metrics"
-            )
+            advice = f"choose {', '.join(FIGURES)} or add it to train.metrics"
+            raise ConfigError(f"{key}={metric}: an evaluation has no such figure; {advice}")
 
 
-def _check_conflicts(config: Config) -> None:
-    """Refuse keys that cannot work together with other ones."""
-    parallel, model = config.parallel, config.model
-    is_apart, splits = parallel.sync != "step", parallel.schedule_name in SPLIT_BACKWARD
-    cut = [name for name in ("tensor", "pipeline", "context") if name in parse(parallel.mesh_text)]
+def _check_conflicts(config: Config, names: set[str]) -> None:
+    parallel, model, data, optim = config.parallel, config.model, config.data, config.optim
+    is_apart, schedule = parallel.sync != "step", parallel.schedule_name
+    splits, width = schedule in SPLIT_BACKWARD, 2 * model.num_heads
+    cut = [name for name in DIMENSIONS if name in names & {"tensor", "pipeline", "context"}]
+    has_groups = "replicate" in names and names <= {"replicate", "shard"} and parallel.stage > 1
+    is_whole = parallel.strategy in ("single", "ddp") and names <= {"replicate"}
+    micro, batch = data.micro_batch, data.global_batch
+    counts = config.train.loss_args.get("counts")
     recomputes = model.activation_checkpointing != "none"
     on_mesh = (
         f"does not work on a mesh with {' and '.join(cut)}; choose ddp, zero1, zero2, zero3 or "
@@ -275,9 +175,79 @@ def _check_conflicts(config: Config) -> None:
     )
     separate = (
         "computes the gradients of inputs and weights together, but parallel.schedule="
-        f"{parallel.schedule_name} computes them separately; choose parallel.schedule=interleaved"
+        f"{schedule} computes them separately; choose parallel.schedule=interleaved"
     )
     for key, is_conflict, reason in (
+        (
+            "data.micro_batch=auto:",
+            micro == "auto" and "pipeline" in names,
+            "a pipeline is built for a size of micro-batches; set a number, or remove the key",
+        ),
+        (
+            f"data.micro_batch={micro}",
+            isinstance(micro, int) and micro > batch,
+            f"is larger than data.global_batch={batch}; choose at most {batch}",
+        ),
+        ("data.pack", data.pack and data.pad, "and data.pad both make batches of rows; remove one"),
+        (
+            "data.pack",
+            data.pack and data.collate,
+            "and data.collate both make batches of rows; remove one",
+        ),
+        (
+            "data.pack",
+            data.pack and config.train.loss == "model" and counts not in ("next", "labels"),
+            "with train.loss=model needs train.loss_args.counts: next if the model predicts each "
+            "token from those before it, labels if not",
+        ),
+        (
+            f"parallel.mesh={parallel.mesh}",
+            parallel.mesh is not None and not PRESETS[parallel.strategy].mesh,
+            f"is for several ranks, but parallel.strategy={parallel.strategy} is for one; remove "
+            "one of the two",
+        ),
+        (
+            "parallel.strategy=zero1",
+            parallel.stage == 1 and {"tensor", "pipeline", "expert"} & names,
+            "shards the optimizer of whole models, so the mesh cannot have tensor, pipeline or "
+            "expert; choose zero2 or zero3",
+        ),
+        (
+            f"parallel.sync={parallel.sync}",
+            is_apart and not has_groups,
+            f"needs replicas that can train alone, which {parallel.choice} does not have; choose "
+            "ddp, hsdp, or a mesh such as replicate=2,shard=rest",
+        ),
+        (
+            f"parallel.schedule={schedule}",
+            schedule in V_SHAPED and parallel.stages_per_rank != 2,
+            "has two stages on each rank, not "
+            f"parallel.stages_per_rank={parallel.stages_per_rank}; remove the key",
+        ),
+        (
+            f"parallel.schedule={schedule}",
+            splits and "shard" in names and parallel.stage == 3,
+            "computes the gradients of weights later than the gradients of inputs, so weights must "
+            "stay gathered; choose parallel.strategy=zero2",
+        ),
+        (
+            "exact=true",
+            config.exact and not is_whole,
+            "sums whole gradients in a fixed order, which does not work with "
+            f"{parallel.choice}; choose parallel.strategy=ddp or single",
+        ),
+        (
+            "optim.lr_scaling and optim.base_batch",
+            (optim.lr_scaling == "none") != (optim.base_batch is None),
+            "need each other: the learning rate is scaled with data.global_batch / "
+            "optim.base_batch; set both or neither",
+        ),
+        (
+            f"model.hidden_size={model.hidden_size}:",
+            model.name in ("gpt", "llama") and model.hidden_size % width,
+            f"expected a multiple of {width}, twice model.num_heads; choose "
+            f"{-(-model.hidden_size // width) * width}",
+        ),
         ("model.sync_batchnorm=true", model.sync_batchnorm and cut, on_mesh),
         ("model.channels_last=true", model.channels_last and cut, on_mesh),
         ("precision=fp8", config.precision == "fp8" and "tensor" in cut, on_mesh),
@@ -292,7 +262,7 @@ def _check_conflicts(config: Config) -> None:
         ("train.compile", config.train.compile and splits, separate),
         (
             "data.micro_batch",
-            config.data.micro_batch is not None and config.exact,
+            micro is not None and config.exact,
             "has no effect with exact=true, where every virtual shard is one micro-batch; remove "
             "the key, or increase exact_shards for smaller micro-batches",
         ),

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from rollcall.config import arguments
 from rollcall.config.keys import Key, describe, sections
@@ -10,33 +11,6 @@ from rollcall.config.refusals import unknown_key
 from rollcall.config.schema import ConfigError
 from rollcall.messages.refusal import refuse
 from rollcall.messages.text import did_you_mean, table
-
-USAGE = """\
-Usage: rollcall train [--ranks N] [recipe or file.yaml] [key=value ...]
-       torchrun --nproc_per_node=4 -m rollcall.train [recipe or file.yaml] [key=value ...]
-
-  --ranks N       start N ranks on this machine, as torchrun does (default: one process)
-  --help SECTION  the keys of one section, such as --help optim
-  --help KEY      one key, such as --help optim.lr
-  --help all      all keys
-  --help module:attribute  the arguments of your code
-  --print-config  print the complete configuration as YAML
-  --print-schema  print the JSON schema of the configuration, for editors
-
-Recipes (default: digits):
-{recipes}
-
-Sections:
-{sections}
-
-Keys without a section: {others}
-
-Examples:
-  rollcall train digits train.epochs=2 optim.lr=1e-3
-  rollcall train --ranks 4 gpt parallel.strategy=zero3
-  rollcall train gpt run.name=mine     (the same command again resumes the run)
-
-Other commands: rollcall --help"""
 
 
 def main(words: Sequence[str]) -> int:
@@ -52,7 +26,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _short() -> str:
-    return USAGE.format(
+    usage = Path(__file__).with_name("help.txt").read_text().rstrip()
+    return usage.format(
         recipes=_table({name: _meaning_of_recipe(name) for name in recipes()}),
         sections=_table(sections()),
         others=", ".join(key.name for key in describe() if "." not in key.name),

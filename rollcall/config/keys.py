@@ -12,7 +12,6 @@ from string import Template
 from typing import Any, Literal, NamedTuple
 
 from rollcall.config import catalog, schema
-from rollcall.config.schema import Config, OnResume, Section
 
 TYPES = {str: "text", int: "integer", float: "number", bool: "true | false", types.NoneType: "null"}
 
@@ -23,7 +22,7 @@ class Key(NamedTuple):
     name: str
     type: str
     default: Any
-    on_resume: OnResume  # effect of another value on a resumed run
+    on_resume: schema.OnResume  # effect of another value on a resumed run
     section: str  # its class in the schema
 
     @property
@@ -32,32 +31,32 @@ class Key(NamedTuple):
         return _meanings()[self.section, self.name.rpartition(".")[2]]
 
 
-def describe(section: Any = Config, prefix: str = "") -> Iterator[Key]:
+def describe(section: Any = schema.Config, prefix: str = "") -> Iterator[Key]:
     """Yield every key of a section, of the whole schema by default."""
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):
             yield from describe(field.annotation, f"{prefix}{name}.")
         else:
-            rules = (rule for rule in field.metadata if isinstance(rule, OnResume))
+            rules = (rule for rule in field.metadata if isinstance(rule, schema.OnResume))
             rule = next(rules, section.ON_RESUME)
             kind = _type_name(field.annotation)
             yield Key(prefix + name, kind, field.default, rule, section.__name__)
 
 
-def on_resume() -> dict[str, OnResume]:
+def on_resume() -> dict[str, schema.OnResume]:
     """Return the effect of resuming a run with another value of each key, by its dotted name."""
     return {key.name: key.on_resume for key in describe()}
 
 
 def sections() -> dict[str, str]:
     """Return the sections of the schema, each with one line of text."""
-    kinds = {name: field.annotation for name, field in Config.model_fields.items()}
+    kinds = {name: field.annotation for name, field in schema.Config.model_fields.items()}
     return {name: (kind.__doc__ or "").strip() for name, kind in kinds.items() if _is_section(kind)}
 
 
 def json_schema() -> str:
     """Return the JSON schema of a recipe file, with which editors complete and check YAML."""
-    whole = Config.model_json_schema()
+    whole = schema.Config.model_json_schema()
     groups = {"Config": whole, **whole["$defs"]}
     for (section, name), meaning in _meanings().items():
         groups[section]["properties"][name]["description"] = meaning
@@ -68,7 +67,7 @@ def json_schema() -> str:
 def _meanings() -> dict[tuple[str, str], str]:
     """Return the text below each field of the schema, by its class and name."""
     meanings = {}
-    names = {name: ", ".join(table) for name, table in vars(catalog).items() if name.isupper()}
+    names = {name: ", ".join(table) for name, table in catalog.TABLES.items()}
     nodes = ast.parse(inspect.getsource(schema)).body
     for section in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for pair in itertools.pairwise(section.body):
@@ -83,7 +82,7 @@ def _meanings() -> dict[tuple[str, str], str]:
 
 
 def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+    return isinstance(annotation, type) and issubclass(annotation, schema.Section)
 
 
 def _type_name(annotation: Any) -> str:

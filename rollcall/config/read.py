@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from rollcall.config import arguments, checks, refusals, trust, yaml_values
 from rollcall.config.keys import describe, sections
 from rollcall.config.refusals import about_option, is_given
-from rollcall.config.schema import LLAMA, Config, ConfigError, entries
+from rollcall.config.schema import Config, ConfigError, entries
 from rollcall.messages.text import did_you_mean, dotted
 from rollcall.system.files import is_there
 
 RECIPES = Path(__file__).parent / "recipes"
+SHAPES: dict[str, Any] = yaml_values.table(__file__, "shapes.yaml")
 OPTIONS = ("--ranks", "--help", "--print-config", "--print-schema")  # of `rollcall train`
 ENTRIES = ("train.metrics", "train.callbacks", "log.to")
 """Keys with several entries, which may be written as text."""
@@ -52,8 +53,9 @@ def parse(words: Sequence[str], is_draft: bool = False) -> tuple[str, Config]:
         raise ConfigError(refusals.explain(error.errors(), source, given)) from None
     try:
         checks.check(config, {word.partition("=")[0] for word in words})
-        if not is_draft:
-            checks.check_data_path(config)
+        wanted = None if is_draft or config.data.path else checks.DATA_PATHS.get(config.data.name)
+        if wanted:
+            raise ConfigError(f"data.name={config.data.name} needs data.path: {wanted}")
         trusted = trust.check(arguments.named_code(config), _path(source), words) or None
         run, data = config.run.model_copy(update={"trust": trusted}), config.data
         if data.name == "jsonl" and (folder := tokenizer_folder(config)):
@@ -69,7 +71,7 @@ def parse(words: Sequence[str], is_draft: bool = False) -> tuple[str, Config]:
 def _take_shape(values: dict[str, Any], words: Sequence[str]) -> None:
     """Add the numbers of `model.size`, which replace the file's only if a word names the size."""
     model: Any = values.get("model")
-    shape = LLAMA.get(str(model.get("size"))) if isinstance(model, dict) else None
+    shape = SHAPES.get(str(model.get("size"))) if isinstance(model, dict) else None
     if shape:
         given: dict[str, Any] = {}
         _assign_all(given, words)

@@ -6,34 +6,12 @@ Words of other frameworks are refused with a hint at rollcall's words.
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from rollcall.config import yaml_values
 from rollcall.config.keys import describe, sections
 from rollcall.messages.text import did_you_mean
 
-EXPECTED = {
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    "string_type": "text (put numbers in quotes)",
-    "string_too_short": "text that is not empty",
-    "string_pattern_mismatch": "letters, digits and . _ - (not first), at most 100 characters",
-    "finite_number": "a finite number",
-    **dict.fromkeys(("tuple_type", "list_type"), "a list such as [0.9, 0.95]"),
-    "missing": "a further item",
-    "too_long": "at most {max_length} items",
-    "dict_type": "a mapping such as {{width: 64}}",
-    "not_a_number": "a number",
-    "value_error": "{error}",
-    "literal_error": "{expected}",
-    "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "a number below {lt:g}",
-    "less_than_equal": "at most {le:g}",
-}
-"""The expected value, for each of pydantic's types of error."""
 UNKNOWN = ("extra_forbidden", "invalid_key")
 """Types of error of a key that does not exist, or is not text."""
 
@@ -84,7 +62,7 @@ def unknown_key(key: str) -> str:
 @cache
 def synonyms() -> dict[str, Any]:
     """Return synonyms.yaml, which explains itself."""
-    return dict(yaml_values.load(Path(__file__).with_name("synonyms.yaml").read_text()))
+    return dict(yaml_values.table(__file__, "synonyms.yaml"))
 
 
 def about_option(words: Sequence[str], cutoff: float = 0.8) -> str:
@@ -181,6 +159,5 @@ def _line(key: str, errors: list[Any]) -> str:
 
 def expected(error: Any) -> str:
     """Return the value that was expected, according to one of pydantic's errors."""
-    if error["type"] not in EXPECTED:
-        return f"another value ({error['msg']})"
-    return EXPECTED[error["type"]].format(**error.get("ctx", {}))
+    text = _find(synonyms()["expected"], error["type"])
+    return text.format(**error.get("ctx", {})) if text else f"another value ({error['msg']})"

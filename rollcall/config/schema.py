@@ -1,7 +1,7 @@
 """Every configuration key, with its type and default, and its meaning below it. No torch.
 
 `--help`, `recipes/schema.json` and the reference page are generated from it; keys.py reads the
-meanings, in which `$MODELS` is replaced by the names in that table of catalog.py.
+meanings, in which `$MODELS` is replaced by the names in that table of catalog.yaml.
 """
 
 from __future__ import annotations
@@ -37,24 +37,6 @@ class OnResume(enum.Enum):
     REFUSE = "refuse, unless run.allow_changes names the key: it changes the order of the samples"
 
 
-def _llama(scaling: float, tied: bool, *numbers: int) -> dict[str, Any]:
-    names = "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size"
-    rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": scaling}
-    rope["original_max_position_embeddings"] = 8192.0
-    rest = {"tied": tied, "norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": rope}
-    return {**dict(zip(names, numbers, strict=True)), **rest}
-
-
-LLAMA = {
-    "1b": _llama(32.0, True, 16, 2048, 32, 8, 8192),
-    "3b": _llama(32.0, True, 28, 3072, 24, 8, 8192),
-    "8b": _llama(8.0, False, 32, 4096, 32, 8, 14336),
-    "70b": _llama(8.0, False, 80, 8192, 64, 8, 28672),
-    "405b": _llama(8.0, False, 126, 16384, 128, 8, 53248),
-}
-"""The shapes of `model.size`: Llama 3.1, and up to 3b Llama 3.2."""
-
-
 class Section(BaseModel):
     """A group of keys. Unknown keys are refused, and values cannot change after the check."""
 
@@ -80,7 +62,6 @@ def is_number(kind: Any) -> bool:
 
 
 def _types(kind: Any) -> list[Any]:
-    """Return a type, and those that it is made of."""
     parts = [kind, *get_args(kind)]
     return parts + [part for union in parts[1:] for part in get_args(union)]
 

@@ -59,6 +59,11 @@ def load(text: str, as_text: bool = False) -> Any:
         raise yaml.YAMLError(f"a value does not have the type of its tag ({error})") from None
 
 
+def table(module: str, name: str) -> Any:
+    """Return the content of a YAML file of rollcall's, which lies beside the file of a module."""
+    return load(Path(module).with_name(name).read_text())
+
+
 def read(path: Path, as_text: bool = False) -> dict[str, Any]:
     """Read a file of `key: value` lines; raise ConfigError if it cannot be read as such."""
     text = ""

@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollcall.messages.text import is_first_rank
@@ -32,6 +34,15 @@ class ConfigError(RefusedError, ValueError):
 
 class RankError(ConfigError):
     """A refusal by one rank in a forward or backward pass, in which the others wait for it."""
+
+
+@contextmanager
+def refusing(subject: str, advice: str = "") -> Iterator[None]:
+    """Raise a ConfigError with the reason for an OSError of the context."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{subject}: {error.strerror or error}{advice}") from None
 
 
 def sentences(error: Exception | str) -> str:

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -34,19 +35,6 @@ def coloured(text: str, code: str) -> str:
     return text if is_plain else f"\x1b[{code}m{text}\x1b[0m"
 
 
-def fitted(text: str) -> str:
-    """Break a text between words at the width of the terminal, unless the output is a file."""
-    if not sys.stdout.isatty():
-        return text
-    import shutil
-    import textwrap
-
-    width = max(20, shutil.get_terminal_size().columns)
-    lines = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
-    lines.break_long_words = False
-    return lines.fill(text)
-
-
 def is_first_rank() -> bool:
     """Return True on rank 0, and in a process that no launcher started, also without torch."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -69,6 +57,11 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     """Join the first names, and count the others: "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words: "1 rank", "2 ranks"."""
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +116,11 @@ def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = str.rjust if right else str.ljust
     return ["  ".join([row[0].ljust(first), *map(pad, row[1:], others)]).rstrip() for row in rows]
+
+
+def table_in(path: Path) -> list[list[str]]:
+    """Return the rows of a Markdown table that fills a file, without its head."""
+    return [line[2:-2].split(" | ") for line in path.read_text().splitlines()[2:]]
 
 
 def markdown(rows: Sequence[Sequence[str]], wide: bool = False) -> list[str]:

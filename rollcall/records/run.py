@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, Self, TypeAlias, get_args
 
 from rollcall.system import files
-from rollcall.system.files import as_object, open_lines, read_lines, read_object, set_aside
 
 Check: TypeAlias = Callable[[object], bool]
 State: TypeAlias = Literal["done", "requeue", "failed", "stopped"]
@@ -75,7 +74,7 @@ class Line(Record):
     @classmethod
     def open(cls, directory: Path) -> BinaryIO:
         """Open the file for a writer that keeps it open; see `write_to`."""
-        return open_lines(directory / cls.FILE)
+        return files.open_lines(directory / cls.FILE)
 
     def write_to(self, file: BinaryIO) -> None:
         """Append the record to the open file."""
@@ -84,13 +83,13 @@ class Line(Record):
     @classmethod
     def read(cls, directory: Path) -> list[Self]:
         """Read all records that can be read; none if the file is missing."""
-        records = (cls.parse(line) for line in read_lines(directory / cls.FILE))
+        records = (cls.parse(line) for line in files.read_lines(directory / cls.FILE))
         return [record for record in records if record is not None]
 
     @classmethod
     def last(cls, directory: Path) -> list[Self]:
         """Return the records of the last lines, in order, without reading the whole file."""
-        records = (cls.parse(as_object(line)) for line in files.tail(directory / cls.FILE))
+        records = (cls.parse(files.as_object(line)) for line in files.tail(directory / cls.FILE))
         return [record for record in records if record is not None]
 
     @classmethod
@@ -121,14 +120,14 @@ class Whole(Record):
     @classmethod
     def read(cls, directory: Path, **keys: object) -> Self | None:
         """Read the file; None if it is missing or cannot be read."""
-        return cls.parse(read_object(cls.path_in(directory, **keys)))
+        return cls.parse(files.read_object(cls.path_in(directory, **keys)))
 
     @classmethod
     def read_all(cls, directory: Path, **keys: object) -> dict[Path, Self]:
         """Read every file of this kind whose name has these keys, in the order of their names."""
         pattern = cls.FILE.format_map(defaultdict(lambda: "*", keys))
         paths = files.listed(directory, pattern)
-        records = {path: cls.parse(read_object(path)) for path in paths}
+        records = {path: cls.parse(files.read_object(path)) for path in paths}
         return {path: record for path, record in records.items() if record is not None}
 
 
@@ -195,18 +194,18 @@ class LoggedStep(Line):
         """Drop the other lines. Lines that cannot be read are kept in `metrics.jsonl.damaged`."""
         path = directory / cls.FILE
         if path.is_dir():
-            set_aside(path)
+            files.set_aside(path)
         if not path.exists():
             return
         lines = [*files.parse_lines(files.read_whole(path, files.MOST).splitlines(True))]
         known = [line for line in lines if line and (cls.parse(line) or Validation.parse(line))]
         if len(known) < len(lines):
-            set_aside(path)
+            files.set_aside(path)
         if dropped := [line for line in known if not is_kept(line)]:
             forgotten = directory / ForgottenStep.FILE
             # An earlier attempt may have crashed between this and the cut below.
-            before = {json.dumps(line) for line in read_lines(forgotten)}
-            with contextlib.suppress(OSError), open_lines(forgotten) as file:
+            before = {json.dumps(line) for line in files.read_lines(forgotten)}
+            with contextlib.suppress(OSError), files.open_lines(forgotten) as file:
                 for line in dropped:
                     if json.dumps(line) not in before:
                         files.write_line(file, line)
@@ -271,7 +270,7 @@ def start_and_steps(directory: Path) -> tuple[float, int, int | None, dict[str, 
 
 
 def _events(directory: Path, having: Sequence[bytes] = ()) -> Iterator[dict[str, Any]]:
-    for line in read_lines(directory / EVENTS, having):
+    for line in files.read_lines(directory / EVENTS, having):
         if isinstance(line.get("event"), str) and _is_time(line.get("time")):
             yield line
 

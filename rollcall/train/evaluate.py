@@ -71,8 +71,6 @@ def evaluate(
 
 @dataclass
 class _Set:
-    """The evaluation of one validation set."""
-
     _strategy: Strategy
     _source: Source
     _config: Config

@@ -16,6 +16,7 @@ from rollcall.messages.text import fixed
 from rollcall.records.run import LoggedStep
 from rollcall.train.numerics import schedules
 from rollcall.train.ranks.agreement import Action, Number, Step
+from rollcall.train.ranks.clock import DATA, clock
 from rollcall.train.ranks.run import Run
 from rollcall.train.task import Task
 
@@ -46,6 +47,7 @@ class Metrics:
         self._of_turns: dict[str, list[float]] = {}  # losses by network since the newest line
         self.first = self._newest = 0  # updates done before this attempt, and by now
         self._window_samples = self._samples = 0
+        self._waited = 0.0  # seconds in which this rank waited for data
         self._window_waited = self._rate = self._reported = 0.0
         self._window_start = self._start = time.perf_counter()
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -71,7 +73,8 @@ class Metrics:
         """Note when the update ended, since data was waited for until then."""
         self._reported = time.perf_counter()
         world, measures = self._run.world, self._run.measures
-        waited = self._task.waited() / world.world_size
+        before, self._waited = self._waited, clock.totals()[1][DATA]
+        waited = (self._waited - before) / world.world_size
         return Measured(waited, measures.has_new, measures.take(world))
 
     def settle(self, step: Step, agreed: Measured) -> Action:
@@ -158,7 +161,6 @@ class Metrics:
 
 
 def _bar(console: Console) -> Progress:
-    """Return a progress bar; lines that are printed meanwhile appear above it."""
     return Progress(
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(),

@@ -71,9 +71,7 @@ class Patience:
         for key, metric in watched.items():
             if metric and ranked(metric)[0] not in figures:
                 known = ", ".join(figures)
-                raise ConfigError(
-                    f"{key}={metric}: the evaluation has no such figure; it has {known}"
-                )
+                raise ConfigError(f"{key}={metric}: the evaluation has no such figure, but {known}")
         if self._most:
             self._scores[step] = self._score(figures[self._name])
 
@@ -174,10 +172,6 @@ class Task:
         promised = getattr(self._source.train, "all_count", False)
         return promised and not self._run.config.data.skip_unreadable
 
-    def waited(self) -> float:
-        """Return the seconds for which this rank has waited for batches since the last call."""
-        return self._loading.take_waited()
-
     def report(self) -> Samples:
         """Return this rank's share of what could not be read."""
         # Parts of one replica read the same samples.
@@ -190,10 +184,8 @@ class Task:
         self.unreadable = round(agreed.unreadable)
         steps = min(VAIN, self.order.steps - self._first)
         if not step.has_counted and self._first < VAIN and step.number >= self._first + steps:
-            raise ConfigError(
-                f"data.name={self._run.config.data.name}: no target of the first {steps} steps "
-                f"counts: {NOTHING}"
-            )
+            problem = f"no target of the first {steps} steps counts: {NOTHING}"
+            raise ConfigError(f"data.name={self._run.config.data.name}: {problem}")
         return Action.CONTINUE
 
     def is_evaluation_due(self, step: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollcall.config import Config, ConfigError, arguments
-from rollcall.messages.text import announce
+from rollcall.messages.text import announce, counted
 from rollcall.records.attempt import LOST_PEER
 from rollcall.records.run_dir import FencedError, RunDir, State, Verdict, default_name
 from rollcall.system.files import write_atomic
@@ -49,7 +49,6 @@ from rollcall.train.ranks.signals import StopSignals
 from rollcall.train.ranks.stop import Stop
 from rollcall.train.ranks.world import World
 from rollcall.train.recovery import memory, micro_batch
-from rollcall.train.recovery.micro_batch import Trial
 from rollcall.train.state import TrainingState
 from rollcall.train.task import Task
 from rollcall.train.trainer import Trainer
@@ -120,7 +119,7 @@ def _train(recipe: str, config: Config, world: World, signals: StopSignals) -> S
     return state
 
 
-def _try_micro_batches(run: Run, signals: StopSignals) -> Trial | None:
+def _try_micro_batches(run: Run, signals: StopSignals) -> micro_batch.Trial | None:
     """Build the parts of a run and try micro-batches; the parts are thrown away."""
     parts = _build_twice(memory.with_micro_batch(run, None), signals)
     rows = len(parts.strategy.rows(run.config.data.global_batch))
@@ -281,7 +280,6 @@ def _place_model(
 
 
 def _named(recipe: str, config: Config, world: World) -> Run:
-    """Return the run, with the name that rank 0 gives it unless it has one."""
     name = world.broadcast_text(config.run.name or default_name(recipe))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     config = arguments.complete(config, arguments.inspected)
@@ -293,7 +291,6 @@ def _named(recipe: str, config: Config, world: World) -> Run:
 
 
 def _open(run: Run) -> None:
-    """Create the run directory or continue in it, and print where it is."""
     config, world, run_dir = run.config, run.world, run.run_dir
     launcher = world.place.launcher
     problem, fenced = "", None
@@ -321,7 +318,7 @@ def _open(run: Run) -> None:
     if run_dir.attempt_of(1) is None:
         node = world.rank // world.place.local_world_size
         keep_output(run_dir.log(attempt, node, world.rank))
-    ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+    ranks = counted(world.world_size, "rank")
     run.say(
         f"rollcall: {ranks} ({launcher}), {world.device.type}, "
         f"{config.parallel.mesh or config.parallel.strategy}; run directory {run_dir.path}"
@@ -333,7 +330,7 @@ def _conclude(run: Run, parts: _Parts, state: State, weights: str, seconds: floa
     trainer = parts.trainer
     asked, early = trainer.task.order.steps, trainer.task.patience.reason
     step = run.progress.step
-    trained = "1 step trained" if step == 1 else f"{step} steps trained"
+    trained = f"{counted(step, 'step')} trained"
     done, is_new = trained, step != parts.metrics.first
     if step > asked:
         done = f"{trained}; this run was already past the {asked} that were asked for"

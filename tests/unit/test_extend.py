@@ -16,7 +16,8 @@ from rollcall.train.data.sets import slow_imports
 
 EXAMPLE = re.compile(
     r"here\n?\s*`(?P<file>rollcall/train/[\w/]+\.py)`:\n\n```py\n(?P<code>.*?)```\n\n"
-    r"and one line in `(?P<table>[A-Z_]+)` in `(?P<place>[\w/]+\.py)`:\n\n```py\n(?P<line>.*?)```",
+    r"and one line in `(?P<table>[A-Z_]+)` in `(?P<place>[\w/]+\.yaml)`:\n\n"
+    r"```yaml\n(?P<line>.*?)```",
     re.DOTALL,
 )
 IGNORED = shutil.ignore_patterns("__pycache__")
@@ -36,7 +37,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / example["file"]).write_text(example["code"])
         place = root / example["place"]
         before = place.read_text()
-        place.write_text(before.replace(f"{table} = {{\n", f"{table} = {{\n{example['line']}"))
+        place.write_text(before.replace(f"{table}:\n", f"{table}:\n{example['line']}"))
         assert len(place.read_text().splitlines()) == len(before.splitlines()) + 1
     return root
 

@@ -228,9 +228,7 @@ def _begin(
         raise RefusedError(f"{min(typed)}: {only}")
     if (function is not None or calls) and not callable(function):
         kind = type(function).__name__
-        raise RefusedError(
-            f"expected a function, a script such as 'train.py' or a recipe, got a {kind}"
-        )
+        raise RefusedError(f"expected a function, a script (train.py) or a recipe, got a {kind}")
     given = [*_words(options), *words]
     line, setup = layers.read(given, "keywords")
     local, name, root = command.is_local(line), line.own.name, line.own.root or "runs"

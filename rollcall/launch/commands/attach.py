@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from rollcall.launch.runs import find, states
 from rollcall.launch.scheduler import slurm
-from rollcall.messages.refusal import RefusedError
+from rollcall.messages.refusal import refusing
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -35,7 +35,5 @@ def main(argv: Sequence[str]) -> NoReturn:
     if not job.is_local:
         terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
         command = [*slurm.on_groups(job.id, [attempt.hosts[options.node]]), *terminal, *command]
-    try:
+    with refusing(command[0]):
         os.execvp(command[0], command)
-    except OSError as error:
-        raise RefusedError(f"{command[0]}: {error.strerror}") from None

@@ -23,10 +23,8 @@ def main(argv: Sequence[str]) -> int:
     if options.forget is not None:
         hosts = sorted({host for _, host in newest})
         if unknown := sorted({*options.forget} - {*hosts}):
-            raise RefusedError(
-                f"--forget {unknown[0]}: no report names this node; the reports name "
-                f"{listed(hosts) or 'none'}"
-            )
+            advice = f"the reports name {listed(hosts) or 'none'}"
+            raise RefusedError(f"--forget {unknown[0]}: no report names this node; {advice}")
         for report in newest.values():
             if not options.forget or report.host in options.forget:
                 replace(report, time=time.time(), reason="").keep()

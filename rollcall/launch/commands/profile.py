@@ -57,10 +57,8 @@ def main(argv: Sequence[str]) -> int:
 def _check_running(run: RunDir) -> None:
     (condition,), _ = states.look([run])
     if condition.state != "running":
-        raise NoRunError(
-            f"run {run.name} is not running: {condition.state}; to profile it from the start, set "
-            "profile.steps=10:13"
-        )
+        advice = "to profile it from the start, set profile.steps=10:13"
+        raise NoRunError(f"run {run.name} is not running: {condition.state}; {advice}")
 
 
 def _ranks(run: RunDir, text: str) -> list[int]:

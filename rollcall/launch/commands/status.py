@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollcall.launch.runs import find, states
-from rollcall.messages.text import coloured, fixed
+from rollcall.messages.text import coloured, counted, fixed
 from rollcall.system.timer import hanging
 
 NARROW = 110
@@ -116,8 +116,8 @@ def lines(words: Sequence[str], root: str, width: int | None) -> list[str]:
     for path, head in heads.items():
         states_of = Counter(row[1] for row in cells[path])
         counts = ", ".join(f"{count} {state}" for state, count in states_of.items())
-        total = "1 run" if len(cells[path]) == 1 else f"{len(cells[path])} runs"
-        head[-1] = "; ".join(filter(None, (f"{total}: {counts}", head[-1])))
+        total = f"{counted(len(cells[path]), 'run')}: {counts}"
+        head[-1] = "; ".join(filter(None, (total, head[-1])))
         rows += [head, *cells[path]]
     return [*_lines(rows, width), *silent, *([complaint] if complaint else [])]
 
@@ -154,7 +154,7 @@ def cells_of(condition: states.Condition, progress: states.Progress) -> dict[str
         "loss": "" if progress.loss is None else fixed(progress.loss),
         "validation": _validation(progress.validation),
         "samples/s": "" if progress.rate is None else f"{progress.rate:,.0f}",
-        "left": clock(progress.left) if is_moving and progress.left is not None else "",
+        "left": str(progress.left) if is_moving and progress.left is not None else "",
         "attempts": str(condition.attempts or ""),
         "nodes": str(condition.nodes or ""),
         "job": condition.job.id if condition.job else "",
@@ -175,10 +175,3 @@ def _validation(figures: Mapping[str, float]) -> str:
     if "accuracy" in figures:
         return f"{figures['accuracy']:.2%}"
     return fixed(figures["loss"]) if "loss" in figures else ""
-
-
-def clock(seconds: float) -> str:
-    """Return a number of seconds as H:MM:SS."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -66,7 +66,7 @@ def lines(run: RunDir, width: int) -> list[str]:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in progress.validation.items())
     rows += [("validation", figures)] if figures else []
     if progress.rate is not None:
-        left = f", {status.clock(progress.left)} left" if progress.left else ""
+        left = f", {progress.left} left" if progress.left else ""
         rows.append(("speed", f"{progress.rate:,.0f} samples/s{left if condition.is_live else ''}"))
     if (phases := Phases.newest(run.path)) is not None:
         rows.append(("step time", _phases(phases)))

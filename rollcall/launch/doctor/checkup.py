@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rollcall.launch.doctor import fabric, gpu, limits, links, peers, software, storage
 from rollcall.launch.doctor.check import QUICK, THOROUGH, LocalNode, Result, Skip, ToolError
-from rollcall.messages.text import listed
+from rollcall.messages.text import listed, table_in
 
 Results = dict[str, Result]
 """The results of a node by the name of the check."""
@@ -44,8 +44,8 @@ def checks() -> dict[str, Check]:
     modules = (limits, links, peers, storage, gpu, fabric, software)
     functions = ChainMap(gpu.FIELD_CHECKS, *map(vars, modules))
     table = {}
-    for line in Path(__file__).with_name("table.md").read_text().splitlines()[2:]:
-        name, quick, what, why, remedy, source = (cell.strip() for cell in line[1:-1].split(" | "))
+    rows = table_in(Path(__file__).with_name("table.md"))
+    for name, quick, what, why, remedy, source in rows:
         function = functions[name.replace("-", "_")]
         table[name] = Check(name, quick == "yes", what, why, remedy, source, function)
     return table

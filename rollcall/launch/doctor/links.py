@@ -50,9 +50,11 @@ def interface(node: LocalNode) -> Result:
 
 def _to_others(node: LocalNode) -> str:
     """Return the interface to the other hosts, or to the outside; Skip without one."""
+    this = socket.gethostname().partition(".")[0]
+    peers = [name for name in node.hosts if name.partition(".")[0] != this]
     try:
-        name = hosts.route(_peers(node)[0]).interface
-    except (Skip, hosts.HostError):
+        name = hosts.route(peers[0]).interface
+    except (IndexError, hosts.HostError):
         routes = (line.split() for line in node.read("/proc/net/route").splitlines())
         name = next((words[0] for words in routes if words[1:2] == ["00000000"]), "")
     if not name:
@@ -81,14 +83,6 @@ def link_speed(node: LocalNode) -> Result:
     is_half = link.duplex == psutil.NIC_DUPLEX_HALF
     text = f"{name}: {link.speed} Mbit/s{', half duplex' if is_half else ''}"
     return warn((link.speed < 1000 or is_half) and text, text, str(link.speed))
-
-
-def _peers(node: LocalNode) -> list[str]:
-    this = socket.gethostname().partition(".")[0]
-    names = [name for name in node.hosts if name.partition(".")[0] != this]
-    if not names:
-        raise Skip("the job has no other host")
-    return names
 
 
 def _link(node: LocalNode) -> tuple[str, Any]:

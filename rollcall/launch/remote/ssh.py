@@ -21,7 +21,7 @@ from rollcall.cli.parser import Parser
 from rollcall.launch.program import data
 from rollcall.launch.program.find import UserCode, checkout_of
 from rollcall.launch.submission import snapshot
-from rollcall.messages.refusal import RefusedError
+from rollcall.messages.refusal import RefusedError, refusing
 from rollcall.messages.text import note
 
 PROJECTS = ".rollcall"
@@ -76,12 +76,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _bring(file: str, host: str, directory: str) -> None:
     name = shlex.quote(file)
-    try:
-        with Path(file).open("wb") as here:
-            line = f"cd {shlex.quote(directory)} && cat -- {name} && rm -- {name}"
-            _prepare(host, line, stdout=here)
-    except OSError as error:
-        raise RefusedError(f"cannot write {file} here: {error.strerror}; use -o") from None
+    with refusing(f"cannot write {file} here", "; use -o"), Path(file).open("wb") as here:
+        line = f"cd {shlex.quote(directory)} && cat -- {name} && rm -- {name}"
+        _prepare(host, line, stdout=here)
 
 
 def _copy(code: UserCode, host: str, copy: str, inputs: Iterable[str] | None) -> None:

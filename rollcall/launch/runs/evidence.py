@@ -130,7 +130,6 @@ def _hang(run: RunDir, attempt: AttemptRecord) -> str:
 
 
 def _events(run: RunDir, attempt: AttemptRecord, name: str) -> list[dict[str, Any]]:
-    """Return the events with this name that rank 0 wrote during an attempt."""
     starts = [later.started for later in find.attempts(run) if later.number > attempt.number]
     end = min(starts, default=math.inf)
     return [event for event in run.read_events(name) if attempt.started <= event["time"] < end]

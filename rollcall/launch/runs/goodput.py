@@ -13,25 +13,13 @@ from operator import itemgetter
 from typing import Any
 
 from rollcall.launch.runs import find, restarts
+from rollcall.launch.runs.reasons import SHARES as SHARES
 from rollcall.launch.runs.states import Condition
 from rollcall.records.attempt import AttemptRecord
 from rollcall.records.job import Restart, Submission
 from rollcall.records.run import INTEGER_LIMIT, ForgottenStep, LoggedStep
 from rollcall.records.run_dir import RunDir
 
-SHARES = {
-    "productive": "steps, the first time they were done",
-    "queue": "waiting for the scheduler",
-    "startup": "from the start of the ranks to the first step done",
-    "data wait": "steps waited for data",
-    "checkpoint": "saves held up the training",
-    "evaluation": "validation",
-    "repeated": "steps done again after a restart or a rollback",
-    "lost": "work that a fault destroyed, and the time until it was noticed",
-    "restart": "from the end of an attempt to the start of the next one",
-    "other": "after the last step of an attempt; programs that log no steps",
-}
-"""The names of the shares, and what each holds."""
 LOGGED = "logged"
 """The name of a line of metrics.jsonl among the events."""
 ENDS = ("signalled", "finished")
@@ -83,7 +71,6 @@ def goodput(run: RunDir, condition: Condition) -> Goodput | None:
 
 
 def _attempts(run: RunDir, events: Sequence[dict[str, Any]]) -> list[AttemptRecord]:
-    """Return the starts of a run, by its launcher or by hand."""
     launched = find.attempts(run)
     by_hand: list[AttemptRecord] = []
     for event in events:

@@ -48,7 +48,6 @@ class Processes:
 
     @cached_property
     def _words(self) -> dict[str, list[str]]:
-        """The command line of each process by its id."""
         names = os.listdir("/proc")  # noqa: PTH208 (names, not paths)
         return {name: _words_of(name) for name in names if name.isdecimal()}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 _TABLES = tomllib.loads(Path(__file__).with_name("reasons.toml").read_text())
 PENDING: dict[str, str] = _TABLES["pending"]
 ENDED: dict[str, str] = _TABLES["ended"]
+SHARES: dict[str, str] = _TABLES["shares"]
 SIGNALS = {signal.Signals[name]: cause for name, cause in _TABLES["signals"].items()}
 NO_THREADS = "the limit of processes and threads is reached: see ulimit -u, and the job's pids.max"
 

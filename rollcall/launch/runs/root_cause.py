@@ -16,6 +16,7 @@ from rollcall.launch.runs import find, reasons, states
 from rollcall.launch.runs.decision import has_failed
 from rollcall.launch.runs.evidence import Evidence, gather, gather_by_hand, storage_problem
 from rollcall.messages.refusal import REFUSED
+from rollcall.messages.text import counted
 from rollcall.records import attempt as records
 from rollcall.records.attempt import AGENT, SUPERVISOR, AttemptRecord, NodeFailure, RankFailure
 from rollcall.records.code import CodeRecord
@@ -119,7 +120,7 @@ def decide(evidence: Evidence) -> RootCause | None:
         count = evidence.attempt.ranks - (what.failure is not None)
         has_begun = ranks or evidence.slurm or evidence.places
         ended = "ended because of it" if has_begun else "could not start"
-        return replace(what, consequences=what.consequences or f"{_ranks(count)} {ended}")
+        return replace(what, consequences=what.consequences or f"{counted(count, 'rank')} {ended}")
     if ranks:
         return _of_failure(evidence, ranks[0])
     return RootCause(_place(evidence.failures[0])) if evidence.failures else None
@@ -205,7 +206,7 @@ def _absent_nodes(evidence: Evidence) -> Iterator[RootCause]:
     hosts = enumerate(evidence.attempt.hosts)
     if names := [f"{number} ({host})" for number, host in hosts if number not in evidence.nodes]:
         hint = "check that it shares the file system of the run directory, and that python starts"
-        could_not = f"{_ranks(evidence.attempt.ranks)} could not start"
+        could_not = counted(evidence.attempt.ranks, "rank") + " could not start"
         yield RootCause(f"{_nodes(names)} never came", hint, consequences=could_not)
 
 
@@ -269,8 +270,8 @@ def _of_failure(evidence: Evidence, first: RankFailure) -> RootCause:
     alike = [rank for rank in ranks if (rank.exit_code, rank.error) == (code, first.error)]
     same = max(0, len(alike) - 1)
     others = evidence.attempt.ranks - (first.rank is not None) - same
-    consequences = [f"{_ranks(same)} failed in the same way"] if same else []
-    consequences += [f"{_ranks(others)} ended because of it"] if others else []
+    consequences = [counted(same, "rank") + " failed in the same way"] if same else []
+    consequences += [counted(others, "rank") + " ended because of it"] if others else []
     return RootCause(what, hint, None, ", ".join(consequences), first, is_refusal)
 
 
@@ -308,7 +309,3 @@ def _output(run: RunDir, condition: states.Condition) -> Path | None:
     job = condition.job.id
     paths = (slurm_output(run.job, job), local_output(run.job, job, 0))
     return next((path for path in paths if is_there(path)), None)
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 from rollcall.launch.runs import find, reasons, restarts
 from rollcall.launch.runs.find import NoRunError, SubmittedJob
@@ -58,7 +59,7 @@ class Progress:
     loss: float | None = None  # of the newest logged step
     rate: float | None = None  # samples per second
     validation: Mapping[str, float] = field(default_factory=dict)  # of the newest evaluation
-    left: float | None = None  # seconds until the last step, at the speed of the last logged steps
+    left: timedelta | None = None  # until the last step, at the speed of the last logged steps
 
 
 def look(runs: Sequence[RunDir]) -> tuple[list[Condition], str]:
@@ -289,5 +290,5 @@ def progress(run: RunDir, condition: Condition) -> Progress:
     left = None
     if total and last.step > first.step:
         seconds = (last.time - first.time) / (last.step - first.step)
-        left = seconds * (total - last.step)
+        left = timedelta(seconds=round(seconds * (total - last.step)))
     return Progress(last.step, total, last.loss, last.samples_per_second, figures, left)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from rollcall.launch.scheduler import gpus, slurm
-from rollcall.launch.scheduler.slurm import SlurmError
 from rollcall.system import hosts
 
 
@@ -74,7 +73,7 @@ def share_of_cpus(asked: Mapping[str, int], partition: str | None) -> int | None
     """Return the fewest CPUs that go with these GPUs on a node that fits; None if unknown."""
     try:
         known = partitions(partition)
-    except SlurmError:
+    except slurm.SlurmError:
         return None
     names = partition.split(",") if partition else [n for n in known if known[n].is_default]
     shares = []
@@ -120,14 +119,14 @@ def preempting_partition(job_id: str) -> str | None:
         fields = dict(item.split("=", 1) for item in line.split() if "=" in item)
         found[fields["PartitionName"]] = (int(fields["PriorityTier"]), fields["Nodes"])
     if not own or own[0] not in found:
-        raise SlurmError(f"job {job_id} has no partition: it is no longer running")
+        raise slurm.SlurmError(f"job {job_id} has no partition: it is no longer running")
     tier, nodes = found[own[0]]
     return next((name for name in found if found[name][0] > tier and found[name][1] == nodes), None)
 
 
 def version() -> tuple[int, int] | None:
     """Return this cluster's version of Slurm, such as (23, 2); None if Slurm does not say."""
-    with contextlib.suppress(SlurmError):
+    with contextlib.suppress(slurm.SlurmError):
         if number := re.search(r"\b(\d+)\.(\d+)", slurm.ask("sinfo", "--version")):
             return int(number[1]), int(number[2])
     return None
@@ -135,7 +134,7 @@ def version() -> tuple[int, int] | None:
 
 def options_of_site() -> dict[str, bool]:
     """Return the options of this site's sbatch, its plugins' too, and whether they take a value."""
-    with contextlib.suppress(SlurmError):
+    with contextlib.suppress(slurm.SlurmError):
         shown = slurm.ask("sbatch", "--help")
         names = re.findall(r"^\s*(?:-\w,\s*)?--([a-z][\w-]*)(=?)", shown, re.MULTILINE)
         return {name: bool(value) for name, value in names}
@@ -165,7 +164,7 @@ def without(job_id: str, bad: Sequence[str], nodes: int) -> list[str]:
     asked_for = slurm.ask("squeue", "-h", "-j", job_id, "-o", "%P|%n|%x|%v")
     fields = asked_for.strip().partition("\n")[0].split("|")  # of the first group of a job
     if len(fields) != 4:
-        raise SlurmError(f"squeue does not know job {job_id}")
+        raise slurm.SlurmError(f"squeue does not know job {job_id}")
     partition, asked, excluded, reservation = fields
     if asked or reservation != "(null)":
         return []

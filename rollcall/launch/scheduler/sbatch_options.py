@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from rollcall.config import yaml_values
 from rollcall.messages import text
 
-_TABLE: dict[str, Any] = yaml_values.load(Path(__file__).with_name("sbatch.yaml").read_text())
+_TABLE: dict[str, Any] = yaml_values.table(__file__, "sbatch.yaml")
 FLAGS = frozenset(_TABLE["flags"].split())
 WITH_VALUE = frozenset(_TABLE["with-value"].split())
 SHORT: Mapping[str, str] = _TABLE["short"]

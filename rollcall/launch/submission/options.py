@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from rollcall.cli.parser import plain
+from rollcall.config import yaml_values
 from rollcall.config.refusals import about_option, synonyms
 from rollcall.launch.frameworks import TABLE, roles
 from rollcall.launch.program.find import STARTERS
@@ -18,22 +19,9 @@ from rollcall.launch.scheduler import cluster, gpus, sbatch_options, slurm
 from rollcall.launch.scheduler.sbatch_options import FLAGS, SHORT, WITH_VALUE, did_you_mean
 from rollcall.messages.refusal import RefusedError
 
-EXAMPLES = """\
-Other sbatch options are passed on unchanged: --account --qos --constraint --reservation --exclude
---nodelist --dependency --mail-user --exclusive --gres ... Short options work too: -N 2 -c 8
--t 2:00:00 -p gpu -A account -J name ...
-
-examples:
-  rollcall submit                                the default recipe, on one node
-  rollcall submit --nodes 2 --gpus-per-node 4 --time 2:00:00 mnist optim.lr=3e-4
-  rollcall submit --nodes 2 -- script.py --flag  your own torchrun script, unmodified
-  rollcall submit --nodes 2 -- -m package.module --flag
-  rollcall submit --local --nodes 2 --wait       two simulated nodes on this machine
-  rollcall submit --nodes 2-8 mnist              2 to 8 nodes, whichever are free or survive
-  rollcall submit --nodes 2 --name mine          submit it again to continue where it stopped
-  rollcall submit --gpus-per-node 4 : --nodes 2 --gpus-per-node 8 -- script.py
-                                                 groups of nodes: one with 4 GPUs, two with 8
-"""
+_TABLE: dict[str, Any] = yaml_values.table(__file__, "options.yaml")
+OPTIONS: dict[str, str] = _TABLE["options"]
+"""Each option of rollcall's own, with the name of its value, and its help."""
 OF_GROUP = ("nodes", "nproc_per_node", "gpus_per_node", "cpus_per_task", "mem", "partition")
 """Own options that each group of nodes may have; sbatch's are passed on for each."""
 OF_KIND = ("nodelist", "nodefile", "constraint", "gres")
@@ -94,46 +82,6 @@ def _memory(text: str) -> str:
 
 LISTS = ("srun-arg", "sbatch-arg", "mount", "link", "teardown")
 """Options of which all values count."""
-OPTIONS = {
-    "--nodes N": "number of nodes (default: 1); MIN-MAX uses all free nodes up to MAX",
-    "--spares N": "further nodes of the job, which replace nodes that are lost",
-    "--max-restarts N": "restarts of failed ranks (default: while a training makes progress)",
-    "--nproc-per-node K": "ranks on each node, 4,8,8 if they differ (default: one per GPU, or 2)",
-    "--gpus-per-node G": "GPUs on each node, also as TYPE:G (default: none)",
-    "--cpus-per-task C": "CPUs on each node (default: the share of its GPUs, or one per rank)",
-    "--mem MEM": "memory on each node, such as 64G",
-    "--time TIME": "time limit: M (minutes), M:S, H:M:S, D-H (days and hours), D-H:M or D-H:M:S",
-    "--partition P": "Slurm partition (default: the cluster's)",
-    "--srun-arg =--OPTION": "an option of srun; may be repeated",
-    "--sbatch-arg =--OPTION": "an option of sbatch that only this cluster knows; may be repeated",
-    "--teardown LINE": "a shell line for the first node when the ranks have ended; may be repeated",
-    "--cluster NAME": "take defaults from ~/.config/rollcall/clusters/NAME.yaml",
-    "--name --job-name RUN": (
-        "name of the run (default: recipe or script, date and time); auto: recipe or script and a "
-        "hash of the arguments or keys, so that the same request is the same run"
-    ),
-    "--root DIR": "directory of the runs (default: runs)",
-    "--python PATH": "interpreter of the ranks, or its environment (default: this one)",
-    "--container IMAGE": "run the ranks in a container: pyxis if srun has it, else Apptainer",
-    "--mount PATH[:INSIDE]": "a further directory that the container sees; may be repeated",
-    "--link PATH": "link this file or directory into the copy of the code; may be repeated",
-    "--start-method": "fork: one import for all ranks (default); torchrun: one for each rank",
-    "--roles LIST": "role of each rank, for parameter servers: chief,ps:2,worker:3,evaluator",
-    "--framework": "variables for the ranks of your script (default: by its imports)",
-    "--chain N": "queue N jobs of the run, each after the one before, until it is done",
-    "--resume": "continue a run that has failed, or a finished one with more train.steps",
-    "--new-code": "resume with the current code; keep the previous copy as code-0, code-1, ...",
-    "--local": "run on this machine, even if it has Slurm",
-    "--host HOST": "submit on another machine, by ssh; status, logs and the others take it too",
-    "--host-command COMMAND": "rollcall there (default: $ROLLCALL_HOST_COMMAND, or rollcall)",
-    "--in-allocation": "run in the allocation of this salloc shell, and show the output",
-    "--dry-run": "print the script and the code; write nothing",
-    "--doctor": "check the nodes that the job would get, print a table and start nothing",
-    "--json": "with --doctor: print JSON",
-    "--preflight": "check the nodes before each start: use spares for bad ones, avoid them later",
-    "--wait": "show the output until the run ends; exit with its exit code",
-}
-"""Each option of rollcall's own, with the name of its value, and its help."""
 TYPES: Mapping[str, Callable[[str], object]] = {
     **{"nodes": span, "spares": _whole, "max-restarts": _whole, "cpus-per-task": _positive},
     **{"gpus-per-node": _checked(gpus.of_option), "time": _checked(slurm.seconds), "mem": _memory},
@@ -147,9 +95,6 @@ SWITCHES = {usage for usage in OPTIONS if " " not in usage and usage[2:] not in 
 SWITCHES.add("--help")
 """The names of all these options, and of those without a value."""
 PASSED = {f"--{name}" for name in FLAGS | WITH_VALUE}
-SPELLINGS = {"nnodes": "nodes", "num-nodes": "nodes", "nproc": "nproc-per-node"}
-SPELLINGS |= {"ranks-per-node": "nproc-per-node", "cpus": "cpus-per-task"}
-"""Other names of these options, such as torchrun's; any may have `_` for `-`."""
 
 
 class CommandLine(NamedTuple):
@@ -244,9 +189,7 @@ def _check_combinations(own: argparse.Namespace, passed: Mapping[str, str | None
     if own.in_allocation and (own.local or own.spares or own.chain > 1 or "array" in passed):
         raise RefusedError("--in-allocation: remove --local, --spares, --chain or --array")
     if own.local and own.chain > 1:
-        raise RefusedError(
-            "--chain: a run on this machine is a single job; remove --chain or --local"
-        )
+        raise RefusedError("--chain: a run on this machine is one job; remove --chain or --local")
     if own.local and own.spares:
         raise RefusedError("--spares: a run on this machine has none; remove --spares or --local")
     if own.json and not own.doctor:
@@ -323,7 +266,8 @@ def _long_form(word: str) -> str:
     """Return a short option in its long form, `--nodes=2` for `-N2`, and others as spelled here."""
     if word.startswith("--"):
         name, equals, value = word[2:].partition("=")
-        name = SPELLINGS.get(name.replace("_", "-"), name.replace("_", "-"))
+        name = name.replace("_", "-")
+        name = _TABLE["spellings"].get(name, name)
         return f"--{name}{equals}{value}" if f"--{name}" in NAMES | PASSED else word
     if not word.startswith("-") or word == "-h":
         return word
@@ -347,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rollcall submit",
         description="Start a run on Slurm, or on this machine if it has no Slurm.",
-        epilog=EXAMPLES,
+        epilog=_TABLE["examples"],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="rollcall submit [options] [recipe] [key=value ...]\n"
         "       rollcall submit [options] -- script.py|-m module [arguments ...]",

@@ -246,6 +246,7 @@ def _job(
 ) -> Job:
     own = line.own
     least, most = own.nodes
+    same = "spares", "gpus_per_node", "mem", "time", "partition"
     job_id = "%A_%a" if "array" in line.passed else "%j"
     program = code.command(run.code, program) if code else program
     options = {name: text for name, text in line.passed.items() if name != "cpus-per-gpu"}
@@ -255,15 +256,11 @@ def _job(
         name=run.name,
         nodes=most,
         min_nodes=least if least < most else None,
-        spares=own.spares,
         command=(*_supervisor(line, run), "--", *program),
         directory=str(run.launcher if code else run.code),
         output=str(slurm_output(Path(str(run.job).replace("%", "%%")), job_id)),
         cpus_per_task=cpus,
-        gpus_per_node=own.gpus_per_node,
-        mem=own.mem,
-        time=own.time,
-        partition=own.partition,
+        **{name: getattr(own, name) for name in same},
         options=options,
         srun=tuple(map(one_line, own.srun_arg)),
         setup=setup,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from rollcall.launch.scheduler import cluster, slurm
-from rollcall.launch.scheduler.cluster import Partition
 from rollcall.launch.scheduler.job import Job, array_tasks, options
 from rollcall.launch.scheduler.slurm import NoAnswerError, SlurmError
 from rollcall.messages.refusal import RefusedError
@@ -98,14 +97,12 @@ def _check(job: Job, script: str) -> str:
         names = [entry.name for entry in chosen]
         count, there = cluster.answering(",".join(names))
         if count < there:
-            nodes = (
-                f"{count} of the {there} nodes of partition {' or '.join(names)} have registered"
-            )
+            nodes = f"{count} of {there} nodes of partition {' or '.join(names)} have registered"
             raise NoAnswerError(f"Slurm's controller has just started: {nodes} with it")
     raise SlurmError(_refusal(job, message, chosen))
 
 
-def _check_limits(job: Job, known: dict[str, Partition]) -> list[Partition]:
+def _check_limits(job: Job, known: dict[str, cluster.Partition]) -> list[cluster.Partition]:
     """Return the partitions in which a job may run; raise SlurmError if none allows so much."""
     chosen = _chosen(job.partition, known)
     least = job.min_nodes or job.nodes
@@ -116,7 +113,7 @@ def _check_limits(job: Job, known: dict[str, Partition]) -> list[Partition]:
     seconds = slurm.seconds(job.time) if job.time else None
     if seconds == 0:
         seconds = slurm.UNLIMITED  # as sbatch reads it
-    asked: list[tuple[str, object, float | None, Callable[[Partition], float]]] = [
+    asked: list[tuple[str, object, float | None, Callable[[cluster.Partition], float]]] = [
         ("nodes", nodes, least + job.spares, lambda entry: min(entry.nodes, entry.largest_job)),
         # By default (EnforcePartLimits=NO), Slurm leaves such a job pending for ever.
         ("time", job.time, seconds, lambda entry: entry.limit),
@@ -134,7 +131,7 @@ def _check_limits(job: Job, known: dict[str, Partition]) -> list[Partition]:
     return chosen
 
 
-def _chosen(names: str | None, known: dict[str, Partition]) -> list[Partition]:
+def _chosen(names: str | None, known: dict[str, cluster.Partition]) -> list[cluster.Partition]:
     listed = ", ".join(sorted(known))
     if names is None:
         if chosen := [entry for entry in known.values() if entry.is_default]:
@@ -146,7 +143,7 @@ def _chosen(names: str | None, known: dict[str, Partition]) -> list[Partition]:
     return [known[name] for name in names.split(",")]
 
 
-def _refusal(job: Job, message: str, chosen: Sequence[Partition]) -> str:
+def _refusal(job: Job, message: str, chosen: Sequence[cluster.Partition]) -> str:
     if UNFIT in message:
         names = " or ".join(entry.name for entry in chosen)
         kinds = "; or ".join(kind for entry in chosen for kind in entry.kinds)

@@ -246,7 +246,6 @@ def take(snapshot: Snapshot, target: Path, record: Path, kept: Path) -> None:
 
 
 def _copy(snapshot: Snapshot, target: Path, store: SourceStore) -> dict[str, str | None]:
-    """Copy the files; return the SHA-256 of each, None for links."""
     digests: dict[str, str | None] = {}
     target.mkdir(parents=True)
     folders: set[str] = set()

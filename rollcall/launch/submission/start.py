@@ -32,7 +32,7 @@ from rollcall.launch.submission import executors, preflight, snapshot
 from rollcall.launch.submission.plan import SubmissionPlan, TakenError
 from rollcall.messages.refusal import RefusedError
 from rollcall.messages.requirements import PACKAGES
-from rollcall.messages.text import listed, note, size
+from rollcall.messages.text import counted, listed, note, size
 from rollcall.records.code import CodeRecord, digest_of
 from rollcall.records.job import Cancellation, JobRecord, Submission, local_output, slurm_output
 from rollcall.records.run_dir import RunDir
@@ -157,7 +157,7 @@ def _on_slurm(submission: SubmissionPlan) -> int:
             jobs.append(_submit(submission, replace(later, options=after)))
         except RefusedError as error:
             raise RefusedError(f"{error} (already queued: {', '.join(jobs)})") from None
-    print(f"submitted:     job {jobs[0]}, {_nodes(job)}, {expected}")
+    print(f"submitted:     job {jobs[0]}, {counted(job.nodes, 'node')}, {expected}")
     if len(jobs) > 1:
         print(f"then:          jobs {', '.join(jobs[1:])}, each after the one before")
     print(_where(run, "array" in job.options), flush=True)
@@ -187,7 +187,8 @@ def _in_allocation(submission: SubmissionPlan, job_id: str) -> int:
         step = subprocess.Popen(script, start_new_session=True, stdin=subprocess.DEVNULL)
         with _or_stop(step.wait), _or_stop(step.terminate):
             _record(submission, job_id)
-    begun = f"started:       {_nodes(job)} of your allocation {job_id}\nrun directory: {run.path}"
+    where = f"of your allocation {job_id}\nrun directory: {run.path}"
+    begun = f"started:       {counted(job.nodes, 'node')} {where}"
 
     def cancel() -> None:
         step.send_signal(signal.SIGUSR2)  # srun passes it on to the supervisors
@@ -275,7 +276,7 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
     minutes = slurm.seconds(job.time) / 60 if job.time else None
     if needed > visible:
         have = f"{visible}; ask for no more" if visible else "none; remove the option to use CPUs"
-        wants = f"{_nodes(job)} would need {needed} GPU{'' if needed == 1 else 's'}"
+        wants = f"{counted(job.nodes, 'node')} would need {counted(needed, 'GPU')}"
         raise RefusedError(f"--gpus-per-node: {wants}, and this machine has {have}")
     _prepare_environment(job)
     with _prepared(submission):
@@ -287,7 +288,7 @@ def _on_this_machine(submission: SubmissionPlan) -> int:
                 process = local.start(job.command, job.nodes, minutes)
         with _or_stop(lambda: os.kill(int(process.job_id), signal.SIGTERM)):
             _record(submission, process.job_id)
-    what = "an array of runs" if is_array else _nodes(job)
+    what = "an array of runs" if is_array else counted(job.nodes, "node")
     begun = f"submitted:     process {process.job_id}, {what} on this machine\n"
     begun += _where(run, is_array)
     if not submission.wait:
@@ -319,10 +320,6 @@ def _array(job: Job, run: RunDir, gpus: int, minutes: float | None) -> tuple[str
     words += [f"--nodes={job.nodes}", f"--gpus={gpus}", f"--cpus={job.cpus_per_task * job.nodes}"]
     words += [f"--minutes={minutes}"] if minutes else []
     return (*command("array"), *words, "--", *job.command)
-
-
-def _nodes(job: Job) -> str:
-    return "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
 
 
 @contextlib.contextmanager

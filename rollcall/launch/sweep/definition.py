@@ -80,9 +80,7 @@ def _choices(path: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
         wanted = "expected a list of values for each key, such as optim.lr: [1e-3, 3e-4]"
         raise RefusedError(f"{path}: grid: {wanted}; got {SHORT.repr(grid)}")
     if not isinstance(listed, list) or not all(isinstance(choice, dict) for choice in listed):
-        raise RefusedError(
-            f"{path}: list: expected a list of 'key: value' groups, got {SHORT.repr(listed)}"
-        )
+        raise RefusedError(f"{path}: list: expected 'key: value' groups, got {SHORT.repr(listed)}")
     product = itertools.product(*grid.values()) if grid else []
     return [*(dict(zip(grid, choice, strict=True)) for choice in product), *listed]
 

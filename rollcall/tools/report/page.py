@@ -103,7 +103,7 @@ def in_words(run: Story) -> str:
         cause = run.failures[0].cause.what
         text += f" {cause[:1].upper()}{cause[1:]}."
     elif run.condition.is_live and run.progress.left:
-        text += f" About {duration(run.progress.left)} left."
+        text += f" About {duration(run.progress.left.total_seconds())} left."
     elif run.condition.note and run.condition.state != "failed":
         text += f" {run.condition.note[:1].upper()}{run.condition.note[1:]}."
     restarts = sum(mark.kind == "restart" for mark in run.marks)

@@ -15,11 +15,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from rollcall.train.checkpoint import engine
-from rollcall.train.checkpoint.engine import SaveResult
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import differs
 from rollcall.train.numerics import optim
-from rollcall.train.numerics.optim import OPTIONS
 from rollcall.train.ranks.world import World
 
 BEGUN = "begun"
@@ -100,9 +98,7 @@ class Checkpointer:
             OSError: this save, or the one before it, could not be written.
         """
         if self._newest is None:
-            raise RuntimeError(
-                "call restore() before the first save(): earlier checkpoints would be replaced"
-            )
+            raise RuntimeError("call restore() before save(): it would replace earlier checkpoints")
         if step < self._newest:
             raise ValueError(
                 f"save({step}): step {self._newest} is saved already. Start the loop at the step "
@@ -137,7 +133,7 @@ class Checkpointer:
         # Otherwise the exception may be on this rank alone, and waiting would take forever.
 
     @staticmethod
-    def _raise(result: SaveResult | None) -> None:
+    def _raise(result: engine.SaveResult | None) -> None:
         if result and result.problem:
             raise OSError(f"step {result.step} was not saved: {result.problem}")
 
@@ -169,7 +165,7 @@ class Checkpointer:
             return part if isinstance(part, dict) else part.state_dict()
         has_begun = bool(part.state)
         optim.complete_state(part)
-        state = state_dict.get_optimizer_state_dict(self._models, part, options=OPTIONS)
+        state = state_dict.get_optimizer_state_dict(self._models, part, options=optim.OPTIONS)
         if not has_begun:
             part.state.clear()
         return {**state, BEGUN: has_begun}
@@ -180,14 +176,13 @@ class Checkpointer:
         elif isinstance(part, torch.optim.Optimizer):
             has_begun = state.pop(BEGUN)
             optim.complete_state(part)
-            state_dict.set_optimizer_state_dict(self._models, part, state, options=OPTIONS)
+            state_dict.set_optimizer_state_dict(self._models, part, state, options=optim.OPTIONS)
             if not has_begun:
                 part.state.clear()
         elif not isinstance(part, dict):
             part.load_state_dict(state)
 
     def _check_equal(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if a part without global names differs between the ranks."""
         for name, part in self._parts.items():
             is_named = isinstance(part, nn.Module | torch.optim.Optimizer)
             if not is_named and differs({name: state[name]}, self._world):

@@ -89,7 +89,6 @@ def _blocks(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
 
 
 def _swap(sent: bytearray, to: int | None, size: int, of: int | None, group: Any) -> bytes:
-    """Send bytes to one rank, and return `size` bytes of another one."""
     work = None
     if to is not None and sent:
         work = dist.isend(torch.frombuffer(sent, dtype=torch.uint8), to, group)

@@ -202,10 +202,8 @@ def directory_of(text: str, run_dir: RunDir) -> Path:
     """Return the directory of a run's checkpoints on this node; ConfigError if it is unusable."""
     root = os.path.expandvars(text)
     if "$" in root or not root.startswith("/"):
-        raise ConfigError(
-            f"checkpoint.local={text} is {root} here: expected an absolute path on a disk of the "
-            "node, with every variable set"
-        )
+        expected = "expected an absolute path on a disk of the node, with every variable set"
+        raise ConfigError(f"checkpoint.local={text} is {root} here: {expected}")
     digest = hashlib.blake2b(os.fsencode(run_dir.path), digest_size=4).hexdigest()
     return Path(root) / f"{run_dir.name}-{digest}"
 

@@ -69,7 +69,6 @@ class DataFiles(ExitStack):
         return view(self.piece(tensor, piece))
 
     def _fill(self, data: torch.Tensor, piece: Piece) -> int:
-        """Read the bytes of a piece; return their checksum."""
         with self._lock:
             if piece.file not in self._open:
                 file = open_regular(self._directory / piece.file, os.O_NOFOLLOW)

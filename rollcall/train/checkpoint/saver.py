@@ -10,7 +10,6 @@ from typing import Any
 from rollcall.train.checkpoint import node_local
 from rollcall.train.checkpoint.contents import OBJECTS
 from rollcall.train.checkpoint.engine import Engine, Hooks, Restored, SaveResult, restore
-from rollcall.train.checkpoint.node_local import LocalTier
 from rollcall.train.checkpoint.scores import Best
 from rollcall.train.checkpoint.store import CheckpointStore
 from rollcall.train.checkpoint.write_plan import differs
@@ -59,7 +58,7 @@ class Saver:
         keep = options.keep_last, options.keep_every, lambda: self._best.step
         store = CheckpointStore(run.run_dir.checkpoints, run.world, *keep)
         self.checkpoints = Engine(store, self._hooks)
-        self._local: LocalTier | None = None
+        self._local: node_local.LocalTier | None = None
         self._local_problem = ""  # why saves no longer go to the local disks
         self._saved_at: int | None = None
         self._local_at: int | None = None
@@ -81,7 +80,7 @@ class Saver:
                 hooks = replace(self._hooks, on_refusal=self._refused_locally)
                 engine = Engine(store, hooks, self.checkpoints.buffer)
                 mirrors = run.config.checkpoint.mirror
-                self._local = LocalTier(engine, store, self.checkpoints, mirrors)
+                self._local = node_local.LocalTier(engine, store, self.checkpoints, mirrors)
         return any(tier.store.newest() is not None for tier in self._tiers())
 
     @doing("loading a checkpoint", may_take_long=True)
@@ -263,7 +262,7 @@ class Saver:
         if self._local:
             self._local.copy_next()
 
-    def _ended_locally(self, local: LocalTier, result: SaveResult) -> None:
+    def _ended_locally(self, local: node_local.LocalTier, result: SaveResult) -> None:
         step, keep_every = result.step, self._run.config.checkpoint.keep_every
         if result.problem:
             self._leave_local(step, result.problem)

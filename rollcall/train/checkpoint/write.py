@@ -108,7 +108,6 @@ def _index(directory: Path, rank: int) -> Path:
 
 
 def _put(file: int, source: Callable[[], memoryview], start: int) -> int:
-    """Write a chunk's bytes at a position of a file; return their CRC-32."""
     view, crc32 = source(), 0
     for first in range(0, len(view), BLOCK):
         block, offset = view[first : first + BLOCK], start + first

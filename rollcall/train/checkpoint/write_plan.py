@@ -183,8 +183,6 @@ def _cut(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def _checked(key: Key, value: Any) -> Any:
     for part in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(part, bool | int | float | str | None):
-            raise ConfigError(
-                f"{dotted(key)} is a {type(part).__name__}; a checkpoint can hold tensors, "
-                "numbers, texts and lists of them"
-            )
+            advice = "a checkpoint can hold tensors, numbers, texts and lists of them"
+            raise ConfigError(f"{dotted(key)} is a {type(part).__name__}; {advice}")
     return value

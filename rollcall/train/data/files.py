@@ -3,7 +3,7 @@
 import glob
 from pathlib import Path
 
-from rollcall.config.schema import ConfigError
+from rollcall.messages.refusal import ConfigError, refusing
 
 
 def find(patterns: str, key: str = "data.path") -> list[Path]:
@@ -22,7 +22,5 @@ def find(patterns: str, key: str = "data.path") -> list[Path]:
 
 def read(path: Path) -> bytes:
     """Return the content of a file; ConfigError if it cannot be read."""
-    try:
+    with refusing(f"{path}: cannot read"):
         return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read: {error.strerror}") from None

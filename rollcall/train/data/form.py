@@ -74,9 +74,7 @@ class Form:
     def _key(self, whole: Mapping[str, Any]) -> str | None:
         if self.target is not None and self.target not in whole:
             keys = ", ".join(map(str, whole))
-            raise SampleError(
-                f"data.target={self.target}: a sample has no such key; its keys are {keys}"
-            )
+            raise SampleError(f"data.target={self.target}: a sample has no such key, but {keys}")
         return self.target or next((key for key in TARGETS if key in whole), None)
 
     def length(self, sample: Any) -> int:
@@ -100,10 +98,8 @@ class Form:
     def check_length(self, length: int) -> None:
         """Raise SampleError if a row, or packed rows together, are longer than `pad`."""
         if self.pad is not True and length > self.pad:
-            raise SampleError(
-                f"it has {length} entries, more than {self._key_of_length}; raise it, or cut rows "
-                "in the data set"
-            )
+            advice = "raise it, or cut rows in the data set"
+            raise SampleError(f"it has {length} entries, more than {self._key_of_length}; {advice}")
 
     def _stacked(self, samples: Sequence[Any]) -> Any:
         columns, spec = self._columns(samples)
@@ -124,10 +120,8 @@ class Form:
         shapes = {tuple(tensor.shape) for tensor in column}
         if len(shapes) > 1:
             first, second, *_ = sorted(shapes)
-            raise SampleError(
-                f"samples have the shapes {first} and {second}: set data.pad=true to pad rows, or "
-                "give a collate function"
-            )
+            advice = "set data.pad=true to pad rows, or give a collate function"
+            raise SampleError(f"samples have the shapes {first} and {second}; {advice}")
         return torch.stack(list(column))
 
     def _padded(self, columns: list[Any], spec: Any, sample: Any) -> Any:

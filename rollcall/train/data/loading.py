@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +37,6 @@ class Loading:
     ) -> None:
         self._config, self._device = config or Data(), device or torch.device("cpu")
         self._seed, self._rank = seed, rank
-        self._waited = 0.0
         # Samples that this rank could not read in the current epoch, up to the batch that was
         # yielded; infinite after an error that ends reading. The caller sums it over all ranks and
         # calls `refuse`.
@@ -76,11 +74,6 @@ class Loading:
         else:
             read = map(fetch, numbers)
         return self._timed(self._ahead(self._checked(read, numbers)))
-
-    def take_waited(self) -> float:
-        """Return the seconds that the caller has waited for batches since the last call."""
-        waited, self._waited = self._waited, 0.0
-        return waited
 
     def refuse(self, world: World, unreadable: float) -> None:
         """Raise ConfigError on all ranks if too much is unreadable; FaultError if workers died."""
@@ -140,12 +133,10 @@ class Loading:
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
-            started = time.perf_counter()
             clock.enter(DATA)
             with READING:
                 batch = next(batches, None)
             clock.enter(OTHER)
-            self._waited += time.perf_counter() - started
             if batch is None:
                 return
             yield batch

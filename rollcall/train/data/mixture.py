@@ -24,9 +24,7 @@ class Mixture(Dataset[Any]):
                 f"negative, got {list(weights)}"
             )
         if empty := [number for number, samples in enumerate(sets) if not len(samples)]:
-            raise ConfigError(
-                f"a mixture expects samples in each data set; set {empty[0]} has none"
-            )
+            raise ConfigError(f"a mixture needs samples in each data set; set {empty[0]} has none")
         self._sets = list(sets)
         share = np.array(weights, dtype=float) / sum(weights)
         rounds = max(len(samples) / part for samples, part in zip(sets, share, strict=True) if part)

@@ -37,9 +37,7 @@ class Packed(Dataset[list[Any]]):
         """Group the rows by their lengths: their attribute `lengths`, or all rows are read."""
         known, lengths = getattr(rows, "lengths", None), list[int]()
         if known is not None and len(known) != len(rows):
-            raise ConfigError(
-                f"data.pack: data.name={name} has {len(rows)} rows, but {len(known)} `lengths`"
-            )
+            raise ConfigError(f"data.name={name} has {len(rows)} rows, but {len(known)} `lengths`")
         for row in range(len(rows)):
             try:
                 lengths.append(form.length(rows[row]) if known is None else int(known[row]))

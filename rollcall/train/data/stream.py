@@ -158,9 +158,7 @@ class _PackedRows:
             length = self._form.length(row)
             self._form.check_length(length)
         except SampleError as error:
-            raise ConfigError(
-                f"data.name={self._name}: a row of the stream cannot be packed: {error}"
-            ) from error
+            raise ConfigError(f"data.name={self._name}: a row cannot be packed: {error}") from error
         return length
 
 
@@ -222,15 +220,11 @@ class Shards(Stream):
         is_short = shard.last is nothing
         if is_short or (shard.next == length and next(shard.rows, nothing) is not nothing):
             count = f"only {shard.next - 1}" if is_short else "more"
-            raise ConfigError(
-                f"data.name={self._name}: shard {number} has {count} samples, but its length is "
-                f"{length}; correct it"
-            )
+            problem = f"shard {number} has {count} samples, but its length is {length}; correct it"
+            raise ConfigError(f"data.name={self._name}: {problem}")
 
 
 class _Shard:
-    """A shard that is being read."""
-
     def __init__(self, key: tuple[int, int], rows: Iterator[Any]) -> None:
         self.key, self.rows = key, rows  # epoch and number
         self.next = 0  # the row to read next
@@ -262,10 +256,8 @@ def _lengths(shards: Any, given: Any, name: str) -> list[int]:
 
 
 def _refuse_iterator(subject: str, name: str) -> None:
-    raise ConfigError(
-        f"data.name={name}: {subject} can be read only once; return an object whose __iter__ "
-        "starts from the first sample"
-    )
+    advice = "return an object whose __iter__ starts from the first sample"
+    raise ConfigError(f"data.name={name}: {subject} can be read only once; {advice}")
 
 
 def adapted(samples: Any, name: str, seed: int, form: Form, parts: int = 1) -> Any:

@@ -54,7 +54,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _write(options: argparse.Namespace) -> str:
-    """Write the files of the output directory; return a line about them."""
     if not 0 < options.validation < 1:
         raise ConfigError(f"--validation: expected a share below 1, got {options.validation}")
     paths = [path for name in options.files for path in files.find(name, "FILE")]
@@ -101,7 +100,6 @@ def _encode(
     train: BinaryIO,
     validation: BinaryIO,
 ) -> int:
-    """Write the tokens of all documents; return the number of documents."""
     begin = shown = time.monotonic()
     count, end = 0, np.array([tokenizer.eos_token_id], kind)
     for texts in _batches(_documents(paths, options.key)):

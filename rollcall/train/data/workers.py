@@ -73,8 +73,6 @@ def in_order(
 
 
 class _Worker:
-    """A process, the requests that it has not answered, and the memory for its answers."""
-
     def __init__(self, name: str, fetch: Fetch, size: int, slots: int) -> None:
         self._name, self._fetch = name, fetch
         self._slots = [mmap.mmap(-1, max(1, size)) for _ in range(slots)]

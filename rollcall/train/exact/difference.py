@@ -1,28 +1,16 @@
 """Find the first step and tensor in which two exact runs differ, by fingerprints. No torch."""
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_lines
 
 FINGERPRINTS = "fingerprints.jsonl"
-LIKELY_CAUSES = {
-    "weights": "all gradients so far are equal, so look at what changes the weights: clipping, the "
-    "optimizer, the learning rate, or code that writes to them",
-    "samples": "the weights are equal, so look at the data: its files, order and transforms",
-    "losses": "the weights and samples are equal, so look at the forward pass: the model's code, "
-    "its random numbers, the device's kernels",
-    "gradients": "the weights, samples and losses are equal, so look at the backward pass and at "
-    "how gradients are summed",
-}
-"""By kind, in the order in which a step computes them: all kinds before it are equal."""
-PLACES = {
-    "weights": "the weights {} before step {}",
-    "samples": "the samples of virtual shard {} in step {}",
-    "losses": "the loss of virtual shard {} in step {}",
-    "gradients": "the gradient of {} in step {}",
-}
+KINDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("kinds.toml").read_text())
+"""Quantities of a step, from kinds.toml: for each kind its place in words, and likely causes."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +18,13 @@ class Difference:
     """The first value in which two runs differ."""
 
     step: int  # that computed it, or would have started with these weights; from 1
-    kind: str  # a key of LIKELY_CAUSES
+    kind: str  # a key of KINDS
     name: str  # of the tensor, or the number of the virtual shard
     counts: tuple[int, int]  # how many of this kind differ in this step, and how many there are
 
     def __str__(self) -> str:
         differing, total = self.counts
-        where = PLACES[self.kind].format(self.name, self.step)
+        where = KINDS[self.kind]["place"].format(self.name, self.step)
         return f"first difference: {where} ({differing} of {total} differ)"
 
     @property
@@ -44,14 +32,14 @@ class Difference:
         """The part of the code in which to look for the cause."""
         if self.kind == "weights" and self.step == 1:
             return "no step was trained yet, so look at how the model is built and initialized"
-        return LIKELY_CAUSES[self.kind]
+        return KINDS[self.kind]["cause"]
 
 
 def first(a: RunDir, b: RunDir) -> Difference | None:
     """Find the first difference between the steps that both runs have recorded."""
     steps, others = _steps(a), _steps(b)
     for step in sorted(steps.keys() & others.keys()):
-        for kind in LIKELY_CAUSES:
+        for kind in KINDS:
             mine, theirs = (values[step].get(kind, {}) for values in (steps, others))
             if names := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]:
                 # The backward pass computes the gradients of the last layers first.

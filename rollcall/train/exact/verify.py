@@ -1,4 +1,15 @@
-"""`rollcall verify`: check that runs of one configuration end with the same weights. No torch."""
+"""`rollcall verify equal|resume [recipe or file.yaml] [key=value …]`, `verify runs DIRECTORY …`.
+
+Train the same run in several ways with exact=true, and check that the weights are equal to the
+last bit. If they are not, report the first step and tensor that differ.
+
+  equal   trains on each of several numbers of ranks
+  resume  trains without interruption; then stops in the middle and resumes on fewer or more ranks
+  runs    compares existing runs, for example from before and after a change
+
+The exit code is 0 if the weights are equal, 1 if they differ or a run fails, and 2 if the request
+is refused.
+"""
 
 import argparse
 import os
@@ -18,20 +29,6 @@ from rollcall.config import ConfigError
 from rollcall.messages.text import table
 from rollcall.records.run_dir import RunDir
 from rollcall.train.exact import difference
-
-USAGE = """\
-rollcall verify equal|resume [--ranks N,…] [recipe or file.yaml] [key=value …]
-       rollcall verify runs DIRECTORY DIRECTORY …"""
-DESCRIPTION = """\
-Train the same run in several ways with exact=true, and check that the weights are equal to the
-last bit. If they are not, report the first step and tensor that differ.
-
-  equal   trains on each of several numbers of ranks
-  resume  trains without interruption; then stops in the middle and resumes on fewer or more ranks
-  runs    compares existing runs, for example from before and after a change
-
-The exit code is 0 if the weights are equal, 1 if they differ or a run fails, and 2 if the request
-is refused."""
 
 
 class VerifyError(RuntimeError):
@@ -60,8 +57,8 @@ class Finished(NamedTuple):
 
 def main(words: Sequence[str]) -> int:
     """Train the runs, compare them and print a table; return the exit code."""
-    asked = parser("verify", DESCRIPTION, USAGE)
-    asked.add_argument("kind", choices=[*WAYS, "runs"], help=argparse.SUPPRESS)
+    asked = parser("verify", __doc__)
+    asked.add_argument("kind", choices=[*WAYS, "runs"], help="see above")
     ranks = "numbers of ranks (default: 1,2,4); resume uses the smallest and the largest"
     asked.add_argument("--ranks", type=_ranks, default=[1, 2, 4], metavar="N,…", help=ranks)
     options, rest = asked.parse_known_args(words)
@@ -102,10 +99,8 @@ def _existing(path: Path) -> Finished:
     events = run_dir.read_events()
     finished = [line for line in events if line["event"] == "finished"]
     if not finished or not {"step", "weights"} <= finished[-1].keys():
-        raise ConfigError(
-            f"{path}: events.jsonl has no hash of the final weights; expected the directory of a "
-            "finished run with exact=true"
-        )
+        advice = "expected the directory of a finished run with exact=true"
+        raise ConfigError(f"{path}: events.jsonl has no hash of the final weights; {advice}")
     ranks = [str(line.get("world_size")) for line in events if line["event"] == "started"]
     return Finished(str(path), ", then ".join(ranks), run_dir)
 

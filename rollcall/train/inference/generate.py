@@ -1,4 +1,8 @@
-"""`rollcall generate RUN --prompt TEXT`: continue a text with a trained transformer."""
+"""`rollcall generate RUN --prompt TEXT [key=value …]`: continue a text with a trained transformer.
+
+All ranks compute the same text, with any strategy: torchrun --nproc_per_node=2 -m rollcall.train
+generate RUN … starts two. key=value overrides the run's configuration.
+"""
 
 import argparse
 import importlib
@@ -27,20 +31,13 @@ if TYPE_CHECKING:
     from rollcall.train.ranks.signals import StopSignals
     from rollcall.train.ranks.world import World
 
-USAGE = """\
-rollcall generate RUN --prompt TEXT [options] [key=value ...]
-       rollcall generate RUN --chat [options] [key=value ...]
-       torchrun --nproc_per_node=2 -m rollcall.train generate RUN --prompt TEXT [key=value ...]
-
-All ranks compute the same text, with any strategy. key=value overrides the run's configuration.
-"""
 PART = "\ufffd"
 """The sign that a decoder writes while a character still lacks bytes."""
 
 
 def main(words: Sequence[str]) -> int:
     """Print the text token by token; return the exit code."""
-    parser = command_parser("generate", None, USAGE)
+    parser = command_parser("generate", __doc__)
     add, prompt_group = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     add("run", metavar="RUN", help="name or directory of a run")
     prompt_group.add_argument("--prompt", help="text to continue")
@@ -107,8 +104,6 @@ def _generate(
 
 
 class _Writer:
-    """A model that continues texts, and prints what it adds."""
-
     def __init__(
         self, model: "Trained", world: "World", stop: "StopSignals", options: argparse.Namespace
     ) -> None:
@@ -268,7 +263,6 @@ def _cache_argument(model: "Trained") -> str:
 
 
 def _most(model: "Trained") -> float:
-    """Return for how many tokens a causal model of transformers has positions."""
     positions = getattr(_network(model), "max_position_embeddings", math.inf)
     return positions if _cache_argument(model) else math.inf
 

@@ -1,8 +1,11 @@
-"""`rollcall predict RUN`: write the outputs of a trained model for files or a data set, in order.
+"""`rollcall predict RUN [key=value …]`: write a trained model's outputs for files or a data set.
+
+The ranks share the samples, with any strategy: torchrun --nproc_per_node=4 -m rollcall.train
+predict RUN … starts four. key=value overrides the run's configuration.
 
 The samples are divided into parts of a fixed size. Each rank computes some of the parts and writes
-each atomically, so a killed command continues with the missing parts, on any number of ranks. At
-the end rank 0 concatenates them.
+each atomically, so after a stop or a kill the same command continues with the missing parts, on any
+number of ranks. At the end rank 0 concatenates them.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcall.cli.parser import parser as command_parser
 from rollcall.config import Config, ConfigError
-from rollcall.messages.refusal import refuse
+from rollcall.messages.refusal import refuse, refusing
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import read_object, sync, write_atomic
 from rollcall.system.process import outlast_full_disks
@@ -35,13 +38,6 @@ if TYPE_CHECKING:
     from rollcall.train.ranks.signals import StopSignals
     from rollcall.train.ranks.world import World
 
-USAGE = """\
-rollcall predict RUN [--input FILES | --split NAME] [--output FILE] [key=value ...]
-       torchrun --nproc_per_node=4 -m rollcall.train predict RUN parallel.strategy=zero3
-
-The ranks share the samples, with any strategy. key=value overrides the run's configuration. After a
-stop or a kill, the same command continues.
-"""
 MAX_PART = 1024
 """The largest number of samples of a part."""
 PARTS_OF_A_RANK = 4
@@ -58,13 +54,9 @@ class Parts:
 
     def begin(self, facts: dict[str, Any], samples: int, size: int) -> None:
         """Begin, or continue with existing parts and their size; all parts have the same facts."""
-        with self.world.together():
+        with self.world.together(), refusing(f"{self._directory}: cannot write"):
             if self.world.is_main:
-                try:
-                    size = self._begin({**facts, "samples": samples}, size)
-                except OSError as error:
-                    text = f"{self._directory}: cannot write: {error.strerror}"
-                    raise ConfigError(text) from None
+                size = self._begin({**facts, "samples": samples}, size)
         self.samples = samples
         self.size = int(self.world.broadcast(size))
 
@@ -114,7 +106,7 @@ class Parts:
 
 def main(words: Sequence[str]) -> int:
     """Write the predictions to a file; return the exit code."""
-    parser = command_parser("predict", None, USAGE)
+    parser = command_parser("predict", __doc__)
     add, samples = parser.add_argument, parser.add_mutually_exclusive_group()
     add("run", metavar="RUN", help="name or directory of a run")
     kinds = "images or texts: comma-separated files, directories or quoted patterns"
@@ -170,10 +162,8 @@ def _predict(
         left = parts.missing()
     if world.is_main:
         if not left:
-            try:
+            with refusing(f"{options.output}: cannot write"):
                 parts.join()
-            except OSError as error:
-                raise ConfigError(f"{options.output}: cannot write: {error.strerror}") from None
         count = sum(len(parts.indices(part)) for part in missing if part not in left)
         end = "stopped; the same command continues" if left else str(options.output)
         print(
@@ -194,9 +184,7 @@ def _samples(model: "Trained", options: argparse.Namespace) -> tuple[Any, dict[s
         dataset: Any = source.train if options.split == "train" else source.validation
         rows = dataset.rows if isinstance(dataset, Packed) else dataset
         if isinstance(rows, Stream):
-            raise ConfigError(
-                f"--split {options.split}: the samples are a stream without numbers; use --input"
-            )
+            raise ConfigError(f"--split {options.split} is a stream without numbers; use --input")
         return rows, {"input": options.split}
     if source.read is None:
         raise ConfigError(
@@ -219,7 +207,6 @@ def _compute(
     batch: int,
     stop: "StopSignals",
 ) -> None:
-    """Compute the missing parts, until all are done or a signal asks to stop."""
     import torch
 
     from rollcall.train.data.form import HIDDEN
@@ -265,13 +252,10 @@ def _compute(
         must_stop, unreadable = world.sum(stop.received is not None, loading.unreadable)
         loading.refuse(world, unreadable * strategy.data_ranks / world.world_size)
         mine = part(turn)
-        with world.together():
+        subject = f"rank {world.rank}: cannot write part {mine}"
+        with world.together(), refusing(subject, "; choose another --output"):
             if mine is not None and writes:
-                try:
-                    write_atomic(parts.path(mine), "".join(content))
-                except OSError as error:
-                    text = f"rank {world.rank}: {parts.path(mine)}: {error.strerror}"
-                    raise ConfigError(f"{text}; choose another --output") from None
+                write_atomic(parts.path(mine), "".join(content))
         content = []
         if must_stop:
             return

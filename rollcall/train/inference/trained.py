@@ -38,10 +38,8 @@ class Trained:
         """Return the outputs for a batch of this rank; ConfigError if they are not one tensor."""
         outputs = self.strategy.forward(batch)
         if not hasattr(outputs, "ndim"):
-            raise ConfigError(
-                f"model.name={self.config.model.name}: expected one tensor of outputs, got a "
-                f"{type(outputs).__name__}"
-            )
+            expected = f"expected one tensor of outputs, got a {type(outputs).__name__}"
+            raise ConfigError(f"model.name={self.config.model.name}: {expected}")
         return outputs  # type: ignore[no-any-return]
 
 

@@ -91,10 +91,8 @@ class Callbacks:
                 raise ConfigError(f"{key}: expected report() to return numbers by name: {numbers}")
             if self._reported.setdefault(key, {*numbers}) != {*numbers}:
                 changed = ", ".join(sorted(self._reported[key] ^ {*numbers}))
-                raise ConfigError(
-                    f"{key}: report() returns {changed} only in some steps; return the same names "
-                    "in every step"
-                )
+                advice = "return the same names in every step"
+                raise ConfigError(f"{key}: report() returns {changed} only in some steps; {advice}")
             reported |= {(key, name): value for name, value in numbers.items()}
         return reported
 

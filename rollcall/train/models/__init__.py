@@ -1,4 +1,4 @@
-"""The models. Each is a file here and a line in `rollcall/config/catalog.py`."""
+"""The models. Each is a file here and a line in `rollcall/config/catalog.yaml`."""
 
 from collections.abc import Callable
 

@@ -499,12 +499,9 @@ class Strategy:
         return batch
 
     def _around(self, last: bool) -> AbstractContextManager[Any]:
-        contexts = [part.around(last) for part in self._parts]
-        if len(contexts) < 2:
-            return contexts[0] if contexts else nullcontext()
         stack = ExitStack()
-        for context in contexts:
-            stack.enter_context(context)
+        for part in self._parts:
+            stack.enter_context(part.around(last))
         return stack
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -42,10 +42,8 @@ class Profiler:
             return
         first, end = self._configured = tuple(map(int, config.steps.split(":")))
         if first > steps or end - first > MAX_STEPS:
-            raise ConfigError(
-                f"profile.steps={config.steps}: expected at most {MAX_STEPS} of the steps 1 to "
-                f"{steps}"
-            )
+            limit = f"at most {MAX_STEPS} of the steps 1 to {steps}"
+            raise ConfigError(f"profile.steps={config.steps}: expected {limit}")
         chosen = [] if config.ranks == "all" else [int(rank) for rank in config.ranks.split(",")]
         if wrong := [rank for rank in chosen if rank >= ranks]:
             raise ConfigError(
@@ -90,8 +88,6 @@ class Profiler:
 
 
 class _Profile:
-    """A profile that has begun."""
-
     def __init__(self, run: Run, first: int) -> None:
         self._run, self._first = run, first
         self._is_on_gpu = run.world.device.type == "cuda"

@@ -45,10 +45,8 @@ class Measures:
         if name in TAKEN or name.startswith("val_") or not name.strip():
             raise ValueError(f"measure('{name}', …): the name is taken; choose another one")
         if reduce not in get_args(Reduce) or self._known.setdefault(name, reduce) != reduce:
-            raise ValueError(
-                f"measure('{name}', …, reduce='{reduce}'): expected mean, sum or max, and the same "
-                "each time"
-            )
+            expected = "expected mean, sum or max, and the same each time"
+            raise ValueError(f"measure('{name}', …, reduce='{reduce}'): {expected}")
         count = 1.0
         if isinstance(value, torch.Tensor):
             values, count = value.detach(), value.numel()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 
 from rollcall.config import Config
-from rollcall.messages.text import fitted
 from rollcall.records.run_dir import RunDir
 from rollcall.system.files import write_atomic
 from rollcall.train.ranks.measures import Measures, Reduce
@@ -51,7 +50,7 @@ class Run:
     def say(self, text: str) -> None:
         """Print one line, on rank 0 only; rich redirects it above a progress bar."""
         if self.world.is_main:
-            print(fitted(text), flush=True)
+            print(text, flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning, unless it is empty; only rank 0 does."""

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rollcall.config import ConfigError
+from rollcall.messages.refusal import refusing
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
 from rollcall.train.ranks.signals import await_lost_node
@@ -66,10 +67,8 @@ def find_place(env: Mapping[str, str]) -> Place:
 def _from_torchrun(env: Mapping[str, str]) -> Place:
     if missing := [name for name in TORCHRUN if name not in env]:
         present = ", ".join(name for name in TORCHRUN if name in env)
-        raise ConfigError(
-            f"the environment has {present} but not {', '.join(missing)}; start ranks with "
-            f"torchrun, srun or mpirun, or unset {present} to train alone"
-        )
+        advice = f"start ranks with torchrun, srun or mpirun, or unset {present} to train alone"
+        raise ConfigError(f"the environment has {present} but not {', '.join(missing)}; {advice}")
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
     rank, local_rank, size, local_size = _numbers({"LOCAL_WORLD_SIZE": "1", **env}, *names)
     return Place("torchrun", rank, local_rank, size, local_size)
@@ -354,10 +353,6 @@ def _meet(place: Place) -> dist.Store:
 
 def _listen(address: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
+    advice = "; set MASTER_PORT to another port, the same for all ranks"
+    with refusing(f"rank 0 cannot listen on {address}:{port}", advice):
         return guard.listen(socket.create_server((address, port), family=family)).detach()
-    except OSError as error:
-        raise ConfigError(
-            f"rank 0 cannot listen on {address}:{port}: {error.strerror}; set MASTER_PORT to "
-            "another port, the same for all ranks"
-        ) from None

@@ -21,7 +21,6 @@ from rollcall.train.ranks.world import World
 from rollcall.train.torch_private import REGISTRIES, put, storage_key, tree_leaves, tree_map_only
 from rollcall.train.weights import deferred, stored
 from rollcall.train.weights.deferred import tensors_of
-from rollcall.train.weights.stored import Stored, copy_parts
 
 ADAPTED, ADAPTER = ".base_layer", ".lora_"
 """Parts of the names of weights in a model of peft."""
@@ -43,7 +42,7 @@ class Start:
         self.reason = ""  # why the model could not be built without its values
         self.report = ""  # the tensors that start from stored ones, in words
         self._recorder = recorder
-        self._stored: Stored | None = None
+        self._stored: stored.Stored | None = None
         self._names: dict[str, str] = {}  # stored names by names in the model
         self._recorded: dict[str, torch.Tensor] = {}
         if recorder is not None:
@@ -51,7 +50,7 @@ class Start:
             _fill_attributes(model, recorder)
             self.release(model)
 
-    def read_from(self, source: Stored, names: Mapping[str, str]) -> None:
+    def read_from(self, source: stored.Stored, names: Mapping[str, str]) -> None:
         """Let tensors start from stored ones; `names` maps names in the model to stored names."""
         self._stored, self._names = source, dict(names)
         if self._recorder is None:
@@ -82,7 +81,7 @@ class Start:
                 if name in later - loaded:
                     local_of(tensor).uniform_(-STAND_IN, STAND_IN)
                 elif name not in loaded and self._recorder is not None:
-                    copy_parts(self._recorder.values(self._recorded[name]), tensor)
+                    stored.copy_parts(self._recorder.values(self._recorded[name]), tensor)
 
     def release(self, model: nn.Module) -> None:
         """Return the memory of all tensors; they are on the meta device again."""
@@ -262,7 +261,7 @@ def rename(names: Iterable[str], rules: str | None) -> dict[str, str]:
     return renamed
 
 
-def describe(model: nn.Module, source: Stored, names: Mapping[str, str]) -> str:
+def describe(model: nn.Module, source: stored.Stored, names: Mapping[str, str]) -> str:
     """Describe the tensors of the model that start from stored ones, and the others."""
     tensors = {aliases[0]: (aliases, tensor.nbytes) for aliases, tensor in tensors_of(model)}
     persistent = set(model.state_dict(keep_vars=True))

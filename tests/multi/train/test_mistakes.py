@@ -45,7 +45,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "rows of other lengths": (
         ["data.name=user_mistakes:ragged"],
-        r"sample \d+ of .*: samples have the shapes \(\d,\) and \(\d,\): set data.pad=true to pad "
+        r"sample \d+ of .*: samples have the shapes \(\d,\) and \(\d,\); set data.pad=true to pad "
         "rows, or give a collate function",
     ),
     "longer than data.pad": (
@@ -58,7 +58,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "no such target": (
         ["data.name=user_mistakes:named", "data.target=y"],
-        "data.target=y: a sample has no such key; its keys are x, label",
+        "data.target=y: a sample has no such key, but x, label",
     ),
     "only a target": (["data.name=user_mistakes:only_label"], "has only the key label; expected"),
     "no target": (
@@ -182,7 +182,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "watched metric is missing": (
         ["checkpoint.keep_best=top5"],
-        "checkpoint.keep_best=top5: the evaluation has no such figure; it has loss, accuracy",
+        "checkpoint.keep_best=top5: the evaluation has no such figure, but loss, accuracy",
     ),
     "optimizer is none": (
         ["optim.name=user_mistakes:no_optimizer"],
@@ -223,7 +223,7 @@ TABLE: dict[str, tuple[list[str], str]] = {
     ),
     "row of a stream longer than data.pack": (
         ["data.name=user_mistakes:long_rows", "data.pack=5"],
-        f"{DATA}: a row of the stream cannot be packed: it has 7 entries, more than data.pack=5",
+        f"{DATA}: a row cannot be packed: it has 7 entries, more than data.pack=5",
     ),
     "model without forward": (
         ["model.name=user_mistakes:Forwardless"],

@@ -91,9 +91,8 @@ def test_a_new_launcher_command_is_one_file_and_one_line(tmp_path: Path) -> None
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     (tmp_path / "rollcall" / "launch" / "commands" / "weather.py").write_text(NEW)
-    table = tmp_path / "rollcall" / "cli" / "commands.py"
-    line = '    "weather": Command("launch.commands.weather", "show the weather"),\n'
-    table.write_text(table.read_text().replace("LAUNCH = {\n", f"LAUNCH = {{\n{line}"))
+    with (tmp_path / "rollcall" / "cli" / "commands.md").open("a") as table:
+        table.write("| weather | runs | launch.commands.weather | show the weather |\n")
     for start in ("rollcall", "launch"):
         done = subprocess.run(
             [sys.executable, "-m", start, "weather", "a"],
@@ -114,6 +113,7 @@ def test_a_new_launcher_command_is_one_file_and_one_line(tmp_path: Path) -> None
     [
         ["-m", "train", "--help", "all"],
         ["-m", "rollcall", "explain"],
+        ["-m", "rollcall", "--help"],
         ["launch/submit.py", "--dry-run"],
         ["launch/submit.py", "--help"],
     ],

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rollcall.cli.parser import parser as command_parser
 from rollcall.config import ConfigError
 from rollcall.messages.refusal import refuse
-from rollcall.messages.text import did_you_mean, size, table
+from rollcall.messages.text import clock, did_you_mean, size, table
 from rollcall.records.run_dir import named
 from rollcall.train.checkpoint import layout, manifest, scores
 from rollcall.train.checkpoint.contents import Damaged, Manifest
@@ -52,16 +51,12 @@ def _row(path: Path) -> tuple[str, ...]:
         damaged = "damaged: " if isinstance(error, Damaged) else ""
         return (path.name, "", "", "", "", f"{damaged}{error}")
     facts = stored.facts
-    try:
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(facts.get("time"))))
-    except (OverflowError, ValueError, OSError):
-        saved = "?"
+    saved = clock(_number(facts.get("time")))
     ranks, version = str(facts.get("world_size")), str(facts.get("torch"))
     return (str(stored.step), saved, size(stored.nbytes), ranks, version, _metrics(stored))
 
 
 def _metrics(stored: Manifest) -> str:
-    """Return the validation metrics of a checkpoint's step as text; empty without a validation."""
     pairs = stored.about("metrics").items()
     return ", ".join(f"val_{name} {_number(value):.4g}" for name, value in pairs)
 
@@ -105,10 +100,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ConfigError(f"{target}: expected a new name in a folder that exists")
     if form not in export.FORMATS:
-        raise ConfigError(
-            f"{target}: expected a name that ends in .safetensors or .pt, or for a new folder "
-            "--format hf"
-        )
+        forms = ".safetensors or .pt, or for a new folder --format hf"
+        raise ConfigError(f"{target}: expected a name that ends in {forms}")
     if arguments.merge:
         from rollcall.train.checkpoint.tools import merged
 

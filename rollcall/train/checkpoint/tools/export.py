@@ -39,8 +39,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class _Chosen(NamedTuple):
-    """The tensors of a checkpoint to export."""
-
     path: Path
     stored: Manifest
     is_whole: bool  # with the state of the optimizer
@@ -57,9 +55,7 @@ def export(path: Path, target: Path, form: str, is_whole: bool = False) -> int:
         stored = manifest.read(path)
         tensors = stored.tensors if is_whole else stored.weights()
         if not tensors and not is_whole:
-            raise ConfigError(
-                f"{path} holds no tensor under model; --all exports everything it holds"
-            )
+            raise ConfigError(f"{path} holds no tensor under model; --all exports all it holds")
         return FORMATS[form](_Chosen(path, stored, is_whole, tensors), target)
 
 
@@ -119,7 +115,6 @@ def _to_hugging_face(chosen: _Chosen, target: Path) -> int:
 
 
 def _to_peft(chosen: _Chosen, target: Path) -> int:
-    """Write a folder of adapters that `PeftModel.from_pretrained` loads."""
     if not (config := chosen.stored.about("adapter")):
         raise ConfigError(f"{chosen.path} holds no adapters; set model.args.lora to train some")
     adapters = {

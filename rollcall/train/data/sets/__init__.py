@@ -1,4 +1,4 @@
-"""The data sets. Each is a file here and a line in `rollcall/config/catalog.py`."""
+"""The data sets. Each is a file here and a line in `rollcall/config/catalog.yaml`."""
 
 from collections.abc import Mapping
 from dataclasses import replace

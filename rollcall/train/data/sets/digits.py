@@ -36,8 +36,6 @@ def _file() -> Path:
     spec = importlib.util.find_spec("sklearn")
     file = Path(*(spec.submodule_search_locations or ()) if spec else (), PATH_IN_PACKAGE)
     if not file.exists():
-        raise ConfigError(
-            f"data.name=digits: {file} is missing; install scikit-learn again (pip install "
-            "--force-reinstall scikit-learn)"
-        )
+        advice = "install scikit-learn again (pip install --force-reinstall scikit-learn)"
+        raise ConfigError(f"data.name=digits: {file} is missing; {advice}")
     return file

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.schema import ConfigError, Data
+from rollcall.messages.refusal import refusing
 from rollcall.train.data.sets.images import SUFFIXES, ImageFiles, ImageFormat, image_reader
 from rollcall.train.data.source import Source, data_set
 from rollcall.train.ranks.world import World
@@ -43,7 +44,6 @@ def folder(config: Data, world: World) -> Source:
 
 
 def _images(root: Path, names: list[str], part: dict[str, list[list[str]]]) -> Iterator[Image]:
-    """Yield the image files of a part of the data, each with the number of its class."""
     for folder, files in part.items():
         for number, (name, of_class) in enumerate(zip(names, files, strict=True)):
             base = os.path.join(root, folder, name, "")  # noqa: PTH118  # a path for each is slow
@@ -51,17 +51,14 @@ def _images(root: Path, names: list[str], part: dict[str, list[list[str]]]) -> I
 
 
 def _listed(root: Path) -> list[Any]:
-    """Return the names of the classes and, for each part of the data, the files of each class."""
     parts = ("train", "val") if (root / "train").is_dir() else ("",)
     names = _classes(root / parts[0])
     return [names, *({part: _files(root / part, names)} for part in parts)]
 
 
 def _classes(root: Path) -> list[str]:
-    try:
+    with refusing(f"data.path: cannot read {root}"):
         names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {root}: {error.strerror}") from None
     if not names:
         raise ConfigError(f"data.path: expected one directory per class in {root}, found none")
     return names
@@ -72,10 +69,8 @@ def _files(root: Path, names: list[str]) -> list[list[str]]:
         raise ConfigError(f"{root}: class {min(unknown)} is not among the classes of train/")
     files = []
     for folder in (root / name for name in names):
-        try:
+        with refusing(f"data.path: cannot read {folder}"):
             paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-        except OSError as error:
-            raise ConfigError(f"data.path: cannot read {folder}: {error.strerror}") from None
         files.append([str(path.relative_to(folder)) for path in paths])
     if not any(files):
         raise ConfigError(f"{root}: found no images ({', '.join(sorted(SUFFIXES))})")

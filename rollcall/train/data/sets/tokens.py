@@ -51,7 +51,6 @@ def mapped(path: Path) -> NDArray[Any]:
 
 
 def _count(splits: Sequence[NDArray[Any]], world: World) -> int:
-    """Return the largest token plus one; rank 0 reads the files for all ranks."""
     largest = 0
     if world.is_main:
         largest = max(

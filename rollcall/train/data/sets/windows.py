@@ -48,8 +48,6 @@ def consecutive_windows(stream: NDArray[Any], seq_len: int, classes: int, name: 
     """Cut a whole stream, `name` in messages, into samples; ConfigError if it is too short."""
     count = (len(stream) - 1) // seq_len
     if count < 1:
-        raise ConfigError(
-            f"{name} has {len(stream)} tokens; one sample of data.seq_len={seq_len} needs "
-            f"{seq_len + 1}"
-        )
+        needs = f"one sample of data.seq_len={seq_len} needs {seq_len + 1}"
+        raise ConfigError(f"{name} has {len(stream)} tokens; {needs}")
     return Windows(stream, seq_len, classes, count)

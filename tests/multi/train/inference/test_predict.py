@@ -240,7 +240,7 @@ def test_lines_of_a_text_have_its_loss(tmp_path: Path, writer: Path) -> None:
         (["predict", "{run}", "--output", "x.csv"], "expected a file that ends in .jsonl"),
         (["predict", "{run}", "--inptu=x", "x"], "--inptu=x x, did you mean '--input'?"),
         (["predict", "{run}", "data.name=user_code:unvalidated"], "validation: no samples"),
-        (["predict", "{run}", "data.name=user_code:streamed"], "the samples are a stream"),
+        (["predict", "{run}", "data.name=user_code:streamed"], "is a stream without numbers"),
         (["predict", "{run}", "model.name=user_code:in_a_dictionary"], "one tensor of outputs"),
         (["generate", "{run}", "--prompt", "x"], "but this run was trained on digits"),
         (["generate", "{run}", "--tokens", "1"], "only models of sequences can generate"),

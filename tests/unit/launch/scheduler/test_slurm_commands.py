@@ -173,7 +173,7 @@ def test_a_controller_that_restarts_is_asked_again(
     notes = capsys.readouterr().err.splitlines()
     assert len(notes) == 2, notes
     assert "sinfo does not answer: Unable to contact slurm controller" in notes[0]
-    assert "1 of the 2 nodes of partition main have registered with it; asking again" in notes[1]
+    assert "1 of 2 nodes of partition main have registered with it; asking again" in notes[1]
 
 
 def test_a_job_that_no_node_fits_is_refused_at_once(fake: Fake) -> None:

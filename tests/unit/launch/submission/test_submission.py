@@ -96,7 +96,7 @@ def test_dry_run_shows_script_and_code_and_writes_nothing(tmp_path: Path) -> Non
         (["--gres"], "--gres: expected a value"),
         (
             ["--local", "--chain", "2"],
-            "--chain: a run on this machine is a single job; remove --chain or --local",
+            "--chain: a run on this machine is one job; remove --chain or --local",
         ),
         (["--local", "--array", "0-x"], "--array 0-x: expected indices such as 0-7"),
         (["--root", "/scrach/runs"], "/scrach does not exist, only /; correct --root"),

@@ -169,7 +169,7 @@ def test_wrong_calls_are_refused_in_words(tmp_path: Path, world: World) -> None:
             tmp_path, world, model=model, optimizer=torch.optim.SGD(other.parameters(), lr=1)
         )
     checkpoints = Checkpointer(tmp_path, world, model=model)
-    with pytest.raises(RuntimeError, match=r"call restore\(\) before the first save"):
+    with pytest.raises(RuntimeError, match=r"call restore\(\) before save\(\)"):
         checkpoints.save(1)
     checkpoints.restore()
     checkpoints.save(5, wait=False)
