@@ -62,6 +62,7 @@ class Gpt(nn.Sequential):
     }
     context_plan: ClassVar = {"block*.attention.rotation": 1}
     only_dropout_draws = True  # random numbers in a pass
+    output_layer = "head"
 
     new_cache: ClassVar = Cache  # `generate` calls it
 
