@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,14 +185,6 @@ def test_a_step_holds_what_the_closed_forms_say(words: str) -> None:
     }
     terms["activations"] -= planned(words, LAYERS - 1)[1]["activations"]
     assert held == pytest.approx({name: terms[name] for name in held}, rel=0.03)
-
-
-def test_a_packed_gpt_keeps_its_mask_in_each_layer() -> None:
-    source: Any = SimpleNamespace(shape=(64,), classes=512)
-    plain, packed = (
-        plan_model._gpt(parse([*WORDS, *more])[1], source) for more in ([], ["data.pack=64"])
-    )
-    assert packed.layer.saved - plain.layer.saved == 2 * 64**2
 
 
 @pytest.mark.long
