@@ -84,7 +84,8 @@ class Gpt(nn.Sequential):
             position_ids = positions[old:].expand_as(input_ids)
             mask = (positions <= positions[old:, None])[None, None]
         elif position_ids is not None:
-            mask = within_rows(position_ids, self.get_submodule("block0.attention").head_width)
+            block: Any = self.block0
+            mask = within_rows(position_ids, block.attention.head_width)
         else:
             return super().forward(input_ids)  # type: ignore[no-untyped-call, no-any-return]
         x = input_ids

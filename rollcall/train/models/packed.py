@@ -49,10 +49,8 @@ def blocks(position_ids: torch.Tensor, size: int = BLOCK) -> BlockMask:
     def sees(row: Any, _: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (number[row, query] == number[row, key])
 
-    chosen = [part for mask in (needed & ~whole, whole) for part in _listed(mask)]
-    return BlockMask.from_kv_blocks(
-        *chosen, BLOCK_SIZE=size, mask_mod=sees, seq_lengths=(length, length)
-    )
+    parts, wholes = _listed(needed & ~whole), _listed(whole)
+    return BlockMask.from_kv_blocks(*parts, *wholes, size, sees, (length, length))
 
 
 def _listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

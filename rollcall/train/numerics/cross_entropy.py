@@ -136,7 +136,7 @@ class _OfLayer(torch.autograd.Function):
         local = classes.local(targets, len(weight))
         weights = weights.masked_fill(targets == IGNORED, 0)
         found = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
-        small, its_bias = (None if one is None else one.to(dtype) for one in (weight, bias))
+        small, its_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         to_x = torch.empty_like(x) if of_x and is_training else None
         to_weight = to_bias = None
         ranks = classes.group.size() if classes.group else 1

@@ -131,7 +131,7 @@ class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class _PassCounter(Guesses):
+class _PassCounter(Guesses):  # type: ignore[no-untyped-call]
     """Divides torch's count among the passes; only recomputation has gradients enabled."""
 
     def __init__(self, counter: FlopCounterMode) -> None:

@@ -41,7 +41,9 @@ TRANSFORMERS = (
     "model.args={base: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
     "num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
 )
-CELLS: dict[int, dict[str, tuple[tuple[str, ...], ...]]] = {
+Cells = dict[str, tuple[tuple[str, ...], ...]]
+"""The words of each run, and those of its models."""
+CELLS: dict[int, Cells] = {
     1: {"single": ((), UNTIED, TIED), "exact": (("exact=true", "data.micro_batch=null"), UNTIED)},
     2: {
         "ddp": ((), UNTIED, TIED),
@@ -63,7 +65,7 @@ CELLS: dict[int, dict[str, tuple[tuple[str, ...], ...]]] = {
 }
 
 
-OF_TRANSFORMERS = {
+OF_TRANSFORMERS: Cells = {
     "ddp": ((), TRANSFORMERS),
     "zero3": (("parallel.strategy=zero3", "precision=fp32"), TRANSFORMERS),
     "tensor": (("parallel.strategy=tensor",), TRANSFORMERS),
@@ -94,7 +96,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     _compare(2, OF_TRANSFORMERS, tmp_path)
 
 
-def _compare(ranks: int, cells: dict[str, tuple[tuple[str, ...], ...]], tmp_path: Path) -> None:
+def _compare(ranks: int, cells: Cells, tmp_path: Path) -> None:
     models = dict.fromkeys(own for _, *models in cells.values() for own in models)
     plain = {own: Job(tmp_path / f"plain-{n}", [*WORDS, *own]) for n, own in enumerate(models)}
     rank_jobs.run([*plain.values()], tmp_path / "logs-1", 1, prepare=leave_out_operations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -85,14 +86,15 @@ def test_no_mask_is_in_memory_on_gpus(
 
     monkeypatch.setattr(packed, "_kernel", lambda: kernel)
     monkeypatch.setattr(packed, "find_spec", lambda _: "triton")
-    monkeypatch.setattr(packed.shutil, "which", lambda _: "cc")
+    monkeypatch.setattr(shutil, "which", lambda _: "cc")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     packed._compiles.cache_clear()
     words = [f"model.name={name}", "model.num_layers=2", "model.num_heads=4"]
     config = parse(["digits", *words, "model.num_kv_heads=2", "model.hidden_size=64"])[1]
     for device in ("cuda", "cpu"):
-        with FakeTensorMode(), torch.device(device), _Largest() as seen:
-            source = Source([0], [0], shape=(length,), classes=32)
+        with FakeTensorMode(), torch.device(device), _Largest() as seen:  # type: ignore[no-untyped-call]
+            none: Any = [0]
+            source = Source(none, none, shape=(length,), classes=32)
             model = models.build(config.model, source)
             tokens = torch.zeros(1, length, dtype=torch.long)
             model(tokens, torch.zeros_like(tokens))

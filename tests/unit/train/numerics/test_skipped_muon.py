@@ -43,13 +43,13 @@ def test_an_update_is_skipped_without_a_wait(is_first: bool) -> None:
     found: Any = optimizer
     for step in range(3):
         is_bad = step == (0 if is_first else 1)
-        before = [*model.parameters()] if is_first else _bits(model, optimizer)
-        before = [one.detach().clone() for one in before]
-        for weight, other in zip(model.parameters(), plain.parameters(), strict=True):
-            gradient = torch.full_like(weight, torch.nan) if is_bad else torch.randn_like(weight)
+        before = _bits(model, optimizer)
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        for weight, other in pairs:
+            gradient = torch.randn(weight.shape) * (torch.nan if is_bad else 1)
             weight.grad, other.grad = gradient, gradient.clone()
         found.found_inf = torch.tensor(float(is_bad))
-        with _NoReads():
+        with _NoReads():  # type: ignore[no-untyped-call]
             optimizer.step()
         if is_bad:
             after = _bits(model, optimizer)[: len(before)]
