@@ -5,61 +5,51 @@ still called by the model, so that what parts have attached to it, such as FSDP'
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from rollcall.train.data.source import Batch
 from rollcall.train.numerics import cross_entropy
 from rollcall.train.numerics.losses import Loss, Scored, outputs_of
-from rollcall.train.profiling.flops import META, Guesses, without_values
+from rollcall.train.profiling.flops import META, PassCounter, without_values
+from rollcall.train.torch_private import replaced
 
 
 class Head:
-    """The layer that a model names as `output_layer`."""
+    """The layer that a model names as `output_layer`; without classes it does nothing."""
+
+    batch: Batch  # whose targets the layer gets next
 
     def __init__(self, name: str, classes: int, loss: Loss) -> None:
-        self.name, self._classes, self._loss = name, classes, loss
-        self._batch: Batch | None = None  # whose targets the layer gets
+        self._name, self._classes, self._loss = name, classes, loss
         self._scored: Scored | None = None  # by the newest call of the layer
 
     def fits(self, batch: Batch) -> bool:
-        """Return True if the batch has enough scores, and targets of a known shape."""
-        targets = batch.targets
-        is_known = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
-        return is_known and targets.numel() * self._classes > cross_entropy.CHUNK
+        """Return True if the batch has enough scores."""
+        is_known = isinstance(batch.targets, torch.Tensor)
+        return is_known and batch.targets.numel() * self._classes > cross_entropy.CHUNK
 
     @contextmanager
     def scoring(self, model: nn.Module, batch: Batch) -> Iterator[None]:
-        """Let the layer, if this rank has it, compute losses of batches with the shape of this."""
-        layer = model.get_submodule(self.name)
-        if not isinstance(layer, nn.Linear):  # another stage of a pipeline has it
+        """Let the layer, if this rank has it, compute the losses of batches of this size."""
+        layer, self.batch, self._scored = model.get_submodule(self._name), batch, None
+        is_here = self.fits(batch) and isinstance(layer, nn.Linear)
+        call = partial(self._forward, layer)
+        with replaced(layer, "forward", call) if is_here else nullcontext():
             yield
-            return
-        before = vars(layer).get("forward")
-        self.begin(batch)
-        vars(layer)["forward"] = lambda x: self._forward(layer, x)
-        try:
-            yield
-        finally:
-            del vars(layer)["forward"]
-            if before:
-                vars(layer)["forward"] = before
-            self._batch = self._scored = None
-
-    def begin(self, batch: Batch) -> None:
-        """Let the next call of the layer compute the losses of this batch."""
-        self._batch, self._scored = batch, None
+        self._scored = None
 
     def _forward(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of losses; in an evaluation (rows, …, 2), the loss and hit of targets."""
-        assert self._batch is not None
-        if x.shape[:-1] != self._batch.targets.shape:
+        if x.shape[:-1] != self.batch.targets.shape or self.batch.targets.is_floating_point():
             return nn.Linear.forward(layer, x)  # which the loss refuses
-        self._scored, hits = self._loss.of_layer(x, layer, self._batch)
+        self._scored, hits = self._loss.of_layer(x, layer, self.batch)
         losses, total = self._scored
         out = total.view(1) if torch.is_grad_enabled() else torch.stack([losses, hits], -1)
         if isinstance(layer.weight, DTensor):  # the layer's hooks expect pieces of scores
@@ -75,23 +65,17 @@ class Head:
         return found
 
 
-def find(model: nn.Module, example: Batch, loss: Loss) -> Head | None:
-    """Return the head of a model that names one and returns its outputs as they are, or None."""
-    name = getattr(model, "output_layer", None)
-    if name is None or not loss.converts:
-        return None
-    seen: list[Any] = []
-    with suppress(Exception), torch.no_grad(), Guesses():  # without values, code may raise anything
-        bare = without_values(model)
-        layer = bare.get_submodule(name)
-        if type(layer) is nn.Linear:
-            vars(layer)["forward"] = lambda x: _noted(nn.Linear.forward(layer, x), seen)
+def find(model: nn.Module, example: Batch, loss: Loss) -> Head:
+    """Return the head of a model, with classes if the model returns its outputs as they are."""
+    name, seen = getattr(model, "output_layer", "") or "", list[Any]()
+    with (
+        suppress(Exception),
+        torch.no_grad(),
+    ):  # without values, the model's code may raise anything
+        layer = (bare := without_values(model)).get_submodule(name)
+        vars(layer)["forward"] = lambda x: seen.append(type(layer).forward(layer, x)) or seen[-1]
+        with FlopCounterMode(display=False) as counter, PassCounter(counter):
             outputs = outputs_of(bare, example.to(META))
-            if len(seen) == 1 and outputs is seen[0]:
-                return Head(name, layer.out_features, loss)
-    return None
-
-
-def _noted(output: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
-    seen.append(output)
-    return output
+        is_last = type(layer) is nn.Linear and len(seen) == 1 and outputs is seen[0]
+        return Head(name, layer.out_features if is_last and loss.converts else 0, loss)
+    return Head("", 0, loss)

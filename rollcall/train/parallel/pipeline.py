@@ -173,12 +173,9 @@ class Pipeline:
         micro_batches: Sequence[Batch],
         loss: Callable[[torch.Tensor, Batch], torch.Tensor],
         scale: float,
-        head: Head | None = None,
+        head: Head,
     ) -> torch.Tensor:
-        """Run the passes of a step; return the sum of the losses on the last rank, 0 elsewhere.
-
-        With a head, the last layer computes the losses of a micro-batch in its forward pass.
-        """
+        """Run the passes of a step; return the sum of the losses on the last rank, 0 elsewhere."""
         is_sequential = self._name == "sequential"
         runs = [*micro_batches] if is_sequential else [Batch.joined(micro_batches)]
         device = runs[0].weights.device
@@ -187,18 +184,12 @@ class Pipeline:
         total, self.losses = torch.zeros((), device=device), 0
         self.passes = len(runs) * self.at_once
         for number, batch in enumerate(runs, 1):
-            pieces = batch.split(len(batch.weights) // self.at_once) if head else []
-            if head:
-                head.begin(pieces[0])  # torch infers shapes from it
+            pieces = batch.split(len(batch.weights) // self.at_once)
+            head.batch = pieces[0]  # torch infers shapes from it
             for stage in self._stages:
-                stage.sends, stage.batches = number == len(runs), pieces
-                stage.begin = head.begin if head else None
+                stage.sends, stage.begin = number == len(runs), partial(_begin, head, pieces)
             self._loss = lambda outputs, rows, batch=batch: (  # type: ignore[misc]
-                loss(
-                    head.scored(outputs) if head else outputs,
-                    batch.map(lambda part: part[rows]),
-                )
-                * scale
+                loss(head.scored(outputs), batch.map(lambda part: part[rows])) * scale
             )
             # torch 2.11 needs the strides from which it inferred the shapes.
             inputs = (batch.inputs.contiguous(),) if 0 in self.mine else ()
@@ -304,19 +295,21 @@ class _Accumulating(overrides.Stage):
     """Adds up the gradients of several runs of a schedule, and sends them in the last one."""
 
     sends = True
-    batches: Sequence[Batch] = ()
-    begin: Callable[[Batch], None] | None = None  # called with each before its forward pass
+    begin: Callable[[int], None]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **options: Any) -> Any:
         """Pass a micro-batch through the stage."""
-        if self.begin and self.is_last:
-            self.begin(self.batches[fwd_chunk_id])
+        self.begin(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *given, **options)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients, unless a run follows."""
         if self.sends:
             super().perform_reduce_grad(grad_scale_factor)
+
+
+def _begin(head: Head, pieces: Sequence[Batch], number: int) -> None:
+    head.batch = pieces[number]
 
 
 def _ignore_shape_inference(module: nn.Module) -> None:

@@ -210,7 +210,7 @@ class Strategy:
         self.model, modules = model, [model]
         if self._is_pipeline:
             self._check_pipeline(example)
-        self._head = find(model, example, self.loss) if self._may_fuse else None
+        self._head = find(model, example, self.loss) if self._may_fuse else Head("", 0, self.loss)
         if self._pipeline:
             modules = self._pipeline.cut(model, example.inputs[:1])
         turns = dict.fromkeys(self.loss.turns)  # the loss calls these, and not the model
@@ -464,8 +464,9 @@ class Strategy:
     def _through_stages(
         self, pipeline: Pipeline, micro_batches: Sequence[Batch], scale: float
     ) -> torch.Tensor:
-        with self._around(last=True), self._autocast(), self._scoring(micro_batches[0]) as head:
-            given = self._callables, micro_batches, self._sum_of_losses, scale, head
+        scoring = self._head.scoring(self.model, micro_batches[0])
+        with self._around(last=True), self._autocast(), scoring:
+            given = self._callables, micro_batches, self._sum_of_losses, scale, self._head
             total = pipeline.forward_backward(*given)
         # torch calls the loss once more in the first step, to infer shapes (2.15).
         del self._objective.weights[: -pipeline.losses]
@@ -518,19 +519,9 @@ class Strategy:
         with self._autocast():
             if self.loss.takes_model:
                 return self._objective.of_model(model, batch)
-            with self._scoring(batch) as head:
-                outputs = outputs_of(model, batch)
-                outputs = head.scored(outputs) if head else outputs
+            with self._head.scoring(self.model, batch):
+                outputs = self._head.scored(outputs_of(model, batch))
         return self._sum_of_losses(outputs, batch)
-
-    @contextmanager
-    def _scoring(self, batch: Batch) -> Iterator[Head | None]:
-        """Let the last layer compute the losses of this batch, and yield it, if it can."""
-        if not (self._head and self._head.fits(batch)):
-            yield None
-            return
-        with self._head.scoring(self.model, batch):
-            yield self._head
 
     def _sum_of_losses(self, outputs: Any, batch: Batch) -> torch.Tensor:
         if self._gather:
@@ -556,29 +547,20 @@ class Strategy:
             return draw(self._callables[0])
 
     def scores(self, batch: Batch) -> tuple[Scored, torch.Tensor] | None:
-        """Return losses of targets, and whether they have the best score: (rows, …), or None.
-
-        So an evaluation has no outputs of all targets at once, if the last layer can compute these.
-        """
-        if not (self._head and self._head.fits(self._share(batch))):
+        """Return losses and hits of targets (rows, …) if the last layer can compute them."""
+        if not self._head.fits(share := self._share(batch)):
             return None
-        found = self._evaluated(batch, outputs_of, scores=True)
+        with self._head.scoring(self.model, share):
+            found = self._evaluated(batch, outputs_of)
         for part in self._parts:
             found = part.gather(found)
         losses, hits = found[..., 0], found[..., 1]  # copies of other tensor ranks follow
         return Scored(losses, losses.sum()), hits
 
     @torch.no_grad()
-    def _evaluated(
-        self, batch: Batch, call: Callable[[nn.Module, Batch], Any], scores: bool = False
-    ) -> Any:
+    def _evaluated(self, batch: Batch, call: Callable[[nn.Module, Batch], Any]) -> Any:
         batch = self._share(batch)
-        with (
-            evaluating(self.model),
-            self._around(last=True),
-            self._autocast(),
-            self._scoring(batch) if scores else nullcontext(),
-        ):
+        with evaluating(self.model), self._around(last=True), self._autocast():
             if self._pipeline:
                 return self._pipeline.forward(self._callables, batch.inputs)
             return call(self._callables[0], batch)

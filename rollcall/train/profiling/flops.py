@@ -84,10 +84,11 @@ def operations_of(model: nn.Module, example: Batch, loss: Loss | None = None) ->
     """Return the operations of a forward and a backward pass over these samples.
 
     They are counted on a copy of the model without values, so nothing is computed, and the model's
-    own state does not change. Attention is counted as the plain formula.
+    own state does not change. Attention is counted as the plain formula. Where the code reads a
+    number, it gets 1 or True, such as for a mask that hides nothing.
     """
     batch, counter = example.to(META), FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter, _PassCounter(counter) as passes:
+    with sdpa_kernel(SDPBackend.MATH), counter, PassCounter(counter) as passes:
         bare = without_values(model)
         if loss and loss.takes_model and not isinstance(loss.function, ModelLoss):
             outputs = without_values(loss.function)(model=bare, batch=batch.inputs)
@@ -102,7 +103,7 @@ def operations_of(model: nn.Module, example: Batch, loss: Loss | None = None) ->
 
 
 def without_values(code: Any) -> Any:
-    """Return a copy whose tensors are on the meta device, of a module or a loss."""
+    """Return a copy of a module or a loss with its tensors on the meta device."""
     memo: dict[int, Any] = {}
     if isinstance(code, nn.Module):
         memo = {id(buffer): buffer.to(META) for buffer in code.buffers()}
@@ -111,12 +112,15 @@ def without_values(code: Any) -> Any:
     return copy.deepcopy(code, memo)
 
 
-class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets code without values read numbers: 1 or True, as from a mask that hides nothing."""
+class PassCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Divides torch's count among the passes; only recomputation has gradients enabled."""
 
-    def __init__(self) -> None:
+    def __init__(self, counter: FlopCounterMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._counter = counter
+        self.counts = [0, 0, 0]  # as in `Operations`
         self._reads = 0
+        self.is_backward = False  # set between the two passes
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ_NUMBER:
@@ -124,26 +128,8 @@ class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._reads > MOST_READS:
                 raise RuntimeError(f"it reads more than {MOST_READS} numbers, perhaps in a loop")
             return True if args[0].dtype == torch.bool else 1
-        return self.call(func, args, kwargs or {})
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation."""
-        return func(*args, **kwargs)
-
-
-class _PassCounter(Guesses):  # type: ignore[no-untyped-call]
-    """Divides torch's count among the passes; only recomputation has gradients enabled."""
-
-    def __init__(self, counter: FlopCounterMode) -> None:
-        super().__init__()
-        self._counter = counter
-        self.counts = [0, 0, 0]  # as in `Operations`
-        self.is_backward = False  # set between the two passes
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count an operation."""
         before = self._counter.get_total_flops()
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         kind = 0 if not self.is_backward else 2 if torch.is_grad_enabled() else 1
         self.counts[kind] += self._counter.get_total_flops() - before
         return result
