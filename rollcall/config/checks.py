@@ -306,8 +306,7 @@ def _check_conflicts(config: Config) -> None:
         (
             "train.compile=reduce-overhead",
             config.train.compile == "reduce-overhead" and (gathers or "pipeline" in cut),
-            "records the addresses of weights and activations, which change where weights are "
-            "gathered and where micro-batches overlap; choose train.compile=true, ddp or zero1",
+            "needs weights and activations that stay in place; choose true, or ddp or zero1",
         ),
         (
             "parallel.sync_fragments",

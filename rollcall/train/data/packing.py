@@ -24,14 +24,9 @@ AHEAD = 1024
 """Rows of a stream that are packed together."""
 
 
-def rows_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the number of each token's row in its sequence: (rows, length), from 1 on."""
-    return (position_ids == 0).cumsum(1)
-
-
 def same_row(position_ids: torch.Tensor) -> torch.Tensor:
     """Return a mask of tokens in the same row: (rows, length) to (rows, 1, length, length)."""
-    number = rows_of(position_ids)
+    number = (position_ids == 0).cumsum(1)
     return (number[:, :, None] == number[:, None, :]).unsqueeze(1)
 
 

@@ -49,10 +49,7 @@ class WorkerDiedError(WorkerError):
 def in_order(
     fetch: Fetch, numbers: range, workers: int, ahead: int, rank: int = 0, pins: bool = False
 ) -> Iterator[ReadResult]:
-    """Yield `fetch(number)` in order; workers compute `ahead` each. WorkerError if one fails.
-
-    Their batches are copied once: with `pins` into memory from which a GPU can read.
-    """
+    """Yield `fetch(number)` in order; workers compute `ahead` each. WorkerError if one fails."""
     if not numbers:
         return
     first, rest = fetch(numbers[0]), numbers[1:]  # all batches have its size

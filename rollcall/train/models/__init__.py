@@ -75,19 +75,13 @@ def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     return model
 
 
-def compile_blocks(
-    model: nn.Module, backend: str = "inductor", mode: bool | str | None = None
-) -> None:
-    """Compile each block of a spread model, or the whole model if it has no blocks.
-
-    `mode` is a value of train.compile, and may be one of torch's.
-    """
+def compile_blocks(model: nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
+    """Compile each block of a spread model, or the whole model if it has no blocks."""
     every = list(units(model)) or [model]
     # An embedding, a norm or a head is one kernel; as a DTensor it does not compile alone (2.14).
     blocks = [block for block in every if any(True for _ in block.children())]
     for block in blocks or every:
-        torchs = mode if isinstance(mode, str) else None
-        block.forward = torch.compile(block.forward, backend=backend, mode=torchs)
+        block.forward = torch.compile(block.forward, backend=backend, mode=mode)
 
 
 def _use_channels_last(model: nn.Module, config: Config) -> None:

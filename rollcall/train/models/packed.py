@@ -13,17 +13,12 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from rollcall.train.data.packing import rows_of, same_row
-
-BLOCK = 128
-"""Tokens of a block, as in torch's kernels."""
-NARROWEST = 16
-"""The narrowest heads that they take."""
+from rollcall.train.data.packing import same_row
 
 
 def within_rows(position_ids: torch.Tensor, head_width: int) -> Any:
     """Return a causal mask for `attend`; positions (rows, length) begin at 0 in each row."""
-    if position_ids.is_cuda and head_width >= NARROWEST and _compiles(position_ids.device):
+    if position_ids.is_cuda and head_width >= 16 and _compiles(position_ids.device):
         return blocks(position_ids)
     return same_row(position_ids).tril()
 
@@ -31,14 +26,13 @@ def within_rows(position_ids: torch.Tensor, head_width: int) -> Any:
 @cache
 def _compiles(device: torch.device) -> bool:
     """Return True if torch can compile kernels for this GPU here."""
-    has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
-    is_new = torch.cuda.get_device_capability(device) >= (8, 0)
-    return is_new and has_compiler and find_spec("triton") is not None
+    has_compiler = any(map(shutil.which, ("cc", "gcc", "clang"))) and find_spec("triton")
+    return bool(has_compiler) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def blocks(position_ids: torch.Tensor, size: int = BLOCK) -> BlockMask:
+def blocks(position_ids: torch.Tensor, size: int = 128) -> BlockMask:
     """Return which blocks of keys a block of queries needs, and which of them it needs whole."""
-    number, length = rows_of(position_ids), position_ids.shape[1]
+    number, length = (position_ids == 0).cumsum(1), position_ids.shape[1]
     first = number[:, ::size]
     last = torch.cat([number[:, size - 1 :: size], number[:, -1:]], 1)[:, : first.shape[1]]
     order = torch.arange(first.shape[1], device=number.device)
@@ -65,13 +59,9 @@ def _kernel() -> Any:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
-    """Return attention over (rows, heads, length, width), in which heads may share keys.
-
-    Without a mask it is causal.
-    """
+    """Return attention over (rows, heads, length, width), causal without a mask."""
     if isinstance(mask, BlockMask):
-        mixed: torch.Tensor = _kernel()(query, key, value, block_mask=mask, enable_gqa=True)
-        return mixed
+        return _kernel()(query, key, value, block_mask=mask, enable_gqa=True)  # type: ignore[no-any-return]
     if mask is not None:  # it rules out flash attention; other fast kernels want equal heads
         copies = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(copies, 1) for heads in (key, value))

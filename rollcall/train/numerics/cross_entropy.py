@@ -57,52 +57,6 @@ class _Classes(NamedTuple):
         return torch.stack(every)
 
 
-def _classes_of(whole: DTensor, dimension: int) -> _Classes:
-    """Return the classes of this rank, along a dimension that the mesh of the DTensor divides."""
-    mesh, total = whole.device_mesh, whole.shape[dimension]
-    first = mesh.get_local_rank() * -(-total // mesh.size())
-    return _Classes(total, first, mesh.get_group())
-
-
-def in_chunks(
-    scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float, z_loss: float
-) -> torch.Tensor:
-    """Return the cross entropy in fp32, 0 for targets of -100: (tokens, classes) to (tokens,).
-
-    The scores may be a DTensor whose classes are divided over the ranks of its mesh. An IndexError
-    is raised if another target is not a class. See `losses.per_sample_loss`.
-    """
-    chunked: Any = _InChunks.apply
-    own, classes = scores, _Classes(scores.shape[-1])
-    if isinstance(scores, DTensor):
-        own, classes = scores.to_local(), _classes_of(scores, -1)
-    losses: torch.Tensor = chunked(own, targets, (label_smoothing, z_loss), classes)
-    return losses
-
-
-class _InChunks(torch.autograd.Function):
-    """Keeps the scores and a number per token, and computes the softmax again for the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: torch.Tensor, targets: torch.Tensor, factors: Factors, classes: _Classes
-    ) -> torch.Tensor:
-        local = classes.local(targets, scores.shape[-1])
-        losses, sums = _losses(scores, local, factors, classes)
-        ctx.save_for_backward(scores, targets, local, sums)
-        ctx.given = factors, classes.total
-        return losses.masked_fill_(targets == IGNORED, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        scores, targets, local, sums = ctx.saved_tensors
-        gradient = gradient.masked_fill(targets == IGNORED, 0)
-        found = torch.empty_like(scores)
-        _gradient(scores, local, sums, gradient, ctx.given, found)
-        return found, None, None, None
-
-
 def of_layer(
     x: torch.Tensor,
     layer: nn.Linear,
@@ -117,8 +71,10 @@ def of_layer(
     the target has the largest score. x and the layer may be DTensors that divide the classes.
     """
     classes, tensors = _Classes(len(layer.weight)), map(local_of, (layer.weight, layer.bias))
-    if isinstance(x, DTensor) and isinstance(layer.weight, DTensor):
-        x, classes = x.to_local(grad_placements=[Partial()]), _classes_of(layer.weight, 0)
+    if isinstance(x, DTensor):
+        mesh, x = x.device_mesh, x.to_local(grad_placements=[Partial()])
+        first = mesh.get_local_rank() * -(-classes.total // mesh.size())
+        classes = _Classes(classes.total, first, mesh.get_group())
     kind, together = x.device.type, cast(Any, _OfLayer.apply)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     with torch.autocast(kind, enabled=False):
@@ -147,8 +103,7 @@ class _OfLayer(torch.autograd.Function):
             if not is_training:
                 found[1, part] = _hits(scores, targets[part], classes)
                 continue
-            given = factors, classes.total
-            _gradient(scores, local[part], sums, weights[part], given, scores)
+            _to_gradient(scores, local[part], sums, weights[part], (*factors, classes.total))
             if to_x is not None:
                 to_x[part] = scores @ small
             if of_weight:
@@ -195,16 +150,15 @@ def _losses(
     return losses, sums
 
 
-def _gradient(
+def _to_gradient(
     scores: torch.Tensor,
     local: torch.Tensor,
     sums: torch.Tensor,
     gradient: torch.Tensor,
-    given: tuple[Factors, int],
-    found: torch.Tensor,
+    factors: tuple[float, float, int],
 ) -> None:
-    """Fill `found`, which may be the scores, with their gradient, given that of the losses."""
-    (smoothing, z_loss), total = given
+    """Replace scores by their gradient, given that of the losses."""
+    smoothing, z_loss, total = factors
     at_target = ((local != IGNORED) * (smoothing - 1.0)).unsqueeze(-1)
     local = local.clamp(min=0).unsqueeze(-1)
     for part in _parts(scores, scores.shape[-1], CHUNK):
@@ -214,7 +168,7 @@ def _gradient(
         if smoothing:
             values -= smoothing / total
         values.scatter_add_(-1, local[part], at_target[part])
-        found[part] = values.mul_(gradient[part, None])
+        scores[part] = values.mul_(gradient[part, None])
 
 
 def _hits(scores: torch.Tensor, targets: torch.Tensor, classes: _Classes) -> torch.Tensor:

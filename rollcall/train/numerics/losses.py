@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rollcall.config import arguments
 from rollcall.config.catalog import LOSSES
@@ -36,12 +37,21 @@ def per_sample_loss(
     if not torch.is_grad_enabled():
         label_smoothing = z_loss = 0.0
     scores, classes = outputs.flatten(0, -2) if targets.ndim > 1 else outputs, targets.flatten()
-    if z_loss or isinstance(scores, DTensor) or scores.numel() > cross_entropy.CHUNK:
-        losses = cross_entropy.in_chunks(scores, classes, label_smoothing, z_loss)
-    else:
-        losses = functional.cross_entropy(
-            scores.float(), classes, reduction="none", label_smoothing=label_smoothing
+
+    def of_part(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        values, options = part.float(), {"label_smoothing": label_smoothing}
+        found = functional.cross_entropy(values, local, reduction="none", **options)
+        return (
+            found + z_loss * values.logsumexp(-1).square() * are_valid(local) if z_loss else found
         )
+
+    size = max(1, cross_entropy.CHUNK // max(1, scores.shape[-1]))
+    if len(scores) <= size:
+        losses = of_part(scores, classes)
+    else:  # only the scores are kept, and copies of some are made again for the gradient
+        pairs = zip(scores.split(size), classes.split(size), strict=True)
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        losses = torch.cat([checkpoint(of_part, *pair, **options) for pair in pairs])
     return losses if targets.ndim == 1 else _mean(losses.view(targets.shape))
 
 

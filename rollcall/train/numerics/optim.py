@@ -225,11 +225,10 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if its kernels read `found_inf`, so that nothing waits for the GPU."""
-    parts = optimizer.parts if isinstance(optimizer, Combined) else [optimizer]
-    groups = (
-        one for part in parts if not isinstance(part, torch.optim.Muon) for one in part.param_groups
-    )
-    return all(group.get("fused") for group in groups)
+    if isinstance(optimizer, Combined):
+        return all(skips_on_device(part) for _, part in optimizer.members)
+    is_muon = isinstance(optimizer, torch.optim.Muon)
+    return is_muon or all(group.get("fused") for group in optimizer.param_groups)
 
 
 class Combined(torch.optim.Optimizer):
@@ -238,20 +237,15 @@ class Combined(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None  # as of torch's fused ones: 1 for a step without effect
 
     def __init__(self, parts: Sequence[tuple[list[int], torch.optim.Optimizer]]) -> None:
-        self._parts = [(places, part) for places, part in parts if places]
+        self.members = [(places, part) for places, part in parts if places]
         groups: dict[int, dict[str, Any]] = {}
-        for places, part in self._parts:
+        for places, part in self.members:
             groups |= zip(places, part.param_groups, strict=True)
         super().__init__([dict(groups[place]) for place in sorted(groups)], {})
         self._share()
 
-    @property
-    def parts(self) -> list[torch.optim.Optimizer]:
-        """The optimizers."""
-        return [part for _, part in self._parts]
-
     def _share(self) -> None:
-        for places, part in self._parts:
+        for places, part in self.members:
             part.state = self.state
             part.param_groups = [self.param_groups[place] for place in places]
 
@@ -260,10 +254,11 @@ class Combined(torch.optim.Optimizer):
         """Let each optimizer update its parameters."""
         assert closure is None, "a training step has no closure"
         part: Any
-        for part in self.parts:
+        skipped = None if self.found_inf is None else self.found_inf > 0
+        for _, part in self.members:
             is_muon = isinstance(part, torch.optim.Muon)
             part.found_inf = self.found_inf
-            with _matrix_by_matrix(part, self.found_inf) if is_muon else nullcontext():
+            with _matrix_by_matrix(part, skipped) if is_muon else nullcontext():
                 part.step()
             part.found_inf = None
 
@@ -288,13 +283,10 @@ def _prepare_skip(optimizer: torch.optim.Muon, skipped: torch.Tensor) -> None:
 
 
 @contextmanager
-def _matrix_by_matrix(
-    optimizer: torch.optim.Muon, found_inf: torch.Tensor | None
-) -> Iterator[None]:
+def _matrix_by_matrix(optimizer: torch.optim.Muon, skipped: torch.Tensor | None) -> Iterator[None]:
     """Let Muon update whole matrices, parts of a stack as views of the weight and of its state."""
     groups, state, views = optimizer.param_groups, optimizer.state, list[torch.Tensor]()
     decays = [group["weight_decay"] for group in groups]
-    skipped = None if found_inf is None else found_inf > 0
     if skipped is not None:
         _prepare_skip(optimizer, skipped)
     whole = [group["params"] for group in groups]

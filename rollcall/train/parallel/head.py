@@ -27,13 +27,14 @@ class Head:
     batch: Batch  # whose targets the layer gets next
 
     def __init__(self, name: str, classes: int, loss: Loss) -> None:
-        self._name, self._classes, self._loss = name, classes, loss
+        self._name, self.classes, self._loss = name, classes, loss
+        self.is_cut = False  # whether each rank has the scores of some classes
         self._scored: Scored | None = None  # by the newest call of the layer
 
     def fits(self, batch: Batch) -> bool:
         """Return True if the batch has enough scores."""
-        is_known = isinstance(batch.targets, torch.Tensor)
-        return is_known and batch.targets.numel() * self._classes > cross_entropy.CHUNK
+        count = batch.targets.numel() if isinstance(batch.targets, torch.Tensor) else 0
+        return count * self.classes > (0 if self.is_cut else cross_entropy.CHUNK)
 
     @contextmanager
     def scoring(self, model: nn.Module, batch: Batch) -> Iterator[None]:

@@ -187,7 +187,7 @@ class Pipeline:
             pieces = batch.split(len(batch.weights) // self.at_once)
             head.batch = pieces[0]  # torch infers shapes from it
             for stage in self._stages:
-                stage.sends, stage.begin = number == len(runs), partial(_begin, head, pieces)
+                stage.sends, stage.head, stage.batches = number == len(runs), head, pieces
             self._loss = lambda outputs, rows, batch=batch: (  # type: ignore[misc]
                 loss(head.scored(outputs), batch.map(lambda part: part[rows])) * scale
             )
@@ -295,21 +295,18 @@ class _Accumulating(overrides.Stage):
     """Adds up the gradients of several runs of a schedule, and sends them in the last one."""
 
     sends = True
-    begin: Callable[[int], None]
+    head: Head
+    batches: Sequence[Batch]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **options: Any) -> Any:
         """Pass a micro-batch through the stage."""
-        self.begin(fwd_chunk_id)
+        self.head.batch = self.batches[fwd_chunk_id]
         return super().forward_one_chunk(fwd_chunk_id, *given, **options)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients, unless a run follows."""
         if self.sends:
             super().perform_reduce_grad(grad_scale_factor)
-
-
-def _begin(head: Head, pieces: Sequence[Batch], number: int) -> None:
-    head.batch = pieces[number]
 
 
 def _ignore_shape_inference(module: nn.Module) -> None:

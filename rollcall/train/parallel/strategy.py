@@ -43,6 +43,7 @@ from rollcall.train.parallel.part import (
 )
 from rollcall.train.parallel.pipeline import Pipeline
 from rollcall.train.parallel.shard import Shard, local_optimizer, with_weights
+from rollcall.train.parallel.tensor import Tensor
 from rollcall.train.ranks.clock import BACKWARD, COMMUNICATION, FORWARD, OTHER, clock, watch
 from rollcall.train.ranks.device import local_of
 from rollcall.train.ranks.meeting import Meeting
@@ -211,6 +212,8 @@ class Strategy:
         if self._is_pipeline:
             self._check_pipeline(example)
         self._head = find(model, example, self.loss) if self._may_fuse else Head("", 0, self.loss)
+        for part in (part for part in self._parts if isinstance(part, Tensor)):
+            part.keeps_logits = self._head.is_cut = self._head.classes > 0
         if self._pipeline:
             modules = self._pipeline.cut(model, example.inputs[:1])
         turns = dict.fromkeys(self.loss.turns)  # the loss calls these, and not the model

@@ -179,8 +179,8 @@ def test_the_mode_is_torchs(value: str, mode: str | None, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "compile", compiled)
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)))
-    config = parse(["digits", f"train.compile={value}"])[1]
-    models.compile_blocks(model, mode=config.train.compile)
+    found = parse(["digits", f"train.compile={value}"])[1].train.compile
+    models.compile_blocks(model, mode=None if found is True else found or "")
     assert modes == [mode, mode]
 
 
