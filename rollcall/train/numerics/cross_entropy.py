@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
@@ -27,14 +26,14 @@ CHUNK = 2**25
 """Scores that are converted to fp32 at a time."""
 PRODUCT = 2**27
 """Scores that `of_layer` computes at a time: with fewer, the sums of gradients take longer."""
-Factors = tuple[float, float]
-"""The label smoothing, and the factor of the loss of z."""
 
 
 class _Classes(NamedTuple):
-    """The classes whose scores a rank has, one after the other."""
+    """The classes whose scores a rank has, one after the other, and how their loss is computed."""
 
     total: int  # of all ranks
+    smoothing: float
+    z_loss: float
     first: int = 0
     group: dist.ProcessGroup | None = None  # the ranks that have the others
 
@@ -56,30 +55,66 @@ class _Classes(NamedTuple):
         dist.all_gather(every, own, group=self.group)
         return torch.stack(every)
 
+    def losses(self, scores: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return of each token the loss, and the logarithm of the sum of exponentials."""
+        both = torch.empty(2, len(scores), dtype=torch.float32, device=scores.device)
+        losses, sums = both
+        for part in _parts(scores, scores.shape[-1], CHUNK):
+            values = scores[part].float()
+            sums[part] = values.logsumexp(-1)
+            # It checks the targets too, and is 0 for ignored ones.
+            losses[part] = functional.nll_loss(values, local[part], reduction="none")
+            losses[part] *= 1 - self.smoothing
+            if self.smoothing:
+                losses[part] -= self.smoothing / self.total * values.sum(-1)
+        if self.group:
+            losses, sums = self.of_all_ranks(both).unbind(1)
+            losses, sums = losses.sum(0), sums.logsumexp(0)
+        return losses + sums + self.z_loss * sums.square(), sums
+
+    def to_gradient(
+        self, scores: torch.Tensor, local: torch.Tensor, sums: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        """Replace scores by their gradient, given that of the losses."""
+        at_target = ((local != IGNORED) * (self.smoothing - 1.0)).unsqueeze(-1)
+        local = local.clamp(min=0).unsqueeze(-1)
+        for part in _parts(scores, scores.shape[-1], CHUNK):
+            values = (scores[part].float() - sums[part, None]).exp_()
+            if self.z_loss:
+                values *= 1 + 2 * self.z_loss * sums[part, None]
+            if self.smoothing:
+                values -= self.smoothing / self.total
+            values.scatter_add_(-1, local[part], at_target[part])
+            scores[part] = values.mul_(gradient[part, None])
+
+    def hits(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return 1 for each token whose target has the largest score of all ranks' classes."""
+        largest, number = scores.max(-1)
+        own = torch.stack([largest.float(), (number + self.first).float()])
+        every, numbers = self.of_all_ranks(own).unbind(1)
+        return (numbers.gather(0, every.argmax(0, keepdim=True))[0] == targets).float()
+
 
 def of_layer(
-    x: torch.Tensor,
-    layer: nn.Linear,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
-    factors: Factors,
+    x: torch.Tensor, layer: Any, targets: torch.Tensor, weights: torch.Tensor, *factors: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the losses of tokens times their weights, and per token loss and hit.
 
     The layer maps x (tokens, hidden) to scores, which exist for some tokens at a time. The second
     result, (2, tokens), has no gradient; a hit, which is only found without gradients, is 1 where
-    the target has the largest score. x and the layer may be DTensors that divide the classes.
+    the target has the largest score. x and the layer may be DTensors that divide the classes. The
+    factors are the label smoothing, and that of the loss of z.
     """
-    classes, tensors = _Classes(len(layer.weight)), map(local_of, (layer.weight, layer.bias))
+    classes = _Classes(len(layer.weight), *factors)
     if isinstance(x, DTensor):
         mesh, x = x.device_mesh, x.to_local(grad_placements=[Partial()])
         first = mesh.get_local_rank() * -(-classes.total // mesh.size())
-        classes = _Classes(classes.total, first, mesh.get_group())
+        classes = classes._replace(first=first, group=mesh.get_group())
     kind, together = x.device.type, cast(Any, _OfLayer.apply)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     with torch.autocast(kind, enabled=False):
-        given = factors, classes, dtype, torch.is_grad_enabled()
-        return together(x, *tensors, targets, weights, given)  # type: ignore[no-any-return]
+        given = local_of(layer.weight), local_of(layer.bias), targets, weights
+        return together(x, *given, classes, dtype, torch.is_grad_enabled())  # type: ignore[no-any-return]
 
 
 class _OfLayer(torch.autograd.Function):
@@ -87,7 +122,7 @@ class _OfLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight, bias, targets, weights, (factors, classes, dtype, is_training) = inputs
+        x, weight, bias, targets, weights, classes, dtype, is_training = inputs
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         local = classes.local(targets, len(weight))
         weights = weights.masked_fill(targets == IGNORED, 0)
@@ -99,17 +134,19 @@ class _OfLayer(torch.autograd.Function):
         for part in _parts(x, -(-classes.total // ranks), PRODUCT):  # the same on all ranks
             rows = x[part].to(dtype)
             scores = functional.linear(rows, small, its_bias)
-            found[0, part], sums = _losses(scores, local[part], factors, classes)
+            found[0, part], sums = classes.losses(scores, local[part])
             if not is_training:
-                found[1, part] = _hits(scores, targets[part], classes)
+                found[1, part] = classes.hits(scores, targets[part])
                 continue
-            _to_gradient(scores, local[part], sums, weights[part], (*factors, classes.total))
+            classes.to_gradient(scores, local[part], sums, weights[part])
             if to_x is not None:
                 to_x[part] = scores @ small
             if of_weight:
-                to_weight = _added(to_weight, scores.t() @ rows)
+                more = scores.t() @ rows  # several of these add up in fp32
+                to_weight = more if to_weight is None else to_weight.float().add_(more)
             if of_bias:
-                to_bias = _added(to_bias, scores.sum(0))
+                more = scores.sum(0)
+                to_bias = more if to_bias is None else to_bias.float().add_(more)
         found.masked_fill_(targets == IGNORED, 0)
         pairs = (to_x, x), (to_weight, weight), (to_bias, bias)
         ctx.gradients = [None if one is None else one.to(like.dtype) for one, like in pairs]
@@ -120,64 +157,7 @@ class _OfLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # they are changed in place
-        return *(None if one is None else one.mul_(factor) for one in gradients), *[None] * 3
-
-
-def _added(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
-    """Return the sum, which is fp32 as a product's own sums are."""
-    return more if total is None else total.float().add_(more)
-
-
-def _losses(
-    scores: torch.Tensor, local: torch.Tensor, factors: Factors, classes: _Classes
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of each token the loss, and the logarithm of the sum of exponentials."""
-    smoothing, z_loss = factors
-    both = torch.empty(2, len(scores), dtype=torch.float32, device=scores.device)
-    losses, sums = both
-    for part in _parts(scores, scores.shape[-1], CHUNK):
-        values = scores[part].float()
-        sums[part] = values.logsumexp(-1)
-        # It checks the targets too, and is 0 for ignored ones.
-        losses[part] = functional.nll_loss(values, local[part], reduction="none")
-        losses[part] *= 1 - smoothing
-        if smoothing:
-            losses[part] -= smoothing / classes.total * values.sum(-1)
-    if classes.group:
-        losses, sums = classes.of_all_ranks(both).unbind(1)
-        losses, sums = losses.sum(0), sums.logsumexp(0)
-    losses += sums + z_loss * sums.square()
-    return losses, sums
-
-
-def _to_gradient(
-    scores: torch.Tensor,
-    local: torch.Tensor,
-    sums: torch.Tensor,
-    gradient: torch.Tensor,
-    factors: tuple[float, float, int],
-) -> None:
-    """Replace scores by their gradient, given that of the losses."""
-    smoothing, z_loss, total = factors
-    at_target = ((local != IGNORED) * (smoothing - 1.0)).unsqueeze(-1)
-    local = local.clamp(min=0).unsqueeze(-1)
-    for part in _parts(scores, scores.shape[-1], CHUNK):
-        values = (scores[part].float() - sums[part, None]).exp_()
-        if z_loss:
-            values *= 1 + 2 * z_loss * sums[part, None]
-        if smoothing:
-            values -= smoothing / total
-        values.scatter_add_(-1, local[part], at_target[part])
-        scores[part] = values.mul_(gradient[part, None])
-
-
-def _hits(scores: torch.Tensor, targets: torch.Tensor, classes: _Classes) -> torch.Tensor:
-    """Return 1 for each token whose target has the largest score of all ranks' classes."""
-    largest, number = scores.max(-1)
-    own = torch.stack([largest.float(), (number + classes.first).float()])
-    every, numbers = classes.of_all_ranks(own).unbind(1)
-    best = numbers.gather(0, every.argmax(0, keepdim=True))[0]
-    return (best == targets).float()
+        return *(None if one is None else one.mul_(factor) for one in gradients), *[None] * 5
 
 
 def _parts(rows: torch.Tensor, width: int, most: int) -> Iterator[slice]:

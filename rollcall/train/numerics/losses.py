@@ -39,17 +39,16 @@ def per_sample_loss(
     scores, classes = outputs.flatten(0, -2) if targets.ndim > 1 else outputs, targets.flatten()
 
     def of_part(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        values, options = part.float(), {"label_smoothing": label_smoothing}
-        found = functional.cross_entropy(values, local, reduction="none", **options)
-        return (
-            found + z_loss * values.logsumexp(-1).square() * are_valid(local) if z_loss else found
-        )
+        options: Any = {"reduction": "none", "label_smoothing": label_smoothing}
+        found = functional.cross_entropy(values := part.float(), local, **options)
+        of_z = z_loss and z_loss * values.logsumexp(-1).square() * are_valid(local)
+        return found + of_z if z_loss else found
 
     size = max(1, cross_entropy.CHUNK // max(1, scores.shape[-1]))
     if len(scores) <= size:
         losses = of_part(scores, classes)
     else:  # only the scores are kept, and copies of some are made again for the gradient
-        pairs = zip(scores.split(size), classes.split(size), strict=True)
+        pairs = zip(torch.split(scores, size), torch.split(classes, size), strict=True)
         options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         losses = torch.cat([checkpoint(of_part, *pair, **options) for pair in pairs])
     return losses if targets.ndim == 1 else _mean(losses.view(targets.shape))
@@ -222,10 +221,7 @@ class Loss:
         return outputs if isinstance(outputs, Scored) else outputs[:, :-1], targets[:, 1:]
 
     def of_layer(self, x: torch.Tensor, layer: nn.Linear, batch: Any) -> tuple[Scored, Any]:
-        """Return what a last layer computes for its input, and whether targets have the best score.
-
-        Raise ConfigError for a target that is no class.
-        """
+        """Return what a last layer computes for its input, and whether targets have most score."""
         targets, shape = batch.targets.long(), batch.targets.shape
         size = targets[:1].numel()
         if self.name == "next_token":
@@ -235,7 +231,7 @@ class Loss:
         given = factors.get("label_smoothing", 0.0), factors.get("z_loss", 0.0)
         targets, weights = targets.flatten(), weights.repeat_interleave(shape[1:].numel())
         try:
-            total, found = cross_entropy.of_layer(x.flatten(0, -2), layer, targets, weights, given)
+            total, found = cross_entropy.of_layer(x.flatten(0, -2), layer, targets, weights, *given)
         except IndexError as error:
             raise self._out_of_range(targets, layer.weight.t()) from error
         losses, hits = found.view(2, *shape)

@@ -39,7 +39,8 @@ class Head:
     @contextmanager
     def scoring(self, model: nn.Module, batch: Batch) -> Iterator[None]:
         """Let the layer, if this rank has it, compute the losses of batches of this size."""
-        layer, self.batch, self._scored = model.get_submodule(self._name), batch, None
+        layer: Any = model.get_submodule(self._name)
+        self.batch, self._scored = batch, None
         is_here = self.fits(batch) and isinstance(layer, nn.Linear)
         call = partial(self._forward, layer)
         with replaced(layer, "forward", call) if is_here else nullcontext():
@@ -69,12 +70,9 @@ class Head:
 def find(model: nn.Module, example: Batch, loss: Loss) -> Head:
     """Return the head of a model, with classes if the model returns its outputs as they are."""
     name, seen = getattr(model, "output_layer", "") or "", list[Any]()
-    with (
-        suppress(Exception),
-        torch.no_grad(),
-    ):  # without values, the model's code may raise anything
+    with suppress(Exception), torch.no_grad():  # code may raise anything without values
         layer = (bare := without_values(model)).get_submodule(name)
-        vars(layer)["forward"] = lambda x: seen.append(type(layer).forward(layer, x)) or seen[-1]
+        layer.register_forward_hook(lambda *call: seen.append(call[2]), prepend=True)
         with FlopCounterMode(display=False) as counter, PassCounter(counter):
             outputs = outputs_of(bare, example.to(META))
         is_last = type(layer) is nn.Linear and len(seen) == 1 and outputs is seen[0]

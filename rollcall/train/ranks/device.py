@@ -1,9 +1,6 @@
 """Tensors on several ranks, and on GPUs: https://docs.pytorch.org/docs/stable/notes/cuda.html."""
 
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,18 +75,6 @@ class Copied:
         if self._copied:
             self._copied.synchronize()
         return self._values.tolist()
-
-
-def bind_near(device: torch.device, sysfs: Path = Path("/sys")) -> None:
-    """Run this rank, and what it starts, only on those of its cores that are near its GPU."""
-    gpu: Any = torch.cuda.get_device_properties(device)
-    with suppress(AttributeError, OSError, ValueError):  # a container may hide it, or torch
-        number = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        text = (sysfs / "bus/pci/devices" / number / "local_cpulist").read_text().strip()
-        ranges = [part.partition("-") for part in text.split(",")]
-        near = {n for low, _, high in ranges for n in range(int(low), int(high or low) + 1)}
-        if chosen := near & os.sched_getaffinity(0):
-            os.sched_setaffinity(0, chosen)
 
 
 def chip_name(device: torch.device) -> str:

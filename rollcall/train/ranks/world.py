@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from rollcall.config import ConfigError
 from rollcall.system import fabric, guard, hosts
 from rollcall.system.process import die_with_parent
-from rollcall.train.ranks.device import bind_near
 from rollcall.train.ranks.signals import await_lost_node
 from rollcall.train.torch_private import BatchNorm
 
@@ -160,8 +159,6 @@ class World:
             )
         given: dict[str, Any] = {"backend": "gloo"}
         if world.device.type == "cuda":  # NCCL connects now, also for the groups of a mesh
-            if place.local_world_size > 1:  # one rank alone may need the cores of the whole node
-                bind_near(world.device)
             given = {"backend": "cpu:gloo,cuda:nccl", "device_id": world.device}
         if place.world_size == 1:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **given)

@@ -88,20 +88,18 @@ def _compare_losses(rank: int, _: Path) -> None:
             cross_entropy.CHUNK, cross_entropy.PRODUCT = chunk, 2 * chunk
             own = x.clone().requires_grad_()
             given = DTensor.from_local(own, mesh, [Replicate()], run_check=False)
-            total, found = cross_entropy.of_layer(
-                given, layer, targets, factors, (smoothing, z_loss)
-            )
+            total, found = cross_entropy.of_layer(given, layer, targets, factors, smoothing, z_loss)
             gradients = torch.autograd.grad(total, (own, layer.weight))
             torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=1e-6)
             for one, other in zip(map(whole_of, gradients), wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         given = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        hits = cross_entropy.of_layer(given, layer, targets, factors, (0.0, 0.0))[1][1]
+        hits = cross_entropy.of_layer(given, layer, targets, factors, 0.0, 0.0)[1][1]
         assert torch.equal(hits, (plain(x).argmax(-1) == targets).float())
     for wrong in (CLASSES, -1):  # on every rank
         with pytest.raises(IndexError):
-            cross_entropy.of_layer(given, layer, targets.fill_(wrong), factors, (0.0, 0.0))
+            cross_entropy.of_layer(given, layer, targets.fill_(wrong), factors, 0.0, 0.0)
     world.leave()
 
 

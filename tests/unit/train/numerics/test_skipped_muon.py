@@ -46,8 +46,8 @@ def test_an_update_is_skipped_without_a_wait(is_first: bool) -> None:
         before = _bits(model, optimizer)
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         for weight, other in pairs:
-            gradient = torch.randn(weight.shape) * (torch.nan if is_bad else 1)
-            weight.grad, other.grad = gradient, gradient.clone()
+            weight.grad = torch.randn(weight.shape) * (torch.nan if is_bad else 1)
+            other.grad = weight.grad.clone()
         found.found_inf = torch.tensor(float(is_bad))
         with _NoReads():  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -56,8 +56,8 @@ def test_an_update_is_skipped_without_a_wait(is_first: bool) -> None:
             assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
         else:
             its_optimizer.step()
-    for one, other in zip(_bits(model, optimizer), _bits(plain, its_optimizer), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for one, two in zip(_bits(model, optimizer), _bits(plain, its_optimizer), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
     assert all("weight_decay" in group for group in optimizer.param_groups)
 
 
