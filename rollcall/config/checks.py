@@ -265,7 +265,6 @@ def _check_conflicts(config: Config) -> None:
     is_apart, splits = parallel.sync != "step", parallel.schedule_name in SPLIT_BACKWARD
     cut = [name for name in ("tensor", "pipeline", "context") if name in parse(parallel.mesh_text)]
     recomputes = model.activation_checkpointing != "none"
-    gathers = "shard" in parse(parallel.mesh_text) and parallel.stage > 1
     on_mesh = (
         f"does not work on a mesh with {' and '.join(cut)}; choose ddp, zero1, zero2, zero3 or "
         "hsdp, or remove the key"
@@ -302,11 +301,6 @@ def _check_conflicts(config: Config) -> None:
             config.train.compile and parallel.strategy == "dp",
             "compiles for one GPU, but parallel.strategy=dp copies the model to several; choose "
             "ddp",
-        ),
-        (
-            "train.compile=reduce-overhead",
-            config.train.compile == "reduce-overhead" and (gathers or "pipeline" in cut),
-            "needs weights and activations that stay in place; choose true, or ddp or zero1",
         ),
         (
             "parallel.sync_fragments",

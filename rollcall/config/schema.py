@@ -362,8 +362,8 @@ class Train(Section):
     callbacks: Plugins = {}
     """Members of the training step of your own, like train.metrics. Each receives `run` and
     `model`."""
-    compile: Literal["reduce-overhead"] | bool = _key(False, on_resume=OnResume.IGNORE)
-    """Compile each block of the model; reduce-overhead also records CUDA graphs."""
+    compile: bool = _key(False, on_resume=OnResume.IGNORE)
+    """Compile each block of the model."""
 
 
 class Faults(Section):

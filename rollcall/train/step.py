@@ -324,7 +324,7 @@ class Updater:
             group["lr"] = rate * ratio
         self.begun = number
         own, reads = self._local, skipped.is_cuda and not self._config.parallel.cpu_offload
-        if reads and optim.skips_on_device(own):
+        if reads and all(group.get("fused") for group in own.param_groups):
             own.found_inf = skipped.float()  # the kernels read this on the device
             state.optimizer.step()
             own.found_inf = None

@@ -272,8 +272,8 @@ def _place_model(
         with left_alone(roots):
             packing.refuse_leaks(strategy.forward, strategy.model, source.form, example)
     drop_gathered(strategy.model)  # of a forward pass without a backward pass
-    if mode := config.train.compile:
-        models.compile_blocks(strategy.model, mode=None if mode is True else mode)
+    if config.train.compile:
+        models.compile_blocks(strategy.model)
     batch, is_cut = config.data.global_batch, config.data.micro_batch is not None
     run.warn(models.batchnorm.warning(strategy.model, strategy.data_ranks, batch, is_cut))
     run.warn(missing)  # only here: a refusal stands alone

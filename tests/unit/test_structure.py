@@ -21,7 +21,7 @@ ENTRIES = (PACKAGE, f"{PACKAGE}.__main__")
 """Modules for users, which nothing in the project imports: the package, and its `__main__`."""
 TOOLS = ("accept", "bench", "drill", "lint", "plan", "report")
 MOST_FILES = 16
-CORE_LINES, TOOLS_LINES = 39_001, 8_000
+CORE_LINES, TOOLS_LINES = 39_301, 8_000
 """The lines of Python that `rollcall/` without its tools, and the tools, stay below."""
 SLACK = 10
 """Lines by which a room may differ from its budget."""
@@ -54,19 +54,19 @@ BUDGET: dict[str, int] = {
     "rollcall/tools/bench": 1637,
     "rollcall/tools/drill": 398,
     "rollcall/tools/lint": 1441,
-    "rollcall/tools/plan": 2257,
+    "rollcall/tools/plan": 2256,
     "rollcall/tools/report": 1693,
-    "rollcall/train": 2529,
+    "rollcall/train": 2534,
     "rollcall/train/checkpoint": 3206,
-    "rollcall/train/data": 2907,
+    "rollcall/train/data": 2930,
     "rollcall/train/exact": 534,
     "rollcall/train/health": 1281,
     "rollcall/train/inference": 789,
     "rollcall/train/loggers": 274,
-    "rollcall/train/models": 1131,
-    "rollcall/train/numerics": 1923,
-    "rollcall/train/parallel": 3080,
-    "rollcall/train/profiling": 601,
+    "rollcall/train/models": 1199,
+    "rollcall/train/numerics": 2012,
+    "rollcall/train/parallel": 3194,
+    "rollcall/train/profiling": 602,
     "rollcall/train/ranks": 1502,
     "rollcall/train/recovery": 551,
     "rollcall/train/torch_private": 323,

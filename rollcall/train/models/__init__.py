@@ -75,13 +75,13 @@ def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     return model
 
 
-def compile_blocks(model: nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
     """Compile each block of a spread model, or the whole model if it has no blocks."""
     every = list(units(model)) or [model]
     # An embedding, a norm or a head is one kernel; as a DTensor it does not compile alone (2.14).
     blocks = [block for block in every if any(True for _ in block.children())]
     for block in blocks or every:
-        block.forward = torch.compile(block.forward, backend=backend, mode=mode)
+        block.forward = torch.compile(block.forward, backend=backend)
 
 
 def _use_channels_last(model: nn.Module, config: Config) -> None:

@@ -32,7 +32,7 @@ class _Classes(NamedTuple):
     """The classes whose scores a rank has, one after the other, and how their loss is computed."""
 
     total: int  # of all ranks
-    smoothing: float
+    smoothing: float  # of labels
     z_loss: float
     first: int = 0
     group: dist.ProcessGroup | None = None  # the ranks that have the others
@@ -102,8 +102,7 @@ def of_layer(
 
     The layer maps x (tokens, hidden) to scores, which exist for some tokens at a time. The second
     result, (2, tokens), has no gradient; a hit, which is only found without gradients, is 1 where
-    the target has the largest score. x and the layer may be DTensors that divide the classes. The
-    factors are the label smoothing, and that of the loss of z.
+    the target has the largest score. x and the layer may be DTensors that divide the classes.
     """
     classes = _Classes(len(layer.weight), *factors)
     if isinstance(x, DTensor):

@@ -4,7 +4,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from rollcall.config import arguments
 from rollcall.config.schema import ConfigError, Optim
 from rollcall.messages.text import did_you_mean, listed
 from rollcall.train import torch_private
-from rollcall.train.ranks.device import local_of, whole_of
 
 Groups = list[dict[str, Any]]
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -223,29 +222,19 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[weight][name] = type(value)(COUNTERS[name])
 
 
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if its kernels read `found_inf`, so that nothing waits for the GPU."""
-    if isinstance(optimizer, Combined):
-        return all(skips_on_device(part) for _, part in optimizer.members)
-    is_muon = isinstance(optimizer, torch.optim.Muon)
-    return is_muon or all(group.get("fused") for group in optimizer.param_groups)
-
-
 class Combined(torch.optim.Optimizer):
     """Steps several optimizers. Groups and state are theirs, in the order of the given groups."""
 
-    found_inf: torch.Tensor | None = None  # as of torch's fused ones: 1 for a step without effect
-
     def __init__(self, parts: Sequence[tuple[list[int], torch.optim.Optimizer]]) -> None:
-        self.members = [(places, part) for places, part in parts if places]
+        self._parts = [(places, part) for places, part in parts if places]
         groups: dict[int, dict[str, Any]] = {}
-        for places, part in self.members:
+        for places, part in self._parts:
             groups |= zip(places, part.param_groups, strict=True)
         super().__init__([dict(groups[place]) for place in sorted(groups)], {})
         self._share()
 
     def _share(self) -> None:
-        for places, part in self.members:
+        for places, part in self._parts:
             part.state = self.state
             part.param_groups = [self.param_groups[place] for place in places]
 
@@ -253,14 +242,9 @@ class Combined(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Let each optimizer update its parameters."""
         assert closure is None, "a training step has no closure"
-        part: Any
-        skipped = None if self.found_inf is None else self.found_inf > 0
-        for _, part in self.members:
-            is_muon = isinstance(part, torch.optim.Muon)
-            part.found_inf = self.found_inf
-            with _matrix_by_matrix(part, skipped) if is_muon else nullcontext():
+        for _, part in self._parts:
+            with _matrix_by_matrix(part) if isinstance(part, torch.optim.Muon) else nullcontext():
                 part.step()
-            part.found_inf = None
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state of all."""
@@ -268,27 +252,10 @@ class Combined(torch.optim.Optimizer):
         self._share()
 
 
-def _prepare_skip(optimizer: torch.optim.Muon, skipped: torch.Tensor) -> None:
-    """Decay the weights unless skipped, which then have gradients that leave the momentum."""
-    for group in optimizer.param_groups:
-        kept = torch.where(skipped, 1.0, 1 - group["lr"] * group["weight_decay"])
-        group["weight_decay"] = 0.0
-        for weight in (weight for weight in group["params"] if weight.grad is not None):
-            state = optimizer.state[weight]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(weight.grad)
-            momentum, gradient = local_of(state["momentum_buffer"]), local_of(weight.grad)
-            gradient.copy_(torch.where(skipped, momentum, gradient))
-            local_of(weight).mul_(kept.to(weight.dtype))
-
-
 @contextmanager
-def _matrix_by_matrix(optimizer: torch.optim.Muon, skipped: torch.Tensor | None) -> Iterator[None]:
+def _matrix_by_matrix(optimizer: torch.optim.Muon) -> Iterator[None]:
     """Let Muon update whole matrices, parts of a stack as views of the weight and of its state."""
     groups, state, views = optimizer.param_groups, optimizer.state, list[torch.Tensor]()
-    decays = [group["weight_decay"] for group in groups]
-    if skipped is not None:
-        _prepare_skip(optimizer, skipped)
     whole = [group["params"] for group in groups]
     for group in groups:
         group["params"] = [weight for weight in group["params"] if weight.ndim == 2]
@@ -302,11 +269,11 @@ def _matrix_by_matrix(optimizer: torch.optim.Muon, skipped: torch.Tensor | None)
                 group["params"].append(view)
                 views.append(view)
     try:
-        with torch_private.muon_replaced(partial(_of_whole, skipped)):
+        with torch_private.muon_replaced(_of_whole):
             yield
     finally:
-        for group, weights, decay in zip(groups, whole, decays, strict=True):
-            group["params"], group["weight_decay"] = weights, decay
+        for group, weights in zip(groups, whole, strict=True):
+            group["params"] = weights
         for view in views:
             del state[view]
 
@@ -330,23 +297,20 @@ def _of_matrices(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "params": weights}
 
 
-def _of_whole(
-    skipped: torch.Tensor | None, function: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
+def _of_whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Let torch's Muon orthogonalize whole matrices where it holds shards of them.
 
     Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) multiplies a matrix with itself
     in bf16, so that pieces would round in another way. Each rank gathers the update of one matrix
-    at a time, computes the same as one process would, and keeps its shard. A skipped update is 0.
+    at a time, computes the same as one process would, and keeps its shard.
     """
 
     @wraps(function)
     def gathered(update: torch.Tensor, *options: Any) -> torch.Tensor:
-        found = function(whole_of(update), *options)
-        found = found if skipped is None else found.masked_fill(skipped, 0)
         if not isinstance(update, DTensor):
-            return found
+            return function(update, *options)
         mesh, everywhere = update.device_mesh, [Replicate()] * update.device_mesh.ndim
+        found = function(update.full_tensor(), *options)
         shared = DTensor.from_local(found, mesh, everywhere, run_check=False)
         return shared.redistribute(mesh, update.placements)
 

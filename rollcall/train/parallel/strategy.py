@@ -125,8 +125,7 @@ class Strategy:
             raise ConfigError("model.sync_buffers works neither in a pipeline nor with exact=true")
         if config.model.sync_buffers and world.world_size > 1:  # finishes before DDP may refuse
             self._parts.insert(0, SharedBuffers(config.model.sync_buffers, self._averaged))
-        # Whether a last layer may compute the loss. These call it with other weights or batches, or
-        # compute the gradients of weights later; fp16 needs its scale before.
+        # Whether a last layer may compute the loss, with its gradient; fp16 needs the scale before.
         is_split = self._pipeline and config.parallel.schedule_name in SPLIT_BACKWARD
         is_moved = config.parallel.strategy == "dp" or any(part.places for part in self._parts)
         self._may_fuse = not (is_moved or is_split or config.train.gather or loss.scaler)

@@ -169,21 +169,6 @@ def test_compiled_blocks_compute_the_same() -> None:
         torch.testing.assert_close(one.grad, two.grad)
 
 
-@pytest.mark.parametrize(("value", "mode"), [("true", None), ("reduce-overhead",) * 2])
-def test_the_mode_is_torchs(value: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = list[str | None]()
-
-    def compiled(function: Any, mode: str | None, **_: Any) -> Any:
-        modes.append(mode)
-        return function
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)))
-    found = parse(["digits", f"train.compile={value}"])[1].train.compile
-    models.compile_blocks(model, mode=None if found is True else found or "")
-    assert modes == [mode, mode]
-
-
 def test_computing_again_keeps_only_the_inputs_of_blocks() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 100), nn.Linear(100, 8)) for _ in range(3)])
     activations.recompute(model, "blocks")
@@ -231,8 +216,6 @@ def test_tf32_is_refused_on_cpus() -> None:
         ["model.channels_last=true", "parallel.mesh=shard=2,tensor=2"],
         ["precision=fp8", "parallel.strategy=tensor"],
         ["train.compile=true", "parallel.strategy=dp"],
-        ["train.compile=reduce-overhead", "parallel.strategy=zero3"],
-        ["train.compile=reduce-overhead", "parallel.strategy=pipeline"],
         ["optim.evaluate_ema=true"],
         ["optim.lr_scaling=linear"],
     ],
