@@ -96,7 +96,7 @@ class _Classes(NamedTuple):
 
 
 def of_layer(
-    x: torch.Tensor, layer: Any, targets: torch.Tensor, weights: torch.Tensor, *factors: float
+    x: torch.Tensor, layer: Any, targets: torch.Tensor, weights: torch.Tensor, *factors: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the losses of tokens times their weights, and per token loss and hit.
 

@@ -69,7 +69,7 @@ class Head:
 
 def find(model: nn.Module, example: Batch, loss: Loss) -> Head:
     """Return the head of a model, with classes if the model returns its outputs as they are."""
-    name, seen = loss.converts and getattr(model, "output_layer", ""), list[Any]()
+    name, seen = getattr(model, "output_layer", None) if loss.converts else None, list[Any]()
     if not name:
         return Head("", 0, loss)
     with suppress(Exception), torch.no_grad():  # code may raise anything without values
